@@ -1,0 +1,8 @@
+"""`python generate.py`: the command line of the library, see `triforce/cli.py`."""
+
+import sys
+
+from triforce.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

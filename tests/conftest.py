@@ -1,0 +1,56 @@
+"""Small random pairs for the tests of the logic, and the embedded pair for the tests of the whole."""
+
+import pytest
+import torch
+
+from triforce.model import ModelConfig, Transformer
+from triforce.state import Settings, State
+
+VOCAB = 64
+
+
+def random_pair(dtype=torch.float32, device="cpu", vocab_size=VOCAB, std=0.3):
+    """A GQA target of two layers and a draft of one, with weights large enough for peaked distributions."""
+    target = ModelConfig(vocab_size, 32, 2, 4, 2, 8, 48, max_position_embeddings=8192)
+    draft = ModelConfig(vocab_size, 16, 1, 2, 2, 8, 32)
+    return (Transformer.random(target, seed=0, device=device, dtype=dtype, std=std),
+            Transformer.random(draft, seed=1, device=device, dtype=dtype, std=std))
+
+
+def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[int]:
+    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=1024, max_new_tokens=512, sampling=None,
+               **settings) -> State:
+    """A State with prompts prefilled, without an Engine around it."""
+    chosen = {"flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16, **settings}
+    state = State(target, draft, Settings(**chosen), batch=len(prompts), capacity=capacity, budget=budget,
+                  vocab_size=vocab_size, compiler=lambda step: step)
+    law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
+    state.params.set(**{**law, **(sampling or {})})
+    for row, prompt in enumerate(prompts):
+        state.prefill(row, prompt)
+    state.begin(max_new_tokens)
+    return state
+
+
+def run_rounds(state, count: int, **how) -> list[list[int]]:
+    """Rounds until every row has `count` tokens; returns the first `count` of each."""
+    rows = [[] for _ in range(state.batch)]
+    while min(map(len, rows)) < count:
+        for row, tokens in zip(rows, state.round(**how), strict=True):
+            row += tokens
+    return [row[:count] for row in rows]
+
+
+@pytest.fixture(scope="session")
+def pair():
+    return random_pair()
+
+
+@pytest.fixture(scope="session")
+def tiny_engine():
+    import triforce
+
+    return triforce.load("tiny", device="cpu", max_seq_len=4096)

@@ -1,0 +1,148 @@
+"""What only a CUDA GPU can show: bf16 bits, CUDA graphs, no recompilation, no hidden host sync.
+
+    python -m pytest -m cuda -s tests/test_cuda.py
+"""
+
+import time
+
+import pytest
+import torch
+from conftest import random_prompt
+from test_greedy import bits
+
+from triforce.engine import Engine
+from triforce.model import ModelConfig, Transformer
+from triforce.state import Settings
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+CONTEXT, NEW = 16_384, 512
+VOCAB = 512
+
+
+@pytest.fixture(scope="module")
+def random_models():
+    """A GQA target with random weights: rejections come in plenty, ties and near ties too."""
+    make = {"device": "cuda", "dtype": torch.bfloat16}
+    target = ModelConfig(VOCAB, 512, 4, 8, 4, 64, 1024, max_position_embeddings=131072)
+    draft = ModelConfig(VOCAB, 128, 2, 2, 2, 64, 256)
+    return Transformer.random(target, std=0.05, **make), Transformer.random(draft, seed=1, std=0.05, **make)
+
+
+def tiny_models():
+    import triforce
+
+    engine = triforce.load("tiny", device="cuda")
+    ids = engine.encode_prompt(__import__("triforce.cli").cli.default_document())[:CONTEXT]
+    return (engine.target, engine.draft), ids, engine.vocab_size
+
+
+def engine_for(models, *, levels="triforce", keep_logits=False, budget=512, gamma=6, gamma_inner=2, compile=True, **kw):
+    target, draft = models
+    settings = Settings(gamma=gamma, gamma_inner=gamma_inner, retrieval=levels in ("triforce", "retrieval"),
+                        keep_logits=keep_logits, prefill_chunk_size=8192, **kw)
+    engine = Engine(target, None, draft if levels in ("triforce", "draft") else None, settings=settings,
+                    budget=budget if settings.retrieval else None, compile=compile, max_seq_len=24_576)
+    return engine
+
+
+def prepare(engine, ids, vocab_size, temperature=0.0, new=2048):
+    engine.vocab_size = vocab_size
+    return engine.prepare([ids], new, temperature=temperature, top_p=0.9, top_k=None, min_p=None, seed=[1])
+
+
+VARIANTS = [("triforce", 512, 6, 2), ("triforce", 1024, 7, 1), ("retrieval", 512, 3, 2), ("draft", 512, 5, 2)]
+
+
+@pytest.mark.parametrize("which", ["random", "tiny"])
+def test_greedy_bits_in_bf16(which, request):
+    """512 tokens at 16K: tokens and logits hashes, every hierarchy against no drafter and against speculate=False."""
+    if which == "random":
+        models, vocab_size = request.getfixturevalue("random_models"), VOCAB
+        ids = random_prompt(CONTEXT, vocab_size=VOCAB)
+    else:
+        models, ids, vocab_size = tiny_models()
+    state = prepare(engine_for(models, levels="none", keep_logits=True), ids, vocab_size)
+    plain = bits(state, NEW)[:2]
+    for levels, budget, gamma, gamma_inner in VARIANTS:
+        engine = engine_for(models, levels=levels, budget=budget, gamma=gamma, gamma_inner=gamma_inner,
+                            keep_logits=True, rebuild_interval=64)
+        state = prepare(engine, ids, vocab_size)
+        tokens, hashes, rejected, offsets = bits(state, NEW)
+        print(f"{which} {levels} budget {budget} gamma {gamma}: rejected {rejected}, flushes {state.num_flushes}, "
+              f"rounds {state.num_forwards}, offsets {len(offsets)}")
+        assert (tokens, hashes) == plain
+        assert state.num_flushes >= 2
+        if which == "random":
+            assert min(rejected["full"], rejected["retrieval"] if levels == "triforce" else 20) >= 20
+        if state.retrieval is not None:
+            assert state.retrieval.num_rebuilds >= 2
+        state.rewind()
+        assert bits(state, NEW, speculate=False)[:2] == plain
+
+
+def test_graphs_are_captured_and_nothing_recompiles(random_models):
+    """1,000 tokens more and another temperature compile nothing, but for once, when the prefix length turns dynamic."""
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    engine = engine_for(random_models)
+    state = prepare(engine, random_prompt(CONTEXT, vocab_size=VOCAB), VOCAB, temperature=0.8)
+    start = state.lens[0]
+    while state.num_flushes < 2:  # the second length makes the prefix dynamic
+        state.round()
+    compiled = counters["stats"]["unique_graphs"]
+    at_flush, between = [], []
+    state.params.temperature.fill_(0.3)
+    while state.lens[0] < start + 1300:
+        flushes, begun = state.num_flushes, time.perf_counter()
+        state.round()
+        torch.cuda.synchronize()
+        (between if flushes == state.num_flushes else at_flush).append(time.perf_counter() - begun)
+        if flushes != state.num_flushes:  # the next round re-records its graph at the new length
+            begun = time.perf_counter()
+            state.round()
+            torch.cuda.synchronize()
+            at_flush[-1] = time.perf_counter() - begun
+    usual, after = sorted(between)[len(between) // 2], sorted(at_flush)[len(at_flush) // 2]
+    print(f"compiled graphs {compiled}; a round {usual * 1e3:.2f} ms, the round after a flush {after * 1e3:.2f} ms: "
+          f"re-recording costs {(after - usual) * 1e3:.2f} ms per {state.settings.flush_interval} tokens")
+    assert counters["stats"]["unique_graphs"] == compiled
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_a_round_has_one_host_sync(random_models):
+    state = prepare(engine_for(random_models), random_prompt(CONTEXT, vocab_size=VOCAB), VOCAB, temperature=0.8)
+    for _ in range(60):
+        state.round()
+    seen = []
+    original = torch.cuda.set_sync_debug_mode
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda.set_sync_debug_mode = lambda mode: (seen.append(mode), original(mode))
+        for _ in range(60):
+            state.round()
+    finally:
+        torch.cuda.set_sync_debug_mode = original
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(seen) == 2 * 60  # off and on again, around the read of each round
+
+
+def test_offsets_and_batches_in_bf16(random_models):
+    prompts = [random_prompt(3000, vocab_size=VOCAB), random_prompt(1700, seed=2, vocab_size=VOCAB), [5]]
+    engine = Engine(random_models[0], None, random_models[1], settings=Settings(prefill_chunk_size=2048), budget=512,
+                    max_batch_size=3)
+    on = engine.generate(prompts, 300, temperature=0.0)
+    off = engine.generate(prompts, 300, temperature=0.0, speculate=False)
+    assert [a.tokens for a in on] == [b.tokens for b in off]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(dtype):
+    target = ModelConfig(VOCAB, 256, 2, 4, 2, 64, 512, max_position_embeddings=8192)
+    model = Transformer.random(target, std=0.05, device="cuda", dtype=dtype)
+    engine = Engine(model, None, settings=Settings(prefill_chunk_size=512), budget=256)
+    prompt = random_prompt(2000, vocab_size=VOCAB)
+    on, off = (engine.generate(prompt, 200, temperature=0.0, speculate=s).tokens for s in (True, False))
+    assert on == off
+    slow = engine.logits([prompt])[0, -1].argmax()
+    assert int(slow) == on[0]

@@ -1,0 +1,115 @@
+"""Greedy tokens and logits are the same bits with speculation on and off, for every drafter, budget and gamma."""
+
+import hashlib
+
+import pytest
+import torch
+from conftest import make_state, random_pair, random_prompt, run_rounds
+
+CONTEXT, NEW = 2048, 160
+
+
+def bits(state, count, **how):
+    """Greedy tokens of row 0, a hash of the logits behind each, and what happened on the way."""
+    tokens, hashes, offsets = [], [], set()
+    while len(tokens) < count:
+        offsets.add(state.lens[0] % state.settings.flush_interval)
+        new = state.round(**how)[0]
+        logits = state.outer.logits[0, : len(new)]
+        hashes += [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in logits.contiguous().float().cpu()]
+        tokens += new
+    totals = {"full": state.outer.totals[0].tolist()}
+    if state.inner is not None:
+        totals["retrieval"] = state.inner.totals[0].tolist()
+    rejected = {name: drafted - accepted for name, (accepted, drafted) in totals.items()}
+    return tokens[:count], hashes[:count], rejected, offsets
+
+
+VARIANTS = [(levels, budget, gamma) for levels in ("triforce", "retrieval", "draft")
+            for budget, gamma in ((256, 6), (512, 3), (256, 1))]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return random_pair(std=0.2)
+
+
+@pytest.fixture(scope="module")
+def plain(models):
+    """Without any drafter, in the same padded step."""
+    state = make_state(models[0], None, [random_prompt(CONTEXT)], retrieval=False, capacity=4096, keep_logits=True,
+                       flush_interval=64)
+    return bits(state, NEW)[:2]
+
+
+@pytest.mark.parametrize("levels,budget,gamma", VARIANTS)
+def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
+    target, draft = models
+    state = make_state(target, draft if levels != "retrieval" else None, [random_prompt(CONTEXT)], capacity=4096,
+                       retrieval=levels != "draft", budget=budget, gamma=gamma, chunk_size=8, flush_interval=64,
+                       rebuild_interval=32, keep_logits=True)
+    tokens, hashes, rejected, offsets = bits(state, NEW)
+    assert (tokens, hashes) == plain
+    assert min(rejected.get(name, 20) for name in ("full", "retrieval")) >= (20 if levels == "triforce" else 0)
+    assert rejected["full"] >= 20
+    assert state.num_flushes >= 2
+    if state.retrieval is not None:
+        assert state.retrieval.num_rebuilds >= 2
+    state.rewind()
+    tokens, hashes, _, _ = bits(state, NEW, speculate=False)
+    assert (tokens, hashes) == plain
+
+
+def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
+    """A block that starts k tokens before a flush position emits at most k, for every k below M."""
+    target, draft = models
+    for shift in range(8):
+        prompt = random_prompt(CONTEXT)[: CONTEXT - 8 + shift]
+        state = make_state(target, draft, [prompt], capacity=4096, flush_interval=64, chunk_size=8, budget=256,
+                           keep_logits=True)
+        on = bits(state, 24)[:2]
+        state.rewind()
+        assert bits(state, 24, speculate=False)[:2] == on
+
+
+def test_batch_rows_do_not_depend_on_neighbours(models):
+    """At a fixed batch size, a row's greedy tokens are the same whatever stands beside it."""
+    target, draft = models
+    prompts = [random_prompt(300, seed=1), random_prompt(137, seed=2), [5]]
+    rows = [run_rounds(make_state(target, draft, prompts), 80, speculate=speculate) for speculate in (True, False)]
+    assert rows[0] == rows[1]
+    others = [prompts[0], random_prompt(137, seed=3), [9]]  # the same lengths, other texts
+    assert run_rounds(make_state(target, draft, others), 80)[0] == rows[0][0]
+
+
+def test_rewinding_repeats_a_fresh_prefill(models):
+    target, draft = models
+    sampling = {"temperature": 0.8}
+    state = make_state(target, draft, [random_prompt(400)], sampling=sampling)
+    first = [state.round()[0] for _ in range(30)]
+    state.rewind()
+    assert [state.round()[0] for _ in range(30)] == first
+
+
+def test_appending_to_a_used_state(models):
+    """Prefilling on after some rounds gives what prefilling the whole text at once gives."""
+    target, draft = models
+    prompt, more = random_prompt(300), random_prompt(90, seed=7)
+    state = make_state(target, draft, [prompt])
+    said = []
+    while len(said) < 41:
+        said += state.round()[0]
+    state.prefill(0, more)
+    state.begin(100)
+    whole = make_state(target, draft, [prompt + said + more])
+    assert state.lens == whole.lens
+    mine, other = state.cache.full, whole.cache.full
+    assert mine.lens == other.lens
+    for a, b in zip((*mine.k, *mine.v), (*other.k, *other.v), strict=True):
+        torch.testing.assert_close(a[0, :, : mine.lens[0]], b[0, :, : mine.lens[0]], rtol=1e-4, atol=1e-5)
+    continued, expected = [], []
+    while len(continued) < 60:
+        continued += state.round()[0]
+    while len(expected) < 60:
+        expected += whole.round()[0]
+    assert continued[:60] == expected[:60]

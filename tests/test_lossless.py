@@ -1,0 +1,117 @@
+"""The joint law of the next three tokens, enumerated through the production code, is the target's."""
+
+from unittest import mock
+
+import pytest
+import torch
+from conftest import make_state
+from enumeration import joint_laws, target_law, total_variation
+from reference import DenseKV
+
+from triforce import acceptance, speculation
+from triforce.model import ModelConfig, Transformer
+
+VOCAB = 3  # of the tokenizer; the models' own vocabularies are padded, differently
+PROMPTS = [[0, 2, 1, 1, 0, 2, 2, 1, 0, 1, 2, 0, 1, 2], [1, 0, 0, 2, 1, 2, 0, 1, 1, 0, 2, 2, 0, 1, 2, 1, 0, 0]]
+PLAIN = {"temperature": 0.9, "top_p": 1.0, "top_k": None, "min_p": None}
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = ModelConfig(5, 16, 2, 4, 2, 8, 24)
+    draft = ModelConfig(7, 16, 1, 2, 2, 8, 24)
+    return (Transformer.random(target, seed=0, std=0.5, dtype=torch.float64),
+            Transformer.random(draft, seed=1, std=0.5, dtype=torch.float64))
+
+
+def reference_filter(probs: list[float], sampling: dict) -> list[float]:
+    """Top-k, top-p and min-p by their definitions, one token at a time."""
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])
+    kept = order[: sampling["top_k"] or len(order)]
+    total, mass, nucleus = sum(probs[i] for i in kept), 0.0, []
+    for i in kept:
+        if mass < sampling["top_p"] * total:
+            nucleus.append(i)
+        mass += probs[i]
+    nucleus = [i for i in nucleus if probs[i] >= (sampling["min_p"] or 0.0) * max(probs)]
+    norm = sum(probs[i] for i in nucleus)
+    return [probs[i] / norm if i in nucleus else 0.0 for i in range(len(probs))]
+
+
+def reference_law(target, sampling):
+    def next_law(tokens):
+        hidden = target(torch.tensor([tokens]), DenseKV(target.rope))
+        logits = target.output(hidden)[0, -1, :VOCAB]
+        if sampling["temperature"] == 0:
+            return [float(i == int(logits.argmax())) for i in range(VOCAB)]
+        return reference_filter((logits / sampling["temperature"]).softmax(-1).tolist(), sampling)
+
+    return next_law
+
+
+def distances(models, *, levels="triforce", sampling=None, batch=64, **settings) -> tuple[list[float], int, object]:
+    target, draft = models
+    sampling = {**PLAIN, **(sampling or {})}
+    state = make_state(target, draft if levels != "retrieval" else None, [PROMPTS[r % 2] for r in range(batch)],
+                       vocab_size=VOCAB, budget=8, capacity=32, max_new_tokens=8, sampling=sampling,
+                       **{"flush_interval": 4, "chunk_size": 2, "rebuild_interval": 2, "block_size": 4,
+                          "draft_window": 6, "draft_sink": 2, "retrieval": levels != "draft", **settings})
+    assert levels == "draft" or all(state.retrieval.selected)  # a true selection, not the whole prefix
+    laws, count = joint_laws(state, models, PROMPTS)
+    exact = [target_law(reference_law(target, sampling), prompt, VOCAB) for prompt in PROMPTS]
+    return [total_variation(law, other) for law, other in zip(laws, exact, strict=True)], count, laws
+
+
+CASES = [
+    {"gamma": 3, "gamma_inner": 1},
+    {"gamma": 2, "gamma_inner": 2},
+    {"gamma": 1, "gamma_inner": 1},
+    {"gamma": 3, "gamma_inner": 2, "sampling": {"top_p": 0.9}},
+    {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}},
+    {"gamma": 2, "gamma_inner": 1, "sampling": {"min_p": 0.2}},
+    {"gamma": 3, "gamma_inner": 1, "sampling": {"temperature": 0.0}},
+    {"levels": "retrieval", "gamma": 3},
+    {"levels": "draft", "gamma": 2},
+    {"levels": "draft", "gamma": 3, "sampling": {"top_p": 0.8, "temperature": 1.3}},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{k}={v}" for k, v in case.items()))
+def test_joint_law_is_the_targets(models, case):
+    found, branches, laws = distances(models, **case)
+    assert max(found) < 1e-6, f"total variation {found} over {branches} branches"
+    assert all(abs(sum(law.values()) - 1) < 1e-9 for law in laws)
+
+
+def test_enumeration_sees_a_biased_inner_level(models):
+    """The published code samples target_probs, not the residual, after a rejection at its inner level."""
+    exact = speculation.verify_chain
+
+    def biased(*args):
+        inner = args[0].shape[1] == 1  # gamma_inner = 1; the outer level checks 3
+        residual = (lambda target, draft: target) if inner else acceptance.residual
+        with mock.patch.object(acceptance, "residual", residual):
+            return exact(*args)
+
+    with mock.patch.object(speculation, "verify_chain", biased):
+        found, _, _ = distances(models, gamma=2, gamma_inner=1)
+    assert min(found) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_equal_and_nearly_equal_laws_give_no_nan(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.0, 1e-3, 1e-2):
+        logits = torch.randn(4, 6, 50, generator=generator).to(dtype)
+        target = logits.float().softmax(-1)
+        draft = (logits + scale * torch.randn(4, 6, 50, generator=generator)).to(dtype)[:, :5].float().softmax(-1)
+        tokens = draft.argmax(-1)
+        for u in (0.0, 0.5, 1 - 2.0**-52):
+            verdict = acceptance.verify_chain(tokens, draft, torch.tensor([0, 1, 3, 5]), target,
+                                              torch.full((4, 5), u, dtype=torch.float64),
+                                              torch.full((4, 6), u, dtype=torch.float64))
+            assert ((verdict.tokens >= 0) & (verdict.tokens < 50)).all()
+            assert (verdict.num_accepted <= torch.tensor([0, 1, 3, 5])).all()
+        same = target[:, :5]
+        assert torch.isfinite(acceptance.residual(same, same)).all()
+        assert (acceptance.residual(same, same).sum(-1) > 0).all()

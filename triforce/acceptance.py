@@ -1,0 +1,64 @@
+"""Which drafted tokens are kept, and what replaces the first that is not. Pure functions on tensors.
+
+Knows nothing of models, caches or levels. Random numbers come in as arguments. The rule is that of speculative
+sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): what comes out has the target's law,
+whatever the draft's was, as long as `draft_probs` is the law that the drafted tokens were drawn from.
+
+Shapes: B batch, n drafted tokens at most, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import sampling
+
+
+class Verdict(NamedTuple):
+    tokens: Tensor  # [B, n + 1]: the accepted tokens, then the recovered or bonus token; the rest is meaningless
+    num_accepted: Tensor  # [B]: how many drafted tokens were kept; tokens[:, :num_accepted + 1] follow the target's law
+
+
+def is_accepted(draft_prob: Tensor, target_prob: Tensor, u: Tensor) -> Tensor:
+    """Accepts with probability min(1, target_prob / draft_prob). Strict: a token of target_prob 0 never passes."""
+    return u * draft_prob < target_prob
+
+
+def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """What the target has and the draft lacks, [..., V], unnormalised: the law of the token after a rejection.
+
+    Where rounding leaves nothing (two laws equal up to an ulp), it is the target's own.
+    """
+    rest = (target_probs - draft_probs).clamp(min=0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, target_probs)
+
+
+def verify_chain(tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor, target_probs: Tensor,
+                 accept_u: Tensor, sample_u: Tensor) -> Verdict:
+    """Accepts the longest prefix of a drafted chain that passes, then draws one token more.
+
+    Args:
+        tokens: [B, n] drafted tokens; those from num_drafted on are padding.
+        draft_probs: [B, n, V], row i the law that tokens[:, i] was drawn from; None for deterministic proposals.
+        num_drafted: [B].
+        target_probs: [B, n + 1, V], row i the target's law of the token that stands where tokens[:, i] does.
+        accept_u: [B, n], sample_u: [B, n + 1]: uniform numbers, one a position.
+    """
+    target_prob = target_probs[:, :-1].gather(2, tokens[..., None]).squeeze(2)  # [B, n]
+    if draft_probs is None:
+        draft_probs = torch.zeros_like(target_probs[:, :-1]).scatter(2, tokens[..., None], 1.0)
+    draft_prob = draft_probs.gather(2, tokens[..., None]).squeeze(2)
+    accepted = is_accepted(draft_prob, target_prob, accept_u)
+    accepted &= torch.arange(tokens.shape[1], device=tokens.device) < num_drafted[:, None]
+    num_accepted = accepted.long().cumprod(1).sum(1)  # [B]
+
+    stop = num_accepted[:, None, None]
+    law = target_probs.gather(1, stop.expand(-1, 1, target_probs.shape[2])).squeeze(1)  # [B, V]
+    if tokens.shape[1] > 0:
+        inside = stop.clamp(max=tokens.shape[1] - 1).expand(-1, 1, target_probs.shape[2])
+        against = draft_probs.gather(1, inside).squeeze(1)
+        rejected = (num_accepted < num_drafted)[:, None]
+        law = torch.where(rejected, residual(law, against), law)
+    last = sampling.sample(law, sample_u.gather(1, stop.squeeze(2)).squeeze(1))  # recovered or bonus token
+    return Verdict(torch.cat([tokens, last[:, None]], 1).scatter(1, stop.squeeze(2), last[:, None]), num_accepted)

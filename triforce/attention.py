@@ -1,0 +1,127 @@
+"""Attention as a merge of partial states. Knows nothing of caches, positions or models: tensors in, tensors out.
+
+A partial state is `(out, lse)`: attention over some of the keys, normalised over those alone, and the log of the sum
+of their exponentials. Two states over disjoint keys merge exactly (the identity behind FlashAttention, arXiv
+2205.14135, and Flash-Decoding), so a long unmasked prefix goes to the fastest fused kernel of the device while the
+few newest keys, which need a mask, go through plain matmuls.
+
+Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, R = G * M folded rows, S keys, D head_dim.
+"""
+
+import torch
+from torch import Tensor
+
+State = tuple[Tensor, Tensor]  # out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs)
+
+
+def fold(q: Tensor, n_kv_head: int) -> Tensor:
+    """[B, H, M, D] -> [B, K, G * M, D]: the queries that share a KV head become rows, so that KV is read once."""
+    return q.reshape(q.shape[0], n_kv_head, -1, q.shape[-1])
+
+
+def unfold(out: Tensor, n_head: int) -> Tensor:
+    """[B, K, G * M, D] -> [B, H, M, D]."""
+    return out.reshape(out.shape[0], n_head, -1, out.shape[-1])
+
+
+def fold_mask(visible: Tensor, group: int) -> Tensor:
+    """Boolean [B, M, S] -> additive float32 [B, 1, G * M, S], 0 where visible and -inf elsewhere."""
+    bias = torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, float("-inf"))
+    return bias.repeat(1, group, 1)[:, None]
+
+
+def empty(q: Tensor) -> State:
+    """The neutral element of `merge`: attention over no keys."""
+    return torch.zeros_like(q), torch.full(q.shape[:-1], float("-inf"), dtype=_wide(q.dtype), device=q.device)
+
+
+def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
+    """Attention of every row over every key, through the fastest kernel of the device.
+
+    Args:
+        q: [B, K, R, D]. k, v: [B, K, S, D]; any strides as long as D is contiguous. S may be 0.
+    """
+    if k.shape[2] == 0:  # the fused kernels answer +inf, or end the process, on no keys
+        return empty(q)
+    return _kernel(q, k, decode=True)(q, k, v, False)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
+    """Causal attention of a chunk on itself: q, k, v [B, H, M, D], row i sees keys 0 to i."""
+    return _kernel(q, k, decode=False)(q, k, v, True)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False) -> State:
+    """Attention over few keys with an additive mask; a masked key contributes exactly nothing.
+
+    Args:
+        q: [B, K, R, D]. k, v: [B, K, S, D]. bias: [B, 1, R, S] of 0 and -inf.
+        no_empty_rows: the caller vouches that each row sees a key. The CPU kernel answers lse 0 for a row that
+            sees none, so it may only be used then.
+    """
+    if no_empty_rows and q.device.type == "cpu" and q.dtype == torch.float32:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)[:2]
+    return _plain(q, k, v, bias)
+
+
+def merge(a: State, b: State) -> State:
+    """Attention over the union of two disjoint sets of keys. Two empty states merge to an empty one."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    weight = torch.sigmoid((lse_b - lse_a).nan_to_num(nan=0.0)).unsqueeze(-1)  # nan: -inf minus -inf, both outs are 0
+    wide = weight.dtype
+    return torch.lerp(out_a.to(wide), out_b.to(wide), weight), torch.logaddexp(lse_a, lse_b)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _kernel(q: Tensor, k: Tensor, decode: bool):
+    head_dim_fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if q.device.type == "cuda" and head_dim_fits:
+        if q.dtype in (torch.bfloat16, torch.float16):
+            return _flash_cuda
+        if q.dtype == torch.float32:
+            return _efficient_cuda
+    if q.device.type == "cpu" and (q.dtype == torch.float32 or not decode and q.dtype != torch.float64):
+        return _flash_cpu  # in bf16 its few-row case is slower than plain matmuls
+    return _plain_causal
+
+
+def _flash_cuda(q, k, v, is_causal) -> State:
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[:2]
+
+
+def _efficient_cuda(q, k, v, is_causal) -> State:
+    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[:2]
+    return out, lse[:, :, : q.shape[2]]  # the kernel pads the rows of lse
+
+
+def _flash_cpu(q, k, v, is_causal) -> State:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[:2]
+
+
+def _plain_causal(q, k, v, is_causal) -> State:
+    bias = None
+    if is_causal:
+        rows = torch.arange(q.shape[2], device=q.device)
+        bias = torch.zeros(q.shape[2], q.shape[2], device=q.device).masked_fill(rows[:, None] < rows, float("-inf"))
+    return _plain(q, k, v, bias)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> State:
+    """Two matmuls and a softmax in float32 or wider: the slow twin of every kernel, and the small masked part."""
+    wide = _wide(q.dtype)
+    narrow_cpu = q.device.type == "cpu" and q.dtype != wide and bias is None
+    if narrow_cpu:  # a long prefix in bf16: widening K and V would read and write them once more
+        scores = (q @ k.transpose(-1, -2)).to(wide)
+    else:
+        scores = q.to(wide) @ k.to(wide).transpose(-1, -2)  # [B, K, R, S]
+    scores = scores * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias
+    top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min)  # a row that sees nothing: exp(-inf), not nan
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    out = (weights.to(v.dtype) @ v if narrow_cpu else weights @ v.to(wide)) / total.clamp(min=torch.finfo(wide).tiny)
+    return out, (top + total.log()).squeeze(-1)

@@ -1,0 +1,236 @@
+"""Hugging Face folders in: finds a checkpoint, reads its config and end tokens, and loads its weights into the model.
+
+It knows nothing of caches, sampling or text, and it never uses the network: `download.py` does. Which family a folder
+is comes from its config.json, never from its name.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UserError
+from .model import ModelConfig, Transformer
+from .tokenizer import Tokenizer
+from .vocabulary import read_json
+
+TINY = Path(__file__).parent / "tiny"  # the embedded pair: target/ and draft/
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
+          "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # each has a sharded twin, named by NAME.index.json
+
+
+def resolve(checkpoint: str | Path) -> Path:
+    """The folder of a checkpoint: `tiny`, an existing folder, or a repository id that was downloaded before.
+
+    A repository id is looked for under `checkpoints/` of the working directory, then in the Hugging Face cache.
+
+    Raises:
+        UserError: nothing is there; for a repository id the text holds the command that downloads it.
+    """
+    if checkpoint == "tiny":
+        return TINY / "target"
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"{path} is a file; give the folder that holds config.json and the weights")
+    if isinstance(checkpoint, Path) or not REPO_ID.fullmatch(checkpoint):
+        raise UserError(f"no such folder: {checkpoint}; give a folder, a repository id (owner/name) or 'tiny'")
+    local = Path("checkpoints") / checkpoint
+    if local.is_dir():
+        return local
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(checkpoint, "config.json")
+    if isinstance(cached, str) and find_weights(Path(cached).parent):
+        return Path(cached).parent
+    raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
+                    f"download it: python download.py --repo-id {checkpoint}")
+
+
+def tiny_draft() -> Path:
+    """The embedded draft model, trained for the embedded target."""
+    return TINY / "draft"
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model's shape and arithmetic, from config.json."""
+    path = Path(folder) / "config.json"
+    hf = read_json(path)
+    try:
+        return ModelConfig.from_hf(hf)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"{path} has a field of the wrong kind ({error}); download it again") from None
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Every id that ends a text: generation_config.json's, else config.json's, else the tokenizer's own."""
+    folder = Path(folder)
+    for name in ("generation_config.json", "config.json"):
+        eos = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    eos = Tokenizer(folder).eos_id
+    return () if eos is None else (eos,)
+
+
+def find_weights(folder: Path) -> list[Path]:
+    """The weight files of a folder, safetensors before .bin; empty if it has none.
+
+    Raises:
+        UserError: an index names a file that is absent.
+    """
+    for name in SINGLE_FILES:
+        if (folder / name).exists():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise UserError(f"{index} has no weight_map; download it again")
+            for tensor, file in weight_map.items():
+                if not (folder / file).is_file():
+                    raise UserError(f"{index} places tensor {tensor} in {file}, which is absent; download it again")
+            return [folder / file for file in sorted(set(weight_map.values()))]
+    return []
+
+
+def open_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one weight file by name, mapped from the file: its bytes are read as they are used, and dropping
+    the tensors unmaps them."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt", device="cpu") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        else:
+            try:
+                tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:  # the format of torch before 1.6 cannot be mapped
+                if "mmap" not in str(error):
+                    raise
+                tensors = torch.load(path, map_location="cpu", weights_only=True)
+            tensors = tensors.get("state_dict", tensors)
+    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is truncated or damaged ({reason}); download it again") from None
+    except Exception as error:  # pickle.UnpicklingError and kin: something else than tensors
+        raise UserError(f"{path} holds more than tensors, or is damaged ({type(error).__name__}); "
+                        "get this checkpoint as safetensors") from None
+    return tensors
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor of a checkpoint goes: rows `start` to `start + shape[0]` of a parameter of `Transformer`."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def places(config: ModelConfig) -> dict[str, Place]:
+    """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter."""
+    dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    table = {"model.embed_tokens.weight": Place("embedding.weight", 0, (config.vocab_size, dim)),
+             "model.norm.weight": Place("norm.weight", 0, (dim,))}
+    if not config.tie_word_embeddings:
+        table["lm_head.weight"] = Place("output.weight", 0, (config.vocab_size, dim))
+    linears = [  # (Hugging Face's name, ours, first row, rows, columns, has a bias)
+        ("self_attn.q_proj", "attention.qkv", 0, q, dim, config.qkv_bias),
+        ("self_attn.k_proj", "attention.qkv", q, kv, dim, config.qkv_bias),
+        ("self_attn.v_proj", "attention.qkv", q + kv, kv, dim, config.qkv_bias),
+        ("self_attn.o_proj", "attention.out", 0, dim, q, config.out_bias),
+        ("mlp.gate_proj", "mlp.gate_up", 0, ffn, dim, config.mlp_bias),
+        ("mlp.up_proj", "mlp.gate_up", ffn, ffn, dim, config.mlp_bias),
+        ("mlp.down_proj", "mlp.down", 0, dim, ffn, config.mlp_bias),
+    ]
+    for i in range(config.n_layer):
+        theirs, ours = f"model.layers.{i}.", f"layers.{i}."
+        table[theirs + "input_layernorm.weight"] = Place(ours + "attention_norm.weight", 0, (dim,))
+        table[theirs + "post_attention_layernorm.weight"] = Place(ours + "mlp_norm.weight", 0, (dim,))
+        for hf_name, name, start, rows, columns, bias in linears:
+            table[f"{theirs}{hf_name}.weight"] = Place(f"{ours}{name}.weight", start, (rows, columns))
+            if bias:
+                table[f"{theirs}{hf_name}.bias"] = Place(f"{ours}{name}.bias", start, (rows,))
+    return table
+
+
+def is_derived(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor only repeats the config or another tensor: old checkpoints store RoPE's, tied ones lm_head."""
+    return ".rotary_emb." in name or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """`bfloat16`, `torch.bfloat16` or `bf16` -> torch.bfloat16."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is not supported; choose one of float32, float16, bfloat16")
+    return DTYPES[name]
+
+
+def empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Transformer:
+    """The model with uninitialised parameters, each allocated once, in its final dtype, on its final device."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    for name, parameter in list(model.named_parameters()):  # a tied weight is listed once
+        owner, _, attribute = name.rpartition(".")
+        data = torch.empty(parameter.shape, dtype=dtype, device=device)
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(data, requires_grad=False))
+    if config.tie_word_embeddings:
+        model.output.weight = model.embedding.weight
+    model.rope.to(device)
+    return model.eval()
+
+
+@torch.no_grad()
+def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None) -> Transformer:
+    """Reads a checkpoint into a model: every tensor straight from the mapped file into its place.
+
+    Args:
+        dtype: of the parameters; None takes config.json's, or else the file's own.
+
+    Raises:
+        UserError: a file is absent or truncated, or a tensor is missing, unknown or of another shape.
+    """
+    folder = Path(folder)
+    config, files = read_config(folder), find_weights(folder)
+    if not files:
+        raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
+    table, model, parameters = places(config), None, {}
+    if dtype is not None or config.dtype is not None:
+        dtype = parse_dtype(dtype or config.dtype)
+    missing = dict.fromkeys(table)
+    for path in files:
+        for name, tensor in open_tensors(path).items():
+            if is_derived(name, config):
+                continue
+            place = table.get(name)
+            if place is None:
+                raise UserError(f"{path} holds tensor {name}, which the {config.architecture} of config.json has no "
+                                "place for; the two do not belong together")
+            if tuple(tensor.shape) != place.shape:
+                raise UserError(f"{path}: tensor {name} has shape {tuple(tensor.shape)}, but config.json implies "
+                                f"{place.shape}; the two do not belong together")
+            if not tensor.is_floating_point():
+                raise UserError(f"{path}: tensor {name} is {tensor.dtype}; quantized checkpoints are not supported, "
+                                "use the bf16 or fp16 checkpoint of this model")
+            if model is None:
+                model = empty_model(config, device, dtype or tensor.dtype)
+                parameters = dict(model.named_parameters())
+            parameters[place.parameter][place.start:place.start + place.shape[0]].copy_(tensor)
+            missing.pop(name, None)
+    if missing:
+        first = next(iter(missing))
+        raise UserError(f"{len(missing)} of {len(table)} tensors are missing from {folder} ({files[0].name} and its "
+                        f"shards), the first is {first}; download it again")
+    return model

@@ -1,0 +1,237 @@
+"""The command line: `python generate.py`, `python -m triforce`, `triforce`. Text goes to stdout, all else to stderr.
+
+Knows nothing of tensors: it reads flags and files, calls the engine, and prints.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from .errors import UserError
+
+DEFAULT_PROMPT_LEN = 16_384
+CHECKED_TOKENS = 64  # of the greedy comparison
+ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",
+           "--target": "--checkpoint"}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="triforce", description="Continue a long text with a language model, losslessly and several times faster.",
+        epilog="With no flags: the embedded tiny pair on 16,384 tokens of CPython's language reference, compared with "
+               "autoregression. Flags may be spelt with underscores.")
+    model = p.add_argument_group("model")
+    model.add_argument("--checkpoint", default="tiny", help="Hugging Face folder, repository id, or 'tiny' (default)")
+    model.add_argument("--draft", help="the same for the draft model; 'none' for no draft")
+    model.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
+    model.add_argument("--dtype", help="float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
+    model.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on for CUDA")
+    model.add_argument("--max-seq-len", type=int, help="most tokens of prompt and output (default: as needed)")
+    prompt = p.add_argument_group("prompt")
+    prompt.add_argument("--prompt", help="the text to continue")
+    prompt.add_argument("--prompt-file", help="read it from a file, or from stdin: -")
+    prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens (alias --prefill)")
+    prompt.add_argument("--question", help="asked after the (cut) document")
+    prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
+    prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
+    text = p.add_argument_group("generation")
+    text.add_argument("--max-new-tokens", type=int, default=256, help="(alias --gen-len; default 256)")
+    text.add_argument("--temperature", type=float, default=0.6, help="0 is greedy (alias --temp; default 0.6)")
+    text.add_argument("--top-p", type=float, default=0.9, help="(default 0.9)")
+    text.add_argument("--top-k", type=int)
+    text.add_argument("--min-p", type=float)
+    text.add_argument("--seed", type=int)
+    text.add_argument("--stop", action="append", help="end before this string; may be repeated")
+    text.add_argument("--ignore-eos", action="store_true")
+    spec = p.add_argument_group("speculation")
+    spec.add_argument("--budget", type=_budget, help="tokens of the retrieval view, or a fraction of the prompt: 0.1")
+    spec.add_argument("--chunk-size", type=int, default=8, help="tokens retrieved together (default 8)")
+    spec.add_argument("--gamma", type=int, default=6, help="tokens proposed per full verify (default 6)")
+    spec.add_argument("--gamma-inner", type=int, default=2, help="tokens drafted per retrieval verify (default 2)")
+    spec.add_argument("--block-size", type=int, help="rows of a full verify (default 8)")
+    spec.add_argument("--prefill-chunk-size", type=int, help="tokens prefilled at a time (default: 1024, CUDA 8192)")
+    spec.add_argument("--no-retrieval", action="store_true", help="the draft is checked by the full cache directly")
+    spec.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
+    spec.add_argument("--compare", action=argparse.BooleanOptionalAction,
+                      help="compare with autoregression: speed and 64 greedy tokens (default: only without flags)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    return p
+
+
+def _budget(value: str) -> int | float:
+    try:
+        return float(value) if "." in value or "e" in value else int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is neither a number of tokens nor a fraction") from None
+
+
+def _spell(argument: str) -> str:
+    """--prompt_len=3 -> --prompt-len=3, and the reference implementations' names."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    name = name.replace("_", "-")
+    return ALIASES.get(name, name) + equals + value
+
+
+def default_document() -> str:
+    """A long English text that every Python carries: the language reference."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def read_document(args) -> str:
+    if args.prompt is not None and args.prompt_file is not None:
+        raise UserError("--prompt and --prompt-file were both given; give one")
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file is None:
+        return default_document()
+    if args.prompt_file == "-":
+        return sys.stdin.read()
+    try:
+        return Path(args.prompt_file).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot read --prompt-file {args.prompt_file}: {error.strerror}") from None
+
+
+def build_prompt(args, tokenizer):
+    """The prompt's ids: the document, cut to --prompt-len tokens, then the question; or both as a user's message."""
+    document = read_document(args)
+    if not document.strip():
+        raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
+    ids = tokenizer.encode(document)
+    length = args.prompt_len
+    if length is None and args.prompt is None and args.prompt_file is None:
+        length = DEFAULT_PROMPT_LEN
+    if length is not None:
+        if length < 1:
+            raise UserError(f"--prompt-len ({length}) must be at least 1")
+        if length > len(ids):
+            print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
+        ids = ids[:length]
+    if args.chat:
+        content = tokenizer.decode(ids) + (f"\n\n{args.question}" if args.question else "")
+        try:
+            template = Path(args.chat_template).read_text(encoding="utf-8") if args.chat_template else None
+        except OSError as error:
+            raise UserError(f"cannot read --chat-template {args.chat_template}: {error.strerror}") from None
+        return tokenizer.apply_chat_template([{"role": "user", "content": content}], template)
+    if args.question:
+        ids = ids + tokenizer.encode(f"\n\n{args.question}\n", bos=False)
+    return ids
+
+
+def load_engine(args):
+    from .loading import load
+
+    draft = None if args.draft is None else False if args.draft == "none" else args.draft
+    options = {} if args.prefill_chunk_size is None else {"prefill_chunk_size": args.prefill_chunk_size}
+    return load(args.checkpoint, draft=draft, retrieval=not args.no_retrieval, device=args.device, dtype=args.dtype,
+                compile=args.compile, max_seq_len=args.max_seq_len, budget=args.budget, chunk_size=args.chunk_size,
+                gamma=args.gamma, gamma_inner=args.gamma_inner, block_size=args.block_size, **options)
+
+
+class PrefillBar:
+    """A progress bar on a terminal, nothing in a file."""
+
+    def __init__(self, tokens: int):
+        from tqdm import tqdm
+
+        self.bar = tqdm(total=tokens, desc="prefill", unit="tok", disable=None, leave=False, file=sys.stderr, ncols=78)
+
+    def __call__(self, share: float) -> None:
+        self.bar.update(int(share * self.bar.total) - self.bar.n)
+        if share >= 1:
+            self.bar.close()
+
+
+def stream_text(engine, ids, args, sampling):
+    """Generates, printing text as it comes unless --json. Returns the Generation."""
+    stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, on_prefill=PrefillBar(len(ids)),
+                           ignore_eos=args.ignore_eos, **sampling)
+    try:
+        for piece in stream:
+            if not args.json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    finally:
+        stream.close()
+        if not args.json:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+    return stream.result
+
+
+def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
+    """The same prompt by the fastest autoregression, and greedy tokens with and without speculation."""
+    seeded = {**sampling, "seed": result.stats.seed}
+    plain = engine.generate(ids, speculate=False, one_row=True, ignore_eos=args.ignore_eos, stop=args.stop, **seeded)
+    greedy = {"temperature": 0.0, "max_new_tokens": min(CHECKED_TOKENS, args.max_new_tokens), "ignore_eos": True}
+    on = engine.generate(ids, **greedy).tokens
+    off = engine.generate(ids, speculate=False, **greedy).tokens
+    differ = next((i for i, (a, b) in enumerate(zip(on, off, strict=False)) if a != b), None)
+    speedup = plain.stats.tbt / result.stats.tbt if result.stats.tbt else 0.0
+    lines = [f"{'':<26}{'speculation':>16}{'autoregression':>18}"]
+    for (name, value), (_, other) in zip(_columns(result.stats), _columns(plain.stats), strict=True):
+        lines.append(f"{name:<26}{value:>16}{other:>18}")
+    lines.append(f"{'speed-up':<26}{speedup:>15.2f}x")
+    verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"
+    lines.append(f"greedy check, {len(on)} tokens, speculation on and off: {verdict}")
+    return lines, {"autoregression": asdict(plain.stats), "speedup": speedup, "greedy_tokens": len(on),
+                   "greedy_first_difference": differ}
+
+
+def _columns(stats) -> list[tuple[str, str]]:
+    """The statistics, with a row for each level whether it was used or not, so that two columns line up."""
+    rates = {f"acceptance at {level}": "-" for level in ("retrieval", "full")}
+    rows = dict(stats.rows())
+    names = [name for name in rows if not name.startswith("acceptance")]
+    at = names.index("tokens per target forward")
+    names[at:at] = [name for name in rates]
+    return [(name, rows.get(name, "-")) for name in names]
+
+
+def run(argv: list[str]) -> int:
+    args = parser().parse_args([_spell(argument) for argument in argv])
+    sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p,
+                "top_k": args.top_k, "min_p": args.min_p, "seed": args.seed}
+    engine = load_engine(args)
+    ids = build_prompt(args, engine.tokenizer)
+    print(f"{args.checkpoint} on {engine.device}, {str(engine.target.dtype).removeprefix('torch.')}, "
+          f"{len(ids):,} prompt tokens, budget {engine.resolve_budget(len(ids)):,}", file=sys.stderr)
+    result = stream_text(engine, ids, args, sampling)
+    report = {"checkpoint": args.checkpoint, **asdict(result)}
+    wants_comparison = args.compare if args.compare is not None else not argv
+    identical = True
+    if wants_comparison:
+        print("comparing with autoregression ...", file=sys.stderr)
+        lines, report["compare"] = compare(engine, ids, args, sampling, result)
+        identical = report["compare"]["greedy_first_difference"] is None
+        print("\n" + "\n".join(lines), file=sys.stderr)
+    else:
+        print(f"\n{result.stats}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(report))
+    return 0 if identical else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line. Exit status: 0; 1 if the greedy check fails; 2 for a user's mistake; 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        return run(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stdout = None
+        return 0

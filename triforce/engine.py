@@ -1,0 +1,304 @@
+"""Runs a pair of models: prompt to prefill, to rounds, to text. Knows nothing of files or of the command line.
+
+    Engine.stream -> State.round -> Speculator.round -> Transformer.forward
+
+An Engine holds weights, tokenizer and settings, and the buffers of the conversation it last served, which the next
+call takes over if they are large enough.
+"""
+
+import functools
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from . import memory
+from .cache import PrefillBlock, TargetCache
+from .errors import UserError
+from .generation import Generation, RowOutput, Stats, stop_strings
+from .model import Transformer
+from .state import Settings, State
+from .tokenizer import Tokenizer
+
+
+class Engine:
+    """See `triforce.load`, which makes one from checkpoints. Without a tokenizer prompts are ids and texts empty."""
+
+    def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
+                 settings: Settings | None = None, budget: int | float | None = None, max_seq_len: int | None = None,
+                 max_batch_size: int = 1, compile: bool | None = None, eos_ids: Sequence[int] = ()):
+        self.target, self.tokenizer, self.draft = target, tokenizer, draft
+        self.settings, self.budget = settings or Settings(), budget
+        self.max_batch_size, self.eos_ids = max_batch_size, tuple(eos_ids)
+        models = [target] if draft is None else [target, draft]
+        self.vocab_size = min(model.config.vocab_size for model in models)
+        if tokenizer is not None:
+            self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
+        limit = target.config.max_len
+        if max_seq_len is not None and max_seq_len > limit:
+            raise UserError(f"max_seq_len ({max_seq_len}) exceeds the model's {self._limit_name()} ({limit}); "
+                            f"use at most {limit}")
+        self.max_seq_len = max_seq_len
+        self.compile = target.device.type == "cuda" if compile is None else compile
+        self._compiler = _compiler(self.compile, target.device)
+        self._state: State | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def generate(self, prompt, max_new_tokens: int = 256, **options) -> "Generation | list[Generation]":
+        """Continues one prompt, or each of a list of prompts.
+
+        Args:
+            prompt: text (the tokenizer adds its own bos), a list of ids (taken as they are), a list of messages
+                {"role", "content"} (the chat template applies), or a list of such prompts, answered by a list.
+            max_new_tokens: exactly so many, unless the text ends before.
+            options: see `stream`; temperature, top_p, top_k, min_p and seed may be lists, one value a prompt.
+
+        Raises:
+            UserError: an empty prompt, one too long for the model or the memory, a sampling value out of range.
+        """
+        many = _is_batch(prompt)
+        runs = self._serve(prompt if many else [prompt], max_new_tokens, **options)
+        results = None
+        while results is None:
+            try:
+                next(runs)
+            except StopIteration as stop:
+                results = stop.value
+        return results if many else results[0]
+
+    def stream(self, prompt, max_new_tokens: int = 256, *, temperature: float = 0.6, top_p: float = 0.9,
+               top_k: int | None = None, min_p: float | None = None, seed: int | None = None, stop=None,
+               ignore_eos: bool = False, speculate: bool = True, **options) -> "Stream":
+        """The same for one prompt, piece by piece: iterate for valid text, then read `.result`.
+
+        Args:
+            temperature: 0 is greedy. top_p, top_k, min_p: keep the most probable tokens only.
+            seed: row i of a batch uses seed + i. None draws one; `stats.seed` tells it.
+            stop: a string or several; the text ends before the first that appears.
+            ignore_eos: go on after an end-of-text token.
+            speculate: False: the same padded step one token at a time: the same greedy bits, only slower.
+            one_row: with speculate=False, unpadded steps: the fastest autoregression; the same law, other bits.
+            chat_template: a Jinja template in place of the checkpoint's.
+            on_prefill: called with the share of the prefill that is done.
+        """
+        if _is_batch(prompt):
+            raise UserError("stream takes one prompt; generate takes a list")
+        return Stream(self._serve([prompt], max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+                                  min_p=min_p, seed=seed, stop=stop, ignore_eos=ignore_eos, speculate=speculate,
+                                  **options))
+
+    @torch.inference_mode()
+    def logits(self, tokens) -> Tensor:
+        """Logits after every token: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in the checkpoint."""
+        tokens = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
+        if tokens.dim() != 2 or tokens.numel() == 0:
+            raise UserError(f"logits takes [B, S] ids, S at least 1; got shape {list(tokens.shape)}")
+        self._check_ids(tokens.flatten().tolist())
+        self._check_len(tokens.shape[1], 0)
+        size, length = self.settings.prefill_chunk_size, tokens.shape[1]
+        cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
+                            flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
+        edges = [*range(0, length, size), length]
+        blocks = [(a, b, PrefillBlock(cache, 0, a, b, False)) for a, b in zip(edges, edges[1:], strict=False)]
+        return torch.cat([self.target.output(self.target.prefill(row[None], blocks)).float() for row in tokens])
+
+    def encode_prompt(self, prompt, chat_template: str | None = None) -> list[int]:
+        """Ids of a prompt in any of the forms that `generate` takes."""
+        if isinstance(prompt, str):
+            ids = self._tokenizer().encode(prompt) if prompt else []
+        elif isinstance(prompt, Sequence) and prompt and all(isinstance(item, dict) for item in prompt):
+            ids = self._tokenizer().apply_chat_template(prompt, chat_template)
+        else:
+            ids = torch.as_tensor(prompt).flatten().tolist() if len(prompt) else []
+        if not ids:
+            raise UserError("the prompt is empty; give at least one token")
+        self._check_ids(ids)
+        return ids
+
+    def _serve(self, prompts, max_new_tokens: int, *, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=None,
+               stop=None, ignore_eos=False, speculate=True, one_row=False, chat_template=None,
+               on_prefill=None) -> Iterator[tuple[int, str]]:
+        """Yields (index of the prompt, piece of text); returns the list of Generations."""
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens ({max_new_tokens}) must be at least 1")
+        if one_row and speculate:
+            raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
+        stops = stop_strings(stop)
+        if stops:
+            self._tokenizer()
+        ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
+        for prompt in ids:
+            self._check_len(len(prompt), max_new_tokens)
+        seeds = [seed] if not isinstance(seed, (list, tuple)) else list(seed)
+        if len(seeds) == 1:
+            first = random.getrandbits(32) if seeds[0] is None else int(seeds[0])
+            seeds = [first + i for i in range(len(ids))]
+        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seeds}
+        results = []
+        for first in range(0, len(ids), self.max_batch_size):
+            group = slice(first, first + self.max_batch_size)
+            picked = {name: value[group] if isinstance(value, (list, tuple)) and len(value) == len(ids) else value
+                      for name, value in sampling.items()}
+            outputs = [RowOutput(self.tokenizer, () if ignore_eos else self.eos_ids, stops, max_new_tokens)
+                       for _ in ids[group]]
+            done = yield from self._run(ids[group], outputs, picked, speculate, one_row, on_prefill, first)
+            results += done
+        return results
+
+    def _run(self, ids: list[list[int]], outputs: list[RowOutput], sampling: dict, speculate: bool, one_row: bool,
+             on_prefill, first: int) -> Iterator[tuple[int, str]]:
+        begun = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        max_new_tokens = outputs[0].max_new_tokens
+        state = self.prepare(ids, max_new_tokens, on_prefill, **sampling)
+        seconds, first_round, ttft = 0.0, [], 0.0
+        while any(output.finish_reason is None for output in outputs):
+            started = time.perf_counter()
+            emitted = state.round(speculate, one_row)
+            pieces = []
+            for row, output in enumerate(outputs):
+                if output.finish_reason is None:
+                    pieces.append((first + row, output.push(emitted[row])))
+                    if output.finish_reason is not None:
+                        state.close_row(row)
+            now = time.perf_counter()
+            if not first_round:
+                first_round, ttft = [len(output.tokens) for output in outputs], now - begun
+            else:
+                seconds += now - started
+            for piece in pieces:
+                if piece[1]:
+                    yield piece
+        levels = state.acceptance_rates() if speculate else [{}] * len(ids)
+        results = []
+        for row, output in enumerate(outputs):
+            later = len(output.tokens) - first_round[row]
+            emitted_total = state.lens[row] - state.prompt_end[row]
+            results.append(Generation(output.text, output.tokens, output.finish_reason, Stats(
+                prompt_len=len(ids[row]), new_tokens=len(output.tokens), ttft=ttft,
+                tbt=seconds / later if later else 0.0, acceptance_rate=levels[row],
+                block_efficiency=emitted_total / state.num_forwards, target_forwards=state.num_forwards,
+                retrieval_rebuilds=state.retrieval.num_rebuilds if state.retrieval else 0, flushes=state.num_flushes,
+                peak_memory=memory.peak(self.device), seed=sampling["seed"][row])))
+        return results
+
+    def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, **sampling) -> State:
+        """A State with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
+
+        Args:
+            sampling: temperature, top_p, top_k, min_p, seed: see `SamplingParams.set`.
+        """
+        state = self._state_for(len(ids), max(map(len, ids)), max_new_tokens)
+        state.params.set(**sampling)
+        values = {name: value if isinstance(value, list) else [value] for name, value in sampling.items()}
+        uses_filter = any(top_p < 1 for top_p in values["top_p"]) or any(values["top_k"])
+        state.tape.filtered = self.compile or uses_filter and any(values["temperature"])
+        if state.prompts == ids:
+            state.rewind()
+            return state
+        state.reset()
+        for row, prompt in enumerate(ids):
+            def report(share, row=row):
+                on_prefill((row + share) / len(ids))
+            state.prefill(row, prompt, on_prefill and report)
+        state.begin(max_new_tokens)
+        state.prompts = ids
+        return state
+
+    def _state_for(self, batch: int, prompt_len: int, max_new_tokens: int) -> State:
+        settings, config = self.settings, self.target.config
+        needed = prompt_len + max_new_tokens + settings.block_size
+        if self.max_seq_len is not None:
+            needed = self.max_seq_len + settings.block_size
+        budget = self.resolve_budget(prompt_len)
+        state = self._state
+        if state is not None and state.batch == batch and state.capacity >= needed and state.budget == budget:
+            return state
+        capacity = -(-needed // 1024) * 1024 if self.max_seq_len is None else needed
+        self._state = None  # free the old buffers before the new ones are planned
+        draft = None if self.draft is None else self.draft.config
+        parts = memory.cache_parts(config, draft, settings, batch=batch, capacity=capacity, budget=budget,
+                                   itemsize=self.target.dtype.itemsize)
+        memory.check(parts, self.device)
+        self._state = State(self.target, self.draft, settings, batch=batch, capacity=capacity, budget=budget,
+                            vocab_size=self.vocab_size, compiler=self._compiler)
+        return self._state
+
+    def resolve_budget(self, prompt_len: int) -> int:
+        """Tokens of the retrieval view for a prompt; 0 without retrieval."""
+        if not self.settings.retrieval:
+            return 0
+        chunk, interval = self.settings.chunk_size, self.settings.flush_interval
+        if self.budget is None:
+            budget = min(max(-(-prompt_len // 32 // 256) * 256, 256), 4096)
+        elif isinstance(self.budget, float):
+            budget = max(int(self.budget * prompt_len), interval + 2 * chunk)
+        else:
+            return self.budget
+        return max(-(-budget // chunk) * chunk, interval + 2 * chunk)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UserError("this engine has no tokenizer; give prompts as lists of ids, and no stop strings")
+        return self.tokenizer
+
+    def _limit_name(self) -> str:
+        config = self.target.config
+        return "sliding window" if config.max_len < config.max_position_embeddings else "positions"
+
+    def _check_ids(self, ids: list[int]) -> None:
+        largest, smallest = max(ids), min(ids)
+        if smallest < 0 or largest >= self.vocab_size:
+            bad = largest if largest >= self.vocab_size else smallest
+            raise UserError(f"token id {bad} is outside the vocabulary of {self.vocab_size}; ids go from 0 to "
+                            f"{self.vocab_size - 1}")
+
+    def _check_len(self, prompt_len: int, max_new_tokens: int) -> None:
+        limit = self.target.config.max_len
+        what = f"the model's {self._limit_name()} ({limit})"
+        if self.max_seq_len is not None:
+            limit, what = self.max_seq_len, f"max_seq_len ({self.max_seq_len})"
+        if prompt_len + max_new_tokens > limit:
+            room = limit - max_new_tokens
+            remedy = f"cut the prompt to {room} tokens (--prompt-len {room})" if room > 0 else \
+                f"ask for fewer than {limit} new tokens"
+            raise UserError(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
+
+
+class Stream:
+    """Iterates over the pieces of one generation's text. `result` is its Generation once the iteration has ended."""
+
+    def __init__(self, pieces: Iterator[tuple[int, str]]):
+        self._pieces, self.result = pieces, None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self._pieces)[1]
+        except StopIteration as stop:
+            if self.result is None and stop.value is not None:
+                self.result = stop.value[0]
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """Ends the generation early; the engine is ready for the next call."""
+        self._pieces.close()
+
+
+def _is_batch(prompt) -> bool:
+    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], (str, list, tuple))
+
+
+def _compiler(enabled: bool, device: torch.device):
+    if not enabled:
+        return lambda step: step
+    mode = "reduce-overhead" if device.type == "cuda" else "default"
+    return functools.partial(torch.compile, mode=mode, fullgraph=True)

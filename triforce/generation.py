@@ -1,0 +1,111 @@
+"""What a generation returns, and when a row's text ends. Knows nothing of models or devices."""
+
+from dataclasses import dataclass, field
+
+from .errors import UserError
+
+
+@dataclass
+class Stats:
+    """Measured over one call. Times are wall-clock seconds; a batch's rows share them."""
+
+    prompt_len: int
+    new_tokens: int = 0
+    ttft: float = 0.0  # from the call to the first token: prefill and the first round
+    tbt: float = 0.0  # decode seconds per token emitted after the first round
+    acceptance_rate: dict[str, float] = field(default_factory=dict)  # accepted / drafted, by the level that checks
+    block_efficiency: float = 0.0  # tokens emitted per forward pass of the target over its full cache
+    target_forwards: int = 0
+    retrieval_rebuilds: int = 0
+    flushes: int = 0
+    peak_memory: int = 0  # bytes: allocated on the GPU, or resident on the CPU
+    seed: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1 / self.tbt if self.tbt else 0.0
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(name, value) pairs as the table shows them."""
+        rates = [(f"acceptance at {level}", f"{rate:.3f}") for level, rate in self.acceptance_rate.items()]
+        return [
+            ("prompt tokens", f"{self.prompt_len:,}"),
+            ("new tokens", f"{self.new_tokens:,}"),
+            ("time to first token", f"{self.ttft:.2f} s"),
+            ("time per token", f"{self.tbt * 1e3:.2f} ms"),
+            ("tokens per second", f"{self.tokens_per_second:.1f}"),
+            *rates,
+            ("tokens per target forward", f"{self.block_efficiency:.2f}"),
+            ("target forwards", f"{self.target_forwards:,}"),
+            ("retrieval rebuilds", f"{self.retrieval_rebuilds:,}"),
+            ("peak memory", f"{self.peak_memory / 2**30:.2f} GiB"),
+            ("seed", str(self.seed)),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<26}{value:>14}" for name, value in self.rows())
+
+
+@dataclass
+class Generation:
+    """One row's result."""
+
+    text: str  # new text only; ends before an eos and before a stop string
+    tokens: list[int]  # new tokens only, with a final eos or the token that completed a stop string
+    finish_reason: str  # "stop" (eos or stop string) | "length"
+    stats: Stats
+
+
+class RowOutput:
+    """Collects a row's tokens, turns them into text, and ends it at an eos, a stop string or `max_new_tokens`."""
+
+    def __init__(self, tokenizer, eos_ids: tuple[int, ...], stop: list[str], max_new_tokens: int):
+        self.eos_ids, self.stop, self.max_new_tokens = frozenset(eos_ids), stop, max_new_tokens
+        self.stream = tokenizer.stream() if tokenizer is not None else None
+        self.tokens: list[int] = []
+        self.text, self.shown = "", 0
+        self.finish_reason: str | None = None
+
+    def push(self, tokens: list[int]) -> str:
+        """Takes in a round's tokens, drops those after the end, and returns the text that is now certain."""
+        for token in tokens:
+            if self.finish_reason is not None:
+                break
+            self.tokens.append(token)
+            if token in self.eos_ids:
+                self._end("stop")
+            else:
+                self._add(self.stream.push([token]) if self.stream else "")
+                if self.finish_reason is None and len(self.tokens) == self.max_new_tokens:
+                    self._end("length")
+        certain = len(self.text) if self.finish_reason else len(self.text) - self._may_become_stop()
+        piece, self.shown = self.text[self.shown : certain], max(self.shown, certain)
+        return piece
+
+    def _end(self, reason: str) -> None:
+        self._add(self.stream.finish() if self.stream else "")
+        self.finish_reason = self.finish_reason or reason
+
+    def _add(self, piece: str) -> None:
+        searched = max(len(self.text) - max(map(len, self.stop), default=1) + 1, 0)
+        self.text += piece
+        found = [at for at in (self.text.find(stop, searched) for stop in self.stop) if at >= 0]
+        if found:
+            self.text, self.finish_reason = self.text[: min(found)], "stop"
+
+    def _may_become_stop(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        return max((size for stop in self.stop for size in range(1, len(stop)) if self.text.endswith(stop[:size])),
+                   default=0)
+
+
+def stop_strings(stop) -> list[str]:
+    """None, one string or several, as a list.
+
+    Raises:
+        UserError: not strings, or an empty one, which every text contains.
+    """
+    strings = [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
+    if not all(isinstance(s, str) and s for s in strings):
+        raise UserError(f"stop ({stop!r}) must be a string or a list of strings, none of them empty")
+    return strings

@@ -1,0 +1,117 @@
+"""`load`: from names and flags to an Engine, with every setting checked before anything large is read."""
+
+from pathlib import Path
+
+import torch
+
+from . import checkpoint as ckpt
+from . import memory
+from .engine import Engine
+from .errors import UserError
+from .retrieval import plan_view
+from .state import Settings
+from .tokenizer import Tokenizer
+
+
+def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = None, retrieval: bool = True,
+         device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
+         compile: bool | None = None, max_seq_len: int | None = None, max_batch_size: int = 1,
+         budget: int | float | None = None, chunk_size: int = 8, gamma: int = 6,
+         gamma_inner: int = 2, block_size: int | None = None, **settings) -> Engine:
+    """Loads a target, and a draft if there is one, ready to generate.
+
+    Args:
+        checkpoint: a Hugging Face folder, a repository id that was downloaded before, or "tiny", the embedded pair.
+        draft: the same for the draft model. None: the pair's own for "tiny", else no draft. False: no draft.
+        retrieval: False: no middle level, so that a draft is checked by the full cache directly.
+        device: None: CUDA if there is one, else the CPU.
+        dtype: None: the checkpoint's on CUDA, float32 on the CPU.
+        compile: None: on for CUDA, off elsewhere.
+        max_seq_len: most tokens of prompt and output. None: sized by the first call, and grown when a call needs it.
+        max_batch_size: prompts that run side by side; more are served group by group.
+        budget: tokens of the retrieval view, or a fraction of the prompt (0.1). None: 1/32 of the prompt, in steps of
+            256, between 256 and 4096.
+        chunk_size: tokens that are retrieved together.
+        gamma: tokens proposed per verify over the full cache, at most block_size - 1.
+        gamma_inner: tokens that the draft proposes per verify over the retrieval view.
+        block_size: rows of every verify. None: 8, or 1 where nothing drafts.
+        settings: the remaining fields of `triforce.state.Settings`.
+
+    Raises:
+        UserError: the checkpoint, a setting or the machine does not fit; the text says how to mend it.
+    """
+    device = _device(device)
+    folder = ckpt.resolve(checkpoint)
+    if draft is None or draft is True:
+        draft_folder = ckpt.tiny_draft() if checkpoint == "tiny" else None
+    else:
+        draft_folder = None if draft is False else ckpt.resolve("tiny" if draft == "tiny" else draft)
+    drafts = retrieval or draft_folder is not None
+    block_size = block_size or (8 if drafts else 1)
+    known = Settings.__dataclass_fields__
+    for name in settings:
+        if name not in known:
+            raise UserError(f"{name} is not a setting; settings are {', '.join(sorted(known))}")
+    settings.setdefault("prefill_chunk_size", 8192 if device.type == "cuda" else 1024)
+    shape = Settings(gamma=gamma, gamma_inner=gamma_inner, block_size=block_size, retrieval=retrieval,
+                     chunk_size=chunk_size, **settings)
+    _check_settings(shape, drafts, max_batch_size, budget)
+
+    tokenizer = Tokenizer(folder)
+    configs = [ckpt.read_config(path) for path in (folder, draft_folder) if path is not None]
+    if draft_folder is not None:
+        difference = tokenizer.same_as(Tokenizer(draft_folder))
+        if difference:
+            raise UserError(f"the draft {draft_folder} has another tokenizer than the target: {difference}; "
+                            "choose a draft of the same family, or --draft none")
+    chosen = _dtype(dtype, configs[0].dtype, device)
+    draft_config = configs[1] if len(configs) > 1 else None
+    memory.check(memory.weight_parts(configs[0], draft_config, chosen.itemsize), device)
+    target = ckpt.load_model(folder, device, chosen)
+    draft_model = ckpt.load_model(draft_folder, device, chosen) if draft_folder is not None else None
+    return Engine(target, tokenizer, draft_model, settings=shape, budget=budget, max_seq_len=max_seq_len,
+                  max_batch_size=max_batch_size, compile=compile, eos_ids=ckpt.eos_token_ids(folder))
+
+
+def _device(device) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device {device!r} is unknown; use 'cpu', 'cuda' or 'cuda:1'") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise UserError(f"device {device} was asked for and {count} CUDA devices are here; use --device cpu")
+    return device
+
+
+def _dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name = dtype or (checkpoint_dtype or "float32" if device.type == "cuda" else "float32")
+    if name not in ckpt.DTYPES:
+        raise UserError(f"dtype {name!r} is unknown; use float32, float16 or bfloat16")
+    return ckpt.DTYPES[name]
+
+
+def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budget) -> None:
+    block, interval = settings.block_size, settings.flush_interval
+    if block < 1 or block > interval:
+        raise UserError(f"block_size ({block}) must be between 1 and {interval}; try 8")
+    if drafts and not 1 <= settings.gamma <= block - 1:
+        raise UserError(f"gamma ({settings.gamma}) must be between 1 and block_size - 1 ({block - 1}); "
+                        f"try --gamma {max(block - 1, 1)} or --block-size {settings.gamma + 1}")
+    if not 1 <= settings.gamma_inner <= max(block - 1, 1):
+        raise UserError(f"gamma_inner ({settings.gamma_inner}) must be between 1 and block_size - 1 ({block - 1}); "
+                        "try 2")
+    if max_batch_size < 1:
+        raise UserError(f"max_batch_size ({max_batch_size}) must be at least 1")
+    if settings.prefill_chunk_size < 1:
+        raise UserError(f"prefill_chunk_size ({settings.prefill_chunk_size}) must be at least 1; try 2048")
+    if isinstance(budget, float) and not 0 < budget <= 1:
+        raise UserError(f"budget ({budget}) as a fraction of the prompt must be above 0 and at most 1; try 0.1")
+    if settings.retrieval:
+        plan_view(budget if isinstance(budget, int) else interval + 2 * max(settings.chunk_size, 1),
+                  settings.chunk_size, interval)

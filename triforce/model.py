@@ -1,0 +1,327 @@
+"""The Llama family in one file: Llama 1 to 3.2, Mistral, Qwen2.5, Yi and whatever shares their config.json.
+
+The model knows nothing of caches: in its forward pass one line per layer, `kv.attend(layer, q, k, v)`, hands over
+unrotated queries, keys and values, and gets the attention's output back. It knows nothing of sampling either.
+
+Shapes: B batch, M rows of a block (new tokens), H query heads, K KV heads, D head_dim, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .errors import UserError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the window that the model was first trained on."""
+
+    kind: str = "default"  # default | linear | llama3 | yarn
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: scales cos and sin
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that the model's shape and arithmetic depend on, read from a Hugging Face config.json."""
+
+    vocab_size: int
+    dim: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    ffn_dim: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    max_position_embeddings: int = 2048
+    sliding_window: int | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    architecture: str = "LlamaForCausalLM"
+    dtype: str | None = None
+
+    @property
+    def max_len(self) -> int:
+        """The most positions that the model can attend over: its trained ones, or its sliding window if shorter."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    @classmethod
+    def from_hf(cls, hf: dict) -> "ModelConfig":
+        """Reads the fields of a config.json, in the spelling of any transformers version.
+
+        Raises:
+            UserError: the architecture, activation or rope type is not one that this file implements.
+        """
+        architecture = (hf.get("architectures") or [hf.get("model_type", "?")])[0]
+        if architecture not in ARCHITECTURES:
+            raise UserError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; supported is 'silu'")
+        if hf.get("quantization_config"):
+            raise UserError("quantized checkpoints are not supported; use the bf16 or fp16 checkpoint of this model")
+        missing = [key for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                                   "intermediate_size") if key not in hf]
+        if missing:
+            raise UserError(f"config.json lacks {', '.join(missing)}; download the checkpoint again")
+        n_head = hf["num_attention_heads"]
+        qwen2 = architecture == "Qwen2ForCausalLM"
+        window = hf.get("sliding_window")
+        if qwen2 and not hf.get("use_sliding_window", False):
+            window = None
+        theta, scaling = _rope_from_hf(hf)
+        return cls(
+            vocab_size=hf["vocab_size"],
+            dim=hf["hidden_size"],
+            n_layer=hf["num_hidden_layers"],
+            n_head=n_head,
+            n_kv_head=hf.get("num_key_value_heads") or n_head,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // n_head,
+            ffn_dim=hf["intermediate_size"],
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=hf.get("max_position_embeddings", 2048),
+            sliding_window=window,
+            qkv_bias=qwen2 or bool(hf.get("attention_bias", False)),
+            out_bias=not qwen2 and bool(hf.get("attention_bias", False)),
+            mlp_bias=bool(hf.get("mlp_bias", False)),
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            architecture=architecture,
+            dtype=hf.get("dtype") or hf.get("torch_dtype"),
+        )
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Elements of K and V that one token adds over all layers."""
+        return 2 * self.n_layer * self.n_kv_head * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        attention = self.dim * self.head_dim * (2 * self.n_head + 2 * self.n_kv_head)
+        embeddings = self.vocab_size * self.dim * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.n_layer * (attention + 3 * self.dim * self.ffn_dim + 2 * self.dim) + self.dim
+
+
+def _rope_from_hf(hf: dict) -> tuple[float, RopeScaling]:
+    """(theta, scaling) from `rope_theta` and `rope_scaling`, or from transformers 5's `rope_parameters`."""
+    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise UserError(f"rope type {kind!r} is not supported; supported are default, linear, llama3, yarn")
+    if kind == "default":
+        return theta, RopeScaling()
+    factor = float(rope.get("factor", 1.0))
+    original = rope.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
+    if kind == "yarn" and original and "factor" not in rope:
+        factor = hf["max_position_embeddings"] / original
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        # YaRN's temperature (arXiv 2309.00071, eq. 22), with DeepSeek's two-sided form where both mscales are given.
+        def mscale(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        m, m_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention_factor = mscale(m) / mscale(m_all) if m and m_all else mscale(1.0)
+    return theta, RopeScaling(
+        kind=kind,
+        factor=factor,
+        original_max_position_embeddings=int(original or hf.get("max_position_embeddings", 2048)),
+        low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        attention_factor=float(attention_factor) if kind == "yarn" else 1.0,
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """[D / 2] float32: radians per position of each rotary pair, after the config's scaling.
+
+    Sources: RoPE arXiv 2104.09864; linear arXiv 2306.15595; YaRN arXiv 2309.00071 (NTK by parts); llama3: the
+    Llama 3.1 release, which interpolates between scaled and unscaled by wavelength.
+    """
+    dim, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    inv_freq = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim)
+    if scaling.kind == "default":
+        return inv_freq
+    if scaling.kind == "linear":
+        return inv_freq / scaling.factor
+    original = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        wavelength = 2 * math.pi / inv_freq
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+        return (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
+
+    # YaRN: pairs that turn more than beta_fast times within the original window keep their speed, those that turn
+    # less than beta_slow times are slowed down by the factor, with a linear ramp between.
+    def pair_with_turns(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_with_turns(scaling.beta_fast), pair_with_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
+    ramp = ramp.clamp(0, 1)
+    return inv_freq * (1 - ramp) + inv_freq / scaling.factor * ramp
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles by position, in float32 whatever the model's dtype: bf16 cannot tell position 124,928 from 124,929."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.register_buffer("inv_freq", inverse_frequencies(config), persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        # Follows the model to its device, but never to its dtype, and survives a model built on the meta device.
+        device = fn(torch.empty(0)).device
+        self.inv_freq = inverse_frequencies(self.config).to(device)
+        return self
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [...] (any integer or float dtype) -> cos, sin [..., D], float32, sign of the sine folded in."""
+        angles = positions[..., None].float() * self.inv_freq  # [..., D / 2]
+        scale = self.config.rope_scaling.attention_factor
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns x [..., D] by the angles of `RotaryEmbedding` (half-split layout, as Hugging Face stores its weights)."""
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.qkv = nn.Linear(config.dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim, config.qkv_bias)
+        self.out = nn.Linear(config.n_head * config.head_dim, config.dim, config.out_bias)
+
+    def forward(self, x: Tensor, kv, layer: int) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H + 2K, M, D]
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        y = kv.attend(layer, q, k, v)  # [B, H, M, D]
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, config.mlp_bias)
+        self.down = nn.Linear(config.ffn_dim, config.dim, config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention = Attention(config)
+        self.mlp = MLP(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, kv, layer: int) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), kv, layer)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer. `kv` is any object with `attend(layer, q, k, v)`: see `cache.py`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.rope = RotaryEmbedding(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.output.weight = self.embedding.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    def forward(self, tokens: Tensor, kv) -> Tensor:
+        """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`."""
+        x = self.embedding(tokens)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, kv, i)
+        return self.norm(x)
+
+    def prefill(self, tokens: Tensor, blocks: list[tuple[int, int, object]], on_progress=None) -> Tensor:
+        """Runs a long stretch of tokens layer by layer: all chunks through layer 0, then layer 1, and so on.
+
+        So a layer's keys are complete, and still hot, before the next layer begins.
+
+        Args:
+            tokens: [B, S].
+            blocks: (start, stop, kv) per chunk, in order; `kv.attend` writes the chunk's K/V and attends causally.
+            on_progress: called with the share of the work that is done, 0 to 1.
+
+        Returns:
+            hidden states [B, S, dim], normalised.
+        """
+        x = self.embedding(tokens)
+        work = sum(stop * stop - start * start for start, stop, _ in blocks) * len(self.layers)
+        done = 0
+        for i, layer in enumerate(self.layers):
+            for start, stop, kv in blocks:
+                x[:, start:stop] = layer(x[:, start:stop], kv, i)
+                done += stop * stop - start * start
+                if on_progress is not None:
+                    on_progress(done / work)
+        return self.norm(x)
+
+    @classmethod
+    def random(cls, config: ModelConfig, seed: int = 0, device="cpu", dtype=torch.float32, std: float = 0.02):
+        """A model with seeded normal weights: for tests and for benchmarks of a shape without its checkpoint."""
+        with torch.device("meta"):
+            model = cls(config)
+        model = model.to_empty(device=device)
+        generator = torch.Generator(device).manual_seed(seed)
+        for name, parameter in list(model.named_parameters()):
+            data = torch.empty(parameter.shape, device=device, dtype=dtype)
+            data.fill_(1.0) if name.endswith("norm.weight") else data.normal_(0, std, generator=generator)
+            parameter.data = data
+        return model.eval().requires_grad_(False)

@@ -1,0 +1,239 @@
+"""One batch of conversations: its tape, caches and lengths, and the hierarchy of speculators over them.
+
+Weights live elsewhere and are shared; a State is what generating changes. Knows nothing of text, stop strings or
+prompts: token ids go in, rounds of token ids come out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .cache import PrefillBlock, StreamingCache, TargetCache, static
+from .model import Transformer
+from .retrieval import RetrievalView
+from .sampling import SamplingParams
+from .speculation import FULL, RETRIEVAL, ModelDrafter, Speculator, Tape
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a hierarchy is built. Shapes follow from these, so a change builds new caches."""
+
+    gamma: int = 6  # tokens proposed per verify over the full cache
+    gamma_inner: int = 2  # tokens that the draft proposes per verify over the retrieval view
+    block_size: int = 8  # M, the rows of every verify
+    retrieval: bool = True
+    chunk_size: int = 8
+    flush_interval: int = 128  # tokens between two flushes of the tail
+    rebuild_interval: int = 64  # tokens between two scheduled rebuilds of the retrieval view
+    draft_sink: int = 4
+    draft_window: int = 256
+    prefill_chunk_size: int = 2048
+    keep_logits: bool = False
+
+
+class State:
+    """See the module. `rows` run side by side; each has its own length.
+
+    Args:
+        capacity: tokens that a row can hold, prompt and output.
+        budget: tokens of the retrieval view; ignored without one.
+        compiler: wraps a step function: `torch.compile` with options, or the identity.
+    """
+
+    def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
+                 budget: int, vocab_size: int, compiler):
+        self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
+        interval, block = settings.flush_interval, settings.block_size
+        self.capacity = -(-capacity // interval) * interval
+        device, dtype = target.device, target.dtype
+        self.params = SamplingParams.allocate(batch, device)
+        for tensor in vars(self.params).values():
+            static(tensor)
+        tokens = static(torch.zeros(batch, self.capacity + 4 * block, dtype=torch.int64, device=device))
+        self.tape = Tape(tokens, self.params, vocab_size)
+        use_retrieval = settings.retrieval
+        self.cache = TargetCache(target.config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
+                                 flush_interval=interval, chunk_size=settings.chunk_size if use_retrieval else 0,
+                                 device=device, dtype=dtype)
+        drafter = self.drafter = self.inner = self.retrieval = None
+        if draft is not None:
+            gamma, most = (settings.gamma_inner,) * 2 if use_retrieval else (settings.gamma, block - 1)
+            streaming = StreamingCache(draft.config, draft.rope, batch=batch, num_sink=settings.draft_sink,
+                                       window_size=settings.draft_window, slack=max(64, 2 * block), device=device,
+                                       dtype=draft.dtype)
+            drafter = self.drafter = ModelDrafter(draft, streaming, self.tape, max_drafted=most, gamma=gamma,
+                                                  compiler=compiler)
+        if use_retrieval:
+            self.retrieval = RetrievalView(self.cache, budget=budget, batch=batch, device=device, dtype=dtype)
+            rounds = settings.gamma if draft is None else -(-settings.gamma // 2)
+            drafter = self.inner = Speculator(
+                target, self.cache, self.retrieval, self.tape, level=RETRIEVAL, drafter=self.drafter,
+                rows=1 + (settings.gamma_inner if draft is not None else 0), max_drafted=block - 1,
+                gamma=settings.gamma, rounds=rounds, compiler=compiler)
+        self.outer = Speculator(target, self.cache, self.cache.full, self.tape, level=FULL, rows=block, drafter=drafter,
+                                keep_queries=use_retrieval, keep_logits=settings.keep_logits, compiler=compiler)
+        self.one_row = Speculator(target, self.cache, self.cache.full, self.tape, level=FULL, rows=1,
+                                  position=(self.outer.length, self.outer.limit), compiler=compiler)
+        self.lens = [0] * batch  # tokens with exact K/V, as the host knows them
+        self.known = [0] * batch  # tokens on the tape
+        self.prompt_end = [0] * batch  # lens when the last prefill ended
+        self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
+        self._prompt_queries: list[torch.Tensor] = []
+        self._prompt_weight: torch.Tensor | None = None
+        self._rebuild = [RebuildPolicy(settings.rebuild_interval) for _ in range(batch)]
+        self.num_forwards = 0
+        self.num_flushes = 0
+
+    @property
+    def nbytes(self) -> int:
+        parts = [self.cache, self.retrieval, self.drafter and self.drafter.cache]
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def reset(self) -> None:
+        """Forgets all conversations, keeps the memory."""
+        self.lens, self.known, self.prompts = [0] * self.batch, [0] * self.batch, None
+        for row in range(self.batch):
+            self.cache.full.set_len(row, 0)
+
+    @torch.inference_mode()
+    def prefill(self, row: int, tokens: Sequence[int], on_progress=None) -> None:
+        """Appends tokens to a row, which may be in use, and computes K/V for all but the last, the pending one.
+
+        Args:
+            on_progress: called with the share of the work that is done, 0 to 1.
+        """
+        start, known = self.lens[row], self.known[row]
+        stop = known + len(tokens) - 1
+        self.tape.tokens[row, known : stop + 1] = torch.tensor(tokens, dtype=torch.int64)
+        if start > self.cache.full.lens[row]:
+            self.cache.spill_tail(row)
+        if stop > start:
+            size = self.settings.prefill_chunk_size
+            edges = [*range(start, stop, size), stop]
+            blocks = [(a - start, b - start, PrefillBlock(self.cache, row, a, b, keep_queries=b == stop))
+                      for a, b in zip(edges, edges[1:], strict=False)]
+            self.target.prefill(self.tape.tokens[row, None, start:stop], blocks, on_progress)
+            kept = min(edges[-1] - edges[-2], self.settings.block_size)
+            self.cache.query_weight[row] = torch.arange(self.settings.block_size, device=self.target.device) < kept
+        self.known[row] = stop + 1
+        self.prompt_end[row] = stop
+        self._seat(row, stop)
+
+    def begin(self, max_new_tokens: int) -> None:
+        """Called when all rows are prefilled: remembers this point for `rewind`, and opens the rows."""
+        interval = self.settings.flush_interval
+        longest = max(self.lens) + max_new_tokens
+        self.cache.full.fix_bounds(min(-(-longest // interval) * interval, self.capacity))
+        self._prompt_queries = [q.clone() for q in self.cache.queries]
+        self._prompt_weight = self.cache.query_weight.clone()
+        self._open()
+
+    @torch.inference_mode()
+    def rewind(self) -> None:
+        """Back to where `begin` was called: the next rounds are those of a fresh prefill, bit for bit."""
+        for q, kept in zip(self.cache.queries, self._prompt_queries, strict=True):
+            q.copy_(kept)
+        self.cache.query_weight.copy_(self._prompt_weight)
+        for row in range(self.batch):
+            self._seat(row, self.prompt_end[row])  # a prefill leaves all of its K/V in the prefix
+            self.known[row] = self.prompt_end[row] + 1
+        self._open()
+
+    def close_row(self, row: int) -> None:
+        """The row is finished: later rounds emit nothing for it."""
+        self.outer.limit[row].fill_(self.lens[row])
+
+    @torch.inference_mode()
+    def round(self, speculate: bool = True, one_row: bool = False) -> list[list[int]]:
+        """One verify and all that is drafted for it. Returns each row's new tokens; the one host sync is here."""
+        level = self.one_row if one_row else self.outer
+        level.speculate = speculate
+        level.round()
+        self.num_forwards += 1
+        emitted = []
+        for row, box in enumerate(read(level.outbox)):
+            *tokens, num_emitted, num_accepted, num_drafted = box
+            emitted.append(tokens[:num_emitted])
+            self.lens[row] += num_emitted
+            self.known[row] = self.lens[row] + 1
+            if num_emitted == 0:
+                continue
+            due = self._rebuild[row].update(num_emitted, num_accepted, num_drafted)
+            if self.lens[row] - self.cache.full.lens[row] == self.settings.flush_interval:
+                self._flush(row)
+            if due and speculate and self.retrieval is not None and self.retrieval.selected[row]:
+                self.retrieval.rebuild(row)
+                self._rebuild[row].rebuilt()
+        return emitted
+
+    def acceptance_rates(self) -> list[dict[str, float]]:
+        """Per row, accepted / drafted since `begin` or `rewind`, by the level that checked. Waits for the device."""
+        rates: list[dict[str, float]] = [{} for _ in range(self.batch)]
+        for name, level in (("retrieval", self.inner), ("full", self.outer)):
+            for row, (accepted, drafted) in enumerate(level.totals.tolist() if level is not None else []):
+                if drafted:
+                    rates[row][name] = accepted / drafted
+        return rates
+
+    def _seat(self, row: int, length: int) -> None:
+        """Makes `length` tokens of a row, whose K/V lie in the prefix, the state to decode from."""
+        self.cache.seat_tail(row, length)
+        self.lens[row] = length
+        self.outer.length[row].fill_(length)
+        if self.retrieval is not None:
+            self.retrieval.rebuild(row)
+        self.outer.prefill(row, length)
+        self._rebuild[row] = RebuildPolicy(self.settings.rebuild_interval)
+
+    def _open(self) -> None:
+        for row in range(self.batch):
+            self.outer.limit[row].fill_(self.cache.full.lens[row] + self.settings.flush_interval)
+        for level in (self.outer, self.inner, self.one_row):
+            if level is not None:
+                level.totals.zero_()
+        self.num_forwards = self.num_flushes = 0
+        if self.retrieval is not None:
+            self.retrieval.num_rebuilds = 0
+
+    def _flush(self, row: int) -> None:
+        self.cache.flush(row)
+        self.num_flushes += 1
+        if self.retrieval is not None:
+            self.retrieval.on_flush(row)
+        if self.cache.full.lens[row] + self.settings.flush_interval <= self.capacity:
+            self.outer.limit[row].fill_(self.cache.full.lens[row] + self.settings.flush_interval)
+
+
+def read(outbox: torch.Tensor) -> list[list[int]]:
+    """The one place where decoding waits for the device."""
+    mode = torch.cuda.get_sync_debug_mode() if outbox.is_cuda else 0
+    if mode:
+        torch.cuda.set_sync_debug_mode("default")
+    values = outbox.tolist()
+    if mode:
+        torch.cuda.set_sync_debug_mode(mode)
+    return values
+
+
+class RebuildPolicy:
+    """When a row's selection is renewed: every `interval` tokens, and when acceptance falls well below its average.
+
+    It sees kept tokens and first rejections only, never what was discarded, so it cannot bias the output.
+    """
+
+    def __init__(self, interval: int):
+        self.interval, self.tokens, self.recent, self.average = interval, 0, 1.0, None
+
+    def update(self, num_emitted: int, num_accepted: int, num_drafted: int) -> bool:
+        self.tokens += num_emitted
+        if num_drafted > 0:
+            rate = num_accepted / (num_accepted + (num_accepted < num_drafted))
+            self.average = rate if self.average is None else 0.95 * self.average + 0.05 * rate
+            self.recent = 0.6 * self.recent + 0.4 * rate
+        dropped = self.average is not None and self.recent < 0.7 * self.average
+        return self.tokens >= self.interval or dropped and self.tokens >= 8
+
+    def rebuilt(self) -> None:
+        self.tokens, self.recent = 0, self.average if self.average is not None else 1.0

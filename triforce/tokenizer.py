@@ -1,0 +1,232 @@
+"""Text in and out: `Tokenizer` encodes and decodes as the checkpoint's own tokenizer does, and streams valid text.
+
+It knows nothing of the model: only ids and strings. How a folder's files become an encoder is in `vocabulary.py`.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+
+from .errors import UserError
+from .vocabulary import build_backend, read_optional_json
+
+BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder.
+
+    Decoding goes by bytes: each id stands for fixed bytes, a text is their concatenation, and what is not UTF-8 becomes
+    U+FFFD. So text can be streamed, and a piece never has to be taken back. Only here transformers differs: it turns a
+    whole run of byte pieces (such as `<0x0A>`) into U+FFFD if one of them is invalid, where we keep the valid ones.
+
+    Attributes:
+        bos_id, eos_id: ids, or None where the tokenizer names none.
+        vocab_size: the largest id that the tokenizer can name, plus 1; a model's may be padded beyond.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.backend, self.special_tokens = build_backend(self.folder)
+        self.token_of = {i: token for token, i in self.backend.get_vocab(with_added_tokens=True).items()}
+        self.vocab_size = max(self.token_of) + 1
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_id = self._id_of("bos_token")
+        self.eos_id = self._id_of("eos_token")
+        self._bytes: dict[int, bytes] = {}  # filled as ids are met
+        decoder = json.loads(self.backend.decoder.__getstate__()) if self.backend.decoder else {}
+        steps = {step["type"]: step for step in decoder.get("decoders", [decoder]) if "type" in step}
+        self._byte_of_char = byte_level_alphabet() if "ByteLevel" in steps else {}
+        self._byte_fallback = "ByteFallback" in steps
+        self._num_strip = steps.get("Strip", {}).get("start", 0)
+        self._plain_start = bool(self._byte_of_char) or self._byte_fallback or "Strip" in steps
+        plain = (i for i, token in self.token_of.items() if i not in added and not BYTE_PIECE.fullmatch(token)
+                 and self.backend.decode([i]).strip(" \ufffd"))
+        self._anchor = next(plain, None)
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Ids of a text. `bos`: with what the tokenizer's own settings put around a text, which may be nothing."""
+        try:
+            return self.backend.encode(text, add_special_tokens=bos).ids
+        except (TypeError, UnicodeError):
+            raise UserError("the text is no valid Unicode (it holds half of a surrogate pair); read it with "
+                            "errors='replace'") from None
+
+    def decode(self, ids: Iterable[int], continues: bool = False) -> str:
+        """The text of ids; special tokens are left out.
+
+        Args:
+            continues: the ids continue a text, so that a leading space belongs to it; else it is dropped if encoding
+                put it there.
+        """
+        stream = self.stream(continues)
+        return stream.push(ids) + stream.finish()
+
+    def stream(self, continues: bool = False) -> "TextStream":
+        """A decoder fed piece by piece; the pieces joined equal `decode` of all ids."""
+        return TextStream(self, continues)
+
+    def token_bytes(self, i: int) -> bytes:
+        """What an id adds to a text that it does not begin. Empty for special tokens and for ids without a name."""
+        found = self._bytes.get(i)
+        if found is None:
+            found = self._bytes[i] = self._find_bytes(i)
+        return found
+
+    def _find_bytes(self, i: int) -> bytes:
+        token = self.token_of.get(i)
+        if token is None or i in self.special_ids:
+            return b""
+        if self._byte_of_char:
+            try:
+                return bytes(self._byte_of_char[char] for char in token)
+            except KeyError:  # an added token, spelled as it is
+                return token.encode()
+        if self._byte_fallback and (match := BYTE_PIECE.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        if self._anchor is None:
+            return self.backend.decode([i]).encode()
+        return self.backend.decode([self._anchor, i]).removeprefix(self.backend.decode([self._anchor])).encode()
+
+    def first_bytes(self, i: int) -> bytes:
+        """What an id adds to a text that it begins, but for the spaces that `TextStream` strips."""
+        if self._plain_start or i not in self.token_of or i in self.special_ids:
+            return self.token_bytes(i)
+        return self.backend.decode([i]).encode()
+
+    def apply_chat_template(self, messages: list[dict], template: str | None = None) -> list[int]:
+        """Ids of a conversation, ready for the model's answer.
+
+        Args:
+            messages: dicts with "role" and "content".
+            template: Jinja text; None takes the folder's own.
+
+        Raises:
+            UserError: there is no template, or it rejects the messages.
+        """
+        from jinja2 import TemplateError
+
+        source = self.chat_template() if template is None else template
+        if source is None:
+            raise UserError(f"{self.folder} has no chat template (a base model?); give one with --chat-template FILE, "
+                            "or a plain prompt")
+        if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
+            raise UserError('messages must be a list of {"role": ..., "content": ...}, at least one')
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            text = chat_environment().from_string(source).render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self.special_tokens)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise UserError(f"the chat template rejects the messages: {error}") from None
+        return self.encode(text, bos=False)  # a template spells its own bos
+
+    def chat_template(self) -> str | None:
+        """The folder's template: chat_template.jinja, or in chat_template.json, or in tokenizer_config.json."""
+        path = self.folder / "chat_template.jinja"
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            template = read_optional_json(self.folder / name).get("chat_template")
+            if isinstance(template, list):  # several, by name
+                template = {entry["name"]: entry["template"] for entry in template}
+            if isinstance(template, dict):
+                template = template.get("default")
+            if template:
+                return template
+        return None
+
+    def same_as(self, other: "Tokenizer") -> str | None:
+        """None if every id means the same to both, else one line with the first that does not.
+
+        Ids beyond the vocabulary of a tokenizer's own model do not count: the model can never give them.
+        """
+        mine, theirs = self._usable(), other._usable()
+        for i in sorted(mine.keys() | theirs.keys()):
+            if mine.get(i) != theirs.get(i):
+                names = " and ".join(repr(vocab[i]) if i in vocab else "nothing" for vocab in (mine, theirs))
+                return f"id {i} means {names} ({self.folder} names {len(mine)} tokens, {other.folder} {len(theirs)})"
+        return None
+
+    def _usable(self) -> dict[int, str]:
+        limit = read_optional_json(self.folder / "config.json").get("vocab_size") or self.vocab_size
+        return {i: token for i, token in self.token_of.items() if i < limit}
+
+
+class TextStream:
+    """Ids in, text out as soon as it is valid: never half of a character, nothing ever taken back.
+
+    The cost of a token does not depend on how many went before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, continues: bool = False):
+        self.tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_strip = 0 if continues else tokenizer._num_strip  # spaces that encoding puts before a text
+        self._begun = continues
+
+    def push(self, ids: int | Iterable[int]) -> str:
+        """The text that these ids complete; may be empty."""
+        ids = [ids] if isinstance(ids, int) else list(ids)
+        parts = []
+        if not self._begun:
+            while ids and not parts:
+                parts = [part for part in [self.tokenizer.first_bytes(ids.pop(0))] if part]
+            self._begun = bool(parts)
+        parts += [self.tokenizer.token_bytes(i) for i in ids]
+        return self._strip(self._utf8.decode(b"".join(parts)))
+
+    def finish(self) -> str:
+        """What is left of a character that was never completed: U+FFFD, or nothing."""
+        return self._strip(self._utf8.decode(b"", True))
+
+    def _strip(self, text: str) -> str:
+        while self._num_strip and text:
+            if not text.startswith(" "):
+                self._num_strip = 0
+                break
+            text, self._num_strip = text[1:], self._num_strip - 1
+        return text
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one visible character: itself where it is visible, else from U+0100 on."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+
+
+def chat_environment():
+    """A sandbox for templates from strangers, with the functions that transformers gives to chat templates."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what a training loss counts; for us, its content."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def raise_exception(message: str):
+        raise TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=[Generation, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment

@@ -1,0 +1,229 @@
+"""Builds the encoder of a checkpoint folder: its `tokenizers` pipeline, from tokenizer.json or from tokenizer.model.
+
+The result encodes as transformers' AutoTokenizer (version 5) does for the same folder, which is not always what the
+files say alone: a LlamaTokenizer's spaces are handled by its class, whatever tokenizer.json holds. It knows nothing of
+chat, of streams, or of the model.
+"""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from .errors import UserError
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LLAMA_DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CODE_LLAMA_DEFAULTS = {"prefix_token": "▁<PRE>", "middle_token": "▁<MID>", "suffix_token": "▁<SUF>",
+                       "eot_token": "▁<EOT>", "fill_token": "<FILL_ME>"}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of a sentencepiece piece
+SENTENCEPIECE_BPE = 2
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file; an absent or broken file is a `UserError`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; download the checkpoint again, or point to a folder that has it") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object; download it again")
+    return content
+
+
+def read_optional_json(path: Path) -> dict:
+    return read_json(path) if path.exists() else {}
+
+
+def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """The pipeline of a folder and its named special tokens, such as {"bos_token": "<s>", "eos_token": "</s>"}.
+
+    Raises:
+        UserError: the folder has no tokenizer, or one that cannot be read.
+    """
+    config = read_optional_json(folder / "tokenizer_config.json")
+    model_config = read_optional_json(folder / "config.json")
+    declared = (config.get("tokenizer_class") or model_config.get("tokenizer_class") or "").removesuffix("Fast")
+    code_llama = declared == "CodeLlamaTokenizer"
+    json_path, model_path = folder / "tokenizer.json", folder / "tokenizer.model"
+    content, extra = {}, []
+    if json_path.exists():
+        content = read_json(json_path)
+        # transformers takes a Mistral's and a byte-level tokenizer.json as they are, but rebuilds a Llama's.
+        own = "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+        own = own or model_config.get("model_type") == "mistral" or content.get("model", {}).get("type") != "BPE"
+        as_llama = declared in ("LlamaTokenizer", "CodeLlamaTokenizer") and not own
+        try:
+            backend = Tokenizer.from_file(str(json_path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise UserError(f"{json_path} cannot be read ({error}); download it again") from None
+        if as_llama:
+            model, post_processor = content["model"], backend.post_processor
+            merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+            backend = llama_pipeline(model["vocab"], merges, config, code_llama)
+            backend.post_processor = post_processor
+    elif model_path.exists():
+        as_llama = True
+        pieces = read_sentencepiece(model_path)
+        vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
+        backend = llama_pipeline(vocab, merges_of(vocab), config, code_llama)
+        extra = [AddedToken(piece, normalized=False, special=kind == CONTROL)
+                 for piece, kind in pieces if kind in (CONTROL, USER_DEFINED)]
+    else:
+        raise UserError(f"{folder} has neither tokenizer.json nor tokenizer.model; download the checkpoint again")
+    backend.no_truncation()
+    backend.no_padding()
+    special = add_tokens(backend, folder, config, content.get("added_tokens", []), extra, as_llama, code_llama)
+    # tokenizer.json says itself which ids it puts around a text; tokenizer.model leaves it to the config.
+    if code_llama or not json_path.exists():
+        surround(backend, special, config.get("add_bos_token", code_llama), config.get("add_eos_token", False))
+    return backend, special
+
+
+def llama_pipeline(vocab: dict[str, int], merges: list[tuple], config: dict, code_llama: bool) -> Tokenizer:
+    """Byte-fallback BPE over words joined by "▁". A text gets a "▁" in front: once, or (legacy) after every special
+    token too."""
+    backend = Tokenizer(BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True,
+                            unk_token="<unk>" if code_llama else None))
+    prefix_space = config.get("add_prefix_space")
+    prefix_space = True if prefix_space is None else prefix_space
+    every_part = config.get("legacy", False) and not code_llama
+    scheme = ("always" if every_part else "first") if prefix_space else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix_space or code_llama:
+        steps.append(decoders.Strip(content=" ", left=1))
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def merges_of(vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """The merges of a sentencepiece BPE vocabulary, which stores none: a piece is made of any two others, and pieces
+    are listed in the order in which training merged them."""
+    return [(piece[:i], piece[i:]) for piece in vocab for i in range(1, len(piece))
+            if piece[:i] in vocab and piece[i:] in vocab]
+
+
+def add_tokens(backend: Tokenizer, folder: Path, config: dict, from_json: list, extra: list, as_llama: bool,
+               code_llama: bool) -> dict[str, str]:
+    """Registers added and special tokens; text that spells one is never split. Returns the named special tokens.
+
+    Ids: a token that the vocabulary has keeps its id, others are numbered on from its end, in this order: those listed
+    by id, the named ones, the rest.
+    """
+    named = dict(LLAMA_DEFAULTS) if as_llama else {}
+    named.update({name: config[name] for name in SPECIAL_NAMES if name in config})
+    listed: dict[int, AddedToken] = {}
+    rest = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    if "added_tokens_decoder" in config:
+        listed = {int(i): added_token(token) for i, token in config["added_tokens_decoder"].items()}
+    else:
+        special_map = read_optional_json(folder / "special_tokens_map.json")
+        named.update({name: special_map[name] for name in SPECIAL_NAMES if name in special_map})
+        if rest is None and not extra:
+            rest = special_map.get("additional_special_tokens")
+        special = {text_of(token) for token in [*named.values(), *as_list(rest)] if token}
+        for text, i in read_optional_json(folder / "added_tokens.json").items():
+            listed[i] = AddedToken(text, normalized=text not in special, special=text in special)
+        for token in from_json:
+            listed[token["id"]] = added_token(token)
+    if rest is None:
+        rest = extra
+    if code_llama:
+        rest = [*as_list(rest), *(config.get(name, text) for name, text in CODE_LLAMA_DEFAULTS.items())]
+    by_text = {token.content: token for token in listed.values()}
+    named = {name: by_text.get(text_of(token), token) for name, token in named.items() if token}
+    names = {text_of(token) for token in named.values()}
+    known = {token.content for token in backend.get_added_tokens_decoder().values()} | set(by_text)
+    tokens = [listed[i] for i in sorted(listed)]
+    for token in [*named.values(), *as_list(rest)]:
+        if token and text_of(token) not in known:
+            known.add(text_of(token))
+            tokens.append(added_token(token))
+    for token in tokens:
+        token.special = token.special or token.content in names
+    backend.add_tokens(tokens)
+    return {name: text_of(token) for name, token in named.items()}
+
+
+def as_list(tokens) -> list:
+    return list(tokens.values() if isinstance(tokens, dict) else tokens or [])
+
+
+def text_of(token) -> str:
+    return token["content"] if isinstance(token, dict) else token if isinstance(token, str) else token.content
+
+
+def added_token(token) -> AddedToken:
+    """From any of its spellings: a string (special), a dict of options, or itself."""
+    if isinstance(token, AddedToken):
+        return token
+    if isinstance(token, str):
+        return AddedToken(token, special=True, normalized=False)
+    options = {key: token[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in token}
+    return AddedToken(token["content"], **options)
+
+
+def surround(backend: Tokenizer, special: dict[str, str], add_bos: bool, add_eos: bool) -> None:
+    """Makes encoding put bos before and eos after a text, where asked for."""
+    around = [special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None]
+    before, after = (f"{token}:0" if token else "" for token in around)
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around) if token]
+    single = f"{before} $A:0 {after}".strip()
+    backend.post_processor = processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=ids)
+
+
+def read_sentencepiece(path: Path) -> list[tuple[str, int]]:
+    """(text, kind) of every piece of a sentencepiece BPE model, in the order of their ids.
+
+    The file is a protocol buffer: repeated field 1 is a piece (1: text, 2: score, 3: kind), field 2 the trainer's
+    settings (3: the kind of model). Source: sentencepiece_model.proto of the sentencepiece project.
+    """
+    try:
+        data, pieces, model_kind = path.read_bytes(), [], 1
+        for field, value in protobuf_fields(data):
+            if field == 1:
+                piece = dict(protobuf_fields(value))
+                pieces.append((piece[1].decode("utf-8"), piece.get(3, NORMAL)))
+            elif field == 2:
+                model_kind = dict(protobuf_fields(value)).get(3, 1)
+    except (IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is truncated or no sentencepiece model ({error}); download it again") from None
+    if not pieces or model_kind != SENTENCEPIECE_BPE:
+        raise UserError(f"{path} is no sentencepiece BPE model ({len(pieces)} pieces, kind {model_kind}); supported is "
+                        f"kind {SENTENCEPIECE_BPE}, or a tokenizer.json")
+    return pieces
+
+
+def protobuf_fields(data: bytes):
+    """(number, value) of every field of a protocol-buffer message; values are ints or bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+
+    while at < len(data):
+        key = varint()
+        kind = key & 7
+        if kind == 0:
+            value = varint()
+        elif kind in (1, 2, 5):
+            size = {1: 8, 5: 4}.get(kind) or (varint() if kind == 2 else 0)
+            value = data[at:at + size]
+            if len(value) != size:
+                raise ValueError(f"{len(value)} of {size} bytes at {at}")
+            at += size
+        else:
+            raise ValueError(f"wire type {kind} at {at}")
+        yield key >> 3, value
