@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from .errors import UserError
 from .model import ModelConfig, Transformer
@@ -104,8 +105,6 @@ def find_weights(folder: Path) -> list[Path]:
 def open_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one weight file by name, mapped from the file: its bytes are read as they are used, and dropping
     the tensors unmaps them."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -178,20 +177,6 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[name]
 
 
-def empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Transformer:
-    """The model with uninitialised parameters, each allocated once, in its final dtype, on its final device."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    for name, parameter in list(model.named_parameters()):  # a tied weight is listed once
-        owner, _, attribute = name.rpartition(".")
-        data = torch.empty(parameter.shape, dtype=dtype, device=device)
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(data, requires_grad=False))
-    if config.tie_word_embeddings:
-        model.output.weight = model.embedding.weight
-    model.rope.to(device)
-    return model.eval()
-
-
 @torch.no_grad()
 def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None) -> Transformer:
     """Reads a checkpoint into a model: every tensor straight from the mapped file into its place.
@@ -225,7 +210,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
                 raise UserError(f"{path}: tensor {name} is {tensor.dtype}; quantized checkpoints are not supported, "
                                 "use the bf16 or fp16 checkpoint of this model")
             if model is None:
-                model = empty_model(config, device, dtype or tensor.dtype)
+                model = Transformer.empty(config, device, dtype or tensor.dtype)
                 parameters = dict(model.named_parameters())
             parameters[place.parameter][place.start:place.start + place.shape[0]].copy_(tensor)
             missing.pop(name, None)

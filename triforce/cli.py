@@ -153,14 +153,15 @@ def stream_text(engine, ids, args, sampling):
     """Generates, printing text as it comes unless --json. Returns the Generation."""
     stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, on_prefill=PrefillBar(len(ids)),
                            ignore_eos=args.ignore_eos, **sampling)
+    shown = ""
     try:
-        for piece in stream:
+        for shown in stream:
             if not args.json:
-                sys.stdout.write(piece)
+                sys.stdout.write(shown)
                 sys.stdout.flush()
     finally:
         stream.close()
-        if not args.json:
+        if shown and not args.json:
             sys.stdout.write("\n")
             sys.stdout.flush()
     return stream.result
@@ -177,6 +178,8 @@ def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
     speedup = plain.stats.tbt / result.stats.tbt if result.stats.tbt else 0.0
     lines = [f"{'':<26}{'speculation':>16}{'autoregression':>18}"]
     for (name, value), (_, other) in zip(_columns(result.stats), _columns(plain.stats), strict=True):
+        if name == "time to first token":
+            other = "-"  # it took over the other's prefill
         lines.append(f"{name:<26}{value:>16}{other:>18}")
     lines.append(f"{'speed-up':<26}{speedup:>15.2f}x")
     verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"

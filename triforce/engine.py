@@ -6,9 +6,9 @@ An Engine holds weights, tokenizer and settings, and the buffers of the conversa
 call takes over if they are large enough.
 """
 
-import functools
 import random
 import time
+import types
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -298,7 +298,19 @@ def _is_batch(prompt) -> bool:
 
 
 def _compiler(enabled: bool, device: torch.device):
+    """What turns a level's step into a compiled one: `compiler(step, name)`."""
     if not enabled:
-        return lambda step: step
-    mode = "reduce-overhead" if device.type == "cuda" else "default"
-    return functools.partial(torch.compile, mode=mode, fullgraph=True)
+        return lambda step, name: step
+    # As `mode="reduce-overhead"`. Fused kernels keep intermediate results in float32 unless told to round as the
+    # written code does; which ones are fused depends on the whole graph, and bits must not.
+    options = {"triton.cudagraphs": device.type == "cuda", "emulate_precision_casts": True}
+
+    def compiled(step, name: str):
+        # torch.compile remembers by code object, file and name which sizes vary. The levels run the same code with
+        # different sizes, all of them constant: a copy under a name of its own keeps them so.
+        function = step.__func__
+        code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
+        copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+        return torch.compile(types.MethodType(copy, step.__self__), fullgraph=True, options=options)
+
+    return compiled

@@ -50,7 +50,7 @@ class Stats:
 class Generation:
     """One row's result."""
 
-    text: str  # new text only; ends before an eos and before a stop string
+    text: str  # new text only, to be joined to the prompt; ends before an eos and before a stop string
     tokens: list[int]  # new tokens only, with a final eos or the token that completed a stop string
     finish_reason: str  # "stop" (eos or stop string) | "length"
     stats: Stats
@@ -61,7 +61,7 @@ class RowOutput:
 
     def __init__(self, tokenizer, eos_ids: tuple[int, ...], stop: list[str], max_new_tokens: int):
         self.eos_ids, self.stop, self.max_new_tokens = frozenset(eos_ids), stop, max_new_tokens
-        self.stream = tokenizer.stream() if tokenizer is not None else None
+        self.stream = tokenizer.stream(continues=True) if tokenizer is not None else None
         self.tokens: list[int] = []
         self.text, self.shown = "", 0
         self.finish_reason: str | None = None

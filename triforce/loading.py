@@ -103,7 +103,7 @@ def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budge
     if drafts and not 1 <= settings.gamma <= block - 1:
         raise UserError(f"gamma ({settings.gamma}) must be between 1 and block_size - 1 ({block - 1}); "
                         f"try --gamma {max(block - 1, 1)} or --block-size {settings.gamma + 1}")
-    if not 1 <= settings.gamma_inner <= max(block - 1, 1):
+    if drafts and not 1 <= settings.gamma_inner <= block - 1:
         raise UserError(f"gamma_inner ({settings.gamma_inner}) must be between 1 and block_size - 1 ({block - 1}); "
                         "try 2")
     if max_batch_size < 1:

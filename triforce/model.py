@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .errors import UserError
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,10 @@ class ModelConfig:
         Raises:
             UserError: the architecture, activation or rope type is not one that this file implements.
         """
-        architecture = (hf.get("architectures") or [hf.get("model_type", "?")])[0]
-        if architecture not in ARCHITECTURES:
-            raise UserError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        architecture = (hf.get("architectures") or [ARCHITECTURES.get(hf.get("model_type"), "of no name")])[0]
+        if architecture not in ARCHITECTURES.values():
+            known = ", ".join(ARCHITECTURES.values())
+            raise UserError(f"architecture {architecture} is not supported; supported are {known}")
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; supported is 'silu'")
         if hf.get("quantization_config"):
@@ -85,6 +86,9 @@ class ModelConfig:
         if qwen2 and not hf.get("use_sliding_window", False):
             window = None
         theta, scaling = _rope_from_hf(hf)
+        positions = hf.get("max_position_embeddings", 2048)
+        if scaling.kind == "yarn":  # some configs give the window before stretching here, some the one after
+            positions = max(positions, int(scaling.original_max_position_embeddings * scaling.factor))
         return cls(
             vocab_size=hf["vocab_size"],
             dim=hf["hidden_size"],
@@ -96,7 +100,7 @@ class ModelConfig:
             norm_eps=hf.get("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position_embeddings=hf.get("max_position_embeddings", 2048),
+            max_position_embeddings=positions,
             sliding_window=window,
             qkv_bias=qwen2 or bool(hf.get("attention_bias", False)),
             out_bias=not qwen2 and bool(hf.get("attention_bias", False)),
@@ -314,14 +318,24 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     @classmethod
-    def random(cls, config: ModelConfig, seed: int = 0, device="cpu", dtype=torch.float32, std: float = 0.02):
-        """A model with seeded normal weights: for tests and for benchmarks of a shape without its checkpoint."""
+    def empty(cls, config: ModelConfig, device, dtype: torch.dtype) -> "Transformer":
+        """The model with uninitialised parameters, each allocated once, in its final dtype, on its final device."""
         with torch.device("meta"):
             model = cls(config)
-        model = model.to_empty(device=device)
+        for name, parameter in list(model.named_parameters()):  # a tied weight is listed once
+            owner, _, attribute = name.rpartition(".")
+            data = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(data, requires_grad=False))
+        if config.tie_word_embeddings:
+            model.output.weight = model.embedding.weight
+        model.rope.to(device)
+        return model.eval()
+
+    @classmethod
+    def random(cls, config: ModelConfig, seed: int = 0, device="cpu", dtype=torch.float32, std: float = 0.02):
+        """A model with seeded normal weights: for tests and for benchmarks of a shape without its checkpoint."""
+        model = cls.empty(config, device, dtype)
         generator = torch.Generator(device).manual_seed(seed)
-        for name, parameter in list(model.named_parameters()):
-            data = torch.empty(parameter.shape, device=device, dtype=dtype)
-            data.fill_(1.0) if name.endswith("norm.weight") else data.normal_(0, std, generator=generator)
-            parameter.data = data
-        return model.eval().requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(0, std, generator=generator)
+        return model

@@ -96,7 +96,7 @@ class ModelDrafter:
         self.num_drafted = tape.buffer()
         self.max_drafted = max_drafted
         self.probs = tape.buffer(max_drafted, tape.vocab_size, like=model)
-        self.step = compiler(self._step)
+        self.step = compiler(self._step, "draft")
 
     def prefill(self, row: int, length: int) -> None:
         # A window's worth of context per layer reaches as far as attention over the window can look back.
@@ -168,7 +168,7 @@ class Speculator:
         self.totals = tape.buffer(2)  # accepted, drafted since the counters were last zeroed
         self.speculate = True
         self._nothing = tape.buffer(rows - 1), tape.buffer()
-        self.step = compiler(self._step)
+        self.step = compiler(self._step, f"level{level}_rows{rows}")
 
     def prefill(self, row: int, length: int) -> None:
         if self.drafter is not None:

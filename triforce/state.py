@@ -39,7 +39,7 @@ class State:
     Args:
         capacity: tokens that a row can hold, prompt and output.
         budget: tokens of the retrieval view; ignored without one.
-        compiler: wraps a step function: `torch.compile` with options, or the identity.
+        compiler: (step, name) -> the compiled step, or the step itself.
     """
 
     def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
@@ -73,7 +73,7 @@ class State:
                 rows=1 + (settings.gamma_inner if draft is not None else 0), max_drafted=block - 1,
                 gamma=settings.gamma, rounds=rounds, compiler=compiler)
         self.outer = Speculator(target, self.cache, self.cache.full, self.tape, level=FULL, rows=block, drafter=drafter,
-                                keep_queries=use_retrieval, keep_logits=settings.keep_logits, compiler=compiler)
+                                keep_queries=True, keep_logits=settings.keep_logits, compiler=compiler)
         self.one_row = Speculator(target, self.cache, self.cache.full, self.tape, level=FULL, rows=1,
                                   position=(self.outer.length, self.outer.limit), compiler=compiler)
         self.lens = [0] * batch  # tokens with exact K/V, as the host knows them

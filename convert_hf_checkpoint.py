@@ -1,0 +1,8 @@
+"""`python convert_hf_checkpoint.py --checkpoint-dir DIR` rewrites .bin as safetensors: see `triforce/convert.py`."""
+
+import sys
+
+from triforce.convert import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Tiny random checkpoints of every supported family, made by transformers, with config.json spelled as published.
+
+Knows nothing of triforce. Sizes are shrunk and windows scaled down with them; every other field is a family's own.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
+           "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+TINY = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
+        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32"}
+LLAMA3_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+               "original_max_position_embeddings": 32, "rope_type": "llama3"}
+
+# What differs from TINY. Where RoPE is scaled, the window of 256 is past the original one of 32.
+FAMILIES = {
+    "Llama 1": {"rms_norm_eps": 1e-6},
+    "Llama 2": {"num_key_value_heads": 4, "pretraining_tp": 1, "rope_scaling": None, "torch_dtype": "float16",
+                "attention_bias": False},
+    "Llama 2 70B": {"num_attention_heads": 8, "num_key_value_heads": 1},
+    "Llama 3": {"num_key_value_heads": 2, "rope_theta": 500000.0, "eos_token_id": [3, 5], "torch_dtype": "bfloat16"},
+    "Llama 3.1": {"num_key_value_heads": 2, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE, "mlp_bias": False},
+    "Llama 3.2": {"num_key_value_heads": 2, "rope_theta": 500000.0, "tie_word_embeddings": True, "head_dim": 16,
+                  "rope_scaling": {**LLAMA3_ROPE, "factor": 32.0}},
+    "Yarn-Llama-2-7b-128k": {"num_key_value_heads": 4, "auto_map": {"AutoModelForCausalLM": "other.Code"},
+                             "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 32, "type": "yarn",
+                                              "finetuned": True}},
+    "YaRN, of Qwen2.5": {"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1000000.0,
+                         "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 64, "type": "yarn"}},
+    "YaRN, all fields": {"rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 32, "rope_type": "yarn",
+                                          "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5}},
+    "LLaMA-2-7B-32K": {"num_key_value_heads": 4, "rope_scaling": {"factor": 8.0, "type": "linear"}},
+    "LWM-Text-128K": {"rope_theta": 10000000, "rope_scaling": None},
+    "llama-68m": {"num_attention_heads": 2, "pad_token_id": 1, "bos_token_id": 0, "rms_norm_eps": 1e-6},
+    "TinyLlama": {"num_key_value_heads": 1, "num_attention_heads": 8},
+    "CodeLlama": {"rope_theta": 1000000, "vocab_size": 104},
+    "SmolLM2": {"num_attention_heads": 3, "hidden_size": 48, "num_key_value_heads": 1, "tie_word_embeddings": True,
+                "rope_theta": 100000, "rope_interleaved": False, "is_llama_config": True},
+    "Mistral 0.1": {"model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 512},
+    "Mistral 0.3": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None, "rope_theta": 1000000.0},
+    "Qwen2.5": {"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+                "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 2},
+    "Qwen2.5 0.5B": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Yi": {"num_key_value_heads": 2, "rope_theta": 5000000.0, "rms_norm_eps": 1e-5},
+    "explicit head_dim": {"head_dim": 32, "num_key_value_heads": 2},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+def config_json(family: str) -> dict:
+    """A family's config.json, as published."""
+    config = {**TINY, **FAMILIES[family]}
+    return {"architectures": [ARCHITECTURES[config["model_type"]]], **config}
+
+
+def build(family: str, seed: int = 0) -> torch.nn.Module:
+    """A transformers model of the family in float32, its weights large enough for positions to matter."""
+    config_class, model_class = CLASSES[config_json(family)["model_type"]]
+    config = config_class.from_dict(config_json(family))
+    config._attn_implementation = "eager"
+    model = model_class(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0, 0.15, generator=generator)
+    return model
+
+
+def save(model: torch.nn.Module, config: dict, folder: Path, kind: str = "safetensors", shards: int = 1) -> Path:
+    """Writes config.json and the weights as `safetensors` or `bin`, in one file or several with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    state = {name: tensor for name, tensor in model.state_dict().items()
+             if not (config.get("tie_word_embeddings") and name == "lm_head.weight")}
+    suffix, stem = {"safetensors": (".safetensors", "model"), "bin": (".bin", "pytorch_model")}[kind]
+    names, weight_map = list(state), {}
+    for shard in range(shards):
+        file = f"{stem}{suffix}" if shards == 1 else f"{stem}-{shard + 1:05d}-of-{shards:05d}{suffix}"
+        part = {name: state[name].contiguous() for name in names[shard::shards]}
+        weight_map.update(dict.fromkeys(part, file))
+        if kind == "bin":
+            torch.save(part, folder / file)
+        else:
+            save_file(part, folder / file, metadata={"format": "pt"})
+    if shards > 1:
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
+    return folder

@@ -1,0 +1,71 @@
+"""Partial states and their merge, against one softmax over all keys in float64."""
+
+import pytest
+import torch
+
+from triforce import attention
+
+
+def softmax_attention(q, k, v, visible):
+    scores = (q.double() @ k.double().transpose(-1, -2)) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("group", [1, 4])
+def test_merged_parts_equal_the_whole(dtype, tolerance, group):
+    torch.manual_seed(0)
+    q = torch.randn(2, 2 * group, 5, 16).to(dtype)
+    k, v = torch.randn(2, 2, 40, 16).to(dtype), torch.randn(2, 2, 40, 16).to(dtype)
+    visible = torch.ones(2, 5, 10, dtype=torch.bool).tril(3)
+    rows = attention.fold(q, 2)
+    bias = attention.fold_mask(visible, group)
+    parts = [attention.partial(rows, k[:, :, :13], v[:, :, :13]),
+             attention.partial(rows, k[:, :, 13:30], v[:, :, 13:30]),
+             attention.masked(rows, k[:, :, 30:], v[:, :, 30:], bias, no_empty_rows=True)]
+    out, lse = attention.merge(attention.merge(parts[0], parts[1]), parts[2])
+    seen = torch.cat([torch.ones(2, 5, 30, dtype=torch.bool), visible], 2).repeat(1, group, 1)[:, None]
+    expected, expected_lse = softmax_attention(rows, k, v, seen)
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
+    assert attention.unfold(out, 2 * group).shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_causal_square(dtype):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 3, 17, 16).to(dtype) for _ in range(3))
+    expected, _ = softmax_attention(q, k, v, torch.ones(17, 17, dtype=torch.bool).tril())
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(attention.causal(q, k, v)[0].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_empty_states():
+    q = torch.randn(1, 2, 3, 8)
+    none = torch.empty(1, 2, 0, 8)
+    empty = attention.partial(q, none, none)
+    assert (empty[0] == 0).all() and (empty[1] == float("-inf")).all()
+    out, lse = attention.merge(empty, attention.empty(q))
+    assert (out == 0).all() and (lse == float("-inf")).all()
+    k, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
+    state = attention.partial(q, k, v)
+    for merged in (attention.merge(empty, state), attention.merge(state, empty)):
+        assert torch.equal(merged[0], state[0]) and torch.equal(merged[1], state[1])
+
+
+def test_masked_keys_contribute_exactly_nothing():
+    """Not even their bits: whatever finite garbage lies in a masked slot, the result is the same."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
+    visible = torch.ones(1, 3, 9, dtype=torch.bool)
+    visible[..., 6:] = False
+    bias = attention.fold_mask(visible, 1)
+    for no_empty_rows in (True, False):
+        clean = attention.masked(q, k, v, bias, no_empty_rows)
+        dirty_k, dirty_v = k.clone(), v.clone()
+        dirty_k[:, :, 6:], dirty_v[:, :, 6:] = 1e4, -1e4
+        dirty = attention.masked(q, dirty_k, dirty_v, bias, no_empty_rows)
+        assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1])
+    nothing = attention.masked(q, k, v, torch.full((1, 1, 3, 9), float("-inf")))
+    assert (nothing[0] == 0).all() and (nothing[1] == float("-inf")).all()

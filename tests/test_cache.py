@@ -1,0 +1,152 @@
+"""Caches against a slow twin: one growing cache, or a loop over positions."""
+
+import pytest
+import torch
+from conftest import make_state, random_pair, random_prompt, run_rounds
+from reference import DenseKV
+
+from triforce.cache import StreamingBlock, StreamingCache
+from triforce.errors import UserError
+from triforce.model import rotate
+from triforce.retrieval import plan_view
+
+
+def test_prefill_and_rounds_equal_the_dense_twin(pair):
+    """Greedy tokens over prefix, tail and flushes are those of one dense forward pass."""
+    target, draft = pair
+    prompt = random_prompt(150)
+    tokens = run_rounds(make_state(target, draft, [prompt], prefill_chunk_size=37), 60)[0]
+    text = torch.tensor([prompt + tokens])
+    logits = target.output(target(text, DenseKV(target.rope)))
+    assert logits[0, 149:-1].argmax(-1).tolist() == tokens
+
+
+def test_ragged_rows_equal_the_dense_twin(pair):
+    target, draft = pair
+    prompts = [random_prompt(100), random_prompt(33, seed=1), [7], random_prompt(64, seed=2)]
+    for prompt, tokens in zip(prompts, run_rounds(make_state(target, draft, prompts), 40), strict=True):
+        logits = target.output(target(torch.tensor([prompt + tokens]), DenseKV(target.rope)))
+        assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_views_share_what_was_verified(pair):
+    """After rounds and a flush, prefix and tail hold the K/V of a fresh prefill of the same text."""
+    target, draft = pair
+    prompt = random_prompt(90)
+    state = make_state(target, draft, [prompt])
+    said = run_rounds(state, 50)[0]
+    length = state.lens[0]
+    fresh = make_state(target, draft, [(prompt + said)[: length + 1]])
+    whole = state.cache.full.lens[0]
+    assert whole == length - length % 16 == fresh.cache.full.lens[0]
+    for mine, other in zip((*state.cache.full.k, *state.cache.full.v), (*fresh.cache.full.k, *fresh.cache.full.v),
+                           strict=True):
+        torch.testing.assert_close(mine[:, :, :whole], other[:, :, :whole], rtol=1e-4, atol=1e-5)
+    tails = zip((*state.cache.tail_k, *state.cache.tail_v), (*fresh.cache.tail_k, *fresh.cache.tail_v), strict=True)
+    for mine, other in tails:
+        torch.testing.assert_close(mine[:, :, : length - whole], other[:, :, : length - whole], rtol=1e-4, atol=1e-5)
+    for mine, other in zip(state.cache.chunk_keys, fresh.cache.chunk_keys, strict=True):
+        torch.testing.assert_close(mine[:, :, : whole // 4], other[:, :, : whole // 4], rtol=1e-4, atol=1e-5)
+
+
+def positions_in_view(state, layer=0, row=0):
+    """Which positions a row's retrieval view holds, per KV head, found by comparing keys."""
+    full = state.cache.full.k[layer][row, :, : state.cache.full.lens[row]]
+    view = state.retrieval.k[layer][row, :, : state.retrieval.lens[row]]
+    return [torch.cdist(view[head].double(), full[head].double()).argmin(-1).tolist() for head in range(full.shape[0])]
+
+
+def test_selection_is_sink_window_and_best_chunks(pair):
+    target, _ = pair
+    state = make_state(target, None, [random_prompt(400)])
+    cache, view, chunk = state.cache, state.retrieval, 4
+    prefix = cache.full.lens[0]
+    recent_start = prefix - view.window_size
+    for layer in range(2):
+        q = cache.queries[layer][0].unflatten(0, (-1, cache.group))  # [K, G, M, D]
+        for head, held in enumerate(positions_in_view(state, layer)):
+            assert len(set(held)) == state.budget
+            assert set(range(chunk)) | set(range(recent_start, prefix)) <= set(held)
+            means = cache.full.k[layer][0, head, chunk:recent_start].unflatten(0, (-1, chunk)).mean(1)
+            scores = sum((q[head, g, m] @ means.T * 8**-0.5).softmax(-1)
+                         for g in range(cache.group) for m in range(8) if cache.query_weight[0, m] > 0)
+            best = scores.topk(view.num_selected).indices.tolist()
+            assert {p for c in best for p in range(chunk + c * chunk, 2 * chunk + c * chunk)} <= set(held)
+
+
+def test_newest_tokens_stay_in_the_view_across_flushes(pair):
+    target, draft = pair
+    state = make_state(target, draft, [random_prompt(200)], rebuild_interval=10**6)
+    while state.num_flushes < 5:
+        state.round()
+        prefix = state.cache.full.lens[0]
+        for held in positions_in_view(state):
+            assert set(range(prefix - state.retrieval.window_size, prefix)) <= set(held)
+
+
+def test_short_prefix_is_taken_whole_and_outgrows_the_budget(pair):
+    target, draft = pair
+    state = make_state(target, draft, [random_prompt(20)])
+    sizes = set()
+    while state.cache.full.lens[0] < 100:
+        state.round()
+        prefix = state.cache.full.lens[0]
+        assert state.retrieval.lens[0] == min(prefix, 64)
+        sizes.add(state.retrieval.lens[0])
+        if prefix <= 64:
+            assert positions_in_view(state)[0] == list(range(prefix)) or prefix == 0
+    assert {16, 32, 48, 64} <= sizes and state.retrieval.selected == [True]
+
+
+@pytest.mark.parametrize("budget,chunk,interval,text", [
+    (4100, 8, 128, "budget (4100) must be a multiple of chunk_size (8); try 4096"),
+    (64, 8, 128, "budget (64) must be at least 144"),
+    (4096, 7, 128, "chunk_size (7) must divide 128"),
+])
+def test_budgets_that_do_not_fit(budget, chunk, interval, text):
+    with pytest.raises(UserError) as error:
+        plan_view(budget, chunk, interval)
+    assert text in str(error.value)
+
+
+def test_streaming_cache_equals_a_loop_over_positions():
+    """Each query sees the sinks and the last `window` tokens, with rotary angles by rank among them."""
+    draft = random_pair(torch.float64)[1]
+    cache = StreamingCache(draft.config, draft.rope, batch=2, num_sink=3, window_size=10, slack=8, device="cpu",
+                           dtype=torch.float64)
+    torch.manual_seed(0)
+    length = 60
+    keys, values, queries = (torch.randn(2, 2, length, 8, dtype=torch.float64) for _ in range(3))
+    done = [0, 0]
+    while max(done) < length - 4:
+        rows = int(torch.randint(1, 5, ()))
+        ahead = [int(torch.randint(0, 3, ())) for _ in range(2)]  # some of the rows are wrong and taken back
+        start = torch.tensor(done)
+        take = [torch.stack([x[b, :, done[b] : done[b] + rows] for b in range(2)]) for x in (queries, keys, values)]
+        out = StreamingBlock(cache, start, rows).attend(0, *take)
+        for b in range(2):
+            oldest = max(done[b] - 10 + 1, 3)
+            rank = [p if p < 3 else 3 + p - oldest for p in range(length)]
+            for i in range(rows):
+                position = done[b] + i
+                seen = [p for p in range(position + 1) if p < 3 or p > position - 10]
+                turned = [rotate(keys[b, :, p], *draft.rope(torch.tensor(rank[p]))) for p in seen]
+                q = rotate(queries[b, :, position], *draft.rope(torch.tensor(rank[position])))
+                weights = torch.stack([(q * k).sum(-1) * 8**-0.5 for k in turned]).softmax(0)
+                expected = sum(w[:, None] * values[b, :, p] for w, p in zip(weights, seen, strict=True))
+                torch.testing.assert_close(out[b, :, i], expected, rtol=1e-6, atol=1e-6)
+        done = [d + max(rows - a, 0) for d, a in zip(done, ahead, strict=True)]
+
+
+def test_what_is_drafted_depends_on_the_tape_alone(pair):
+    """A used state, prefilled again, drafts what a fresh one does."""
+    target, draft = pair
+    sampling = {"temperature": 0.9}
+    fresh = run_rounds(make_state(target, draft, [random_prompt(120)], sampling=sampling), 40)
+    used = make_state(target, draft, [random_prompt(333, seed=5)], sampling=sampling)
+    run_rounds(used, 50)
+    used.reset()
+    used.prefill(0, random_prompt(120))
+    used.begin(100)
+    assert run_rounds(used, 40) == fresh
+    assert used.acceptance_rates()[0].keys() == {"retrieval", "full"}

@@ -1,0 +1,250 @@
+"""Loading against transformers: the same logits from the same folder, for every family and layout; and every fault.
+
+Most run over the slow dense cache of `reference.py`, so that loading and the model are tested by themselves; one test
+goes through the engine.
+"""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from families import FAMILIES, build, config_json, save
+from reference import dense_logits
+from safetensors.torch import load_file, save_file
+from tokenizer_folders import sentencepiece_folder
+
+from triforce import checkpoint
+from triforce.checkpoint import eos_token_ids, load_model, places, read_config, resolve
+from triforce.engine import Engine
+from triforce.errors import UserError
+from triforce.model import RopeScaling, Transformer
+from triforce.state import Settings
+
+LENGTH = 250  # of a window of 256; the original one, where RoPE is scaled, is 32
+TOKENS = torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small lose more time to threads waiting for each other than to arithmetic."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def expected(model):
+    return model(TOKENS).logits
+
+
+def close(logits, others):
+    torch.testing.assert_close(logits, others, atol=1e-4, rtol=0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A GQA checkpoint in one safetensors file."""
+    return save(build("Llama 3"), config_json("Llama 3"), tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity(family, tmp_path):
+    theirs = build(family)
+    logits = expected(theirs)
+    folder = save(theirs, config_json(family), tmp_path / "published")
+    ours = load_model(folder, dtype=torch.float32)
+    close(dense_logits(ours, TOKENS), logits)
+    assert not ours.training and not any(parameter.requires_grad for parameter in ours.parameters())
+    assert sum(parameter.numel() for parameter in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+    theirs.save_pretrained(tmp_path / "version 5")  # the same in transformers 5's spelling
+    new, old = read_config(tmp_path / "version 5"), read_config(folder)
+    assert dataclasses.replace(new, dtype=None) == dataclasses.replace(old, dtype=None)
+    close(dense_logits(load_model(tmp_path / "version 5", dtype="float32"), TOKENS), logits)
+
+
+@pytest.mark.parametrize("family", [name for name, fields in FAMILIES.items() if fields.get("rope_scaling")])
+def test_parity_notices_the_rope_scaling(family, tmp_path):
+    """Without its scaling a model is far off past the original window: `test_parity` is not true for want of effect."""
+    theirs = build(family)
+    ours = load_model(save(theirs, config_json(family), tmp_path), dtype=torch.float32)
+    ours.rope.config = dataclasses.replace(ours.config, rope_scaling=RopeScaling())
+    ours.rope.to("cpu")
+    assert (dense_logits(ours, TOKENS) - expected(theirs)).abs()[:, 64:].max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("family", ["Llama 3.1", "SmolLM2", "Qwen2.5"])
+def test_parity_of_layouts(family, shards, kind, tmp_path):
+    theirs = build(family)
+    folder = save(theirs, config_json(family), tmp_path, kind, shards)
+    close(dense_logits(load_model(folder, dtype=torch.float32), TOKENS), expected(theirs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_equals_transformers(family, tmp_path):
+    """The same checkpoints through the real caches: logits, and greedy text with speculation and without."""
+    theirs = build(family)
+    ours = load_model(save(theirs, config_json(family), tmp_path), dtype=torch.float32)
+    engine = Engine(ours, None, settings=Settings(flush_interval=16, prefill_chunk_size=64), budget=48)
+    close(engine.logits(TOKENS), expected(theirs))
+    prompt = TOKENS[:1, :150]
+    answer = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24,
+                             eos_token_id=None, pad_token_id=0)[0, 150:].tolist()
+    for speculate in (True, False):
+        assert engine.generate(prompt[0].tolist(), 24, temperature=0, speculate=speculate).tokens == answer
+
+
+def test_safetensors_come_before_bin(folder):
+    save(build("Llama 3", seed=1), config_json("Llama 3"), folder, "bin")
+    close(dense_logits(load_model(folder, dtype=torch.float32), TOKENS), expected(build("Llama 3")))
+
+
+def test_bin_of_the_old_format(folder):
+    """torch before 1.6 wrote files that cannot be mapped."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin",
+               _use_new_zipfile_serialization=False)
+    (folder / "model.safetensors").unlink()
+    close(dense_logits(load_model(folder, dtype=torch.float32), TOKENS), expected(build("Llama 3")))
+
+
+def test_what_repeats_the_config_is_ignored(tmp_path):
+    """RoPE buffers of old checkpoints, and an lm_head beside tied embeddings."""
+    theirs = build("Llama 3.2")
+    folder = save(theirs, config_json("Llama 3.2"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    tensors["lm_head.weight"] = torch.zeros(96, 64)
+    save_file(tensors, folder / "model.safetensors")
+    ours = load_model(folder, dtype=torch.float32)
+    assert ours.output.weight is ours.embedding.weight
+    close(dense_logits(ours, TOKENS), expected(theirs))
+
+
+def test_dtype(folder):
+    assert load_model(folder).dtype == torch.bfloat16  # config.json's
+    assert load_model(folder, dtype="fp16").dtype == torch.float16
+    model = load_model(folder, dtype=torch.float64)
+    assert model.rope.inv_freq.dtype == torch.float32 and model.rope.inv_freq.device.type == "cpu"
+    edit(folder, torch_dtype=None)
+    assert load_model(folder).dtype == torch.float32  # the file's
+    edit(folder, torch_dtype="int4")
+    with pytest.raises(UserError, match="'int4' is not supported.*bfloat16"):
+        load_model(folder)
+
+
+def test_every_row_of_every_parameter_has_one_place():
+    for family in FAMILIES:
+        config = checkpoint.ModelConfig.from_hf(config_json(family))
+        parameters = dict(Transformer.empty(config, "meta", torch.float32).named_parameters())
+        rows = {name: [0] * parameter.shape[0] for name, parameter in parameters.items()}
+        for place in places(config).values():
+            assert parameters[place.parameter].shape[1:] == place.shape[1:]
+            for row in range(place.start, place.start + place.shape[0]):
+                rows[place.parameter][row] += 1
+        assert all(count == 1 for counts in rows.values() for count in counts)
+
+
+def edit(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def replace(name, tensor):
+    def fault(folder):
+        path = folder / "model.safetensors"
+        tensors = {**load_file(path), name: tensor}
+        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    return fault
+
+
+def truncate(folder, name="model.safetensors"):
+    (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+
+
+def truncate_bin(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    truncate(folder, "pytorch_model.bin")
+
+
+def code_in_bin(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({"a": shutil.rmtree}, folder / "pytorch_model.bin")
+
+
+def lose_a_shard(folder):
+    (folder / "model.safetensors").unlink()
+    save(build("Llama 3"), config_json("Llama 3"), folder, shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def empty_index(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+@pytest.mark.parametrize("fault, message", [
+    (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+    (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
+    (lambda folder: (folder / "config.json").write_text("{}"), r"config.json: architecture of no name is not supported"),
+    (lambda folder: edit(folder, hidden_size="64"), "field of the wrong kind"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor pytorch_model.bin"),
+    (replace("model.layers.1.mlp.up_proj.weight", None), "1 of 21 tensors are missing.*layers.1.mlp.up_proj.weight"),
+    (replace("lm_head.weight", None), "missing.*lm_head.weight"),
+    (replace("model.norm.weight", torch.zeros(65)), r"model.norm.weight has shape \(65,\), but .* \(64,\)"),
+    (replace("model.norm.weight", torch.zeros(64, dtype=torch.int8)), "model.norm.weight is torch.int8; quantized"),
+    (replace("model.layers.0.self_attn.q_proj.bias", torch.zeros(64)), "self_attn.q_proj.bias, which .* no place for"),
+    (lambda folder: edit(folder, vocab_size=97), r".*.weight has shape \(96, 64\), but .* \(97, 64\)"),
+    (truncate, "model.safetensors is truncated or damaged"),
+    (truncate_bin, "pytorch_model.bin is truncated or damaged"),
+    (code_in_bin, "pytorch_model.bin holds more than tensors"),
+    (lose_a_shard, "index.json places tensor .* in model-00002-of-00003.safetensors, which is absent"),
+    (empty_index, "has no weight_map"),
+])
+def test_faults(folder, fault, message):
+    fault(folder)
+    with pytest.raises(UserError, match=message) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_eos_token_ids(folder):
+    assert eos_token_ids(folder) == (3, 5)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.1}')
+    assert eos_token_ids(folder) == (7,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert eos_token_ids(folder) == (7, 9)
+    (folder / "generation_config.json").write_text('{"temperature": 0.1}')
+    assert eos_token_ids(folder) == (3, 5)
+    edit(folder, eos_token_id=None)
+    source = sentencepiece_folder(folder.parent / "tokenizer", {})
+    shutil.copy(source / "tokenizer.model", folder)
+    assert eos_token_ids(folder) == (2,)  # the tokenizer's
+
+
+def test_resolve(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert resolve("tiny") == checkpoint.TINY / "target" and checkpoint.tiny_draft() == checkpoint.TINY / "draft"
+    assert resolve(folder) == resolve(str(folder)) == folder
+    assert resolve("checkpoint").resolve() == folder
+    for absent in ("./nowhere", "nowhere", str(tmp_path / "nowhere"), "a/b/c", "../owner/name", tmp_path / "nowhere"):
+        with pytest.raises(UserError, match="no such folder"):
+            resolve(absent)
+    with pytest.raises(UserError, match="is a file"):
+        resolve(folder / "config.json")
+    with pytest.raises(UserError, match="python download.py --repo-id owner/name$"):
+        resolve("owner/name")
+    cached = tmp_path / "cache" / "models--owner--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    shutil.copytree(folder, cached / "snapshots" / "abc")
+    assert resolve("owner/name") == cached / "snapshots" / "abc"
+    shutil.copytree(folder, tmp_path / "checkpoints" / "owner" / "name")
+    assert resolve("owner/name").resolve() == tmp_path / "checkpoints" / "owner" / "name"

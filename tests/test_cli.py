@@ -1,0 +1,104 @@
+"""The command line as a user meets it: in a process of its own, piped, and with mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from triforce import acceptance, cli
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--prompt", "The sea was calm and the wind", "--max-new-tokens", "12", "--device", "cpu"]
+
+
+def run(*args, stdin=None):
+    return subprocess.run([sys.executable, "generate.py", *args], cwd=ROOT, capture_output=True, text=True, input=stdin)
+
+
+def test_text_to_stdout_and_the_rest_to_stderr():
+    done = run(*SMALL, "--seed", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() and "tokens per second" not in done.stdout
+    assert "tokens per second" in done.stderr and "seed" in done.stderr
+    assert all(len(line) <= 80 for line in done.stderr.splitlines())
+    again = subprocess.run([sys.executable, "-m", "triforce", *SMALL, "--seed", "1"], cwd=ROOT, capture_output=True,
+                           text=True)
+    assert again.stdout == done.stdout
+
+
+def test_json(capsys):
+    assert cli.main([*SMALL, "--json", "--compare", "--gen_len=9", "--temp", "0.5", "--top_p", "0.8"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["tokens"]) == 9 and report["compare"]["greedy_first_difference"] is None
+    assert report["stats"]["prompt_len"] > 3 and report["compare"]["autoregression"]["tbt"] > 0
+
+
+def test_compare_reports_a_difference_when_acceptance_is_broken(capsys, monkeypatch):
+    argv = ["--prompt", "It was a dark night. " * 60, "--max-new-tokens", "32", "--device", "cpu", "--compare"]
+    assert cli.main(argv) == 0
+    shown = capsys.readouterr().err
+    assert "identical" in shown and "autoregression" in shown and "speed-up" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    monkeypatch.setattr(acceptance, "is_accepted", lambda draft_prob, target_prob, u: draft_prob >= 0)
+    assert cli.main(argv) == 1
+    assert "DIFFERENT from token" in capsys.readouterr().err
+
+
+def test_prompts_from_files_and_stdin(tmp_path, capsys):
+    document = tmp_path / "book.txt"
+    document.write_text("Call me Ishmael. " * 50)
+    common = ["--max-new-tokens", "4", "--device", "cpu", "--json", "--seed", "0"]
+    assert cli.main(["--prompt-file", str(document), "--prompt-len", "100", *common]) == 0
+    assert json.loads(capsys.readouterr().out)["stats"]["prompt_len"] == 100
+    assert cli.main(["--prompt-file", str(document), "--prefill", "100", "--question", "Who?", *common]) == 0
+    assert json.loads(capsys.readouterr().out)["stats"]["prompt_len"] > 102
+    piped = run("--prompt-file", "-", "--max-new-tokens", "4", "--device", "cpu", stdin="Once upon a time")
+    assert piped.returncode == 0 and piped.stdout
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    assert cli.main(["--prompt", "Hello", "--chat", "--chat-template", str(template), *common]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("argv,text", [
+    (["--checkpoint", "no/such/folder/here"], "no such folder"),
+    (["--checkpoint", "someone/some-model"], "python download.py --repo-id someone/some-model"),
+    (["--prompt", ""], "prompt is empty"),
+    (["--prompt", "a", "--prompt-file", "b"], "both"),
+    (["--prompt-file", "/no/such/file"], "cannot read --prompt-file"),
+    (["--prompt", "a", "--budget", "4100"], "budget (4100) must be a multiple of chunk_size (8); try 4096"),
+    (["--prompt", "a", "--gamma", "9"], "gamma (9)"),
+    (["--prompt", "a", "--max-new-tokens", "200000"], "positions (131072)"),
+    (["--prompt", "a", "--temperature", "-1"], "temperature (-1.0)"),
+    (["--prompt", "a", "--prompt-len", "0"], "--prompt-len (0)"),
+    (["--prompt", "a", "--chat", "--chat-template", "/no/such"], "cannot read --chat-template"),
+    (["--prompt", "a", "--device", "cuda:99"], "use --device cpu"),
+])
+def test_mistakes_get_one_line_and_no_traceback(argv, text, capsys):
+    assert cli.main(argv if "--device" in argv else [*argv, "--device", "cpu"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    errors = [line for line in shown.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and text in errors[0] and "Traceback" not in shown.err
+
+
+def test_a_closed_pipe_is_no_error():
+    done = subprocess.run(f"{sys.executable} generate.py --prompt 'The sea' --device cpu --ignore-eos | head -c 1",
+                          shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_ctrl_c_ends_cleanly():
+    process = subprocess.Popen([sys.executable, "generate.py", "--prompt", "The sea", "--device", "cpu", "--ignore-eos",
+                                "--max-new-tokens", "20000"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process.stdout.read(20)  # in mid-stream
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and b"interrupted" in errors and b"Traceback" not in errors

@@ -1,0 +1,128 @@
+"""download.py with the real client against a stand-in of the hub: which files come, the token, and every refusal.
+
+Needs no network.
+"""
+
+import errno
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from families import build, config_json, save
+from hub import Hub
+
+from triforce import checkpoint, download
+from triforce.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+TEXTS = {"config.json": b"{}", "generation_config.json": b"{}", "tokenizer.json": b"{}", "tokenizer.model": b"x",
+         "tokenizer_config.json": b"{}", "special_tokens_map.json": b"{}", "chat_template.jinja": b"x",
+         "merges.txt": b"x", "vocab.json": b"{}", "LICENSE": b"x"}
+OTHERS = {".gitattributes": b"", "README.md": b"x", "consolidated.00.pth": b"x" * 99, "consolidated.safetensors": b"x",
+          "original/consolidated.00.pth": b"x", "original/params.json": b"{}", "model.Q4_K_M.gguf": b"x",
+          "onnx/model.onnx": b"x", "onnx/config.json": b"{}", "modeling_other.py": b"x", "training_args.bin": b"x",
+          "flax_model.msgpack": b"x", "tf_model.h5": b"x", "model.fp16.safetensors": b"x", "optimizer.bin": b"x",
+          "adapter_model.safetensors": b"x", "figure.png": b"x"}
+SAFETENSORS = {"model-00001-of-00002.safetensors": b"1", "model-00002-of-00002.safetensors": b"2",
+               "model.safetensors.index.json": b"{}"}
+BIN = {"pytorch_model-00001-of-00002.bin": b"1", "pytorch_model-00002-of-00002.bin": b"2",
+       "pytorch_model.bin.index.json": b"{}"}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    server = Hub({"owner/both": TEXTS | OTHERS | SAFETENSORS | BIN, "owner/bin": TEXTS | OTHERS | BIN,
+                  "owner/none": {"README.md": b"x", "model.gguf": b"x"}})
+    yield server
+    server.close()
+
+
+def test_which_files_are_needed():
+    assert set(download.needed(TEXTS | OTHERS | SAFETENSORS | BIN)) == set(TEXTS | SAFETENSORS)
+    assert set(download.needed(TEXTS | OTHERS | BIN)) == set(TEXTS | BIN)
+    both = {"model.safetensors": b"", **SAFETENSORS, **TEXTS}
+    assert set(download.needed(both)) == {"model.safetensors", *TEXTS}
+    assert set(download.needed({"pytorch_model.bin", "config.json"})) == {"pytorch_model.bin", "config.json"}
+    assert download.needed(TEXTS | OTHERS) == []
+
+
+@pytest.mark.parametrize("repo_id, files", [("owner/both", TEXTS | SAFETENSORS), ("owner/bin", TEXTS | BIN)])
+def test_only_needed_files_come(hub, tmp_path, repo_id, files):
+    folder = download.download(repo_id, tmp_path / "out", endpoint=hub.url)
+    assert hub.fetched() == set(files)
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert found == files
+    hub.requests.clear()
+    download.download(repo_id, folder, endpoint=hub.url)
+    assert hub.fetched() == set()  # nothing twice
+
+
+def test_the_command(hub, tmp_path):
+    """As a user runs it: HF_ENDPOINT and HF_TOKEN from the environment, out of reach of this process."""
+    theirs = build("llama-68m")
+    source = save(theirs, config_json("llama-68m"), tmp_path / "source", "bin")
+    hub.repositories["owner/private"] = {path.name: path.read_bytes() for path in source.iterdir()}
+    hub.private.add("owner/private")
+    command = [sys.executable, str(ROOT / "download.py"), "--repo_id", "owner/private"]
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_right", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "python generate.py --checkpoint owner/private" in done.stdout
+    assert hub.tokens("owner/private") == {"hf_right"}
+    checkpoint.load_model(tmp_path / "checkpoints/owner/private")
+
+    environment.pop("HF_TOKEN")
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.strip().startswith("error: owner/private does not exist on the hub, or is private (401)")
+
+
+def test_token_and_revision_are_sent(hub, tmp_path):
+    download.download("owner/bin", tmp_path, revision="v1", token="hf_right", endpoint=hub.url)
+    assert hub.tokens("owner/bin") == {"hf_right"}
+    assert any("/v1" in path for _, path, _ in hub.requests)
+
+
+def refusal(hub, folder, repo_id="owner/bin", **options) -> str:
+    with pytest.raises(UserError) as caught:
+        download.download(repo_id, folder, **{"endpoint": hub.url, **options})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_refusals(hub, tmp_path):
+    assert "not of the form owner/name" in refusal(hub, tmp_path, "bin")
+    assert "does not exist on the hub, or is private (401)" in refusal(hub, tmp_path, "owner/absent")
+    assert "does not exist on the hub, or is private (404)" in refusal(hub, tmp_path, "owner/absent", token="hf_right")
+    assert "rejects the token" in refusal(hub, tmp_path, token="hf_wrong")
+    assert "has no revision 'v9'" in refusal(hub, tmp_path, revision="v9")
+    assert "no weights in safetensors or .bin (2 other files)" in refusal(hub, tmp_path, "owner/none")
+    hub.gated.add("owner/bin")
+    assert "is gated: accept its terms" in refusal(hub, tmp_path, token="hf_right")
+
+
+def test_no_network(hub, tmp_path):
+    url = hub.url
+    hub.close()
+    assert "cannot reach the hub for owner/bin" in refusal(hub, tmp_path, endpoint=url)
+
+
+def test_no_room(hub, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage(10, 8, 2))
+    assert "needs 0.0 GB more" in refusal(hub, tmp_path)
+    monkeypatch.undo()
+
+    def fail(self, *args, **kwargs):
+        raise RuntimeError("a worker failed") from OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.snapshot_download", fail)
+    assert "is full; make room" in refusal(hub, tmp_path)
+    (tmp_path / "file").write_text("")
+    assert "cannot write to" in refusal(hub, tmp_path / "file")

@@ -1,0 +1,268 @@
+"""The engine with the embedded pair: prompts, endings, streams, statistics, mistakes."""
+
+import math
+
+import pytest
+import torch
+from conftest import VOCAB, random_prompt
+
+import triforce
+from triforce.engine import Engine
+from triforce.generation import RowOutput
+from triforce.state import Settings
+
+TEXT = "The old man looked at the sea and said nothing. " * 40
+
+
+def ids_of(engine, text=TEXT):
+    return engine.tokenizer.encode(text)
+
+
+def test_result_and_statistics(tiny_engine):
+    out = tiny_engine.generate(TEXT, max_new_tokens=40, seed=3, ignore_eos=True)
+    assert len(out.tokens) == 40 and out.finish_reason == "length"
+    assert out.text == tiny_engine.tokenizer.decode(out.tokens, continues=True)
+    stats = out.stats
+    assert stats.prompt_len == len(ids_of(tiny_engine)) and stats.new_tokens == 40 and stats.seed == 3
+    assert 0 < stats.ttft and 0 < stats.tbt and math.isclose(stats.tokens_per_second, 1 / stats.tbt)
+    assert set(stats.acceptance_rate) == {"retrieval", "full"}
+    assert all(0 <= rate <= 1 for rate in stats.acceptance_rate.values())
+    assert 1 <= stats.block_efficiency <= 7 and 6 <= stats.target_forwards <= 40
+    assert stats.peak_memory > 2**20
+    assert all(len(line) <= 80 for line in str(stats).splitlines()) and "tokens per second" in str(stats)
+
+
+def test_seeds(tiny_engine):
+    first = tiny_engine.generate(TEXT, 30, seed=5, ignore_eos=True).tokens
+    tiny_engine.generate("Something else altogether.", 10)
+    assert tiny_engine.generate(TEXT, 30, seed=5, ignore_eos=True).tokens == first
+    assert tiny_engine.generate(TEXT, 30, seed=6, ignore_eos=True).tokens != first
+    drawn = tiny_engine.generate(TEXT, 30, ignore_eos=True)
+    assert tiny_engine.generate(TEXT, 30, seed=drawn.stats.seed, ignore_eos=True).tokens == drawn.tokens
+
+
+def test_exactly_max_new_tokens_at_every_length(tiny_engine):
+    whole = tiny_engine.generate(TEXT, 20, temperature=0.0, ignore_eos=True).tokens
+    for count in range(1, 20):
+        assert tiny_engine.generate(TEXT, count, temperature=0.0, ignore_eos=True).tokens == whole[:count]
+
+
+def test_speculation_changes_no_greedy_token(tiny_engine):
+    on = tiny_engine.generate(TEXT, 64, temperature=0.0)
+    off = tiny_engine.generate(TEXT, 64, temperature=0.0, speculate=False)
+    assert on.tokens == off.tokens and on.text == off.text
+    assert off.stats.acceptance_rate == {} and off.stats.block_efficiency == 1
+    one_row = tiny_engine.generate(TEXT, 64, temperature=0.0, speculate=False, one_row=True)
+    assert one_row.tokens == on.tokens  # on a CPU: up to ties within rounding
+
+
+def test_eos_in_mid_block(tiny_engine):
+    """Every token of the greedy text in turn is made the eos; blocks are cut wherever it falls."""
+    whole = tiny_engine.generate(TEXT, 24, temperature=0.0, ignore_eos=True).tokens
+    original = tiny_engine.eos_ids
+    try:
+        for token in dict.fromkeys(whole):
+            tiny_engine.eos_ids = (token,)
+            out = tiny_engine.generate(TEXT, 24, temperature=0.0)
+            end = whole.index(token)
+            assert out.tokens == whole[: end + 1] and out.finish_reason == "stop"
+            assert out.text == tiny_engine.tokenizer.decode(whole[:end], continues=True)
+    finally:
+        tiny_engine.eos_ids = original
+
+
+def test_stop_strings_across_token_and_block_borders(tiny_engine):
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    whole = tiny_engine.generate(TEXT, 40, **greedy)
+    for start in range(0, len(whole.text) - 6, 5):
+        stop = whole.text[start : start + 6]
+        out = tiny_engine.generate(TEXT, 40, stop=[stop, "\x00never"], **greedy)
+        assert out.text == whole.text[: whole.text.index(stop)] and out.finish_reason == "stop"
+        assert out.tokens == whole.tokens[: len(out.tokens)]
+        shown = [tiny_engine.tokenizer.decode(ids, continues=True) for ids in (out.tokens, out.tokens[:-1])]
+        assert stop in shown[0] and stop not in shown[1]
+        pieces = list(tiny_engine.stream(TEXT, 40, stop=stop, **greedy))
+        assert "".join(pieces) == out.text  # nothing of a stop string is shown and then taken back
+
+
+def test_stream_equals_generate_and_can_be_closed(tiny_engine):
+    out = tiny_engine.generate(TEXT, 40, seed=1)
+    stream = tiny_engine.stream(TEXT, 40, seed=1)
+    assert "".join(stream) == out.text and stream.result.tokens == out.tokens
+    broken = tiny_engine.stream(TEXT, 40, seed=1)
+    next(broken)
+    broken.close()
+    assert broken.result is None
+    assert tiny_engine.generate(TEXT, 40, seed=1).tokens == out.tokens
+
+
+def test_interrupt_leaves_the_engine_usable(tiny_engine, monkeypatch):
+    expected = tiny_engine.generate(TEXT, 40, seed=1).tokens
+    state = tiny_engine._state
+    original, calls = state.outer.step, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(state.outer, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_engine.generate(TEXT, 40, seed=1)
+    monkeypatch.setattr(state.outer, "step", original)
+    assert tiny_engine.generate(TEXT, 40, seed=1).tokens == expected
+
+
+def test_forms_of_a_prompt(tiny_engine):
+    ids = ids_of(tiny_engine)
+    by_text = tiny_engine.generate(TEXT, 8, seed=0)
+    assert tiny_engine.generate(ids, 8, seed=0).tokens == by_text.tokens
+    assert tiny_engine.generate(torch.tensor(ids), 8, seed=0).tokens == by_text.tokens
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chat = tiny_engine.generate([{"role": "user", "content": TEXT}], 8, seed=0, chat_template=template)
+    assert chat.stats.prompt_len in (len(ids) - 1, len(ids))  # with or without the tokenizer's bos
+    several = tiny_engine.generate([TEXT, "One"], 8, seed=0)
+    assert [len(out.tokens) for out in several] == [8, 8] and several[0].tokens == by_text.tokens
+    assert several[1].tokens == tiny_engine.generate("One", 8, seed=1).tokens  # row i uses seed + i
+    one = tiny_engine.generate([ids[0]], 8, temperature=0.0)
+    assert one.stats.prompt_len == 1 and len(one.tokens) == 8
+
+
+def test_batch_of_ragged_prompts(pair):
+    target, draft = pair
+    lengths = (300, 57, 1, 180, 20)
+    prompts = [random_prompt(length, seed=i) for i, length in enumerate(lengths)]
+    made = {"settings": Settings(flush_interval=16, chunk_size=4), "budget": 64}
+    batched = Engine(target, None, draft, max_batch_size=3, **made)
+    outs = batched.generate(prompts, 50, seed=9, temperature=[0.0, 0.5, 1.0, 0.9, 0.0])
+    assert [len(out.tokens) for out in outs] == [50] * 5
+    assert [out.stats.seed for out in outs] == [9, 10, 11, 12, 13]
+    alone = Engine(target, None, draft, **made)
+    for i, temperature in ((1, 0.5), (2, 1.0), (3, 0.9)):
+        assert alone.generate(prompts[i], 50, seed=9 + i, temperature=temperature).tokens == outs[i].tokens
+
+
+def test_logits_equal_the_rounds(pair):
+    target, draft = pair
+    engine = Engine(target, None, draft, settings=Settings(flush_interval=16, chunk_size=4, prefill_chunk_size=32),
+                    budget=64)
+    prompt = random_prompt(90)
+    tokens = engine.generate(prompt, 30, temperature=0.0).tokens
+    logits = engine.logits([prompt + tokens, prompt + tokens])
+    assert logits.shape == (2, 120, VOCAB) and logits.dtype == torch.float32
+    assert logits[0, 89:-1].argmax(-1).tolist() == tokens
+    assert torch.equal(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("call,text", [
+    (lambda e: e.generate(""), "prompt is empty"),
+    (lambda e: e.generate([]), "prompt is empty"),
+    (lambda e: e.generate([4096000]), "outside the vocabulary of"),
+    (lambda e: e.generate([1, -2]), "token id -2"),
+    (lambda e: e.generate("a", 0), "max_new_tokens (0) must be at least 1"),
+    (lambda e: e.generate("a", 5000), "max_seq_len (4096)"),
+    (lambda e: e.generate([5] * 4000, 200), "cut the prompt to 3896 tokens (--prompt-len 3896)"),
+    (lambda e: e.generate("a", 5, top_p=0.0), "top_p (0.0)"),
+    (lambda e: e.generate("a", 5, temperature=-1.0), "temperature (-1.0)"),
+    (lambda e: e.generate("a", 5, stop=""), "stop ('')"),
+    (lambda e: e.generate("a", 5, one_row=True), "one_row needs speculate=False"),
+    (lambda e: e.generate(["a", "b"], 5, temperature=[0.1, 0.2, 0.3]), "temperature has 3 values for"),
+    (lambda e: e.stream(["a", "b"]), "stream takes one prompt"),
+    (lambda e: e.logits([[]]), "logits takes [B, S] ids"),
+])
+def test_mistakes_in_a_call(tiny_engine, call, text):
+    with pytest.raises(triforce.UserError) as error:
+        call(tiny_engine)
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options,text", [
+    ({"gamma": 8}, "gamma (8) must be between 1 and block_size - 1 (7)"),
+    ({"gamma": 0}, "gamma (0)"),
+    ({"gamma_inner": 0}, "gamma_inner (0)"),
+    ({"block_size": 500}, "block_size (500) must be between 1 and 128"),
+    ({"budget": 4100}, "budget (4100) must be a multiple of chunk_size (8); try 4096"),
+    ({"budget": 8}, "budget (8) must be at least 144"),
+    ({"budget": 1.5}, "budget (1.5) as a fraction"),
+    ({"chunk_size": 7}, "chunk_size (7) must divide 128"),
+    ({"max_seq_len": 10**9}, "max_seq_len (1000000000) exceeds the model's positions"),
+    ({"max_batch_size": 0}, "max_batch_size (0)"),
+    ({"device": "cuda:99"}, "device cuda:99 was asked for and"),
+    ({"device": "gpu"}, "device 'gpu' is unknown"),
+    ({"dtype": "int7"}, "dtype 'int7' is unknown"),
+    ({"colour": "red"}, "colour is not a setting"),
+])
+def test_mistakes_in_loading(options, text):
+    with pytest.raises(triforce.UserError) as error:
+        triforce.load("tiny", **{"device": "cpu", **options})
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+def test_memory_is_planned_before_it_is_taken(pair, monkeypatch):
+    from triforce import memory
+
+    monkeypatch.setattr(memory, "available", lambda device: 2**21)
+    engine = Engine(pair[0], None, pair[1], settings=Settings(flush_interval=16, chunk_size=4), budget=64)
+    with pytest.raises(triforce.UserError) as error:
+        engine.generate(random_prompt(7000), 100)
+    for word in ("KV cache", "--max-seq-len", "free"):
+        assert word in str(error.value)
+    monkeypatch.setattr(memory, "available", lambda device: 2**40)
+    assert len(engine.generate(random_prompt(50), 10).tokens) == 10
+
+
+def test_planned_bytes_are_those_allocated(pair):
+    from triforce import memory
+
+    target, draft = pair
+    engine = Engine(target, None, draft, settings=Settings(flush_interval=16, chunk_size=4), budget=64)
+    state = engine.prepare([random_prompt(500)], 100, temperature=0.0, top_p=1.0, top_k=None, min_p=None, seed=[0])
+    parts = memory.cache_parts(target.config, draft.config, engine.settings, batch=1, capacity=state.capacity,
+                               budget=64, itemsize=4)
+    planned = sum(part.bytes for part in parts if part.name in ("KV cache", "chunk keys", "retrieval view",
+                                                                "draft cache"))
+    assert abs(state.nbytes - planned) < 0.03 * planned
+
+
+def test_state_grows_with_the_prompt_and_is_kept(tiny_engine):
+    engine = triforce.load("tiny", device="cpu")
+    engine.generate("short", 4)
+    small = engine._state
+    engine.generate("short again", 4)
+    assert engine._state is small
+    engine.generate(TEXT * 5, 4)
+    assert engine._state is not small and engine._state.capacity > small.capacity
+
+
+def test_levels_can_be_left_out():
+    prompt = TEXT
+    greedy = {"max_new_tokens": 32, "temperature": 0.0}
+    whole = triforce.load("tiny", device="cpu").generate(prompt, **greedy)
+    no_draft = triforce.load("tiny", device="cpu", draft=False).generate(prompt, **greedy)
+    classic = triforce.load("tiny", device="cpu", retrieval=False).generate(prompt, **greedy)
+    plain = triforce.load("tiny", device="cpu", draft=False, retrieval=False)
+    assert plain.settings.block_size == 1
+    assert whole.tokens == no_draft.tokens == classic.tokens == plain.generate(prompt, **greedy).tokens
+    assert set(no_draft.stats.acceptance_rate) == {"full"} == set(classic.stats.acceptance_rate)
+
+
+def test_all_in_one_call():
+    triforce.unload()
+    first = triforce.generate(TEXT, max_new_tokens=8, seed=1, device="cpu")
+    from triforce import api
+
+    kept = dict(api._kept)
+    assert triforce.generate(TEXT, max_new_tokens=8, seed=1, device="cpu").tokens == first.tokens
+    assert api._kept == kept
+    triforce.generate(TEXT, max_new_tokens=8, seed=1, device="cpu", gamma=3)
+    assert len(api._kept) == 1 and api._kept != kept
+    triforce.unload()
+    assert not api._kept
+
+
+def test_row_output_without_a_tokenizer():
+    row = RowOutput(None, (9,), [], 5)
+    assert row.push([1, 2]) == "" and row.finish_reason is None
+    row.push([3, 9, 4])
+    assert row.tokens == [1, 2, 3, 9] and row.finish_reason == "stop"

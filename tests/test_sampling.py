@@ -1,0 +1,104 @@
+"""Laws, draws and noise against their definitions."""
+
+import pytest
+import torch
+from test_lossless import reference_filter
+
+from triforce import sampling
+from triforce.acceptance import verify_chain
+from triforce.errors import UserError
+from triforce.sampling import SamplingParams, probabilities, sample, uniform
+
+
+def params(rows=1, **values) -> SamplingParams:
+    made = SamplingParams.allocate(rows, "cpu")
+    made.set(**{"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(rows)), **values})
+    return made
+
+
+@pytest.mark.parametrize("values", [
+    {}, {"temperature": 0.6, "top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 20, "min_p": 0.05},
+    {"temperature": 2.0, "top_p": 0.99}, {"top_k": 300}, {"top_k": 1},
+])
+def test_filters_equal_their_definitions(values):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 3, 400, dtype=torch.float64) * 3
+    law = probabilities(logits, params(**values))
+    full = {"top_p": 1.0, "top_k": None, "min_p": None, **values}
+    for row, found in zip((logits / values.get("temperature", 1.0)).softmax(-1)[0], law[0], strict=True):
+        torch.testing.assert_close(found, torch.tensor(reference_filter(row.tolist(), full), dtype=torch.float64))
+
+
+def test_rows_have_their_own_settings():
+    logits = torch.randn(3, 2, 50, generator=torch.Generator().manual_seed(0))
+    together = probabilities(logits, params(3, temperature=[0.0, 0.7, 1.0], top_p=[0.5, 1.0, 0.8], top_k=[0, 3, 0]))
+    alone = ({"temperature": 0.0, "top_p": 0.5}, {"temperature": 0.7, "top_k": 3}, {"top_p": 0.8})
+    for row, values in enumerate(alone):
+        torch.testing.assert_close(together[row], probabilities(logits[row, None], params(**values))[0])
+    assert (together[0].max(-1).values == 1).all() and torch.equal(together[0].argmax(-1), logits[0].argmax(-1))
+
+
+def test_the_short_ranking_decides_as_the_whole_one():
+    """On a CPU only the most probable tokens are ranked where they decide."""
+    torch.manual_seed(1)
+    for scale in (0.1, 1.0, 5.0):
+        logits = torch.randn(1, 4, 1000) * scale
+        for values in ({"top_p": 0.9}, {"top_p": 0.9, "top_k": 100}, {"top_k": 500}, {"top_p": 1.0, "top_k": 40}):
+            quick = probabilities(logits, params(**values))
+            slow = probabilities(logits.double(), params(**values))
+            assert ((quick > 0) != (slow > 0)).sum() <= 4  # of 4,000; borders may round to the other side
+            torch.testing.assert_close(quick.double().sum(-1), torch.ones(1, 4, dtype=torch.float64))
+
+
+def test_sample_inverts_the_cumulative_distribution():
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
+    u = torch.tensor([0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2.0**-52], dtype=torch.float64)
+    assert sample(probs.expand(7, -1), u).tolist() == [1, 1, 3, 3, 3, 4, 4]
+    assert sample(3 * probs.expand(7, -1), u).tolist() == [1, 1, 3, 3, 3, 4, 4]  # any positive sum
+
+
+def test_noise_is_uniform_and_independent_across_keys():
+    seeds, positions = torch.arange(200), torch.arange(500).expand(200, -1)
+    u = uniform(seeds, positions, 1, sampling.SAMPLE)
+    assert 0 <= u.min() and u.max() < 1
+    assert abs(u.mean() - 0.5) < 4 / (12 * u.numel()) ** 0.5
+    assert (torch.histc(u.float(), 100) - 1000).abs().max() < 6 * 1000**0.5
+    z = (u - 0.5) * 12**0.5
+    others = [z[:, 1:] * z[:, :-1], z[1:] * z[:-1]]
+    for level, purpose in ((1, sampling.ACCEPT), (2, sampling.SAMPLE), (0, sampling.SAMPLE)):
+        others.append(z * (uniform(seeds, positions, level, purpose) - 0.5) * 12**0.5)
+    for product in others:
+        assert abs(product.mean()) < 5 / product.numel() ** 0.5
+
+
+def test_noise_is_a_pure_function_of_its_key():
+    one = uniform(torch.tensor([7]), torch.tensor([[100, 5]]), 2, 0)
+    many = uniform(torch.tensor([1, 7]), torch.tensor([[3, 4, 5], [99, 5, 100]]), 2, 0)
+    assert one[0, 0] == many[1, 2] and one[0, 1] == many[1, 1]
+
+
+def test_out_of_range_values_are_refused():
+    for name, value in (("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("top_k", -3), ("top_k", 1.5), ("min_p", 1)):
+        with pytest.raises(UserError, match=f"{name} .{value}"):
+            params(**{name: value})
+    with pytest.raises(UserError, match="2 values for 3 prompts"):
+        params(3, temperature=[1.0, 0.5])
+
+
+def test_acceptance_keeps_the_longest_passing_prefix():
+    target = torch.tensor([[[0.5, 0.5], [0.2, 0.8], [1.0, 0.0], [0.3, 0.7]]])
+    draft = torch.tensor([[[0.9, 0.1], [0.2, 0.8], [0.0, 1.0]]])
+    tokens = torch.tensor([[0, 1, 1]])
+
+    def verdict(accept, draw, count=3, probs=draft):
+        u = torch.tensor([accept], dtype=torch.float64), torch.full((1, 4), draw, dtype=torch.float64)
+        got = verify_chain(tokens, probs, torch.tensor([count]), target, *u)
+        kept = int(got.num_accepted)
+        return kept, got.tokens[0, : kept + 1].tolist()
+
+    assert verdict([0.6, 0, 0], 0.0) == (0, [1])  # 0.6 * 0.9 > 0.5: the residual has only token 1
+    assert verdict([0.5, 0.99, 0.0], 0.5) == (2, [0, 1, 0])  # the third has target_prob 0, and never passes
+    assert verdict([0.5, 0.99, 0.0], 0.9, count=2) == (2, [0, 1, 0])  # a bonus token from row 2
+    assert verdict([0.5, 0.0, 0.0], 0.1, count=0) == (0, [0])
+    assert verdict([0.49, 0.79, 0.0], 0.0, probs=None) == (2, [0, 1, 0])  # deterministic proposals: draft_prob is 1
+    assert verdict([0.51, 0.0, 0.0], 0.0, probs=None) == (0, [1])

@@ -1,0 +1,184 @@
+"""The tokenizer against transformers' AutoTokenizer on the same folders: ids, text, chat; and streams against decode.
+
+Knows nothing of models.
+"""
+
+import json
+import random
+
+import pytest
+from tokenizer_folders import STRINGS, make_folders, write_json
+from transformers import AutoTokenizer
+
+import triforce.tokenizer
+from triforce.errors import UserError
+
+NAMES = ["sentencepiece, legacy", "sentencepiece, new", "sentencepiece, silent config", "sentencepiece, eos, no prefix",
+         "sentencepiece, user-defined pieces", "sentencepiece, tokens by id", "sentencepiece, old token files",
+         "Llama's tokenizer.json, legacy", "Llama's tokenizer.json, new", "Mistral's tokenizer.json", "CodeLlama",
+         "Llama 3", "Qwen", "normalising"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return make_folders(tmp_path_factory.mktemp("tokenizers"))
+
+
+@pytest.fixture(scope="module")
+def pair(folders):
+    """name -> (ours, transformers'), each made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = triforce.tokenizer.Tokenizer(folders[name]), AutoTokenizer.from_pretrained(folders[name])
+        return made[name]
+
+    return get
+
+
+def test_there_are_200_strings():
+    assert len(STRINGS) == 200
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_transformers(pair, name):
+    ours, theirs = pair(name)
+    for text in STRINGS:
+        if name == "CodeLlama" and "<FILL_ME>" in text:
+            continue  # transformers turns it into an infilling prompt; here it is a token like any other
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids, repr(text)
+        assert ours.encode(text, bos=False) == theirs.encode(text, add_special_tokens=False), repr(text)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), repr(text)
+    assert ours.bos_id == theirs.bos_token_id and ours.eos_id == theirs.eos_token_id
+    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_ids_decode_as_transformers_do(pair, name):
+    """Every id is decoded after others. Runs of byte pieces are left out, see `Tokenizer`."""
+    ours, theirs = pair(name)
+    rng = random.Random(1)
+    ids = [i for i, token in ours.token_of.items() if not triforce.tokenizer.BYTE_PIECE.fullmatch(token)]
+    for _ in range(60):
+        some = rng.choices(ids, k=12)
+        assert ours.decode(some) == theirs.decode(some, skip_special_tokens=True)
+    assert ours.decode([ours.vocab_size + 5]) == ""  # padding of the model's vocabulary
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streamed_pieces_join_to_the_whole(pair, name):
+    ours, _ = pair(name)
+    rng = random.Random(2)
+    random_ids = [[rng.randrange(ours.vocab_size + 3) for _ in range(50)] for _ in range(30)]
+    for ids in [ours.encode(text) for text in STRINGS] + random_ids:
+        for continues in (False, True):
+            stream, pieces = ours.stream(continues), []
+            at = 0
+            while at < len(ids):
+                step = rng.randint(0, 3)
+                pieces.append(stream.push(ids[at:at + step]))
+                at += step
+            assert "".join(pieces) + stream.finish() == ours.decode(ids, continues)
+
+
+def test_a_stream_never_holds_half_a_character(pair):
+    for name in ("sentencepiece, new", "Llama 3"):
+        ours, _ = pair(name)
+        text = "中🙂é\n𝔘 a"
+        stream = ours.stream()
+        pieces = [stream.push(i) for i in ours.encode(text)]
+        assert "".join(pieces) == text and stream.finish() == ""
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert len([piece for piece in pieces if piece]) >= 5  # as soon as each character is complete
+
+
+def test_invalid_bytes_do_not_take_their_neighbours_along(pair):
+    ours, _ = pair("sentencepiece, new")
+    newline, lone = (ours.backend.token_to_id(f"<0x{byte:02X}>") for byte in (0x0A, 0xE6))
+    stream = ours.stream()
+    assert [stream.push(newline), stream.push(lone), stream.push(newline)] == ["\n", "", "\ufffd\n"]
+    assert stream.push(lone) + stream.finish() == "\ufffd"
+
+
+def test_text_that_continues_keeps_its_space(pair):
+    ours, _ = pair("sentencepiece, new")
+    ids = ours.encode("Hello world", bos=False)
+    tail = [i for i in ids if ours.token_of[i].startswith("▁")][-1]
+    assert ours.decode([tail]) == ours.decode([tail], continues=True)[1:] != ""
+
+
+@pytest.mark.parametrize("name", ["sentencepiece, legacy", "Llama 3"])
+def test_chat_equals_transformers(pair, name):
+    ours, theirs = pair(name)
+    messages = [{"role": "user", "content": " Hi there, 日本! "}, {"role": "assistant", "content": "Hello"},
+                {"role": "user", "content": "And <s>?", "name": None}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert ours.apply_chat_template(messages) == expected
+    assert expected.count(ours.bos_id) == {"Llama 3": 1, "sentencepiece, legacy": 3}[name]
+
+
+def test_chat_templates_from_files_and_arguments(folders, tmp_path):
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    for file in folders["Qwen"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    ours = triforce.tokenizer.Tokenizer(folder)
+    messages = [{"role": "user", "content": "hi 日"}]
+    with pytest.raises(UserError, match="--chat-template"):
+        ours.apply_chat_template(messages)
+    assert ours.apply_chat_template(messages, "{{ messages | tojson }}") == ours.encode(json.dumps(
+        messages, ensure_ascii=False))
+    assert ours.apply_chat_template(messages, "{{ strftime_now('%Y')[:2] }}") == ours.encode("20")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    write_json(folder / "tokenizer_config.json", {**config, "chat_template": [
+        {"name": "tool_use", "template": "no"}, {"name": "default", "template": "from config"}]})
+    assert ours.apply_chat_template(messages) == ours.encode("from config")
+    write_json(folder / "chat_template.json", {"chat_template": "from json"})
+    assert ours.apply_chat_template(messages) == ours.encode("from json")
+    (folder / "chat_template.jinja").write_text("from jinja")
+    assert ours.apply_chat_template(messages) == ours.encode("from jinja")
+    with pytest.raises(UserError, match="rejects the messages: no system"):
+        ours.apply_chat_template(messages, "{{ raise_exception('no system') }}")
+    with pytest.raises(UserError, match="rejects"):
+        ours.apply_chat_template(messages, "{{ ''.__class__.__mro__[1].__subclasses__() }}")  # the sandbox holds
+    for bad in ([], ["hi"], [{"content": "x"}]):
+        with pytest.raises(UserError, match="role"):
+            ours.apply_chat_template(bad, "x")
+
+
+def test_same_as(pair, folders, tmp_path):
+    legacy, new, qwen = (pair(name)[0] for name in ("sentencepiece, legacy", "sentencepiece, new", "Qwen"))
+    assert legacy.same_as(new) is None
+    assert "id 0 means '<unk>' and '!'" in legacy.same_as(qwen)
+    padded = tmp_path / "padded"  # one token more, beyond what the model's vocabulary holds
+    padded.mkdir()
+    for file in folders["sentencepiece, new"].iterdir():
+        (padded / file.name).write_bytes(file.read_bytes())
+    write_json(padded / "added_tokens.json", {"<pad>": new.vocab_size})
+    write_json(padded / "config.json", {"vocab_size": new.vocab_size})
+    other = triforce.tokenizer.Tokenizer(padded)
+    assert other.vocab_size == new.vocab_size + 1 and other.same_as(new) is None
+    write_json(padded / "config.json", {"vocab_size": new.vocab_size + 64})
+    assert f"id {new.vocab_size} means '<pad>' and nothing" in other.same_as(new)
+    assert f"id {new.vocab_size} means nothing and '<pad>'" in new.same_as(other)
+
+
+def test_tokenizer_faults(folders, tmp_path):
+    with pytest.raises(UserError, match="neither tokenizer.json nor tokenizer.model"):
+        triforce.tokenizer.Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes((folders["sentencepiece, new"] / "tokenizer.model").read_bytes()[:3000])
+    with pytest.raises(UserError, match="truncated or no sentencepiece"):
+        triforce.tokenizer.Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # the form of Llama 3's original folder
+    with pytest.raises(UserError, match="sentencepiece"):
+        triforce.tokenizer.Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"')
+    with pytest.raises(UserError, match="cannot be read"):
+        triforce.tokenizer.Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "new"}}')
+    with pytest.raises(UserError, match="cannot be read"):
+        triforce.tokenizer.Tokenizer(tmp_path)
+    with pytest.raises(UserError, match="surrogate"):
+        triforce.tokenizer.Tokenizer(folders["Qwen"]).encode("a\ud800")

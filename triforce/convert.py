@@ -1,0 +1,131 @@
+"""Rewrites a checkpoint as safetensors of a chosen dtype, in the same Hugging Face layout and under the same names.
+
+It knows nothing of the model: tensors go through as they are named. Memory stays at one shard: files are mapped, and
+each shard of the result is written before the next is begun.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .checkpoint import find_weights, open_tensors, parse_dtype
+from .download import TEXTS
+from .errors import UserError
+from .vocabulary import read_json
+
+MAX_SHARD_BYTES = 4_000_000_000
+
+
+def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None, dtype: str | torch.dtype | None = None,
+            max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
+    """Writes safetensors beside config.json and the tokenizer, and returns their folder.
+
+    Nothing gets its final name before everything is written, so an interrupted run leaves the source as it was.
+
+    Args:
+        out_dir: None writes into checkpoint_dir itself, beside its .bin files.
+        dtype: of all floating-point tensors; None keeps each tensor's own.
+
+    Raises:
+        UserError: the source is absent or damaged, or the result would overwrite it.
+    """
+    source = Path(checkpoint_dir)
+    folder = Path(out_dir) if out_dir else source
+    if not source.is_dir():
+        raise UserError(f"no such folder: {source}; give --checkpoint-dir a folder with config.json and weights")
+    config = read_json(source / "config.json")
+    dtype = parse_dtype(dtype) if dtype is not None else None
+    files = find_weights(source)
+    if not files:
+        raise UserError(f"{source} has no weights to convert; download it again")
+    if any(folder.glob("model*.safetensors*")):
+        raise UserError(f"{folder} holds safetensors already; choose another --out-dir")
+    # On the same disk, so that moving a file out of it is one atomic step.
+    work = folder / ".converting"
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        names = write_shards(files, work, dtype, bool(config.get("tie_word_embeddings")), max_shard_bytes)
+        if folder.resolve() != source.resolve():
+            for path in source.iterdir():
+                if path.is_file() and TEXTS.fullmatch(path.name) and not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, work / path.name)
+        if dtype is not None:
+            config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+            (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        # What makes a folder loadable comes last: the only weight file, or else the index.
+        last = "model.safetensors" if len(names) == 1 else "model.safetensors.index.json"
+        for path in sorted(work.iterdir(), key=lambda path: path.name == last):
+            os.replace(path, folder / path.name)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write to {folder} ({error}); make room, or choose another --out-dir") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def write_shards(files: list[Path], work: Path, dtype: torch.dtype | None, tied: bool, limit: int) -> list[str]:
+    """Writes all tensors in shards of at most `limit` bytes, with an index if they are several; returns their names."""
+    shards: list[list[str]] = []  # names of the tensors of each shard
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+
+    def write() -> None:
+        nonlocal size, total
+        save_file(shard, work / f"shard-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(shard))
+        total, size = total + size, 0
+        shard.clear()
+
+    for path in files:
+        for name, tensor in open_tensors(path).items():
+            # Tied weights are stored once, and RoPE's buffers, which old checkpoints have, would not survive rounding.
+            if ".rotary_emb." in name or (tied and name == "lm_head.weight"):
+                continue
+            target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            num_bytes = tensor.numel() * target.itemsize
+            if shard and size + num_bytes > limit:
+                write()
+            # safetensors refuses tensors that share memory: whatever is a part of, or the same as, another is copied.
+            shared = tensor.untyped_storage().nbytes() != tensor.nbytes or any(
+                tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in shard.values())
+            shard[name] = tensor.to(target, copy=shared).contiguous()
+            size += num_bytes
+    write()
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for i, name in enumerate(names):
+        os.replace(work / f"shard-{i}", work / name)
+    return names
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="convert_hf_checkpoint.py",
+                                     description="Rewrites a checkpoint as safetensors of a chosen dtype.")
+    parser.add_argument("--checkpoint-dir", "--checkpoint_dir", required=True, help="a Hugging Face folder")
+    parser.add_argument("--out-dir", "--out_dir", help="default: the same folder, beside its .bin files")
+    parser.add_argument("--dtype", help="float32, float16 or bfloat16; default: each tensor's own")
+    args = parser.parse_args(argv)
+    try:
+        folder = convert(args.checkpoint_dir, args.out_dir, args.dtype)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again, the source is untouched", file=sys.stderr)
+        return 130
+    print(f"{folder} holds safetensors. Next:\n\n    python generate.py --checkpoint {folder}")
+    return 0

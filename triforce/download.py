@@ -1,0 +1,124 @@
+"""Fetches what this library needs of a Hugging Face repository: config, tokenizer and one set of weights.
+
+It knows nothing of the model. Of the weights it takes safetensors where they exist, else .bin; everything else that a
+repository may hold (original/, .pth, .gguf, .onnx, other precisions, code) stays where it is.
+"""
+
+import argparse
+import errno
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from .errors import UserError
+
+WEIGHTS = (r"model\.safetensors", r"model-\d+-of-\d+\.safetensors", r"pytorch_model\.bin",
+           r"pytorch_model-\d+-of-\d+\.bin")  # in order of preference
+INDEX_OF = {WEIGHTS[1]: "model.safetensors.index.json", WEIGHTS[3]: "pytorch_model.bin.index.json"}
+TEXTS = re.compile(r"tokenizer\.model|[^/]*\.json|[^/]*\.jinja|merges\.txt|vocab\.txt|LICENSE[^/]*|USE_POLICY[^/]*")
+
+
+def needed(files: Iterable[str]) -> list[str]:
+    """The files of a repository that loading it needs, of all that it lists; without weights, an empty list."""
+    files = sorted(files)
+    for pattern in WEIGHTS:
+        weights = [file for file in files if re.fullmatch(pattern, file)]
+        if weights:
+            index = INDEX_OF.get(pattern)
+            texts = [file for file in files if TEXTS.fullmatch(file)
+                     and (file == index or not file.endswith(".index.json"))]
+            return texts + weights
+    return []
+
+
+def download(repo_id: str, out_dir: str | Path | None = None, revision: str | None = None, token: str | None = None,
+             endpoint: str | None = None) -> Path:
+    """Downloads a checkpoint into a folder, with a progress bar; what an earlier try fetched is not fetched again.
+
+    Args:
+        repo_id: `owner/name`.
+        out_dir: None is `checkpoints/<repo_id>`, where `--checkpoint <repo_id>` looks.
+        revision: branch, tag or commit.
+        token: of an account; None takes HF_TOKEN or what a login left on this machine.
+        endpoint: of the hub; None takes HF_ENDPOINT or the public one.
+
+    Raises:
+        UserError: no such repository, no access, no network, no room, or no weights in it.
+    """
+    from huggingface_hub import HfApi
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
+        raise UserError(f"--repo-id {repo_id!r} is not of the form owner/name")
+    folder = Path(out_dir) if out_dir else Path("checkpoints") / repo_id
+    api = HfApi(endpoint=endpoint, token=token)
+    try:
+        listing = {file.rfilename: file.size or 0
+                   for file in api.model_info(repo_id, revision=revision, files_metadata=True).siblings}
+        files = needed(listing)
+        if not files:
+            raise UserError(f"{repo_id} has no weights in safetensors or .bin ({len(listing)} other files); "
+                            "choose a repository in the Hugging Face layout")
+        folder.mkdir(parents=True, exist_ok=True)
+        present = sum((folder / file).stat().st_size for file in files if (folder / file).exists())
+        size, free = sum(listing[file] for file in files) - present, shutil.disk_usage(folder).free
+        if size > free:
+            raise UserError(f"{repo_id} needs {size / 1e9:.1f} GB more, and {folder} has {free / 1e9:.1f} GB free; "
+                            "make room, or choose another disk with --out-dir")
+        api.snapshot_download(repo_id, revision=revision, local_dir=folder, allow_patterns=files)
+    except UserError:
+        raise
+    except Exception as error:  # the client's errors come from several libraries and change with its version
+        raise explain(error, repo_id, revision, folder) from error
+    return folder
+
+
+def explain(error: Exception, repo_id: str, revision: str | None, folder: Path) -> UserError:
+    """What a failed download means for the one who asked for it, in one line."""
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError) or status == 403:
+        return UserError(f"{repo_id} is gated: accept its terms on its model page, then give your token with --token "
+                         "or HF_TOKEN")
+    if status == 401 and not isinstance(error, errors.RepositoryNotFoundError):
+        return UserError(f"the hub rejects the token for {repo_id} (401); give a valid one with --token or HF_TOKEN")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return UserError(f"{repo_id} has no revision {revision!r}; leave out --revision, or check its spelling")
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
+        return UserError(f"{repo_id} does not exist on the hub, or is private ({status}); check the spelling, or give "
+                         "a token that may see it with --token or HF_TOKEN")
+    numbers, cause = set(), error
+    while cause is not None:
+        numbers.add(getattr(cause, "errno", None))
+        cause = cause.__cause__ or cause.__context__
+    if numbers & {errno.ENOSPC, errno.EDQUOT}:
+        return UserError(f"the disk of {folder} is full; make room and run the same command again, it continues")
+    if numbers & {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}:
+        return UserError(f"cannot write to {folder} ({error}); choose another folder with --out-dir")
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if status is not None:
+        return UserError(f"the hub answers {status} for {repo_id} ({reason}); try again later")
+    return UserError(f"cannot reach the hub for {repo_id} ({reason}); check the network, then run the same command "
+                     "again, it continues")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="download.py", description="Downloads a checkpoint from the hub.")
+    parser.add_argument("--repo-id", "--repo_id", required=True, help="owner/name")
+    parser.add_argument("--out-dir", "--out_dir", help="default: checkpoints/<repo-id>")
+    parser.add_argument("--revision", help="branch, tag or commit")
+    parser.add_argument("--token", "--hf-token", "--hf_token", help="of your account; default: HF_TOKEN")
+    args = parser.parse_args(argv)
+    try:
+        folder = download(args.repo_id, args.out_dir, args.revision, args.token)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again, it continues", file=sys.stderr)
+        return 130
+    print(f"{folder} is complete. Next:\n")
+    print(f"    python generate.py --checkpoint {folder if args.out_dir else args.repo_id}")
+    return 0
