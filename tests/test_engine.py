@@ -1,12 +1,15 @@
 """The engine with the embedded pair: prompts, endings, streams, statistics, mistakes."""
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
 from conftest import VOCAB, random_prompt
 
 import triforce
+from triforce.checkpoint import TINY
 from triforce.engine import Engine
 from triforce.generation import RowOutput
 from triforce.state import Settings
@@ -197,6 +200,55 @@ def test_mistakes_in_loading(options, text):
     with pytest.raises(triforce.UserError) as error:
         triforce.load("tiny", **{"device": "cpu", **options})
     assert text in str(error.value) and "\n" not in str(error.value)
+
+
+def copy_of_tiny(folder, part="target", **config):
+    """The embedded target or draft in another folder, with some fields of its config.json changed."""
+    copied = shutil.copytree(TINY / part, folder)
+    path = copied / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return copied
+
+
+def test_a_draft_with_another_tokenizer_is_refused(tmp_path):
+    draft = copy_of_tiny(tmp_path / "draft", "draft")
+    model = bytearray((draft / "tokenizer.model").read_bytes())
+    at = model.index("▁the".encode())
+    model[at : at + len("▁the".encode())] = "▁zzz".encode()
+    (draft / "tokenizer.model").write_bytes(model)
+    with pytest.raises(triforce.UserError, match="another tokenizer than the target: id .* means '▁the' and '▁zzz'"):
+        triforce.load("tiny", draft=draft, device="cpu")
+
+
+def test_a_sliding_window_is_a_limit(tmp_path):
+    folder = copy_of_tiny(tmp_path / "window", architectures=["MistralForCausalLM"], sliding_window=256)
+    engine = triforce.load(folder, device="cpu")
+    assert len(engine.generate(TEXT[:400], 16, ignore_eos=True).tokens) == 16
+    with pytest.raises(triforce.UserError, match=r"exceed the model's sliding window \(256\)"):
+        engine.generate(TEXT, 16)
+
+
+def test_a_padded_draft_is_no_other_tokenizer(tmp_path):
+    """Models of one family pad their vocabularies differently; ids beyond the tokenizer's are never drawn."""
+    from safetensors.torch import load_file, save_file
+
+    draft = copy_of_tiny(tmp_path / "draft", "draft", vocab_size=4160)
+    tensors = load_file(draft / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    pad = torch.ones(64, tensors[name].shape[1], dtype=tensors[name].dtype)
+    tensors[name] = torch.cat([tensors[name], pad])
+    save_file(tensors, draft / "model.safetensors")
+    engine = triforce.load("tiny", draft=draft, device="cpu")
+    assert engine.vocab_size == 4096
+    warm = {"max_new_tokens": 32, "temperature": 1.5, "top_p": 1.0, "seed": 0}
+    assert engine.generate(TEXT, **warm).tokens == triforce.load("tiny", device="cpu").generate(TEXT, **warm).tokens
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_on_a_cpu(dtype):
+    engine = triforce.load("tiny", device="cpu", dtype=dtype)
+    on = engine.generate(TEXT, 24, temperature=0.0)
+    assert on.tokens == engine.generate(TEXT, 24, temperature=0.0, speculate=False).tokens
 
 
 def test_memory_is_planned_before_it_is_taken(pair, monkeypatch):

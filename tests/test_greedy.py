@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import make_state, random_pair, random_prompt, run_rounds
 
+from triforce import acceptance
+
 CONTEXT, NEW = 2048, 160
 
 
@@ -53,6 +55,8 @@ def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
     assert min(rejected.get(name, 20) for name in ("full", "retrieval")) >= (20 if levels == "triforce" else 0)
     assert rejected["full"] >= 20
     assert state.num_flushes >= 2
+    if levels == "triforce":  # rounds began at every distance from a flush position at which a block may cross it
+        assert set(range(64 - 7, 64)) <= offsets
     if state.retrieval is not None:
         assert state.retrieval.num_rebuilds >= 2
     state.rewind()
@@ -70,6 +74,22 @@ def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
         on = bits(state, 24)[:2]
         state.rewind()
         assert bits(state, 24, speculate=False)[:2] == on
+
+
+@pytest.mark.parametrize("kept", range(7))
+def test_forced_partial_acceptance(models, plain, kept, monkeypatch):
+    """However many of the drafted tokens are kept, what was written for the others leaves no trace."""
+    original = acceptance.is_accepted
+
+    def at_most(draft_prob, target_prob, u):
+        return original(draft_prob, target_prob, u) & (torch.arange(u.shape[1]) < kept)
+
+    monkeypatch.setattr(acceptance, "is_accepted", at_most)
+    target, _ = models
+    for draft in (target, models[1]):  # the target as its own draft: nearly all would be accepted
+        state = make_state(target, draft, [random_prompt(CONTEXT)], capacity=4096, budget=2048, chunk_size=8,
+                           flush_interval=64, keep_logits=True, gamma_inner=3, draft_window=512)
+        assert bits(state, 70)[:2] == (plain[0][:70], plain[1][:70])
 
 
 def test_batch_rows_do_not_depend_on_neighbours(models):

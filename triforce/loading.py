@@ -69,6 +69,10 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     memory.check(memory.weight_parts(configs[0], draft_config, chosen.itemsize), device)
     target = ckpt.load_model(folder, device, chosen)
     draft_model = ckpt.load_model(draft_folder, device, chosen) if draft_folder is not None else None
+    if not compile:
+        for model in (target, draft_model):
+            if model is not None:
+                model.pack(block_size)
     return Engine(target, tokenizer, draft_model, settings=shape, budget=budget, max_seq_len=max_seq_len,
                   max_batch_size=max_batch_size, compile=compile, eos_ids=ckpt.eos_token_ids(folder))
 

@@ -226,12 +226,28 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Linear(nn.Linear):
+    """nn.Linear that can give up its weight for oneDNN's packed form: 2 to 4 times faster on few rows on a CPU."""
+
+    packed: Tensor | None = None
+
+    def pack(self, rows: int) -> None:
+        """Packs for blocks of about `rows` rows; other sizes work too. A weight that nobody shares is freed."""
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), rows)
+        self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().forward(x)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
-        self.qkv = nn.Linear(config.dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim, config.qkv_bias)
-        self.out = nn.Linear(config.n_head * config.head_dim, config.dim, config.out_bias)
+        self.qkv = Linear(config.dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim, config.qkv_bias)
+        self.out = Linear(config.n_head * config.head_dim, config.dim, config.out_bias)
 
     def forward(self, x: Tensor, kv, layer: int) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H + 2K, M, D]
@@ -243,8 +259,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, config.mlp_bias)
-        self.down = nn.Linear(config.ffn_dim, config.dim, config.mlp_bias)
+        self.gate_up = Linear(config.dim, 2 * config.ffn_dim, config.mlp_bias)
+        self.down = Linear(config.ffn_dim, config.dim, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -274,7 +290,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.output.weight = self.embedding.weight
 
@@ -285,6 +301,13 @@ class Transformer(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
+
+    def pack(self, rows: int) -> None:
+        """Packs every linear layer where that is possible and pays: float32 on a CPU with oneDNN."""
+        if self.device.type == "cpu" and self.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            for module in self.modules():
+                if isinstance(module, Linear):
+                    module.pack(rows)
 
     def forward(self, tokens: Tensor, kv) -> Tensor:
         """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`."""
