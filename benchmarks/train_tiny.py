@@ -56,16 +56,16 @@ class Stage:
     fact_share: float  # of the sequences
     lines: tuple  # fact lines in such a sequence, from and to
     value_weight: float
+    random_share: float = 0.0  # of those sequences: lines of any tokens instead of facts
     value_target: float = 0.0  # share of values that must be right at its end
 
 
-# Induction comes first: among 75% of ordinary text it did not appear within 137M tokens, so the first stage is short
-# sequences full of facts.
+# The first stage is short sequences full of facts: it settles the copying circuit that the weights start with.
 STAGES = [
-    Stage(256, 256, 90e6, 35, 1.0, (4, 20), 3.0, 0.6),
-    Stage(2048, 64, 400e6, 150, 0.25, (24, 80), 3.0),
-    Stage(16384, 8, 80e6, 65, 0.5, (32, 128), 6.0),
-    Stage(131072, 1, 14e6, 60, 0.7, (64, 200), 20.0),
+    Stage(256, 256, 30e6, 12, 1.0, (4, 20), 3.0, 0.2, 0.6),
+    Stage(2048, 64, 330e6, 125, 0.25, (24, 80), 3.0),
+    Stage(16384, 8, 70e6, 55, 0.5, (32, 128), 6.0),
+    Stage(131072, 1, 12e6, 52, 0.7, (64, 200), 20.0),
 ]
 
 
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(c.dim, c.eps)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                nn.init.normal_(p, std=0.02 if "embed" in name else c.dim ** -0.5)
+                nn.init.normal_(p, std=0.05 if "embed" in name else c.dim ** -0.5)
                 if name.endswith(("o.weight", "down.weight")):
                     nn.init.zeros_(p)
         dim = c.dim // c.n_head
@@ -150,6 +150,38 @@ def compute_dtype(device):
 
 def autocast(device):
     return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext()
+
+
+@torch.no_grad()
+def seed_induction(model):
+    """Starts from a copying circuit instead of waiting for one: by itself it did not appear within 137M tokens.
+
+    Head 0 of layer 0 looks at the previous token and writes what it was into spare channels; head 0 of layer 1 looks
+    for a token whose predecessor is the current token, and copies it. Only a start: training moves all of it.
+    """
+    c, dim = model.c, model.c.dim // model.c.n_head  # dim of a head
+    pairs, n = dim // 2, min(64, 3 * c.dim // 8)
+    content, spare = torch.arange(1, n + 1), torch.arange(c.dim - n, c.dim)
+    model.embed.weight[:, 0] = 0.4  # a constant: about 7 after the norm
+    model.embed.weight[:, spare] = 0
+    a, b = model.blocks[0], model.blocks[1]
+    for block in (a, b):
+        for w in (block.q, block.k, block.v):
+            w.weight[:dim] = 0
+    # scores sum_j s_j^2 cos((distance - 1) f_j): highest at the previous token
+    for j, strength in enumerate((1.7, 1.4, 1.0, 1.0, 0.7, 0.7)):
+        f = model.freqs[j].item()
+        a.q.weight[j, 0] = 0.6 * strength
+        a.k.weight[j, 0], a.k.weight[j + pairs, 0] = 0.6 * strength * math.cos(f), 0.6 * strength * math.sin(f)
+    a.v.weight[torch.arange(n), content] = 1
+    a.o.weight[spare, torch.arange(n)] = 0.11
+    # content is compared in the slowly rotating half of the pairs, which mean the same at any distance
+    slow = torch.cat((torch.arange(pairs // 2, pairs), torch.arange(pairs + pairs // 2, dim)))
+    m = min(len(slow), n)
+    b.q.weight[slow[:m], content[:m]] = 2.5
+    b.k.weight[slow[:m], spare[:m]] = 2.5
+    b.v.weight[torch.arange(n), content] = 1
+    b.o.weight[content, torch.arange(n)] = 0.75
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -208,7 +240,7 @@ class Data:
     BOS, VALUE = 1, slice(6, 9)
 
     def __init__(self, path, sp, device, books_share=0.6):
-        self.device, self.share = device, books_share
+        self.device, self.share, self.vocab = device, books_share, sp.vocab_size()
         self.parts = []
         for name in ("books", "docs"):
             tokens, ends = load_tokens(path, name)
@@ -231,7 +263,7 @@ class Data:
         begin = torch.where(doc > 0, ends[(doc - 1).clamp_min(0)], 0)
         return torch.minimum(at, (ends[doc] - length).clamp_min(begin)).clamp_max(len(tokens) - length), tokens
 
-    def batch(self, n, length, with_facts, lines=(32, 80), value_weight=1.0):
+    def batch(self, n, length, with_facts, lines=(32, 80), value_weight=1.0, random_lines=0):
         """tokens [n, length + 1], weights [n, length] of the targets, repeats: (rows, positions) of known values."""
         d = self.device
         is_fact = torch.zeros(n, length + 1, dtype=torch.bool, device=d)
@@ -256,6 +288,10 @@ class Data:
             same = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(-1)  # [n, K]: said before
             line_weight = torch.where(same[..., None], self.old, self.new)
             line_weight[:, :, self.VALUE] *= value_weight
+            if random_lines:  # in so many rows the lines are any eleven tokens: repeats of all kinds teach induction
+                table = torch.randint(3, self.vocab, (random_lines, facts, 11), device=d)
+                content[-random_lines:] = table.gather(1, ids[-random_lines:, :, None].expand(-1, -1, 11))
+                line_weight[-random_lines:] = same[-random_lines:, :, None] * (torch.arange(11, device=d) > 0)
             is_value = torch.zeros(11, dtype=torch.bool, device=d)
             is_value[self.VALUE] = True
             start = torch.randint(1, length - 11 * K, (with_facts, K), device=d).sort(1).values
@@ -264,7 +300,9 @@ class Data:
             seq[:with_facts].scatter_(1, at, content.flatten(1))
             weight[:with_facts].scatter_(1, at, line_weight.flatten(1))
             is_fact[:with_facts].scatter_(1, at, True)
-            values[:with_facts].scatter_(1, at, (same[..., None] & is_value).flatten(1))
+            known = same[..., None] & is_value
+            known[with_facts - random_lines:] = False
+            values[:with_facts].scatter_(1, at, known.flatten(1))
         from_books = torch.rand(n, device=d) < self.share
         read = (~is_fact).long().cumsum(1) - 1  # [n, S + 1]: how many tokens of text were read before
         for part in (0, 1):
@@ -285,8 +323,10 @@ def weighted_loss(hidden, head, targets, weight):
 
 def train_target(c, data, stages, device, seed, compile, unloop_rounds):
     torch.manual_seed(seed)
-    model = Transformer(c).to(device)
-    optimizer = Muon(model, 0.02, 3e-3, compile)
+    model = Transformer(c)
+    seed_induction(model)
+    model.to(device)
+    optimizer = Muon(model, 0.01, 2e-3, compile)
     loss_fn = torch.compile(weighted_loss, dynamic=False) if compile else weighted_loss
     if compile:
         for block in model.blocks:  # one block, compiled once a length, instead of the whole model
@@ -296,10 +336,10 @@ def train_target(c, data, stages, device, seed, compile, unloop_rounds):
         steps = max(1, int(stage.tokens / stage.batch / stage.length))
         for i in range(steps):
             progress = (before + stage.seconds * i / steps) / total
-            scale = min(1, (step + 1) / 100) * min(1, (1 - progress) / 0.7)
+            scale = min(1, (step + 1) / 300) * min(1, (1 - progress) / 0.7)
             rows = stage.batch * stage.fact_share
             rows = int(rows) + int(torch.rand(()) < rows - int(rows))
-            tokens, weight, values = data.batch(stage.batch, stage.length, rows, stage.lines, stage.value_weight)
+            tokens, weight, values = data.batch(stage.batch, stage.length, rows, stage.lines, stage.value_weight, int(rows * stage.random_share))
             with autocast(device):
                 hidden = model(tokens[:, :-1])
                 head = model.embed.weight.to(hidden.dtype)
@@ -631,7 +671,7 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the tokens of every stage")
-    parser.add_argument("--draft-tokens", type=float, default=90e6)
+    parser.add_argument("--draft-tokens", type=float, default=80e6)
     parser.add_argument("--books-share", type=float, default=0.6)
     parser.add_argument("--smoke", action="store_true", help="a few steps of a tiny configuration, on any device")
     args = parser.parse_args()

@@ -99,6 +99,15 @@ def test_stream_equals_generate_and_can_be_closed(tiny_engine):
     assert tiny_engine.generate(TEXT, 40, seed=1).tokens == out.tokens
 
 
+def test_a_second_generation_ends_an_unfinished_stream(tiny_engine):
+    stream = tiny_engine.stream(TEXT, 40, seed=1, ignore_eos=True)
+    next(stream)
+    out = tiny_engine.generate(TEXT, 8, seed=2)
+    with pytest.raises(triforce.UserError, match="another generation has begun"):
+        list(stream)
+    assert tiny_engine.generate(TEXT, 8, seed=2).tokens == out.tokens
+
+
 def test_interrupt_leaves_the_engine_usable(tiny_engine, monkeypatch):
     expected = tiny_engine.generate(TEXT, 40, seed=1).tokens
     state = tiny_engine._state

@@ -43,12 +43,12 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
     """
     if k.shape[2] == 0:  # the fused kernels answer +inf, or end the process, on no keys
         return empty(q)
-    return _kernel(q, k, decode=True)(q, k, v, False)
+    return _kernel(q)(q, k, v, False)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
     """Causal attention of a chunk on itself: q, k, v [B, H, M, D], row i sees keys 0 to i."""
-    return _kernel(q, k, decode=False)(q, k, v, True)
+    return _kernel(q)(q, k, v, True)
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False) -> State:
@@ -76,16 +76,27 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _kernel(q: Tensor, k: Tensor, decode: bool):
-    head_dim_fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    if q.device.type == "cuda" and head_dim_fits:
-        if q.dtype in (torch.bfloat16, torch.float16):
-            return _flash_cuda
+def _kernel(q: Tensor):
+    """The fastest kernel for these rows. A decoding step has few rows, a prefill chunk thousands."""
+    rows, head_dim = q.shape[2:]
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.device.type == "cuda" and head_dim % 8 == 0 and head_dim <= 256:
+        if half:  # measured on an H200: cuDNN is 1.7 times faster on 8,192 rows, flash reads at full bandwidth on 16
+            return _cudnn if rows >= 512 and head_dim <= 128 and _has_cudnn_attention(q.device) else _flash_cuda
         if q.dtype == torch.float32:
             return _efficient_cuda
-    if q.device.type == "cpu" and (q.dtype == torch.float32 or not decode and q.dtype != torch.float64):
+    if q.device.type == "cpu" and (q.dtype == torch.float32 or half and rows >= 64):
         return _flash_cpu  # in bf16 its few-row case is slower than plain matmuls
     return _plain_causal
+
+
+def _has_cudnn_attention(device: torch.device) -> bool:
+    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _cudnn(q, k, v, is_causal) -> State:
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[:2]
+    return out, lse.reshape(q.shape[:3])
 
 
 def _flash_cuda(q, k, v, is_causal) -> State:

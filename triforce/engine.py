@@ -44,6 +44,7 @@ class Engine:
         self.compile = target.device.type == "cuda" if compile is None else compile
         self._compiler = _compiler(self.compile, target.device)
         self._state: State | None = None
+        self._serving: object | None = None  # the generation that the state belongs to
 
     @property
     def device(self) -> torch.device:
@@ -157,8 +158,12 @@ class Engine:
             torch.cuda.reset_peak_memory_stats(self.device)
         max_new_tokens = outputs[0].max_new_tokens
         state = self.prepare(ids, max_new_tokens, on_prefill, **sampling)
+        serving = self._serving = object()
         seconds, first_round, ttft = 0.0, [], 0.0
         while any(output.finish_reason is None for output in outputs):
+            if self._serving is not serving:
+                raise UserError("another generation has begun on this engine and taken over its caches; finish or close "
+                                "a stream first, or load a second engine")
             started = time.perf_counter()
             emitted = state.round(speculate, one_row)
             pieces = []

@@ -1,0 +1,97 @@
+"""A small trained model in the body of a large one: the large one's shape and cost, the small one's words.
+
+Benchmarks of a shape need a checkpoint whose acceptance is that of a trained model on a real text. Where the real one
+is not at hand, `widen` puts the small model's weights into the top-left corner of the large shape, random weights
+elsewhere, and zeros wherever those would reach the residual stream. Logits agree up to rounding of the dtype. Every
+figure measured on such a model has to say so.
+
+Shapes: d and D are the small and the large width, h and H their head dimensions.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from triforce.model import ModelConfig, Transformer
+
+SHAPES = {
+    "llama-2-7b": ModelConfig(32000, 4096, 32, 32, 32, 128, 11008),
+    "llama-2-13b": ModelConfig(32000, 5120, 40, 40, 40, 128, 13824),
+    "llama-3.1-8b": ModelConfig(128256, 4096, 32, 32, 8, 128, 14336),
+    "llama-3.1-70b": ModelConfig(128256, 8192, 80, 64, 8, 128, 28672),
+    "llama-68m": ModelConfig(32000, 768, 2, 12, 12, 64, 3072),
+}
+PADDING_LOGIT = -200.0  # below this in float32 no probability is left
+
+
+@torch.no_grad()
+def widen(small: Transformer, shape: ModelConfig, *, vocab_size: int | None = None, seed: int = 0, device="cpu",
+          dtype=torch.bfloat16) -> Transformer:
+    """A model of `shape` that says what `small` says; ids from small's vocabulary on have logits below -200.
+
+    Args:
+        vocab_size: replaces the shape's, so that a draft has its target's.
+
+    Raises:
+        ValueError: the small model does not fit into the shape.
+    """
+    a = small.config
+    shape = replace(shape, vocab_size=vocab_size or shape.vocab_size, rope_theta=a.rope_theta,
+                    rope_scaling=a.rope_scaling, max_position_embeddings=a.max_position_embeddings,
+                    norm_eps=a.norm_eps * a.dim / shape.dim, tie_word_embeddings=False)
+    fits = (a.dim < shape.dim, a.n_layer <= shape.n_layer, a.n_kv_head <= shape.n_kv_head, a.ffn_dim <= shape.ffn_dim,
+            a.n_head == a.n_kv_head, shape.head_dim in (a.head_dim, 2 * a.head_dim), a.vocab_size <= shape.vocab_size)
+    if not all(fits):
+        raise ValueError(f"a model of width {a.dim}, {a.n_layer} layers, {a.n_head} heads does not fit into {shape}")
+    big = Transformer.random(shape, seed=seed, device=device, dtype=dtype)
+    d, stretch = a.dim, shape.head_dim // a.head_dim
+    group = shape.n_head // shape.n_kv_head
+    # Rotary pair j turns at theta ** (-2j / h). At twice the head dimension, pair 2j turns at the same speed.
+    pairs = torch.arange(a.head_dim // 2) * stretch
+    dims = torch.cat([pairs, pairs + shape.head_dim // 2]).to(device)
+    norm_scale = (d / shape.dim) ** 0.5
+
+    def put(target, rows, columns, source):
+        target[rows[:, None], columns] = source.to(device, dtype)
+
+    low = torch.arange(d, device=device)
+    big.embedding.weight.zero_()
+    big.embedding.weight[: a.vocab_size, :d] = small.embedding.weight.to(device, dtype)
+    # A small constant in one more channel; the norm sees next to nothing of it, the padded logits all.
+    constant = 0.1 * small.embedding.weight.float().pow(2).mean().sqrt().item()
+    big.embedding.weight[:, d] = constant
+    big.output.weight.zero_()
+    big.output.weight[: a.vocab_size, :d] = small.output.weight.to(device, dtype)
+    big.output.weight[a.vocab_size :, d] = -6e4
+    big.norm.weight.fill_(norm_scale)
+    big.norm.weight[d] = 10 * norm_scale
+    big.norm.weight[:d] = (small.norm.weight * norm_scale).to(device, dtype)
+    for i, layer in enumerate(big.layers):
+        layer.attention.out.weight.zero_()
+        layer.mlp.down.weight.zero_()
+        if i >= a.n_layer:
+            continue
+        own = small.layers[i]
+        for name in ("attention_norm", "mlp_norm"):
+            weight = getattr(layer, name).weight
+            weight[:d] = (getattr(own, name).weight * norm_scale).to(device, dtype)
+            weight[d:] = 0  # keeps the constant out of every layer
+        q, k, v = own.attention.qkv.weight.split([a.n_head * a.head_dim] + [a.n_kv_head * a.head_dim] * 2)
+        big_qkv = layer.attention.qkv.weight
+        starts = (0, shape.n_head * shape.head_dim, (shape.n_head + shape.n_kv_head) * shape.head_dim)
+        for head in range(a.n_head):
+            own_rows = slice(head * a.head_dim, (head + 1) * a.head_dim)
+            at_q = head * group * shape.head_dim
+            at_kv = head * shape.head_dim
+            big_qkv[at_q : at_q + shape.head_dim] = 0  # unused pairs of the query: they must not add to the scores
+            put(big_qkv, at_q + dims, low, q[own_rows].float() * stretch**0.5)
+            put(big_qkv, starts[1] + at_kv + dims, low, k[own_rows])
+            rows = starts[2] + at_kv + torch.arange(a.head_dim, device=device)
+            put(big_qkv, rows, low, v[own_rows])
+            columns = at_q + torch.arange(a.head_dim, device=device)
+            put(layer.attention.out.weight, low, columns, own.attention.out.weight[:, own_rows])
+        gate, up = own.mlp.gate_up.weight.chunk(2)
+        layer.mlp.gate_up.weight[: a.ffn_dim, :d] = gate.to(device, dtype)
+        layer.mlp.gate_up.weight[shape.ffn_dim : shape.ffn_dim + a.ffn_dim, :d] = up.to(device, dtype)
+        layer.mlp.down.weight[:d, : a.ffn_dim] = own.mlp.down.weight.to(device, dtype)
+    return big

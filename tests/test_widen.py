@@ -1,0 +1,36 @@
+"""A widened model says what the small one says."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from reference import DenseKV
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from widen import PADDING_LOGIT, SHAPES, widen  # noqa: E402
+
+from triforce.checkpoint import TINY, load_model, tiny_draft  # noqa: E402
+
+
+@pytest.mark.parametrize("part,shape", [
+    ("target", replace(SHAPES["llama-2-7b"], vocab_size=5000, dim=512, n_layer=9, n_head=8, n_kv_head=8, ffn_dim=800)),
+    ("target", replace(SHAPES["llama-3.1-8b"], vocab_size=5000, dim=384, n_layer=8, n_head=16, n_kv_head=4,
+                       ffn_dim=704)),
+    ("draft", replace(SHAPES["llama-68m"], vocab_size=5000, dim=256, n_head=4, n_kv_head=4, ffn_dim=1024)),
+])
+def test_logits_agree(part, shape):
+    small = load_model(TINY / "target" if part == "target" else tiny_draft(), "cpu", torch.float32)
+    big = widen(small, shape, dtype=torch.float32)
+    tokens = torch.randint(0, 4096, (2, 60), generator=torch.Generator().manual_seed(0))
+    expected = small.output(small(tokens, DenseKV(small.rope)))
+    found = big.output(big(tokens, DenseKV(big.rope)))
+    torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
+    assert (found[..., 4096:] < PADDING_LOGIT).all()
+
+
+def test_a_model_that_does_not_fit_is_refused():
+    small = load_model(TINY / "target", "cpu", torch.float32)
+    with pytest.raises(ValueError, match="does not fit"):
+        widen(small, SHAPES["llama-68m"])
