@@ -27,7 +27,7 @@ def bits(state, count, **how):
     return tokens[:count], hashes[:count], rejected, offsets
 
 
-VARIANTS = [(levels, budget, gamma) for levels in ("triforce", "retrieval", "draft")
+VARIANTS = [(levels, budget, gamma) for levels in ("triforce", "retrieval", "draft", "ngram", "ngram only")
             for budget, gamma in ((256, 6), (512, 3), (256, 1))]
 
 
@@ -47,13 +47,14 @@ def plain(models):
 @pytest.mark.parametrize("levels,budget,gamma", VARIANTS)
 def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
     target, draft = models
-    state = make_state(target, draft if levels != "retrieval" else None, [random_prompt(CONTEXT)], capacity=4096,
-                       retrieval=levels != "draft", budget=budget, gamma=gamma, chunk_size=8, flush_interval=64,
+    state = make_state(target, draft if levels in ("triforce", "draft") else None, [random_prompt(CONTEXT)],
+                       capacity=4096, retrieval=levels not in ("draft", "ngram only"), ngram="ngram" in levels,
+                       budget=budget, gamma=gamma, chunk_size=8, flush_interval=64,
                        rebuild_interval=32, keep_logits=True)
     tokens, hashes, rejected, offsets = bits(state, NEW)
     assert (tokens, hashes) == plain
     assert min(rejected.get(name, 20) for name in ("full", "retrieval")) >= (20 if levels == "triforce" else 0)
-    assert rejected["full"] >= 20
+    assert rejected["full"] >= (20 if levels != "ngram only" else 1)
     assert state.num_flushes >= 2
     if levels == "triforce":  # rounds began at every distance from a flush position at which a block may cross it
         assert set(range(64 - 7, 64)) <= offsets

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
                "autoregression. Flags may be spelt with underscores.")
     model = p.add_argument_group("model")
     model.add_argument("--checkpoint", default="tiny", help="Hugging Face folder, repository id, or 'tiny' (default)")
-    model.add_argument("--draft", help="the same for the draft model; 'none' for no draft")
+    model.add_argument("--draft", help="the same for the draft model; 'ngram': look up; 'none'")
     model.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
     model.add_argument("--dtype", help="float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
     model.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on for CUDA")

@@ -162,8 +162,8 @@ class Engine:
         seconds, first_round, ttft = 0.0, [], 0.0
         while any(output.finish_reason is None for output in outputs):
             if self._serving is not serving:
-                raise UserError("another generation has begun on this engine and taken over its caches; finish or close "
-                                "a stream first, or load a second engine")
+                raise UserError("another generation has begun on this engine and taken over its caches; finish or "
+                                "close a stream first, or load a second engine")
             started = time.perf_counter()
             emitted = state.round(speculate, one_row)
             pieces = []

@@ -22,7 +22,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
 
     Args:
         checkpoint: a Hugging Face folder, a repository id that was downloaded before, or "tiny", the embedded pair.
-        draft: the same for the draft model. None: the pair's own for "tiny", else no draft. False: no draft.
+        draft: the same for the draft model. None: the pair's own for "tiny", else no draft. False: no draft. "ngram":
+            no model, but what followed the newest tokens where they stood before.
         retrieval: False: no middle level, so that a draft is checked by the full cache directly.
         device: None: CUDA if there is one, else the CPU.
         dtype: None: the checkpoint's on CUDA, float32 on the CPU.
@@ -42,11 +43,14 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     """
     device = _device(device)
     folder = ckpt.resolve(checkpoint)
-    if draft is None or draft is True:
+    ngram = draft == "ngram"
+    if ngram:
+        draft_folder = None
+    elif draft is None or draft is True:
         draft_folder = ckpt.tiny_draft() if checkpoint == "tiny" else None
     else:
         draft_folder = None if draft is False else ckpt.resolve("tiny" if draft == "tiny" else draft)
-    drafts = retrieval or draft_folder is not None
+    drafts = retrieval or ngram or draft_folder is not None
     block_size = block_size or (8 if drafts else 1)
     known = Settings.__dataclass_fields__
     for name in settings:
@@ -54,7 +58,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
             raise UserError(f"{name} is not a setting; settings are {', '.join(sorted(known))}")
     settings.setdefault("prefill_chunk_size", 8192 if device.type == "cuda" else 1024)
     shape = Settings(gamma=gamma, gamma_inner=gamma_inner, block_size=block_size, retrieval=retrieval,
-                     chunk_size=chunk_size, **settings)
+                     chunk_size=chunk_size, ngram=ngram, **settings)
     _check_settings(shape, drafts, max_batch_size, budget)
 
     tokenizer = Tokenizer(folder)

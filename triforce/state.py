@@ -11,6 +11,7 @@ import torch
 
 from .cache import PrefillBlock, StreamingCache, TargetCache, static
 from .model import Transformer
+from .ngram import NgramDrafter
 from .retrieval import RetrievalView
 from .sampling import SamplingParams
 from .speculation import FULL, RETRIEVAL, ModelDrafter, Speculator, Tape
@@ -27,6 +28,7 @@ class Settings:
     chunk_size: int = 8
     flush_interval: int = 128  # tokens between two flushes of the tail
     rebuild_interval: int = 64  # tokens between two scheduled rebuilds of the retrieval view
+    ngram: bool = False  # draft by looking up instead of by a model
     draft_sink: int = 4
     draft_window: int = 256
     prefill_chunk_size: int = 2048
@@ -58,8 +60,10 @@ class State:
                                  flush_interval=interval, chunk_size=settings.chunk_size if use_retrieval else 0,
                                  device=device, dtype=dtype)
         drafter = self.drafter = self.inner = self.retrieval = None
-        if draft is not None:
-            gamma, most = (settings.gamma_inner,) * 2 if use_retrieval else (settings.gamma, block - 1)
+        gamma, most = (settings.gamma_inner,) * 2 if use_retrieval else (settings.gamma, block - 1)
+        if settings.ngram:
+            drafter = self.drafter = NgramDrafter(self.tape, max_drafted=most, gamma=gamma, compiler=compiler)
+        elif draft is not None:
             streaming = StreamingCache(draft.config, draft.rope, batch=batch, num_sink=settings.draft_sink,
                                        window_size=settings.draft_window, slack=max(64, 2 * block), device=device,
                                        dtype=draft.dtype)
@@ -67,10 +71,10 @@ class State:
                                                   compiler=compiler)
         if use_retrieval:
             self.retrieval = RetrievalView(self.cache, budget=budget, batch=batch, device=device, dtype=dtype)
-            rounds = settings.gamma if draft is None else -(-settings.gamma // 2)
+            rounds = settings.gamma if drafter is None else -(-settings.gamma // 2)
             drafter = self.inner = Speculator(
                 target, self.cache, self.retrieval, self.tape, level=RETRIEVAL, drafter=self.drafter,
-                rows=1 + (settings.gamma_inner if draft is not None else 0), max_drafted=block - 1,
+                rows=1 + (settings.gamma_inner if self.drafter is not None else 0), max_drafted=block - 1,
                 gamma=settings.gamma, rounds=rounds, compiler=compiler)
         self.outer = Speculator(target, self.cache, self.cache.full, self.tape, level=FULL, rows=block, drafter=drafter,
                                 keep_queries=True, keep_logits=settings.keep_logits, compiler=compiler)
@@ -88,7 +92,7 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        parts = [self.cache, self.retrieval, self.drafter and self.drafter.cache]
+        parts = [self.cache, self.retrieval, getattr(self.drafter, "cache", None)]
         return sum(part.nbytes for part in parts if part is not None)
 
     def reset(self) -> None:

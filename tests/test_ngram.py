@@ -1,0 +1,47 @@
+"""The n-gram drafter against a loop, and what it does for text that repeats."""
+
+import random
+
+import torch
+
+from triforce.ngram import NgramDrafter
+from triforce.sampling import SamplingParams
+from triforce.speculation import Tape
+
+
+def look_up(tokens: list[int], gamma: int, longest: int = 4, shortest: int = 2) -> list[int]:
+    """The longest match of the end of `tokens` further up, of those the latest; then what followed it."""
+    for size in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[len(tokens) - size :]:
+                return tokens[end : end + gamma]
+    return []
+
+
+def test_proposals_equal_a_loop():
+    rng = random.Random(0)
+    for _ in range(200):
+        rows = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
+        tape = Tape(torch.zeros(3, 40, dtype=torch.int64), SamplingParams.allocate(3, "cpu"), 3)
+        for row, tokens in zip(tape.tokens, rows, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
+            row[len(tokens) :] = torch.randint(0, 3, (40 - len(tokens),))  # what an earlier proposal left
+        drafter = NgramDrafter(tape, max_drafted=6, gamma=5, compiler=lambda step, name: step)
+        proposal = drafter.propose(torch.tensor([len(tokens) - 1 for tokens in rows]))
+        assert proposal.probs is None
+        for row, tokens in enumerate(rows):
+            count = int(proposal.num_drafted[row])
+            assert proposal.tokens[row, :count].tolist() == look_up(tokens, 5)
+
+
+def test_repeated_text_is_copied(tiny_engine):
+    """A greedy small model loops sooner or later; then nearly every proposal is kept, and the text is the same."""
+    import triforce
+
+    engine = triforce.load("tiny", device="cpu", draft="ngram", retrieval=False)
+    prompt = "one two three four five six seven eight nine ten. " * 8
+    out = engine.generate(prompt, 200, temperature=0.0, ignore_eos=True)
+    assert out.tokens == tiny_engine.generate(prompt, 200, temperature=0.0, ignore_eos=True).tokens
+    assert out.stats.target_forwards < 150
+    hot = engine.generate(prompt, 64, temperature=1.0, seed=0, ignore_eos=True)
+    assert len(hot.tokens) == 64 and 0 < hot.stats.acceptance_rate["full"] <= 1
