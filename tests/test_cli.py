@@ -65,6 +65,25 @@ def test_prompts_from_files_and_stdin(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_a_prompt_that_looks_like_a_flag_is_left_alone(monkeypatch):
+    seen = []
+
+    def stop_here(args):
+        seen.append(args)
+        raise cli.UserError("enough")
+
+    monkeypatch.setattr(cli, "load_engine", stop_here)
+    cli.main(["--prompt", "--snake_case is a style of_names", "--max_new_tokens", "5", "--stop=--x_y"])
+    assert seen[0].prompt == "--snake_case is a style of_names" and seen[0].max_new_tokens == 5
+    assert seen[0].stop == ["--x_y"]
+
+
+def test_binary_input_is_read_as_text(capsys):
+    done = subprocess.run([sys.executable, "generate.py", "--prompt-file", "-", "--max-new-tokens", "4", "--device", "cpu"],
+                          cwd=ROOT, capture_output=True, input=bytes(range(256)))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("argv,text", [
     (["--checkpoint", "no/such/folder/here"], "no such folder"),
     (["--checkpoint", "someone/some-model"], "python download.py --repo-id someone/some-model"),
@@ -78,6 +97,8 @@ def test_prompts_from_files_and_stdin(tmp_path, capsys):
     (["--prompt", "a", "--prompt-len", "0"], "--prompt-len (0)"),
     (["--prompt", "a", "--chat", "--chat-template", "/no/such"], "cannot read --chat-template"),
     (["--prompt", "a", "--device", "cuda:99"], "use --device cpu"),
+    (["--prompt", "a", "--seed", "9" * 20], "seed (99999999999999999999)"),
+    (["--prompt", "a", "--chat-template", "x"], "add --chat"),
 ])
 def test_mistakes_get_one_line_and_no_traceback(argv, text, capsys):
     assert cli.main(argv if "--device" in argv else [*argv, "--device", "cpu"]) == 2

@@ -79,7 +79,7 @@ def test_greedy_bits_in_bf16(which, request):
             assert min(rejected["full"], rejected["retrieval"] if levels == "triforce" else 20) >= 20
         if state.retrieval is not None:
             assert state.retrieval.num_rebuilds >= 2
-        state.rewind()
+        state.rewind(1000)
         assert bits(state, NEW, speculate=False)[:2] == plain
 
 

@@ -155,6 +155,64 @@ def test_batch_of_ragged_prompts(pair):
         assert alone.generate(prompts[i], 50, seed=9 + i, temperature=temperature).tokens == outs[i].tokens
 
 
+def test_rewinding_to_a_longer_output(pair):
+    """The bounds of a batch's masked part follow max_new_tokens also when the prefill is taken over."""
+    target, draft = pair
+    made = {"settings": Settings(flush_interval=16, chunk_size=4), "budget": 64, "max_batch_size": 2}
+    prompts = [random_prompt(40), random_prompt(70, seed=1)]
+    used = Engine(target, None, draft, **made)
+    used.generate(prompts, 8, temperature=0.0)
+    longer = [out.tokens for out in used.generate(prompts, 300, temperature=0.0)]
+    fresh = Engine(target, None, draft, **made).generate(prompts, 300, temperature=0.0)
+    assert longer == [out.tokens for out in fresh]
+
+
+def test_statistics_of_a_batch_are_each_rows_own(tiny_engine):
+    engine = triforce.load("tiny", device="cpu", max_batch_size=2)
+    whole = engine.generate([TEXT, TEXT + "And"], 60, temperature=0.0, ignore_eos=True)
+    engine.eos_ids = (whole[0].tokens[4],)
+    short, long = engine.generate([TEXT, TEXT + "And"], 60, temperature=0.0)
+    assert len(short.tokens) <= 5 and short.stats.target_forwards <= 5
+    assert short.stats.block_efficiency == len(short.tokens) / short.stats.target_forwards
+    assert engine.generate(TEXT, 1).stats.block_efficiency == 1
+
+
+def test_arrays_are_batches_or_prompts_by_their_shape(pair):
+    import numpy as np
+
+    target, draft = pair
+    engine = Engine(target, None, draft, settings=Settings(flush_interval=16, chunk_size=4), budget=64)
+    rows = np.array([random_prompt(20), random_prompt(20, seed=1)])
+    expected = [engine.generate(row.tolist(), 5, temperature=0.0).tokens for row in rows]
+    for batch in (rows, torch.from_numpy(rows), list(rows)):
+        assert [out.tokens for out in engine.generate(batch, 5, temperature=0.0)] == expected
+    assert engine.generate(rows[0], 5, temperature=0.0).tokens == expected[0]
+
+
+def test_use_inside_and_outside_of_inference_mode(pair):
+    engine = Engine(*pair[:1], None, pair[1], settings=Settings(flush_interval=16, chunk_size=4), budget=64)
+    prompt = random_prompt(100)
+    with torch.inference_mode():
+        inside = engine.generate(prompt, 40, seed=0).tokens
+    assert engine.generate(prompt, 40, seed=0).tokens == inside
+    assert engine.generate(random_prompt(90), 40, seed=0).stats.new_tokens == 40
+
+
+def test_old_buffers_are_gone_before_new_ones_are_made(pair):
+    import weakref
+
+    engine = Engine(*pair[:1], None, pair[1], settings=Settings(flush_interval=16, chunk_size=4), budget=64)
+    engine.generate(random_prompt(100), 4)
+    old = weakref.ref(engine._state)
+    engine.generate(random_prompt(3000), 4)
+    assert old() is None
+
+
+def test_tiny_temperatures_are_greedy(tiny_engine):
+    greedy = tiny_engine.generate(TEXT, 8, temperature=0.0).tokens
+    assert tiny_engine.generate(TEXT, 8, temperature=1e-39, top_p=1.0).tokens == greedy
+
+
 def test_logits_equal_the_rounds(pair):
     target, draft = pair
     engine = Engine(target, None, draft, settings=Settings(flush_interval=16, chunk_size=4, prefill_chunk_size=32),
@@ -181,6 +239,13 @@ def test_logits_equal_the_rounds(pair):
     (lambda e: e.generate("a", 5, one_row=True), "one_row needs speculate=False"),
     (lambda e: e.generate(["a", "b"], 5, temperature=[0.1, 0.2, 0.3]), "temperature has 3 values for"),
     (lambda e: e.stream(["a", "b"]), "stream takes one prompt"),
+    (lambda e: e.stream("a", 0), "max_new_tokens (0)"),
+    (lambda e: e.generate("a", 2.5), "max_new_tokens (2.5) must be a whole number"),
+    (lambda e: e.generate([1.5, 2.7]), "a list of whole numbers (ids)"),
+    (lambda e: e.generate("a", 5, seed=2**63), "seed (9223372036854775808)"),
+    (lambda e: e.generate("a", 5, seed="x"), "seed ('x')"),
+    (lambda e: e.generate("a", 5, temperature="0.5"), "temperature ('0.5')"),
+    (lambda e: e.generate(["a"] * 3, 5, temperature=[0.0, 1.0]), "temperature has 2 values for 3 prompts"),
     (lambda e: e.logits([[]]), "logits takes [B, S] ids"),
 ])
 def test_mistakes_in_a_call(tiny_engine, call, text):
@@ -193,9 +258,10 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"gamma": 8}, "gamma (8) must be between 1 and block_size - 1 (7)"),
     ({"gamma": 0}, "gamma (0)"),
     ({"gamma_inner": 0}, "gamma_inner (0)"),
-    ({"block_size": 500}, "block_size (500) must be between 1 and 128"),
+    ({"block_size": 500}, "block_size (500) must be between 1 and flush_interval (128); try 8"),
     ({"budget": 4100}, "budget (4100) must be a multiple of chunk_size (8); try 4096"),
     ({"budget": 8}, "budget (8) must be at least 144"),
+    ({"budget": "4096"}, "must be a number of tokens"),
     ({"budget": 1.5}, "budget (1.5) as a fraction"),
     ({"chunk_size": 7}, "chunk_size (7) must divide 128"),
     ({"max_seq_len": 10**9}, "max_seq_len (1000000000) exceeds the model's positions"),
@@ -204,6 +270,12 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"device": "gpu"}, "device 'gpu' is unknown"),
     ({"dtype": "int7"}, "dtype 'int7' is unknown"),
     ({"colour": "red"}, "colour is not a setting"),
+    ({"block_size": 0}, "block_size (0) must be a whole number, at least 1"),
+    ({"gamma": 2.5}, "gamma (2.5) must be a whole number"),
+    ({"gamma": 500}, "try --gamma 7"),
+    ({"max_seq_len": 1}, "max_seq_len (1) must be a whole number, at least 2"),
+    ({"device": "meta"}, "device 'meta' is not supported"),
+    ({"dtype": torch.int8}, "dtype 'int8' is unknown"),
 ])
 def test_mistakes_in_loading(options, text):
     with pytest.raises(triforce.UserError) as error:

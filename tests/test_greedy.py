@@ -60,7 +60,7 @@ def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
         assert set(range(64 - 7, 64)) <= offsets
     if state.retrieval is not None:
         assert state.retrieval.num_rebuilds >= 2
-    state.rewind()
+    state.rewind(1000)
     tokens, hashes, _, _ = bits(state, NEW, speculate=False)
     assert (tokens, hashes) == plain
 
@@ -73,7 +73,7 @@ def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
         state = make_state(target, draft, [prompt], capacity=4096, flush_interval=64, chunk_size=8, budget=256,
                            keep_logits=True)
         on = bits(state, 24)[:2]
-        state.rewind()
+        state.rewind(1000)
         assert bits(state, 24, speculate=False)[:2] == on
 
 
@@ -108,7 +108,7 @@ def test_rewinding_repeats_a_fresh_prefill(models):
     sampling = {"temperature": 0.8}
     state = make_state(target, draft, [random_prompt(400)], sampling=sampling)
     first = [state.round()[0] for _ in range(30)]
-    state.rewind()
+    state.rewind(1000)
     assert [state.round()[0] for _ in range(30)] == first
 
 

@@ -49,16 +49,18 @@ def reference_law(target, sampling):
     return next_law
 
 
-def distances(models, *, levels="triforce", sampling=None, batch=64, **settings) -> tuple[list[float], int, object]:
+def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PROMPTS, prepare=None, **settings):
     target, draft = models
     sampling = {**PLAIN, **(sampling or {})}
-    state = make_state(target, draft if levels != "retrieval" else None, [PROMPTS[r % 2] for r in range(batch)],
-                       vocab_size=VOCAB, budget=8, capacity=32, max_new_tokens=8, sampling=sampling,
+    state = make_state(target, draft if levels != "retrieval" else None, [prompts[r % 2] for r in range(batch)],
+                       vocab_size=VOCAB, budget=8, capacity=48, max_new_tokens=8, sampling=sampling,
                        **{"flush_interval": 4, "chunk_size": 2, "rebuild_interval": 2, "block_size": 4,
                           "draft_window": 6, "draft_sink": 2, "retrieval": levels != "draft", **settings})
     assert levels == "draft" or all(state.retrieval.selected)  # a true selection, not the whole prefix
-    laws, count = joint_laws(state, models, PROMPTS)
-    exact = [target_law(reference_law(target, sampling), prompt, VOCAB) for prompt in PROMPTS]
+    if prepare is not None:
+        prepare(state)
+    laws, count = joint_laws(state, models, prompts)
+    exact = [target_law(reference_law(target, sampling), prompt, VOCAB) for prompt in prompts]
     return [total_variation(law, other) for law, other in zip(laws, exact, strict=True)], count, laws
 
 
@@ -83,6 +85,18 @@ def test_joint_law_is_the_targets(models, case):
     found, branches, laws = distances(models, **case)
     assert max(found) < 1e-6, f"total variation {found} over {branches} branches"
     assert all(abs(sum(law.values()) - 1) < 1e-9 for law in laws)
+
+
+def test_rebuilding_when_acceptance_drops_does_not_bias(models):
+    """A round cut at a flush position must not let what it checked beyond decide whether retrieval is rebuilt."""
+    def about_to_drop(state):
+        for policy in state._rebuild:
+            policy.tokens, policy.recent, policy.average = 12, 0.68, 0.951
+
+    text = PROMPTS[1] + PROMPTS[0]
+    found, _, _ = distances(models, gamma=3, gamma_inner=1, rebuild_interval=64, prepare=about_to_drop,
+                            prompts=[text[:20], text[:24]])  # the pending token stands one before a flush position
+    assert max(found) < 1e-6
 
 
 def test_enumeration_sees_a_biased_inner_level(models):

@@ -1,11 +1,13 @@
 """`triforce.generate`: everything in one call, for a notebook. The engine is kept for the next call."""
 
+import gc
 import inspect
 
 from .engine import Engine
 from .loading import load
+from .state import Settings
 
-_LOAD_ARGUMENTS = frozenset(inspect.signature(load).parameters)
+_LOAD_ARGUMENTS = frozenset(inspect.signature(load).parameters) | Settings.__dataclass_fields__.keys()
 _kept: dict[str, Engine] = {}  # at most one engine, under the description of how it was loaded
 
 
@@ -31,5 +33,6 @@ def unload() -> None:
     import torch
 
     _kept.clear()
+    gc.collect()  # compiled steps make reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

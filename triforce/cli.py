@@ -67,13 +67,14 @@ def _budget(value: str) -> int | float:
         raise argparse.ArgumentTypeError(f"{value!r} is neither a number of tokens nor a fraction") from None
 
 
-def _spell(argument: str) -> str:
+def _spell(argument: str, known) -> str:
     """--prompt_len=3 -> --prompt-len=3, and the reference implementations' names."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")
-    name = name.replace("_", "-")
-    return ALIASES.get(name, name) + equals + value
+    spelt = name.replace("_", "-")
+    spelt = ALIASES.get(spelt, spelt)
+    return spelt + equals + value if spelt in known else argument  # else it is a text that begins so
 
 
 def default_document() -> str:
@@ -91,17 +92,21 @@ def read_document(args) -> str:
     if args.prompt_file is None:
         return default_document()
     if args.prompt_file == "-":
-        return sys.stdin.read()
+        return sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    return _read("--prompt-file", args.prompt_file)
+
+
+def _read(flag: str, path: str) -> str:
     try:
-        return Path(args.prompt_file).read_text(encoding="utf-8", errors="replace")
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UserError(f"cannot read --prompt-file {args.prompt_file}: {error.strerror}") from None
+        raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
 
 
 def build_prompt(args, tokenizer):
     """The prompt's ids: the document, cut to --prompt-len tokens, then the question; or both as a user's message."""
     document = read_document(args)
-    if not document.strip():
+    if not document:
         raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
     ids = tokenizer.encode(document)
     length = args.prompt_len
@@ -113,12 +118,11 @@ def build_prompt(args, tokenizer):
         if length > len(ids):
             print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
         ids = ids[:length]
+    if args.chat_template and not args.chat:
+        raise UserError("--chat-template was given without --chat; add --chat")
     if args.chat:
         content = tokenizer.decode(ids) + (f"\n\n{args.question}" if args.question else "")
-        try:
-            template = Path(args.chat_template).read_text(encoding="utf-8") if args.chat_template else None
-        except OSError as error:
-            raise UserError(f"cannot read --chat-template {args.chat_template}: {error.strerror}") from None
+        template = _read("--chat-template", args.chat_template) if args.chat_template else None
         return tokenizer.apply_chat_template([{"role": "user", "content": content}], template)
     if args.question:
         ids = ids + tokenizer.encode(f"\n\n{args.question}\n", bos=False)
@@ -176,12 +180,12 @@ def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
     off = engine.generate(ids, speculate=False, **greedy).tokens
     differ = next((i for i, (a, b) in enumerate(zip(on, off, strict=False)) if a != b), None)
     speedup = plain.stats.tbt / result.stats.tbt if result.stats.tbt else 0.0
-    lines = [f"{'':<26}{'speculation':>16}{'autoregression':>18}"]
+    lines = [f"{'':<26}{'no speculation' if args.no_speculation else 'speculation':>16}{'autoregression':>18}"]
     for (name, value), (_, other) in zip(_columns(result.stats), _columns(plain.stats), strict=True):
         if name == "time to first token":
             other = "-"  # it took over the other's prefill
         lines.append(f"{name:<26}{value:>16}{other:>18}")
-    lines.append(f"{'speed-up':<26}{speedup:>15.2f}x")
+    lines.append(f"{'speed-up':<26}{f'{speedup:.2f}x' if speedup else '-':>16}")
     verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"
     lines.append(f"greedy check, {len(on)} tokens, speculation on and off: {verdict}")
     return lines, {"autoregression": asdict(plain.stats), "speedup": speedup, "greedy_tokens": len(on),
@@ -199,7 +203,9 @@ def _columns(stats) -> list[tuple[str, str]]:
 
 
 def run(argv: list[str]) -> int:
-    args = parser().parse_args([_spell(argument) for argument in argv])
+    flags = parser()
+    known = {option for action in flags._actions for option in action.option_strings}
+    args = flags.parse_args([_spell(argument, known) for argument in argv])
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p,
                 "top_k": args.top_k, "min_p": args.min_p, "seed": args.seed}
     engine = load_engine(args)
@@ -238,3 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stdout = None
         return 0
+    except OSError as error:  # a full disk behind a redirection
+        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+        sys.stdout = None
+        return 2

@@ -6,6 +6,8 @@ An Engine holds weights, tokenizer and settings, and the buffers of the conversa
 call takes over if they are large enough.
 """
 
+import gc
+import operator
 import random
 import time
 import types
@@ -19,6 +21,7 @@ from .cache import PrefillBlock, TargetCache
 from .errors import UserError
 from .generation import Generation, RowOutput, Stats, stop_strings
 from .model import Transformer
+from .sampling import check_sampling
 from .state import Settings, State
 from .tokenizer import Tokenizer
 
@@ -37,6 +40,8 @@ class Engine:
         if tokenizer is not None:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
         limit = target.config.max_len
+        if max_seq_len is not None and (not isinstance(max_seq_len, int) or max_seq_len < 2):
+            raise UserError(f"max_seq_len ({max_seq_len!r}) must be a whole number, at least 2")
         if max_seq_len is not None and max_seq_len > limit:
             raise UserError(f"max_seq_len ({max_seq_len}) exceeds the model's {self._limit_name()} ({limit}); "
                             f"use at most {limit}")
@@ -96,9 +101,10 @@ class Engine:
     @torch.inference_mode()
     def logits(self, tokens) -> Tensor:
         """Logits after every token: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in the checkpoint."""
-        tokens = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
-        if tokens.dim() != 2 or tokens.numel() == 0:
-            raise UserError(f"logits takes [B, S] ids, S at least 1; got shape {list(tokens.shape)}")
+        rows = [_as_ids(row) for row in tokens]
+        if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
+            raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
+        tokens = torch.tensor(rows, device=self.device)
         self._check_ids(tokens.flatten().tolist())
         self._check_len(tokens.shape[1], 0)
         size, length = self.settings.prefill_chunk_size, tokens.shape[1]
@@ -115,7 +121,7 @@ class Engine:
         elif isinstance(prompt, Sequence) and prompt and all(isinstance(item, dict) for item in prompt):
             ids = self._tokenizer().apply_chat_template(prompt, chat_template)
         else:
-            ids = torch.as_tensor(prompt).flatten().tolist() if len(prompt) else []
+            ids = _as_ids(prompt)
         if not ids:
             raise UserError("the prompt is empty; give at least one token")
         self._check_ids(ids)
@@ -124,7 +130,11 @@ class Engine:
     def _serve(self, prompts, max_new_tokens: int, *, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=None,
                stop=None, ignore_eos=False, speculate=True, one_row=False, chat_template=None,
                on_prefill=None) -> Iterator[tuple[int, str]]:
-        """Yields (index of the prompt, piece of text); returns the list of Generations."""
+        """Checks everything, then gives a generator: of (index of the prompt, piece of text), then of the results."""
+        try:
+            max_new_tokens = operator.index(max_new_tokens)
+        except TypeError:
+            raise UserError(f"max_new_tokens ({max_new_tokens!r}) must be a whole number") from None
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens ({max_new_tokens}) must be at least 1")
         if one_row and speculate:
@@ -135,18 +145,21 @@ class Engine:
         ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
         for prompt in ids:
             self._check_len(len(prompt), max_new_tokens)
-        seeds = [seed] if not isinstance(seed, (list, tuple)) else list(seed)
-        if len(seeds) == 1:
-            first = random.getrandbits(32) if seeds[0] is None else int(seeds[0])
-            seeds = [first + i for i in range(len(ids))]
-        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seeds}
+        if not isinstance(seed, (list, tuple)):
+            begin = random.getrandbits(32) if seed is None else seed
+            seed = [begin + i for i in range(len(ids))] if isinstance(begin, int) else [begin] * len(ids)
+        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+        check_sampling(sampling, len(ids))
+        eos_ids = () if ignore_eos else self.eos_ids
+        return self._groups(ids, max_new_tokens, sampling, eos_ids, stops, speculate, one_row, on_prefill)
+
+    def _groups(self, ids, max_new_tokens, sampling, eos_ids, stops, speculate, one_row, on_prefill):
         results = []
         for first in range(0, len(ids), self.max_batch_size):
             group = slice(first, first + self.max_batch_size)
-            picked = {name: value[group] if isinstance(value, (list, tuple)) and len(value) == len(ids) else value
+            picked = {name: value[group] if isinstance(value, (list, tuple)) else value
                       for name, value in sampling.items()}
-            outputs = [RowOutput(self.tokenizer, () if ignore_eos else self.eos_ids, stops, max_new_tokens)
-                       for _ in ids[group]]
+            outputs = [RowOutput(self.tokenizer, eos_ids, stops, max_new_tokens) for _ in ids[group]]
             done = yield from self._run(ids[group], outputs, picked, speculate, one_row, on_prefill, first)
             results += done
         return results
@@ -160,12 +173,15 @@ class Engine:
         state = self.prepare(ids, max_new_tokens, on_prefill, **sampling)
         serving = self._serving = object()
         seconds, first_round, ttft = 0.0, [], 0.0
+        ended: list[tuple[int, float] | None] = [None] * len(ids)  # rounds and decode seconds until a row's end
         while any(output.finish_reason is None for output in outputs):
             if self._serving is not serving:
                 raise UserError("another generation has begun on this engine and taken over its caches; finish or "
                                 "close a stream first, or load a second engine")
             started = time.perf_counter()
             emitted = state.round(speculate, one_row)
+            if not any(emitted[row] for row, output in enumerate(outputs) if output.finish_reason is None):
+                raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
             pieces = []
             for row, output in enumerate(outputs):
                 if output.finish_reason is None:
@@ -177,6 +193,9 @@ class Engine:
                 first_round, ttft = [len(output.tokens) for output in outputs], now - begun
             else:
                 seconds += now - started
+            for row, output in enumerate(outputs):
+                if output.finish_reason is not None and ended[row] is None:
+                    ended[row] = state.num_forwards, seconds
             for piece in pieces:
                 if piece[1]:
                     yield piece
@@ -184,11 +203,11 @@ class Engine:
         results = []
         for row, output in enumerate(outputs):
             later = len(output.tokens) - first_round[row]
-            emitted_total = state.lens[row] - state.prompt_end[row]
+            forwards, row_seconds = ended[row]
             results.append(Generation(output.text, output.tokens, output.finish_reason, Stats(
                 prompt_len=len(ids[row]), new_tokens=len(output.tokens), ttft=ttft,
-                tbt=seconds / later if later else 0.0, acceptance_rate=levels[row],
-                block_efficiency=emitted_total / state.num_forwards, target_forwards=state.num_forwards,
+                tbt=row_seconds / later if later else 0.0, acceptance_rate=levels[row],
+                block_efficiency=len(output.tokens) / forwards, target_forwards=forwards,
                 retrieval_rebuilds=state.retrieval.num_rebuilds if state.retrieval else 0, flushes=state.num_flushes,
                 peak_memory=memory.peak(self.device), seed=sampling["seed"][row])))
         return results
@@ -201,11 +220,12 @@ class Engine:
         """
         state = self._state_for(len(ids), max(map(len, ids)), max_new_tokens)
         state.params.set(**sampling)
-        values = {name: value if isinstance(value, list) else [value] for name, value in sampling.items()}
-        uses_filter = any(top_p < 1 for top_p in values["top_p"]) or any(values["top_k"])
-        state.tape.filtered = self.compile or uses_filter and any(values["temperature"])
+        hot, top_p, top_k = (value if isinstance(value, (list, tuple)) else [value] for value in
+                             (sampling["temperature"], sampling["top_p"], sampling["top_k"]))
+        uses_filter = any(p is not None and p < 1 for p in top_p) or any(top_k)
+        state.tape.filtered = self.compile or uses_filter and any(hot)
         if state.prompts == ids:
-            state.rewind()
+            state.rewind(max_new_tokens)
             return state
         state.reset()
         for row, prompt in enumerate(ids):
@@ -226,13 +246,16 @@ class Engine:
         if state is not None and state.batch == batch and state.capacity >= needed and state.budget == budget:
             return state
         capacity = -(-needed // 1024) * 1024 if self.max_seq_len is None else needed
-        self._state = None  # free the old buffers before the new ones are planned
+        del state
+        self._state = None
+        gc.collect()  # frees the old buffers before the new ones are planned: compiled steps make reference cycles
         draft = None if self.draft is None else self.draft.config
         parts = memory.cache_parts(config, draft, settings, batch=batch, capacity=capacity, budget=budget,
                                    itemsize=self.target.dtype.itemsize)
         memory.check(parts, self.device)
-        self._state = State(self.target, self.draft, settings, batch=batch, capacity=capacity, budget=budget,
-                            vocab_size=self.vocab_size, compiler=self._compiler)
+        with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
+            self._state = State(self.target, self.draft, settings, batch=batch, capacity=capacity, budget=budget,
+                                vocab_size=self.vocab_size, compiler=self._compiler)
         return self._state
 
     def resolve_budget(self, prompt_len: int) -> int:
@@ -299,7 +322,18 @@ class Stream:
 
 
 def _is_batch(prompt) -> bool:
-    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], (str, list, tuple))
+    if isinstance(prompt, (list, tuple)):
+        return len(prompt) > 0 and (isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) == 1)
+    return getattr(prompt, "ndim", 0) == 2
+
+
+def _as_ids(prompt) -> list[int]:
+    """A list of whole numbers from a list, a tuple, a tensor or an array of one dimension."""
+    try:
+        return [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+    except TypeError:
+        raise UserError("a prompt is text, a list of whole numbers (ids), or a list of messages {role, content}; "
+                        f"this one is of type {type(prompt).__name__}") from None
 
 
 def _compiler(enabled: bool, device: torch.device):

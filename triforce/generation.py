@@ -76,7 +76,7 @@ class RowOutput:
                 self._end("stop")
             else:
                 self._add(self.stream.push([token]) if self.stream else "")
-                if self.finish_reason is None and len(self.tokens) == self.max_new_tokens:
+                if self.finish_reason is None and len(self.tokens) >= self.max_new_tokens:
                     self._end("length")
         certain = len(self.text) if self.finish_reason else len(self.text) - self._may_become_stop()
         piece, self.shown = self.text[self.shown : certain], max(self.shown, certain)

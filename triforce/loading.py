@@ -51,7 +51,9 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     else:
         draft_folder = None if draft is False else ckpt.resolve("tiny" if draft == "tiny" else draft)
     drafts = retrieval or ngram or draft_folder is not None
-    block_size = block_size or (8 if drafts else 1)
+    if block_size is None:
+        block_size = 8 if drafts else 1
+    gamma_inner = min(gamma_inner, max(block_size - 1, 1)) if gamma_inner == 2 else gamma_inner
     known = Settings.__dataclass_fields__
     for name in settings:
         if name not in known:
@@ -88,6 +90,8 @@ def _device(device) -> torch.device:
         device = torch.device(device)
     except RuntimeError:
         raise UserError(f"device {device!r} is unknown; use 'cpu', 'cuda' or 'cuda:1'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {str(device)!r} is not supported; use 'cpu' or 'cuda'")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
@@ -96,8 +100,7 @@ def _device(device) -> torch.device:
 
 
 def _dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     name = dtype or (checkpoint_dtype or "float32" if device.type == "cuda" else "float32")
     if name not in ckpt.DTYPES:
         raise UserError(f"dtype {name!r} is unknown; use float32, float16 or bfloat16")
@@ -105,21 +108,31 @@ def _dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.d
 
 
 def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budget) -> None:
+    for name in ("block_size", "gamma", "gamma_inner", "chunk_size", "flush_interval", "rebuild_interval",
+                 "draft_window", "prefill_chunk_size"):
+        value = getattr(settings, name)
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{name} ({value!r}) must be a whole number, at least 1")
+    if not isinstance(max_batch_size, int) or max_batch_size < 1:
+        raise UserError(f"max_batch_size ({max_batch_size!r}) must be a whole number, at least 1")
+    if budget is not None and not isinstance(budget, (int, float)):
+        raise UserError(f"budget ({budget!r}) must be a number of tokens, or a fraction of the prompt; try 4096 or 0.1")
+    if settings.draft_sink < 0:
+        raise UserError(f"draft_sink ({settings.draft_sink}) must be at least 0; try 4")
     block, interval = settings.block_size, settings.flush_interval
-    if block < 1 or block > interval:
-        raise UserError(f"block_size ({block}) must be between 1 and {interval}; try 8")
-    if drafts and not 1 <= settings.gamma <= block - 1:
-        raise UserError(f"gamma ({settings.gamma}) must be between 1 and block_size - 1 ({block - 1}); "
-                        f"try --gamma {max(block - 1, 1)} or --block-size {settings.gamma + 1}")
-    if drafts and not 1 <= settings.gamma_inner <= block - 1:
+    if block > interval:
+        raise UserError(f"block_size ({block}) must be between 1 and flush_interval ({interval}); "
+                        f"try {min(8, interval)}")
+    if drafts and settings.gamma > block - 1:
+        remedy = f"--gamma {block - 1}" if block > 1 else "--block-size 8"
+        if settings.gamma < interval:
+            remedy += f" or --block-size {settings.gamma + 1}"
+        raise UserError(f"gamma ({settings.gamma}) must be between 1 and block_size - 1 ({block - 1}); try {remedy}")
+    if drafts and settings.gamma_inner > block - 1:
         raise UserError(f"gamma_inner ({settings.gamma_inner}) must be between 1 and block_size - 1 ({block - 1}); "
-                        "try 2")
-    if max_batch_size < 1:
-        raise UserError(f"max_batch_size ({max_batch_size}) must be at least 1")
-    if settings.prefill_chunk_size < 1:
-        raise UserError(f"prefill_chunk_size ({settings.prefill_chunk_size}) must be at least 1; try 2048")
+                        f"try {min(2, block - 1)}")
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise UserError(f"budget ({budget}) as a fraction of the prompt must be above 0 and at most 1; try 0.1")
     if settings.retrieval:
-        plan_view(budget if isinstance(budget, int) else interval + 2 * max(settings.chunk_size, 1),
-                  settings.chunk_size, interval)
+        plan_view(budget if isinstance(budget, int) else interval + 2 * settings.chunk_size, settings.chunk_size,
+                  interval)

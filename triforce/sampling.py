@@ -7,7 +7,7 @@ and a row of a batch draws what it would draw alone. No function here makes the 
 Shapes: B batch, V vocabulary, n positions.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,35 +35,43 @@ class SamplingParams:
         ints = torch.zeros(batch, dtype=torch.int64, device=device)
         return cls(*floats, ints, torch.zeros(batch, device=device), ints.clone())
 
-    def set(self, temperature, top_p, top_k, min_p, seed: list[int]) -> None:
-        """Overwrites all rows in place. Scalars hold for every row, sequences give one value a row; `seed` is per row.
+    def set(self, **values) -> None:
+        """Overwrites all rows in place: temperature, top_p, top_k, min_p, seed, as checked by `check_sampling`.
 
-        Raises:
-            UserError: a value is out of range.
+        Scalars hold for every row, sequences give one value a row. None is "keep all" for the filters.
         """
         rows = len(self.seed)
-        values = {"temperature": temperature, "top_p": top_p, "top_k": top_k or 0, "min_p": min_p or 0.0, "seed": seed}
+        check_sampling(values, rows)
         for name, value in values.items():
             column = list(value) if isinstance(value, (list, tuple)) else [value] * rows
-            if len(column) != rows:
-                raise UserError(f"{name} has {len(column)} values for {rows} prompts; give one value, or one a prompt")
-            check = _RANGES.get(name)
-            for one in column:
-                if check is not None and not check[0](one):
-                    raise UserError(f"{name} ({one}) must be {check[1]}")
+            column = [_KEEP_ALL[name] if one is None else one for one in column]
+            if name == "temperature":  # below this a float32 logit divided by it overflows
+                column = [max(one, 1e-6) if one > 0 else 0.0 for one in column]
             target = getattr(self, name)
             target.copy_(torch.tensor(column, dtype=target.dtype))
 
-    def clone(self) -> "SamplingParams":
-        return SamplingParams(*(getattr(self, field.name).clone() for field in fields(self)))
-
-
+_KEEP_ALL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _RANGES = {
     "temperature": (lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number"),
     "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token"),
-    "top_k": (lambda x: x >= 0 and int(x) == x, "a whole number, 0 or more; 0 keeps every token"),
+    "top_k": (lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token"),
     "min_p": (lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token"),
+    "seed": (lambda x: -(2**63) <= x < 2**63 and int(x) == x, "a whole number of at most 64 bits"),
 }
+
+
+def check_sampling(values: dict, rows: int) -> None:
+    """Raises UserError for a sampling setting that is out of range, of the wrong kind or of the wrong length."""
+    for name, value in values.items():
+        column = list(value) if isinstance(value, (list, tuple)) else [value]
+        if len(column) != rows and isinstance(value, (list, tuple)):
+            raise UserError(f"{name} has {len(column)} values for {rows} prompts; give one value, or one a prompt")
+        in_range, wanted = _RANGES[name]
+        for one in column:
+            if one is None and name in _KEEP_ALL:
+                continue
+            if not isinstance(one, (int, float)) or not in_range(one):
+                raise UserError(f"{name} ({one!r}) must be {wanted}")
 
 
 def probabilities(logits: Tensor, params: SamplingParams, filtered: bool = True) -> Tensor:

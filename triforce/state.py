@@ -95,6 +95,7 @@ class State:
         parts = [self.cache, self.retrieval, getattr(self.drafter, "cache", None)]
         return sum(part.nbytes for part in parts if part is not None)
 
+    @torch.inference_mode()
     def reset(self) -> None:
         """Forgets all conversations, keeps the memory."""
         self.lens, self.known, self.prompts = [0] * self.batch, [0] * self.batch, None
@@ -125,17 +126,15 @@ class State:
         self.prompt_end[row] = stop
         self._seat(row, stop)
 
+    @torch.inference_mode()
     def begin(self, max_new_tokens: int) -> None:
         """Called when all rows are prefilled: remembers this point for `rewind`, and opens the rows."""
-        interval = self.settings.flush_interval
-        longest = max(self.lens) + max_new_tokens
-        self.cache.full.fix_bounds(min(-(-longest // interval) * interval, self.capacity))
         self._prompt_queries = [q.clone() for q in self.cache.queries]
         self._prompt_weight = self.cache.query_weight.clone()
-        self._open()
+        self._open(max_new_tokens)
 
     @torch.inference_mode()
-    def rewind(self) -> None:
+    def rewind(self, max_new_tokens: int) -> None:
         """Back to where `begin` was called: the next rounds are those of a fresh prefill, bit for bit."""
         for q, kept in zip(self.cache.queries, self._prompt_queries, strict=True):
             q.copy_(kept)
@@ -143,8 +142,9 @@ class State:
         for row in range(self.batch):
             self._seat(row, self.prompt_end[row])  # a prefill leaves all of its K/V in the prefix
             self.known[row] = self.prompt_end[row] + 1
-        self._open()
+        self._open(max_new_tokens)
 
+    @torch.inference_mode()
     def close_row(self, row: int) -> None:
         """The row is finished: later rounds emit nothing for it."""
         self.outer.limit[row].fill_(self.lens[row])
@@ -164,6 +164,8 @@ class State:
             self.known[row] = self.lens[row] + 1
             if num_emitted == 0:
                 continue
+            if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
+                num_accepted = num_drafted = num_emitted
             due = self._rebuild[row].update(num_emitted, num_accepted, num_drafted)
             if self.lens[row] - self.cache.full.lens[row] == self.settings.flush_interval:
                 self._flush(row)
@@ -191,7 +193,10 @@ class State:
         self.outer.prefill(row, length)
         self._rebuild[row] = RebuildPolicy(self.settings.rebuild_interval)
 
-    def _open(self) -> None:
+    def _open(self, max_new_tokens: int) -> None:
+        interval = self.settings.flush_interval
+        longest = max(self.lens) + max_new_tokens
+        self.cache.full.fix_bounds(min(-(-longest // interval) * interval, self.capacity))
         for row in range(self.batch):
             self.outer.limit[row].fill_(self.cache.full.lens[row] + self.settings.flush_interval)
         for level in (self.outer, self.inner, self.one_row):
