@@ -51,13 +51,13 @@ def make_names(rng, n):
     """n names no two of which share a syllable."""
     first = [FIRST[i] for i in rng.permutation(len(FIRST))[:n]]
     rest = [REST[i] for i in rng.permutation(len(REST))[:2 * n]]
-    return [a + b + c for a, b, c in zip(first, rest[0::2], rest[1::2])]
+    return [a + b + c for a, b, c in zip(first, rest[0::2], rest[1::2], strict=False)]
 
 
 def make_facts(rng, n):
     """n pairs (key, value)."""
     names = make_names(rng, 2 * n)
-    return list(zip(names[0::2], names[1::2]))
+    return list(zip(names[0::2], names[1::2], strict=False))
 
 
 def fact_line(key, value):
@@ -114,8 +114,10 @@ def make_recall_document(rng, encode, book_text, length, depth, n_facts=9, bos=1
 # From HTML to text in the manner of Sphinx's text builder
 
 SKIP_TAGS = {"script", "style", "nav", "header", "footer", "form", "button", "svg", "head", "noscript", "img"}
-SKIP_CLASS = re.compile(r"headerlink|related|sphinxsidebar|navbar|toctree|contents\b|genindex|breadcrumb|footer|NAVHEADER"
-                        r"|NAVFOOTER|navigation|editsection|t-navbar|printfooter|catlinks|(?<!with)sidebar|rust-example|mobile|menu")
+SKIP_CLASS = re.compile(
+    r"headerlink|related|sphinxsidebar|navbar|toctree|contents\b|genindex|breadcrumb|footer|NAVHEADER"
+    r"|NAVFOOTER|navigation|editsection|t-navbar|printfooter|catlinks|(?<!with)sidebar|rust-example|mobile|menu"
+)
 TITLES = {"h1": "*", "h2": "=", "h3": "-", "h4": "~", "h5": "^", "h6": "^"}
 BLOCKS = {"p", "pre", "ul", "ol", "dl", "table", "div", "section", "blockquote", "article", "main", "body", "center",
           "figure", "aside", "details", "li", "dd", "dt", "hr", "address", "fieldset", *TITLES}
@@ -150,8 +152,12 @@ def _wrap(text, indent, out, first=None):
 
 
 def _raw(node):
-    return "".join((node.text or "",
-                    *((("\n" if c.tag == "br" else _raw(c)) if isinstance(c.tag, str) else "") + (c.tail or "") for c in node)))
+    return "".join(
+        (
+            node.text or "",
+            *((("\n" if c.tag == "br" else _raw(c)) if isinstance(c.tag, str) else "") + (c.tail or "") for c in node),
+        )
+    )
 
 
 def _block(node, indent, out, depth=0):
@@ -183,7 +189,9 @@ def _block(node, indent, out, depth=0):
     elif tag == "dd" or tag == "blockquote":
         _children(node, indent + 3, out, depth)
     elif tag == "table" and len(node.findall(".//pre")) + len(node.findall(".//p")) < 12:
-        rows = [[" ".join(_inline(cell).split()) for cell in row if cell.tag in ("td", "th")] for row in node.iter("tr")]
+        rows = [
+            [" ".join(_inline(cell).split()) for cell in row if cell.tag in ("td", "th")] for row in node.iter("tr")
+        ]
         rows = [r for r in rows if any(r)]
         if rows and any("linenos" in (c.get("class") or "") for c in node.iter("td")):
             for pre in node.iter("pre"):
@@ -199,7 +207,9 @@ def _children(node, indent, out, depth):
     """Blocks of an element; loose text between them makes paragraphs."""
     loose = [node.text or ""]
     for child in node:
-        if isinstance(child.tag, str) and (child.tag in BLOCKS or any(g.tag in BLOCKS for g in child.iterdescendants())):
+        if isinstance(child.tag, str) and (
+            child.tag in BLOCKS or any(g.tag in BLOCKS for g in child.iterdescendants())
+        ):
             _wrap("".join(loose), indent, out)
             loose = []
             _block(child, indent, out, depth + 1)
@@ -236,15 +246,22 @@ def read_file(job):
     if kind == "html":
         text = html_to_text(data)
     elif kind == "pod":
-        text = subprocess.run(["pod2text", "-i3", "-w72"], input=data, capture_output=True).stdout.decode(errors="replace")
+        text = subprocess.run(["pod2text", "-i3", "-w72"], input=data, capture_output=True).stdout.decode(
+            errors="replace"
+        )
     elif kind == "man":
-        text = subprocess.run(["mandoc", "-Tutf8", "-Owidth=72,indent=3"], input=data, capture_output=True).stdout.decode(errors="replace")
+        text = subprocess.run(
+            ["mandoc", "-Tutf8", "-Owidth=72,indent=3"], input=data, capture_output=True
+        ).stdout.decode(errors="replace")
         text = re.sub(".\b", "", text)
     else:
         text = data.decode(errors="replace")
         if kind == "info":  # drop node headers and menus
             text = re.sub(r"\x1f\n?.*\n", "", text)
-            text = "\n".join(l for l in text.splitlines() if not re.match(r"File: |\* .*::|\* Menu:|Ref: |Node: ", l))
+            text = "\n".join(
+                line for line in text.splitlines()
+                if not re.match(r"File: |\* .*::|\* Menu:|Ref: |Node: ", line)
+            )
         if kind == "vim":
             text = re.sub(r"[ \t]+\*[^\s*]+\*", "", re.sub(r"\|([^\s|]+)\|", r"\1", text))
     text = text.replace("\r", "").replace("¶", "").replace("\u00a0", " ").expandtabs(8)
@@ -278,9 +295,21 @@ SOURCES = [
     ("rust-doc", "usr/share/doc/rust-doc/html/reference/**/*.html", "html", 2e6, "MIT or Apache-2.0"),
     ("rust-doc", "usr/share/doc/rust-doc/html/book/*.html", "html", 2e6, "MIT or Apache-2.0"),
     ("rust-doc", "usr/share/doc/rust-doc/html/nomicon/*.html", "html", 1e6, "MIT or Apache-2.0"),
-    ("ada-reference-manual-2012", "usr/share/doc/ada-reference-manual-2012/arm2012.txt/*.TXT", "text", 2.5e6, "Ada RM licence (free copying)"),
+    (
+        "ada-reference-manual-2012",
+        "usr/share/doc/ada-reference-manual-2012/arm2012.txt/*.TXT",
+        "text",
+        2.5e6,
+        "Ada RM licence (free copying)",
+    ),
     ("golang-1.19-doc", "usr/share/doc/golang-1.19-doc/**/*.html", "html", 1e6, "BSD-3-Clause"),
-    ("haskell98-report", "usr/share/doc/haskell98-report/**/*.html", "html", 1.5e6, "Haskell report licence (free copying)"),
+    (
+        "haskell98-report",
+        "usr/share/doc/haskell98-report/**/*.html",
+        "html",
+        1.5e6,
+        "Haskell report licence (free copying)",
+    ),
     ("ghc-doc", "usr/share/doc/ghc-doc/html/users_guide/**/*.html", "html", 2.5e6, "BSD-3-Clause"),
     ("fp-docs-3.2.2", "usr/share/doc/fp-docs/3.2.2/ref/*.html", "html", 1.5e6, "LGPL-2.1+"),
     ("lua5.4", "usr/share/man/man1/*.gz", "man", 1e5, "MIT"),
@@ -290,7 +319,13 @@ SOURCES = [
     ("guile-3.0-doc", "usr/share/info/guile-3.0/*.info-*.gz", "info", 2.5e6, "GFDL-1.3+"),
     ("mit-scheme-doc", "usr/share/info/mit-scheme-ref.info-*.gz", "info", 1.2e6, "GFDL-1.2+"),
     ("sbcl-doc", "usr/share/info/sbcl.info-*.gz", "info", 1e6, "public domain, BSD"),
-    ("cppreference-doc-en-html", "usr/share/cppreference/doc/html/en/cpp/language/*.html", "html", 1.5e6, "CC-BY-SA-3.0"),
+    (
+        "cppreference-doc-en-html",
+        "usr/share/cppreference/doc/html/en/cpp/language/*.html",
+        "html",
+        1.5e6,
+        "CC-BY-SA-3.0",
+    ),
     ("cppreference-doc-en-html", "usr/share/cppreference/doc/html/en/c/language/*.html", "html", 1e6, "CC-BY-SA-3.0"),
     ("postgresql-doc-15", "usr/share/doc/postgresql-doc-15/html/*.html", "html", 5e6, "PostgreSQL"),
     ("sqlite3-doc", "usr/share/doc/sqlite3/*.html", "html", 3e6, "public domain"),
@@ -309,8 +344,10 @@ SOURCES = [
     ("apache2-doc", "usr/share/doc/apache2-doc/manual/en/**/*.html", "html", 2e6, "Apache-2.0"),
 ]
 HELD_OUT_PACKAGE = "python-tornado-doc"
-NOT_PROSE = re.compile(r"genindex|search\.html|modindex|_modules|_sources|changelog|changes|/all\.html|theindex|objects\.inv|"
-                       r"tocs?\.html|doc-contents|perltoc|uni_prop|perl5\d+delta|perlhist|_autosummary|coverage")
+NOT_PROSE = re.compile(
+    r"genindex|search\.html|modindex|_modules|_sources|changelog|changes|/all\.html|theindex|objects\.inv|"
+    r"tocs?\.html|doc-contents|perltoc|uni_prop|perl5\d+delta|perlhist|_autosummary|coverage"
+)
 
 
 def words(text):
@@ -329,7 +366,7 @@ def read_package(root, source, forbidden):
                    if p.is_file() and not p.is_symlink() and not NOT_PROSE.search(str(p)))
     texts, dropped, total = [], [], 0
     with Pool(2) as pool:
-        for path, text in zip(paths, pool.imap(read_file, [(p, kind) for p in paths], chunksize=8)):
+        for path, text in zip(paths, pool.imap(read_file, [(p, kind) for p in paths], chunksize=8), strict=False):
             if total > limit:
                 pool.terminate()
                 break
@@ -361,7 +398,7 @@ def train_tokenizer(texts, path, vocab_size=4096, seed=0):
         for text, share in texts:
             for _ in range(int(share * 1e6 / 20_000)):
                 start = int(rng.integers(0, max(1, len(text) - 20_000)))
-                yield from (l for l in text[start:start + 20_000].split("\n") if l)
+                yield from (line for line in text[start:start + 20_000].split("\n") if line)
         for _ in range(5000):
             for key, value in make_facts(rng, 20):
                 yield fact_line(key, value).strip("\n")
@@ -380,8 +417,9 @@ def train_tokenizer(texts, path, vocab_size=4096, seed=0):
 
 
 def prepare(packages, books, out, seed=0):
-    """Unpacked packages and books -> `out`: tokenizer.model, tokens as xz-compressed uint16, document ends, a report."""
+    """Unpacked packages and books -> `out`: tokenizer.model, tokens as xz-compressed uint16, document ends, report."""
     import lzma
+
     import sentencepiece as spm
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -397,8 +435,11 @@ def prepare(packages, books, out, seed=0):
     docs = {name: "".join(texts) for name, texts in docs.items()}
     tech_heldout = docs.pop(HELD_OUT_PACKAGE)
     seen = set().union(*(shingles(t) & forbidden for t in docs.values()))
-    print(f"default prompt: {len(forbidden)} shingles of 13 words, {len(seen)} of them ({len(seen) / len(forbidden):.3%}) "
-          f"in {sum(map(len, docs.values())) / 1e6:.1f} MB of documentation")
+    print(
+        f"default prompt: {len(forbidden)} shingles of 13 words, {len(seen)} of them "
+        f"({len(seen) / len(forbidden):.3%}) "
+        f"in {sum(map(len, docs.values())) / 1e6:.1f} MB of documentation"
+    )
     train_books = {p.name: p.read_text(errors="replace") for p in sorted(Path(books, "train").glob("*.txt"))}
     held_books = {p.name: p.read_text(errors="replace") for p in sorted(Path(books, "heldout").glob("*.txt"))}
     in_books = set().union(*(shingles(t) & forbidden for t in train_books.values()))
@@ -420,7 +461,10 @@ def prepare(packages, books, out, seed=0):
         low_high = np.concatenate(ids).view(np.uint8).reshape(-1, 2).T.tobytes()  # byte planes compress better
         Path(out, f"{name}.xz").write_bytes(lzma.compress(low_high, preset=3))
         np.save(out / f"{name}_ends.npy", ends)
-        print(f"{name}: {sum(map(len, texts)) / 1e6:.1f} MB, {ends[-1] / 1e6:.2f}M tokens, {len(ids)} documents", flush=True)
+        print(
+            f"{name}: {sum(map(len, texts)) / 1e6:.1f} MB, {ends[-1] / 1e6:.2f}M tokens, {len(ids)} documents",
+            flush=True,
+        )
 
     keys = list(train_books)
     save("books", [train_books[keys[i]] for i in order.permutation(len(keys))])
@@ -429,8 +473,12 @@ def prepare(packages, books, out, seed=0):
     save("heldout_books", list(held_books.values()))
     save("heldout_docs", [tech_heldout])
     save("default_prompt", [prompt])
-    (out / "report.json").write_text(json.dumps(
-        {"sources": report, "shingles": len(forbidden), "shared_docs": len(seen), "shared_books": len(in_books)}, indent=1))
+    (out / "report.json").write_text(
+        json.dumps(
+            {"sources": report, "shingles": len(forbidden), "shared_docs": len(seen), "shared_books": len(in_books)},
+            indent=1,
+        )
+    )
 
 
 class _Encode:

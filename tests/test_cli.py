@@ -79,8 +79,9 @@ def test_a_prompt_that_looks_like_a_flag_is_left_alone(monkeypatch):
 
 
 def test_binary_input_is_read_as_text(capsys):
-    done = subprocess.run([sys.executable, "generate.py", "--prompt-file", "-", "--max-new-tokens", "4", "--device", "cpu"],
-                          cwd=ROOT, capture_output=True, input=bytes(range(256)))
+    argv = ["--prompt-file", "-", "--max-new-tokens", "4", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "generate.py", *argv], cwd=ROOT, capture_output=True,
+                          input=bytes(range(256)))
     assert done.returncode == 0, done.stderr
 
 
