@@ -53,4 +53,4 @@ def pair():
 def tiny_engine():
     import triforce
 
-    return triforce.load("tiny", device="cpu", max_seq_len=4096)
+    return triforce.load("tiny", device="cpu", max_seq_len=4096, gamma=6)

@@ -18,11 +18,13 @@ class DenseKV:
 
     def __init__(self, rope: RotaryEmbedding, start: int = 0):
         self.rope, self.start = rope, start
+        self.n_head, self.n_kv_head = rope.config.n_head, rope.config.n_kv_head
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, H, M, D], k and v [B, K, M, D], all unrotated -> [B, H, M, D]."""
+    def attend(self, layer: int, heads: Tensor) -> Tensor:
+        """Unrotated queries, keys and values [B, H + 2K, M, D] -> [B, H, M, D]."""
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
         past = self.keys[layer].shape[2] if layer in self.keys else 0
         new, group = q.shape[2], q.shape[1] // k.shape[1]
         positions = torch.arange(past, past + new, device=q.device)

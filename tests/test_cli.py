@@ -13,7 +13,7 @@ import pytest
 from triforce import acceptance, cli
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--prompt", "The sea was calm and the wind", "--max-new-tokens", "12", "--device", "cpu"]
+SMALL = ["--prompt", "The sea was calm and the wind", "--max-new-tokens", "12", "--device", "cpu", "--gamma", "6"]
 
 
 def run(*args, stdin=None):

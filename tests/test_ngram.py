@@ -22,13 +22,14 @@ def test_proposals_equal_a_loop():
     rng = random.Random(0)
     for _ in range(200):
         rows = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
-        tape = Tape(torch.zeros(3, 40, dtype=torch.int64), SamplingParams.allocate(3, "cpu"), 3)
+        tape = Tape(torch.zeros(3, 40, dtype=torch.int64), None, SamplingParams.allocate(3, "cpu"), 3)
         for row, tokens in zip(tape.tokens, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
             row[len(tokens) :] = torch.randint(0, 3, (40 - len(tokens),))  # what an earlier proposal left
         drafter = NgramDrafter(tape, max_drafted=6, gamma=5, compiler=lambda step, name: step)
-        proposal = drafter.propose(torch.tensor([len(tokens) - 1 for tokens in rows]))
-        assert proposal.probs is None
+        probs = torch.full((3, 7, 3), 0.5)
+        proposal = drafter.propose(torch.tensor([len(tokens) - 1 for tokens in rows]), 6, probs)
+        assert torch.equal(probs[:, :6].argmax(-1), proposal.tokens) and (probs[:, :6].sum(-1) == 1).all()
         for row, tokens in enumerate(rows):
             count = int(proposal.num_drafted[row])
             assert proposal.tokens[row, :count].tolist() == look_up(tokens, 5)
@@ -38,7 +39,7 @@ def test_repeated_text_is_copied(tiny_engine):
     """A greedy small model loops sooner or later; then nearly every proposal is kept, and the text is the same."""
     import triforce
 
-    engine = triforce.load("tiny", device="cpu", draft="ngram", retrieval=False)
+    engine = triforce.load("tiny", device="cpu", draft="ngram", retrieval=False, gamma=6)
     prompt = "one two three four five six seven eight nine ten. " * 8
     out = engine.generate(prompt, 200, temperature=0.0, ignore_eos=True)
     assert out.tokens == tiny_engine.generate(prompt, 200, temperature=0.0, ignore_eos=True).tokens

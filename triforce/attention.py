@@ -67,9 +67,17 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
 def merge(a: State, b: State) -> State:
     """Attention over the union of two disjoint sets of keys. Two empty states merge to an empty one."""
     (out_a, lse_a), (out_b, lse_b) = a, b
-    weight = torch.sigmoid((lse_b - lse_a).nan_to_num(nan=0.0)).unsqueeze(-1)  # nan: -inf minus -inf, both outs are 0
-    wide = weight.dtype
-    return torch.lerp(out_a.to(wide), out_b.to(wide), weight), torch.logaddexp(lse_a, lse_b)
+    weight = (lse_b - lse_a).nan_to_num(nan=0.0).sigmoid()  # nan: -inf minus -inf, both outs are 0
+    return _mix(out_a, out_b, weight), torch.logaddexp(lse_a, lse_b)
+
+
+def merge_last(a: State, b: State) -> Tensor:
+    """The output alone of `merge`, where every row of `a` or `b` sees a key: the last merge of a step."""
+    return _mix(a[0], b[0], (b[1] - a[1]).sigmoid())
+
+
+def _mix(out_a: Tensor, out_b: Tensor, weight: Tensor) -> Tensor:
+    return torch.lerp(out_a.to(weight.dtype), out_b.to(weight.dtype), weight.unsqueeze(-1))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

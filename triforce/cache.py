@@ -149,7 +149,7 @@ class TargetBlock:
         cos, sin = cache.rope(positions)
         self.cos, self.sin = cos[:, None], sin[:, None]  # [B, 1, M, D]
         slots = positions - cache.full.len[:, None]  # [B, M]
-        self.slots = slots[:, None, :, None]
+        self.slots = slots[:, None, :, None].expand(-1, cache.config.n_kv_head, -1, cache.config.head_dim)
         tail = torch.arange(cache.tail_k[0].shape[2], device=start.device)
         self.tail_bias = attention.fold_mask(tail <= slots[..., None], cache.group)  # [B, 1, G * M, T]
         self.ragged_bias = None
@@ -158,27 +158,28 @@ class TargetBlock:
             visible = (ragged < view.len[:, None])[:, None].expand(-1, rows, -1)  # [B, M, max_len - dense_len]
             self.ragged_bias = attention.fold_mask(visible, cache.group)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Unrotated q [B, H, M, D], k, v [B, K, M, D] -> [B, H, M, D]. Writes k and v into the tail."""
-        cache, n_head = self.cache, q.shape[1]
-        q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+    def attend(self, layer: int, heads: Tensor) -> Tensor:
+        """Unrotated queries, keys and values [B, H + 2K, M, D] -> [B, H, M, D]. Writes K and V into the tail."""
+        cache, n_head, n_kv_head = self.cache, self.cache.config.n_head, self.cache.config.n_kv_head
+        rotated, v = rotate(heads[:, :-n_kv_head], self.cos, self.sin), heads[:, -n_kv_head:]
+        q, k = rotated[:, :n_head], rotated[:, n_head:]
         if self.keep_queries:
-            cache.queries[layer].copy_(q)
+            cache.queries[layer][:, :, : q.shape[2]] = q
         tail_k, tail_v = cache.tail_k[layer], cache.tail_v[layer]
-        slots = self.slots.expand_as(k)
-        tail_k.scatter_(2, slots, k)
-        tail_v.scatter_(2, slots, v)
-        q = attention.fold(q, k.shape[1])  # [B, K, G * M, D]
+        tail_k.scatter_(2, self.slots, k)
+        tail_v.scatter_(2, self.slots, v)
+        q = attention.fold(q, n_kv_head)  # [B, K, G * M, D]
         state = attention.masked(q, tail_k, tail_v, self.tail_bias, no_empty_rows=True)
         prefix_k, prefix_v = self.view.k[layer], self.view.v[layer]
-        if self.dense_len > 0:
-            dense = attention.partial(q, prefix_k[:, :, : self.dense_len], prefix_v[:, :, : self.dense_len])
-            state = attention.merge(dense, state)
         if self.ragged_bias is not None:
             ragged = slice(self.dense_len, self.max_len)
             state = attention.merge(state, attention.masked(q, prefix_k[:, :, ragged], prefix_v[:, :, ragged],
                                                             self.ragged_bias))
-        return attention.unfold(state[0], n_head).to(v.dtype)
+        out = state[0]
+        if self.dense_len > 0:
+            dense = attention.partial(q, prefix_k[:, :, : self.dense_len], prefix_v[:, :, : self.dense_len])
+            out = attention.merge_last(dense, state)
+        return attention.unfold(out, n_head).to(v.dtype)
 
 
 class PrefillBlock:
@@ -188,9 +189,10 @@ class PrefillBlock:
         self.cache, self.row, self.start, self.stop, self.keep_queries = cache, row, start, stop, keep_queries
         self.cos, self.sin = cache.rope(torch.arange(start, stop, device=cache.full.len.device))  # [M, D]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [1, H, M, D], k, v [1, K, M, D] -> [1, H, M, D]."""
-        cache, n_head, n_kv_head = self.cache, q.shape[1], k.shape[1]
+    def attend(self, layer: int, heads: Tensor) -> Tensor:
+        """Unrotated queries, keys and values [1, H + 2K, M, D] -> [1, H, M, D]."""
+        cache, n_head, n_kv_head = self.cache, self.cache.config.n_head, self.cache.config.n_kv_head
+        q, k, v = heads.split([n_head, n_kv_head, n_kv_head], dim=1)
         q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         if self.keep_queries:
             queries = cache.queries[layer][self.row]
@@ -248,7 +250,7 @@ class StreamingBlock:
         ring = capacity - sink
         positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
         slots = torch.where(positions < sink, positions, sink + (positions - sink) % ring)
-        self.slots = slots[:, None, :, None]
+        self.slots = slots[:, None, :, None].expand(-1, cache.config.n_kv_head, -1, cache.config.head_dim)
         # Which position each slot holds once this block is written: the newest one that maps to it.
         slot = torch.arange(capacity, device=start.device)
         newest = positions[:, -1:]
@@ -265,13 +267,14 @@ class StreamingBlock:
         group = cache.config.n_head // cache.config.n_kv_head
         self.bias = attention.fold_mask((held <= positions) & recent, group)  # [B, 1, G * M, capacity]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Unrotated q [B, H, M, D], k, v [B, K, M, D] -> [B, H, M, D]."""
+    def attend(self, layer: int, heads: Tensor) -> Tensor:
+        """Unrotated queries, keys and values [B, H + 2K, M, D] -> [B, H, M, D]."""
+        n_head, n_kv_head = self.cache.config.n_head, self.cache.config.n_kv_head
+        q, k, v = heads.split([n_head, n_kv_head, n_kv_head], dim=1)
         cache_k, cache_v = self.cache.k[layer], self.cache.v[layer]
-        slots = self.slots.expand_as(k)
-        cache_k.scatter_(2, slots, k)
-        cache_v.scatter_(2, slots, v)
+        cache_k.scatter_(2, self.slots, k)
+        cache_v.scatter_(2, self.slots, v)
         keys = rotate(cache_k, self.key_cos, self.key_sin)
-        rows = attention.fold(rotate(q, self.cos, self.sin), k.shape[1])
+        rows = attention.fold(rotate(q, self.cos, self.sin), n_kv_head)
         state = attention.masked(rows, keys, cache_v, self.bias, no_empty_rows=True)
-        return attention.unfold(state[0], q.shape[1]).to(v.dtype)
+        return attention.unfold(state[0], n_head).to(v.dtype)

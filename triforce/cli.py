@@ -48,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
     spec = p.add_argument_group("speculation")
     spec.add_argument("--budget", type=_budget, help="tokens of the retrieval view, or a fraction of the prompt: 0.1")
     spec.add_argument("--chunk-size", type=int, default=8, help="tokens retrieved together (default 8)")
-    spec.add_argument("--gamma", type=int, default=6, help="tokens proposed per full verify (default 6)")
-    spec.add_argument("--gamma-inner", type=int, default=2, help="tokens drafted per retrieval verify (default 2)")
+    spec.add_argument("--gamma", type=_gamma, default="auto", help="tokens proposed per full verify (default: auto)")
+    spec.add_argument("--gamma-inner", type=int, help="tokens drafted per retrieval verify (default 2; auto: up to 3)")
     spec.add_argument("--block-size", type=int, help="rows of a full verify (default 8)")
     spec.add_argument("--prefill-chunk-size", type=int, help="tokens prefilled at a time (default: 1024, CUDA 8192)")
     spec.add_argument("--no-retrieval", action="store_true", help="the draft is checked by the full cache directly")
@@ -58,6 +58,13 @@ def parser() -> argparse.ArgumentParser:
                       help="compare with autoregression: speed and 64 greedy tokens (default: only without flags)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     return p
+
+
+def _gamma(value: str) -> int | str:
+    try:
+        return value if value == "auto" else int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is neither a number of tokens nor 'auto'") from None
 
 
 def _budget(value: str) -> int | float:

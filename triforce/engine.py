@@ -219,11 +219,9 @@ class Engine:
             sampling: temperature, top_p, top_k, min_p, seed: see `SamplingParams.set`.
         """
         state = self._state_for(len(ids), max(map(len, ids)), max_new_tokens)
-        state.params.set(**sampling)
-        hot, top_p, top_k = (value if isinstance(value, (list, tuple)) else [value] for value in
-                             (sampling["temperature"], sampling["top_p"], sampling["top_k"]))
-        uses_filter = any(p is not None and p < 1 for p in top_p) or any(top_k)
-        state.tape.filtered = self.compile or uses_filter and any(hot)
+        state.params.set(specialize=not self.compile, **sampling)
+        # Greedy output is promised to be the same bits; drawn tokens follow the same law from steps of any size.
+        state.set_tight(self.device.type == "cpu" and not self.compile and not state.params.uses.greedy)
         if state.prompts == ids:
             state.rewind(max_new_tokens)
             return state

@@ -16,8 +16,8 @@ from .tokenizer import Tokenizer
 def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = None, retrieval: bool = True,
          device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
          compile: bool | None = None, max_seq_len: int | None = None, max_batch_size: int = 1,
-         budget: int | float | None = None, chunk_size: int = 8, gamma: int = 6,
-         gamma_inner: int = 2, block_size: int | None = None, **settings) -> Engine:
+         budget: int | float | None = None, chunk_size: int = 8, gamma: int | str = "auto",
+         gamma_inner: int | None = None, block_size: int | None = None, **settings) -> Engine:
     """Loads a target, and a draft if there is one, ready to generate.
 
     Args:
@@ -33,8 +33,10 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         budget: tokens of the retrieval view, or a fraction of the prompt (0.1). None: 1/32 of the prompt, in steps of
             256, between 256 and 4096.
         chunk_size: tokens that are retrieved together.
-        gamma: tokens proposed per verify over the full cache, at most block_size - 1.
-        gamma_inner: tokens that the draft proposes per verify over the retrieval view.
+        gamma: tokens proposed per verify over the full cache, at most block_size - 1. "auto": chosen from round to
+            round by measured step times and observed acceptance, and so is which levels draft at all. The output's
+            law is the same; but as times vary, a seed gives the same text again only with a number here.
+        gamma_inner: tokens that the draft proposes per verify over the retrieval view. None: 2; at most 3 with "auto".
         block_size: rows of every verify. None: 8, or 1 where nothing drafts.
         settings: the remaining fields of `triforce.state.Settings`.
 
@@ -53,13 +55,16 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     drafts = retrieval or ngram or draft_folder is not None
     if block_size is None:
         block_size = 8 if drafts else 1
-    gamma_inner = min(gamma_inner, max(block_size - 1, 1)) if gamma_inner == 2 else gamma_inner
+    auto = gamma == "auto"
+    gamma = max(block_size - 1, 1) if auto else gamma
+    if gamma_inner is None:
+        gamma_inner = min(3 if auto else 2, max(block_size - 1, 1))
     known = Settings.__dataclass_fields__
     for name in settings:
         if name not in known:
             raise UserError(f"{name} is not a setting; settings are {', '.join(sorted(known))}")
     settings.setdefault("prefill_chunk_size", 8192 if device.type == "cuda" else 1024)
-    shape = Settings(gamma=gamma, gamma_inner=gamma_inner, block_size=block_size, retrieval=retrieval,
+    shape = Settings(gamma=gamma, gamma_inner=gamma_inner, block_size=block_size, retrieval=retrieval, auto=auto,
                      chunk_size=chunk_size, ngram=ngram, **settings)
     _check_settings(shape, drafts, max_batch_size, budget)
 

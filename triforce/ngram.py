@@ -19,11 +19,9 @@ class NgramDrafter:
     index costs to keep, and it runs on the device without a host sync.
 
     Args:
-        max_drafted: n of the level that checks it. gamma: how many tokens to propose, at most max_drafted.
+        max_drafted: the most tokens of a proposal. gamma: how many to propose now.
         longest: tokens that are compared. shortest: a match of fewer proposes nothing.
     """
-
-    probs = None
 
     def __init__(self, tape: Tape, *, max_drafted: int, gamma: int, longest: int = 4, shortest: int = 2, compiler):
         self.tape, self.max_drafted, self.gamma = tape, max_drafted, gamma
@@ -32,16 +30,17 @@ class NgramDrafter:
         self.step = compiler(self._step, "ngram")
 
     def prefill(self, row: int, length: int) -> None:
-        """The tape is all there is."""
+        """Nothing to take in: it reads the tape."""
 
     def commit(self, length: Tensor) -> None:
         """Nothing is remembered between proposals."""
 
-    def propose(self, start: Tensor) -> Proposal:
-        self.step(start)
-        return Proposal(self.tokens, None, self.num_drafted)
+    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Proposal:
+        self.step(start, probs)
+        torch.clamp(self.num_drafted, max=min(self.gamma, n), out=self.num_drafted)
+        return Proposal(self.tokens[:, :n], self.num_drafted)
 
-    def _step(self, start: Tensor) -> None:
+    def _step(self, start: Tensor, probs: Tensor | None) -> None:
         tokens = self.tape.tokens  # [B, N]
         position = torch.arange(tokens.shape[1], device=tokens.device)
         run = torch.ones_like(tokens, dtype=torch.bool)
@@ -55,5 +54,30 @@ class NgramDrafter:
         long_enough = matched.gather(1, best[:, None]).squeeze(1) >= self.shortest
         follow = best[:, None] + 1 + torch.arange(self.max_drafted, device=tokens.device)
         self.tokens.copy_(tokens.gather(1, torch.minimum(follow, start[:, None])))
-        known = (start - best).clamp(max=self.gamma)  # what follows the match ends at the newest token
+        known = (start - best).clamp(max=self.max_drafted)  # what follows the match ends at the newest token
         self.num_drafted.copy_(torch.where(long_enough, known, 0))
+        if probs is not None:  # the checker expects laws: all their mass lies on the token
+            n = probs.shape[1] - 1
+            probs[:, :n] = torch.zeros_like(probs[:, :n]).scatter(2, self.tokens[:, :n, None], 1.0)
+
+
+class NgramMeter:
+    """How often looking up would have been right: on the host, from kept tokens, whether or not it was used.
+
+    One dictionary entry a token, so it costs next to nothing per token, whatever the prompt's length.
+    """
+
+    def __init__(self, tokens: list[int], length: int = 3):
+        self.tokens, self.length, self.follows = list(tokens), length, {}
+        for end in range(length, len(tokens)):
+            self.follows[tuple(tokens[end - length : end])] = tokens[end]
+
+    def update(self, tokens: list[int]) -> tuple[int, int]:
+        """Takes in kept tokens; returns how many of them a look-up would have got right, and how many there were."""
+        hits = 0
+        for token in tokens:
+            key = tuple(self.tokens[-self.length :])
+            hits += self.follows.get(key) == token
+            self.follows[key] = token
+            self.tokens.append(token)
+        return hits, len(tokens)

@@ -7,11 +7,10 @@ and a row of a batch draws what it would draw alone. No function here makes the 
 Shapes: B batch, V vocabulary, n positions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .errors import UserError
 
@@ -28,6 +27,7 @@ class SamplingParams:
     top_k: Tensor  # [B] int64; 0 keeps all
     min_p: Tensor  # [B] float32 in [0, 1); 0 keeps all
     seed: Tensor  # [B] int64
+    uses: "Uses" = field(default_factory=lambda: Uses())
 
     @classmethod
     def allocate(cls, batch: int, device) -> "SamplingParams":
@@ -35,13 +35,20 @@ class SamplingParams:
         ints = torch.zeros(batch, dtype=torch.int64, device=device)
         return cls(*floats, ints, torch.zeros(batch, device=device), ints.clone())
 
-    def set(self, **values) -> None:
+    def tensors(self) -> list[Tensor]:
+        return [self.temperature, self.top_p, self.top_k, self.min_p, self.seed]
+
+    def set(self, specialize: bool = False, **values) -> None:
         """Overwrites all rows in place: temperature, top_p, top_k, min_p, seed, as checked by `check_sampling`.
 
         Scalars hold for every row, sequences give one value a row. None is "keep all" for the filters.
+
+        Args:
+            specialize: skip whatever no row needs. For eager steps: a compiled one would be compiled anew.
         """
         rows = len(self.seed)
         check_sampling(values, rows)
+        columns = {}
         for name, value in values.items():
             column = list(value) if isinstance(value, (list, tuple)) else [value] * rows
             column = [_KEEP_ALL[name] if one is None else one for one in column]
@@ -49,6 +56,24 @@ class SamplingParams:
                 column = [max(one, 1e-6) if one > 0 else 0.0 for one in column]
             target = getattr(self, name)
             target.copy_(torch.tensor(column, dtype=target.dtype))
+            columns[name] = column
+        hot = any(columns.get("temperature", [1.0]))
+        top_k = any(columns.get("top_k", [0]))
+        self.uses = Uses(top_k=top_k) if not specialize else Uses(
+            greedy=0.0 in columns.get("temperature", []), hot=hot, top_k=hot and top_k,
+            top_p=hot and any(p < 1 for p in columns.get("top_p", [])), min_p=hot and any(columns.get("min_p", [])))
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Which parts of `probabilities` some row needs; the others may be skipped."""
+
+    greedy: bool = True
+    hot: bool = True
+    top_k: bool = True
+    top_p: bool = True
+    min_p: bool = True
+
 
 _KEEP_ALL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _RANGES = {
@@ -74,41 +99,61 @@ def check_sampling(values: dict, rows: int) -> None:
                 raise UserError(f"{name} ({one!r}) must be {wanted}")
 
 
-def probabilities(logits: Tensor, params: SamplingParams, filtered: bool = True) -> Tensor:
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     """The law that tokens are drawn from: temperature, then top-k, top-p and min-p, renormalised.
 
-    A token as probable as the least probable one kept is kept too, so ties do not depend on a sort's order. Rows of
+    A token as probable as the least probable one kept is kept too, so ties do not depend on an order. Rows of
     temperature 0 put all mass on the argmax.
 
     Args:
         logits: [B, n, V].
-        filtered: False skips the sort; the caller knows that no row uses top-k or top-p.
 
     Returns:
         [B, n, V], float32 or wider.
     """
+    uses = params.uses
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(wide)
-    greedy = (params.temperature == 0)[:, None, None]
     temperature = params.temperature.to(wide)[:, None, None]
-    probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature), dim=-1)
-    top = probs.amax(-1, keepdim=True)
-    threshold = params.min_p.to(wide)[:, None, None] * top  # [B, n, 1]
-    if filtered:
-        top_k, top_p = params.top_k[:, None, None], params.top_p.to(wide)[:, None, None]
-        ranked = _most_probable(probs, params)  # [B, n, V or fewer]
-        rank = torch.arange(ranked.shape[-1], device=logits.device)
-        ranked = torch.where((rank < top_k) | (top_k == 0), ranked, 0.0)
-        total = torch.where(top_k == 0, probs.sum(-1, keepdim=True), ranked.sum(-1, keepdim=True))
-        before = ranked.cumsum(-1) - ranked  # mass of the more probable tokens
-        kept = (ranked > 0) & ((before < top_p * total) | (top_p == 1))
-        last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
-        nucleus = torch.where((top_k == 0) & (top_p == 1), 0.0, ranked.gather(-1, last))
-        threshold = torch.maximum(threshold, nucleus)
-    probs = torch.where(probs >= threshold, probs, 0.0)
-    probs = probs / probs.sum(-1, keepdim=True)
-    one_hot = F.one_hot(logits.argmax(-1), logits.shape[-1]).to(wide)
-    return torch.where(greedy, one_hot, probs)
+    greedy = temperature == 0
+    if uses.greedy:
+        one_hot = torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        if not uses.hot:
+            return one_hot
+        temperature = torch.where(greedy, 1.0, temperature)
+    probs = torch.softmax(logits / temperature, dim=-1)
+    thresholds = []
+    if uses.top_k or uses.top_p:
+        thresholds.append(_smallest_kept(probs, params))
+    if uses.min_p:
+        thresholds.append(params.min_p.to(wide)[:, None, None] * probs.amax(-1, keepdim=True))
+    if thresholds:
+        threshold = thresholds[0] if len(thresholds) == 1 else torch.maximum(*thresholds)
+        probs = torch.where(probs >= threshold, probs, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return torch.where(greedy, one_hot, probs) if uses.greedy else probs
+
+
+def _smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
+    """The least probability that survives top-k and top-p, [B, n, 1]; 0 where all do."""
+    if probs.dtype == torch.float32 and probs.is_cuda:
+        return _search_threshold(probs, params)
+    ranked = _most_probable(probs, params)  # [B, n, V or fewer]
+    total, top_p = 1.0, params.top_p.to(probs.dtype)[:, None, None]
+    if params.uses.top_k:
+        top_k = params.top_k[:, None, None]
+        everything = top_k == 0
+        ranked = torch.where((torch.arange(ranked.shape[-1], device=probs.device) < top_k) | everything, ranked, 0.0)
+        total = torch.where(everything, 1.0, ranked.sum(-1, keepdim=True))
+    before = ranked.cumsum(-1) - ranked  # mass of the more probable tokens
+    kept = (before < top_p * total) & (ranked > 0)
+    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
+    smallest = ranked.gather(-1, last)
+    keeps_all = top_p == 1
+    if params.uses.top_k:
+        by_count = ranked.gather(-1, ((ranked > 0).sum(-1, keepdim=True) - 1).clamp(min=0))
+        return torch.where(keeps_all, torch.where(everything, 0.0, by_count), smallest)
+    return torch.where(keeps_all, 0.0, smallest)
 
 
 def _most_probable(probs: Tensor, params: SamplingParams) -> Tensor:
@@ -117,11 +162,43 @@ def _most_probable(probs: Tensor, params: SamplingParams) -> Tensor:
     if probs.device.type == "cpu" and not torch.compiler.is_compiling() and probs.shape[-1] > few:
         # A CPU sorts slowly and looks for free: nearly always the first few hold the nucleus.
         ranked = probs.topk(few).values
-        top_k = params.top_k[:, None]
-        by_mass = (ranked.sum(-1) >= params.top_p[:, None]) | (params.top_p[:, None] == 1)
-        if bool(torch.where(top_k == 0, by_mass, top_k <= few).all()):
+        top_p = params.top_p[:, None]
+        enough = (ranked.sum(-1) >= top_p) | (top_p == 1)
+        if params.uses.top_k:
+            top_k = params.top_k[:, None]
+            enough = torch.where(top_k == 0, enough, top_k <= few)
+        if bool(enough.all()):
             return ranked
     return probs.sort(dim=-1, descending=True).values
+
+
+def _search_threshold(probs: Tensor, params: SamplingParams) -> Tensor:
+    """`_smallest_kept` without a sort: a GPU sorts 32,000 numbers in the time of fifty passes over them.
+
+    Floats of one sign are ordered as their bits are. So the largest threshold at which the tokens at or above it
+    still hold the wanted mass (or number) is found digit by digit, four bits a pass.
+    """
+    bits = probs.view(torch.int32)
+
+    def largest(weight: Tensor, wanted: Tensor) -> Tensor:  # [B, n, 1] int32: sum of weight at or above it >= wanted
+        low = torch.zeros_like(bits[..., :1])
+        for shift in range(28, -1, -4):  # no probability has a bit above the 30th
+            digits = torch.arange(1, 4 if shift == 28 else 16, device=bits.device, dtype=torch.int32)
+            tried = low + (digits << shift)  # [B, n, 15]
+            above = bits[..., None, :] >= tried[..., None]  # [B, n, 15, V]
+            mass = torch.where(above, weight[..., None, :], 0).sum(-1)
+            low = low + ((mass >= wanted).sum(-1, keepdim=True, dtype=torch.int32) << shift)
+        return low
+
+    floor = torch.zeros_like(bits[..., :1])
+    top_p, total = params.top_p[:, None, None], 1.0
+    if params.uses.top_k:
+        top_k = params.top_k[:, None, None]
+        floor = torch.where(top_k == 0, floor, largest(torch.ones_like(bits), top_k))
+        total = torch.where(bits >= floor, probs, 0.0).sum(-1, keepdim=True)
+    nucleus = largest(probs, top_p * total)
+    smallest = torch.maximum(torch.where(top_p == 1, 0, nucleus), floor)
+    return smallest.view(torch.float32)
 
 
 def sample(probs: Tensor, u: Tensor) -> Tensor:
@@ -133,11 +210,15 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
     return (cumulative <= u[..., None] * cumulative[..., -1:]).sum(-1)
 
 
-def uniform(seed: Tensor, position: Tensor, level: int, purpose: int) -> Tensor:
-    """Uniform numbers in [0, 1): seed [B], position [B, n] -> [B, n] float64, multiples of 2**-52."""
+def uniform(seed: Tensor, position: Tensor, level: int, purpose: int | Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), float64, multiples of 2**-52: seed [B], position [B, n] -> [B, n].
+
+    A tensor of purposes, [P, 1, 1], gives [P, B, n].
+    """
     state = _mix(seed + _GOLDEN)[:, None]
     state = _mix(state + position * _GOLDEN)
-    state = _mix(state + _signed((2 * level + purpose + 1) * _GOLDEN))
+    key = 2 * level + purpose + 1
+    state = _mix(state + (_signed(key * _GOLDEN) if isinstance(key, int) else key * _GOLDEN))
     return _shift(state, 12).double() * 2.0**-52
 
 

@@ -1,7 +1,7 @@
 """Drafters, and the speculator that checks them: the hierarchy is their composition. Knows nothing of text or stopping.
 
-    inner = Speculator(target, retrieval view, drafter=ModelDrafter(draft), ...)
-    outer = Speculator(target, full view,      drafter=inner, ...)
+    inner = Speculator(target, retrieval view, drafters=(ModelDrafter(draft), ...), ...)
+    outer = Speculator(target, full view,      drafters=(inner, ...), ...)
 
 A speculator is itself a drafter: the tokens it emits follow exactly the law of its own model and view, and it says
 which law that was. With no drafter it is autoregression. All levels write on one **tape**, the tokens of each row by
@@ -10,7 +10,7 @@ the token at index `length` is known and not yet computed ("pending").
 
 Everything between two reads of `Speculator.outbox` is enqueued without the host waiting for the device.
 
-Shapes: B batch, M rows of a block, n = M - 1 drafted tokens at most, V vocabulary.
+Shapes: B batch, M rows of a block, n drafted tokens, at most M - 1, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ from .model import Transformer
 from .sampling import ACCEPT, SAMPLE, SamplingParams
 
 DRAFT, RETRIEVAL, FULL = 0, 1, 2  # levels: they key the noise
+BONUS, ACCEPTED, MISSED = 0, 1, 2  # where a token of the inner level came from: not drafted, drafted, drafted in vain
 
 
 class Proposal(NamedTuple):
     """What a drafter proposes to follow the pending token. Buffers, valid until the drafter is next called."""
 
     tokens: Tensor  # [B, n]; those from num_drafted on are padding
-    probs: Tensor | None  # [B, n or more, V]: row i is the law that tokens[:, i] was drawn from; None: deterministic
     num_drafted: Tensor  # [B]
     parents: Tensor | None = None  # None: a chain
 
@@ -40,13 +40,15 @@ class Proposal(NamedTuple):
 class Drafter(Protocol):
     """Whether position i is drafted may depend on tokens before i and on the law at i, never on token i itself."""
 
-    probs: Tensor | None
+    gamma: int  # how many tokens to propose; may change between proposals
 
-    def prefill(self, row: int, length: int) -> None:
-        """The first `length` tokens of a row's tape are settled: take them in."""
+    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Proposal:
+        """Drafts what follows the tape's token at `start` [B], at most n tokens.
 
-    def propose(self, start: Tensor) -> Proposal:
-        """Drafts what follows the tape's token at `start` [B]; writes the draft on the tape as well."""
+        Args:
+            probs: [B, n + 1, V], written: row i the law that token i was drawn from; the last row may hold anything.
+                None: the proposal must be deterministic.
+        """
 
     def commit(self, length: Tensor) -> None:
         """Of what was drafted, tokens before index `length` [B] were kept; the one at `length` is new."""
@@ -57,23 +59,23 @@ class Tape:
     """What the levels of one batch of conversations share."""
 
     tokens: Tensor  # [B, capacity]
+    origin: Tensor  # [B, capacity]: BONUS, ACCEPTED or MISSED, for tokens that the inner level emitted
     params: SamplingParams
     vocab_size: int  # ids that the tokenizer can name; logits beyond are padding
-    filtered: bool = True  # False: no row uses top-k or top-p, and the sort may be skipped
 
     def law(self, logits: Tensor) -> Tensor:
-        return sampling.probabilities(logits[..., : self.vocab_size], self.params, self.filtered)
+        return sampling.probabilities(logits[..., : self.vocab_size], self.params)
 
-    def uniform(self, position: Tensor, level: int, purpose: int) -> Tensor:
+    def uniform(self, position: Tensor, level: int, purpose: int | Tensor) -> Tensor:
         return sampling.uniform(self.params.seed, position, level, purpose)
 
     def after(self, start: Tensor, count: int) -> Tensor:
         """The `count` tokens after index start [B]: [B, count]."""
         return self.tokens.gather(1, start[:, None] + 1 + torch.arange(count, device=start.device))
 
-    def buffer(self, *shape: int, like: Transformer | None = None) -> Tensor:
+    def buffer(self, *shape: int, like: Transformer | None = None, dtype=torch.int64) -> Tensor:
         """A static zero buffer: int64, or wide enough for probabilities of `like`."""
-        dtype = torch.int64 if like is None else torch.promote_types(like.dtype, torch.float32)
+        dtype = dtype if like is None else torch.promote_types(like.dtype, torch.float32)
         return static(torch.zeros(len(self.tokens), *shape, dtype=dtype, device=self.tokens.device))
 
 
@@ -81,7 +83,7 @@ class ModelDrafter:
     """A small model over a streaming cache, one token a step.
 
     Args:
-        max_drafted: n of the level that checks it. gamma: how many tokens to propose, at most max_drafted.
+        max_drafted: the most tokens of a proposal. gamma: how many to propose now.
     """
 
     # The most tokens that are settled between two proposals and that the draft has not seen: the last drafted one, a
@@ -94,11 +96,11 @@ class ModelDrafter:
         self.model, self.cache, self.tape, self.gamma = model, cache, tape, gamma
         self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
         self.num_drafted = tape.buffer()
-        self.max_drafted = max_drafted
-        self.probs = tape.buffer(max_drafted, tape.vocab_size, like=model)
+        self.noise = tape.buffer(max_drafted, dtype=torch.float64)
         self.step = compiler(self._step, "draft")
 
     def prefill(self, row: int, length: int) -> None:
+        """Takes in a tape of which the first `length` tokens are settled."""
         # A window's worth of context per layer reaches as far as attention over the window can look back.
         span = min(self.model.config.n_layer, 4) * self.cache.window_size
         cache, rows = self.cache.row(row), self.PREFILL_ROWS
@@ -114,31 +116,36 @@ class ModelDrafter:
             self.model(tokens, StreamingBlock(cache, position, tokens.shape[1]))
         self.length[row].fill_(length)
 
-    def propose(self, start: Tensor) -> Proposal:
+    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Proposal:
         self.base.copy_(start)
         self.head.copy_(start)
-        self.num_drafted.fill_(self.gamma)
-        for i in range(self.gamma):
-            self.step(self.CATCH_UP_ROWS if i == 0 else 1)
-        return Proposal(self.tape.after(start, self.max_drafted), self.probs, self.num_drafted)
+        count = min(self.gamma, n)
+        self.num_drafted.fill_(count)
+        for i in range(count):
+            self.step(self.CATCH_UP_ROWS if i == 0 else 1, probs)
+        return Proposal(self.tape.after(start, n), self.num_drafted)
 
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
 
-    def _step(self, rows: int) -> None:
+    def _step(self, rows: int, probs: Tensor) -> None:
         """Takes in the tape up to `head`, then draws the token at head + 1."""
         tape, length, head = self.tape, self.length, self.head
+        if rows > 1:  # the first of a proposal draws the numbers for all
+            ahead = self.base[:, None] + 1 + torch.arange(self.noise.shape[1], device=length.device)
+            self.noise.copy_(tape.uniform(ahead, DRAFT, SAMPLE))
         index = length[:, None] + torch.arange(rows, device=length.device)
         tokens = tape.tokens.gather(1, torch.minimum(index, head[:, None]))  # padded with a valid token
         hidden = self.model(tokens, StreamingBlock(self.cache, length, rows))  # [B, rows, dim]
-        last = (head - length)[:, None, None].expand(-1, 1, hidden.shape[2])
-        law = tape.law(self.model.output(hidden.gather(1, last)))  # [B, 1, V]
-        position = head[:, None] + 1
-        token = sampling.sample(law, tape.uniform(position, DRAFT, SAMPLE))  # [B, 1]
-        tape.tokens.scatter_(1, position, token)
-        self.probs.scatter_(1, (head - self.base)[:, None, None].expand(-1, 1, law.shape[2]), law)
-        length.copy_(position[:, 0])
-        head.copy_(position[:, 0])
+        if rows > 1:
+            hidden = hidden.gather(1, (head - length)[:, None, None].expand(-1, 1, hidden.shape[2]))
+        law = tape.law(self.model.output(hidden))  # [B, 1, V]
+        at = (head - self.base)[:, None]
+        token = sampling.sample(law, self.noise.gather(1, at))  # [B, 1]
+        head += 1
+        tape.tokens.scatter_(1, head[:, None], token)
+        probs.scatter_(1, at[..., None].expand_as(law), law)
+        length.copy_(head)
 
 
 class Speculator:
@@ -147,88 +154,106 @@ class Speculator:
     Args:
         rows: M, the block's size: the pending token and up to M - 1 drafted ones.
         level: keys the noise.
-        max_drafted, gamma, rounds: in the role of a drafter: n of the level above, how many tokens to propose, and
-            in how many rounds of its own (fixed, so that no host sync is needed).
+        drafters: those that may propose to this level, the first of them now. All hear what is committed.
+        dense: the proposals come with laws; False: all of them are deterministic.
+        gamma, rounds: in the role of a drafter: how many tokens to propose, and in how many rounds of its own (fixed
+            beforehand, so that no host sync is needed).
         keep_queries: keep each layer's queries for retrieval.
         position: (length, limit), [B] each, to share with another speculator over the same conversation.
     """
 
     def __init__(self, model: Transformer, cache: TargetCache, view: View, tape: Tape, *, level: int, rows: int,
-                 drafter: Drafter | None = None, max_drafted: int = 0, gamma: int = 0, rounds: int = 0,
+                 drafters: tuple[Drafter, ...] = (), dense: bool = True, gamma: int = 0, rounds: int = 0,
                  keep_queries: bool = False, keep_logits: bool = False, position=None, compiler):
         self.model, self.cache, self.view, self.tape = model, cache, view, tape
-        self.level, self.rows, self.drafter, self.keep_queries = level, rows, drafter, keep_queries
-        self.max_drafted, self.gamma, self.rounds = max_drafted, gamma, rounds
+        self.level, self.rows, self.drafters, self.keep_queries = level, rows, drafters, keep_queries
+        self.drafter = drafters[0] if drafters else None
+        self.gamma, self.rounds = gamma, rounds
         # No round moves `length` past `limit`.
         self.length, self.limit = position or (tape.buffer(), tape.buffer())
-        self.base, self.num_drafted = tape.buffer(), tape.buffer()
-        self.probs = tape.buffer(max_drafted + 1, tape.vocab_size, like=model) if max_drafted else None
+        self.base, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
+        self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if drafters and dense else None
         self.logits = tape.buffer(rows, model.config.vocab_size, like=model) if keep_logits else None
-        self.outbox = tape.buffer(rows + 3)  # M tokens, then num_emitted, num_accepted, num_drafted of the last round
+        # M tokens, the origins of the drafted ones, then num_emitted, num_accepted, num_drafted of the last round.
+        self.outbox = tape.buffer(2 * rows + 2)
         self.totals = tape.buffer(2)  # accepted, drafted since the counters were last zeroed
         self.speculate = True
-        self._nothing = tape.buffer(rows - 1), tape.buffer()
+        # Steps of just the drafted rows instead of M: on a CPU a padded row costs, and reading a length does not.
+        self.tight = False
+        self._nothing = Proposal(tape.buffer(rows - 1), tape.buffer())
         self.step = compiler(self._step, f"level{level}_rows{rows}")
 
-    def prefill(self, row: int, length: int) -> None:
-        if self.drafter is not None:
-            self.drafter.prefill(row, length)
+    def round(self, probs: Tensor | None = None) -> None:
+        """Emits 1 to M tokens a row (none where `limit` is reached): on the tape, and in `outbox`.
 
-    def round(self) -> None:
-        """Emits 1 to M tokens a row (none where `limit` is reached): on the tape, and in `outbox`."""
-        tokens, probs, num_drafted = None, None, None
+        Args:
+            probs: see `Drafter.propose`; written from row length - base on.
+        """
+        tokens = num_drafted = None
         if self.drafter is not None:
+            # Without speculation it is the same step, hence the same bits, with nothing to accept.
+            tokens, num_drafted, _ = self._nothing
+            self.asked.zero_()
             if self.speculate:
-                tokens, probs, num_drafted, _ = self.drafter.propose(self.length)
-            else:  # the same step, hence the same bits, with nothing to accept
-                (tokens, num_drafted), probs = self._nothing, self.drafter.probs
-        self.step(self.view.dense_len, self.view.max_len, tokens, probs, num_drafted)
+                self.asked.fill_(self.drafter.gamma)
+                tokens, num_drafted, _ = self.drafter.propose(self.length, self.rows - 1, self.draft_probs)
+            if self.tight:
+                tokens = tokens[:, : int(num_drafted.max())]
+        self.step(self.view.dense_len, self.view.max_len, tokens, num_drafted, probs)
 
-    def propose(self, start: Tensor) -> Proposal:
+    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Proposal:
         self.base.copy_(start)
         self.length.copy_(start)
-        torch.add(start, self.gamma, out=self.limit)
+        torch.add(start, min(self.gamma, n), out=self.limit)
         for _ in range(self.rounds):
-            self.round()
+            self.round(probs)
         torch.sub(self.length, start, out=self.num_drafted)
-        return Proposal(self.tape.after(start, self.max_drafted), self.probs, self.num_drafted)
+        return Proposal(self.tape.after(start, n), self.num_drafted)
 
     def commit(self, length: Tensor) -> None:
-        if self.drafter is not None:
-            self.drafter.commit(length)
+        for drafter in self.drafters:
+            drafter.commit(length)
 
-    def _step(self, dense_len: int, max_len: int, tokens: Tensor | None, probs: Tensor | None,
-              num_drafted: Tensor | None) -> None:
-        tape, start = self.tape, self.length
-        rows = torch.arange(self.rows, device=start.device)
+    def _step(self, dense_len: int, max_len: int, tokens: Tensor | None, num_drafted: Tensor | None,
+              probs: Tensor | None) -> None:
+        tape, start, draft_probs = self.tape, self.length, None
         pending = tape.tokens.gather(1, start[:, None])
         if tokens is None:  # autoregression, in a block padded to M rows
             block = pending.expand(-1, self.rows)
             tokens, num_drafted = pending[:, :0], torch.zeros_like(start)
         else:
             block = torch.cat([pending, tokens], 1)  # [B, M]
-        n = tokens.shape[1]
-        kv = TargetBlock(self.cache, self.view, start, self.rows, dense_len, max_len, self.keep_queries)
+        rows, n = block.shape[1], tokens.shape[1]
+        kv = TargetBlock(self.cache, self.view, start, rows, dense_len, max_len, self.keep_queries)
         logits = self.model.output(self.model(block, kv))  # [B, M, V]
         if self.logits is not None:
-            self.logits.copy_(logits)
+            self.logits[:, :rows] = logits
         law = tape.law(logits[:, : n + 1])
-        position = start[:, None] + 1 + rows[: n + 1]
-        accept_u = tape.uniform(position[:, :n], self.level, ACCEPT)
-        sample_u = tape.uniform(position, self.level, SAMPLE)
-        verdict = verify_chain(tokens, None if probs is None else probs[:, :n], num_drafted, law, accept_u, sample_u)
+        position = start[:, None] + 1 + torch.arange(n + 1, device=start.device)
+        purposes = torch.arange(ACCEPT, SAMPLE + 1, device=start.device)[:, None, None]
+        accept_u, sample_u = tape.uniform(position, self.level, purposes)
+        if self.draft_probs is not None:
+            draft_probs = self.draft_probs[:, :n]
+        verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u[:, :n], sample_u)
         num_emitted = torch.minimum(verdict.num_accepted + 1, self.limit - start)  # cut at a limit fixed beforehand
 
         tape.tokens.scatter_(1, position, verdict.tokens)
-        if self.probs is not None:  # rows past the last that is asked for all land in one that nobody reads
-            at = (position - 1 - self.base[:, None]).clamp(max=self.max_drafted)
-            self.probs.scatter_(1, at[..., None].expand_as(law), law)
-        if self.keep_queries:
-            self.cache.query_weight.copy_(rows < num_emitted[:, None])
-        live = num_emitted > 0
         counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted], 1)
+        if self.level == FULL:
+            self.outbox[:, self.rows : self.rows + n] = tape.origin.gather(1, position[:, :n])
+        if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
+            at = position - 1 - self.base[:, None]
+            place = at.clamp(max=probs.shape[1] - 1)
+            probs.scatter_(1, place[..., None].expand_as(law), law)
+            index = torch.arange(n + 1, device=start.device)
+            missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)[:, None]
+            tape.origin.scatter_(1, position, torch.where(index < verdict.num_accepted[:, None], ACCEPTED, missed))
+        if self.keep_queries:
+            block_size = self.cache.query_weight.shape[1]
+            self.cache.query_weight.copy_(torch.arange(block_size, device=start.device) < num_emitted[:, None])
+        live = num_emitted > 0
         self.totals += torch.where(live[:, None], counts[:, 1:], 0)
         self.outbox[:, : n + 1] = verdict.tokens
-        self.outbox[:, self.rows :] = counts
+        self.outbox[:, -3:] = counts
         start += num_emitted
         self.commit(start)

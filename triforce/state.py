@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from .cache import PrefillBlock, StreamingCache, TargetCache, static
+from .calibration import measure
+from .controller import Controller, Costs, Plan
 from .model import Transformer
-from .ngram import NgramDrafter
+from .ngram import NgramDrafter, NgramMeter
 from .retrieval import RetrievalView
 from .sampling import SamplingParams
-from .speculation import FULL, RETRIEVAL, ModelDrafter, Speculator, Tape
+from .speculation import ACCEPTED, FULL, MISSED, RETRIEVAL, ModelDrafter, Speculator, Tape
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,13 @@ class Settings:
 
     gamma: int = 6  # tokens proposed per verify over the full cache
     gamma_inner: int = 2  # tokens that the draft proposes per verify over the retrieval view
+    auto: bool = False  # choose both, and which levels draft, from round to round; gamma_inner is then the most
     block_size: int = 8  # M, the rows of every verify
     retrieval: bool = True
     chunk_size: int = 8
     flush_interval: int = 128  # tokens between two flushes of the tail
     rebuild_interval: int = 64  # tokens between two scheduled rebuilds of the retrieval view
-    ngram: bool = False  # draft by looking up instead of by a model
+    ngram: bool = False  # draft by looking up, instead of by a model or, with auto, besides it
     draft_sink: int = 4
     draft_window: int = 256
     prefill_chunk_size: int = 2048
@@ -51,35 +54,45 @@ class State:
         self.capacity = -(-capacity // interval) * interval
         device, dtype = target.device, target.dtype
         self.params = SamplingParams.allocate(batch, device)
-        for tensor in vars(self.params).values():
+        for tensor in self.params.tensors():
             static(tensor)
         tokens = static(torch.zeros(batch, self.capacity + 4 * block, dtype=torch.int64, device=device))
-        self.tape = Tape(tokens, self.params, vocab_size)
+        self.tape = Tape(tokens, static(torch.zeros_like(tokens)), self.params, vocab_size)
         use_retrieval = settings.retrieval
         self.cache = TargetCache(target.config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
                                  flush_interval=interval, chunk_size=settings.chunk_size if use_retrieval else 0,
                                  device=device, dtype=dtype)
-        drafter = self.drafter = self.inner = self.retrieval = None
-        gamma, most = (settings.gamma_inner,) * 2 if use_retrieval else (settings.gamma, block - 1)
-        if settings.ngram:
-            drafter = self.drafter = NgramDrafter(self.tape, max_drafted=most, gamma=gamma, compiler=compiler)
-        elif draft is not None:
+        make = {"max_drafted": block - 1, "compiler": compiler,
+                "gamma": settings.gamma_inner if use_retrieval else settings.gamma}
+        self.sources: dict[str, ModelDrafter | NgramDrafter] = {}
+        if draft is not None:
             streaming = StreamingCache(draft.config, draft.rope, batch=batch, num_sink=settings.draft_sink,
                                        window_size=settings.draft_window, slack=max(64, 2 * block), device=device,
                                        dtype=draft.dtype)
-            drafter = self.drafter = ModelDrafter(draft, streaming, self.tape, max_drafted=most, gamma=gamma,
-                                                  compiler=compiler)
+            self.sources["model"] = ModelDrafter(draft, streaming, self.tape, **make)
+        if settings.ngram:
+            self.sources["ngram"] = NgramDrafter(self.tape, **make)
+        sources = tuple(self.sources.values())
+        self.retrieval = self.inner = None
         if use_retrieval:
             self.retrieval = RetrievalView(self.cache, budget=budget, batch=batch, device=device, dtype=dtype)
-            rounds = settings.gamma if drafter is None else -(-settings.gamma // 2)
-            drafter = self.inner = Speculator(
-                target, self.cache, self.retrieval, self.tape, level=RETRIEVAL, drafter=self.drafter,
-                rows=1 + (settings.gamma_inner if self.drafter is not None else 0), max_drafted=block - 1,
+            rounds = -(-settings.gamma // 2) if sources else settings.gamma
+            self.inner = Speculator(
+                target, self.cache, self.retrieval, self.tape, level=RETRIEVAL, drafters=sources,
+                dense="model" in self.sources, rows=1 + (settings.gamma_inner if sources else 0),
                 gamma=settings.gamma, rounds=rounds, compiler=compiler)
-        self.outer = Speculator(target, self.cache, self.cache.full, self.tape, level=FULL, rows=block, drafter=drafter,
-                                keep_queries=True, keep_logits=settings.keep_logits, compiler=compiler)
+        self.outer = Speculator(target, self.cache, self.cache.full, self.tape, level=FULL, rows=block,
+                                drafters=(self.inner, *sources) if use_retrieval else sources,
+                                dense=use_retrieval or "model" in self.sources, keep_queries=True,
+                                keep_logits=settings.keep_logits, compiler=compiler)
         self.one_row = Speculator(target, self.cache, self.cache.full, self.tape, level=FULL, rows=1,
                                   position=(self.outer.length, self.outer.limit), compiler=compiler)
+        self.plan = Plan(settings.gamma if self.outer.drafters else 0, next(iter(self.sources), None), use_retrieval,
+                         settings.gamma_inner if sources else 0, self.inner.rounds if use_retrieval else 0)
+        self.controller: Controller | None = None
+        self._costs: dict[tuple, Costs] = {}
+        self._behind = False  # the draft model has missed tokens
+        self._meters: list[NgramMeter] = []
         self.lens = [0] * batch  # tokens with exact K/V, as the host knows them
         self.known = [0] * batch  # tokens on the tape
         self.prompt_end = [0] * batch  # lens when the last prefill ended
@@ -92,7 +105,7 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        parts = [self.cache, self.retrieval, getattr(self.drafter, "cache", None)]
+        parts = [self.cache, self.retrieval, getattr(self.sources.get("model"), "cache", None)]
         return sum(part.nbytes for part in parts if part is not None)
 
     @torch.inference_mode()
@@ -132,6 +145,7 @@ class State:
         self._prompt_queries = [q.clone() for q in self.cache.queries]
         self._prompt_weight = self.cache.query_weight.clone()
         self._open(max_new_tokens)
+        self._plan_ahead(max_new_tokens)
 
     @torch.inference_mode()
     def rewind(self, max_new_tokens: int) -> None:
@@ -143,6 +157,47 @@ class State:
             self._seat(row, self.prompt_end[row])  # a prefill leaves all of its K/V in the prefix
             self.known[row] = self.prompt_end[row] + 1
         self._open(max_new_tokens)
+        self._plan_ahead(max_new_tokens)
+
+    def set_tight(self, tight: bool) -> None:
+        """Steps of just the rows that are drafted, not padded to M: faster on a CPU; the same law, other bits."""
+        for level in (self.outer, self.inner):
+            if level is not None:
+                level.tight = tight
+
+    def _plan_ahead(self, max_new_tokens: int) -> None:
+        """With `auto`: measures the steps, unless they have been at about this length, and starts a controller."""
+        if not self.settings.auto or not self.outer.drafters:
+            return
+        key = self.outer.tight, -(-max(self.lens) // 4096), -(-min(self.lens) // 4096)
+        if key not in self._costs:
+            self._costs[key] = measure(self)
+            self.rewind(max_new_tokens)
+            return
+        self.controller = Controller(self._costs[key], self.outer.rows - 1, self.inner.rows - 1 if self.inner else 0)
+        if "ngram" in self.sources:
+            tape = self.tape.tokens.tolist()
+            self._meters = [NgramMeter(tape[row][: self.known[row]]) for row in range(self.batch)]
+
+    def follow(self, plan: Plan) -> None:
+        """Sets the levels so that the next round follows the plan."""
+        if plan.source == "model" and self._behind:
+            for row in range(self.batch):
+                self.sources["model"].prefill(row, self.lens[row])
+            self._behind = False
+        self._behind = self._behind or plan.source != "model"
+        self.outer.speculate = plan.gamma > 0
+        if plan.gamma == 0:
+            return
+        source = self.sources.get(plan.source)
+        self.outer.drafter = self.inner if plan.retrieval else source
+        if source is not None:
+            source.gamma = plan.gamma_inner if plan.retrieval else plan.gamma
+        if plan.retrieval:
+            self.inner.gamma, self.inner.rounds = plan.gamma, plan.rounds
+            self.inner.speculate = source is not None
+            if source is not None:
+                self.inner.drafter = source
 
     @torch.inference_mode()
     def close_row(self, row: int) -> None:
@@ -153,12 +208,14 @@ class State:
     def round(self, speculate: bool = True, one_row: bool = False) -> list[list[int]]:
         """One verify and all that is drafted for it. Returns each row's new tokens; the one host sync is here."""
         level = self.one_row if one_row else self.outer
-        level.speculate = speculate
+        plan = self.plan if self.controller is None else self.controller.choose()
+        self.follow(plan if speculate else Plan())
         level.round()
         self.num_forwards += 1
-        emitted = []
+        emitted, seen = [], Tally()
         for row, box in enumerate(read(level.outbox)):
-            *tokens, num_emitted, num_accepted, num_drafted = box
+            tokens, origins = box[: level.rows], box[level.rows : -3]
+            num_emitted, num_accepted, num_drafted = box[-3:]
             emitted.append(tokens[:num_emitted])
             self.lens[row] += num_emitted
             self.known[row] = self.lens[row] + 1
@@ -166,12 +223,18 @@ class State:
                 continue
             if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
                 num_accepted = num_drafted = num_emitted
+            if speculate and self.controller is not None:
+                seen.add(plan, num_emitted, num_accepted, num_drafted, origins)
+                if self._meters:
+                    seen.observe("ngram", *self._meters[row].update(emitted[row]))
             due = self._rebuild[row].update(num_emitted, num_accepted, num_drafted)
             if self.lens[row] - self.cache.full.lens[row] == self.settings.flush_interval:
                 self._flush(row)
-            if due and speculate and self.retrieval is not None and self.retrieval.selected[row]:
+            if due and plan.retrieval and speculate and self.retrieval.selected[row]:
                 self.retrieval.rebuild(row)
                 self._rebuild[row].rebuilt()
+        if self.controller is not None and speculate:
+            self.controller.update(seen.tokens, **seen.counts)
         return emitted
 
     def acceptance_rates(self) -> list[dict[str, float]]:
@@ -190,7 +253,9 @@ class State:
         self.outer.length[row].fill_(length)
         if self.retrieval is not None:
             self.retrieval.rebuild(row)
-        self.outer.prefill(row, length)
+        for source in self.sources.values():
+            source.prefill(row, length)
+        self._behind = False
         self._rebuild[row] = RebuildPolicy(self.settings.rebuild_interval)
 
     def _open(self, max_new_tokens: int) -> None:
@@ -213,6 +278,26 @@ class State:
             self.retrieval.on_flush(row)
         if self.cache.full.lens[row] + self.settings.flush_interval <= self.capacity:
             self.outer.limit[row].fill_(self.cache.full.lens[row] + self.settings.flush_interval)
+
+
+class Tally:
+    """What a round showed of each level's acceptance, over its rows: kept tokens and first rejections only."""
+
+    def __init__(self):
+        self.tokens, self.counts = 0, {}
+
+    def observe(self, name: str, hits: int, tests: int) -> None:
+        known = self.counts.get(name, (0, 0))
+        self.counts[name] = known[0] + hits, known[1] + tests
+
+    def add(self, plan: Plan, num_emitted: int, num_accepted: int, num_drafted: int, origins: list[int]) -> None:
+        self.tokens += num_emitted
+        checked = "retrieval" if plan.retrieval else plan.source
+        if checked is not None and checked != "ngram":  # that one's rate is kept by its meter
+            self.observe(checked, num_accepted, num_accepted + (num_accepted < num_drafted))
+        if plan.retrieval and plan.source == "model":
+            hits, misses = (origins[:num_accepted].count(kind) for kind in (ACCEPTED, MISSED))
+            self.observe("model", hits, hits + misses)
 
 
 def read(outbox: torch.Tensor) -> list[list[int]]:

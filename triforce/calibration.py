@@ -1,0 +1,81 @@
+"""Times each step of a State where it stands, for the controller. Knows nothing of choices: it reports milliseconds.
+
+What it runs overwrites the newest tokens' K/V and the tape behind them: the caller rewinds.
+"""
+
+import statistics
+import time
+
+import torch
+
+from .controller import Costs
+
+REPEATS = 3
+
+
+def milliseconds(call, device: torch.device, repeats: int = REPEATS, warm_up: int = 1) -> float:
+    """Median time of a call, by CUDA events on a GPU."""
+    for _ in range(warm_up):
+        call()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
+        else:
+            begun = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - begun) * 1e3)
+    return statistics.median(times)
+
+
+@torch.inference_mode()
+def measure(state) -> Costs:
+    """Costs of every step that a plan of `state` can take."""
+    outer, inner, device = state.outer, state.inner, state.target.device
+    here = outer.length.clone()
+    warm_up = 3 if device.type == "cuda" else 1  # a graph is warmed up, then recorded, then replayed
+
+    def timed(level, rows: int, probs) -> float:
+        count = torch.full_like(here, rows - 1)
+
+        def call():
+            level.length.copy_(here)
+            level.base.copy_(here)
+            torch.add(here, level.rows, out=level.limit)
+            tokens = state.tape.after(here, level.rows - 1)[:, : rows - 1 if level.tight else None]
+            if level.drafter is None:
+                level.round(probs)
+            else:
+                level.step(level.view.dense_len, level.view.max_len, tokens, count, probs)
+
+        return milliseconds(call, device, warm_up=warm_up)
+
+    def sizes(level) -> list[int]:
+        if not level.tight:
+            return [level.rows]
+        return sorted({rows for rows in (1, 2, 3, 4, 8, 16, 32) if rows < level.rows} | {level.rows})
+
+    costs = Costs({rows: timed(outer, rows, None) for rows in sizes(outer)})
+    if inner is not None:
+        costs.retrieval = {rows: timed(inner, rows, outer.draft_probs) for rows in sizes(inner)}
+    outer.length.copy_(here)
+    for name, source in state.sources.items():
+        def propose(count: int, checker, name=name, source=source):
+            def call():
+                source.gamma = count
+                if name == "model":
+                    source.length.copy_(here)
+                source.propose(here, checker.rows - 1, checker.draft_probs)
+
+            return milliseconds(call, device, warm_up=warm_up)
+
+        if inner is not None:
+            propose(min(2, inner.rows - 1), inner)  # compiles it for that level as well
+        one = propose(1, outer)
+        costs.sources[name] = one, max(propose(2, outer) - one, 0.0) if outer.rows > 2 else 0.0
+    return costs
