@@ -1,16 +1,18 @@
-"""What one round costs, step by step, and end to end, with the whole cache on one device.
+"""What one round costs, step by step, and end to end, with the whole cache on one device, beside its peers.
 
-    python benchmarks/on_chip.py --shape llama-2-7b --contexts 124928 --budgets 4096 --text book.txt
+    python benchmarks/on_chip.py --shape llama-2-7b --contexts 4096 32768 122880 --text book.txt --out results.jsonl
     python benchmarks/on_chip.py --checkpoint tiny --contexts 16384 32768            # on a CPU too
+    python benchmarks/on_chip.py --plot results.jsonl
 
 `--shape` fills a named shape by widening the embedded pair (see widen.py): the cost is the shape's, the text and the
-acceptance are those of the small trained model. Prints a table; each row is also a line of JSON in --out.
+acceptance are those of the small trained model. Prints a table for each context; each is also a line of JSON in --out.
+`--peers` adds transformers' autoregression of the same model. `--sweep` adds fixed settings to compare "auto" with.
 """
 
 import argparse
+import gc
 import json
 import platform
-import statistics
 import sys
 import time
 from datetime import date
@@ -19,93 +21,195 @@ from pathlib import Path
 import torch
 
 import triforce
+from triforce.calibration import measure, milliseconds
 from triforce.cli import default_document
 from triforce.engine import Engine
+from triforce.quantize import fp8_copy
 from triforce.state import Settings, State
 
 sys.path.insert(0, str(Path(__file__).parent))
 from widen import SHAPES, widen  # noqa: E402
 
 
-class Timer:
-    """Median milliseconds of a call, by CUDA events on a GPU."""
+def step_times(engine: Engine, state: State, max_new_tokens: int) -> dict[str, float]:
+    """Milliseconds of each step on its own, from where the state stands."""
+    costs = measure(state)
+    rows = {"verify_ms": costs.verify[max(costs.verify)]}
+    if costs.retrieval:
+        rows["retrieval_ms"] = costs.retrieval[max(costs.retrieval)]
+    if "model" in costs.sources:
+        rows["draft_first_ms"], rows["draft_next_ms"] = costs.sources["model"]
+    device, here = engine.device, state.outer.length.clone()
 
-    def __init__(self, device: torch.device, repeats: int):
-        self.cuda, self.repeats = device.type == "cuda", repeats
+    def one_row():
+        state.outer.length.copy_(here)
+        state.one_row.round()
 
-    def __call__(self, call) -> float:
-        call()
-        return statistics.median(self.once(call) for _ in range(self.repeats))
-
-    def once(self, call) -> float:
-        if not self.cuda:
-            begun = time.perf_counter()
-            call()
-            return (time.perf_counter() - begun) * 1e3
-        torch.cuda.synchronize()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop)
+    with torch.inference_mode():
+        rows["one_row_ms"] = milliseconds(one_row, device, repeats=7, warm_up=3)
+        if state.retrieval is not None:
+            rows["rebuild_ms"] = milliseconds(lambda: state.retrieval.rebuild(0), device, repeats=5, warm_up=2)
+    state.rewind(max_new_tokens)
+    return rows
 
 
-@torch.inference_mode()
-def step_times(state: State, timer: Timer) -> dict[str, float]:
-    """Each level's step on its own, from where the state stands; leaves the lengths as they were."""
-    outer, inner, draft = state.outer, state.inner, state.drafter
-    length = outer.length.clone()
-
-    def at_start(level, call):
-        def run():
-            for speculator in (outer, inner):
-                speculator.length.copy_(length)
-            inner.base.copy_(length)
-            torch.add(length, inner.gamma, out=inner.limit)
-            draft.length.copy_(length)
-            draft.base.copy_(length)
-            draft.head.copy_(length)
-            outer.speculate = inner.speculate = False
-            call()
-            outer.speculate = inner.speculate = True
-        return timer(run)
-
-    times = {
-        "one_row": at_start(outer, state.one_row.round),
-        "verify": at_start(outer, outer.round),
-        "retrieval": at_start(inner, inner.round),
-        "draft": at_start(draft, lambda: draft.step(1)),
-        "rebuild": timer(lambda: state.retrieval.rebuild(0)),
-    }
-    outer.length.copy_(length)
-    return times
+def decode(engine: Engine, ids: list[int], args, **how) -> dict[str, float]:
+    """One generation after a warm-up of the same kind, on the same prefill."""
+    options = {"temperature": args.temperature, "top_p": args.top_p, "seed": args.seed, "ignore_eos": True, **how}
+    engine.generate(ids, args.warm_up if how.get("speculate", True) else 8, **options)
+    stats = engine.generate(ids, args.max_new_tokens if how.get("speculate", True) else args.plain_tokens, **options).stats
+    row = {"tbt_ms": stats.tbt * 1e3, "block_efficiency": stats.block_efficiency, "rebuilds": stats.retrieval_rebuilds,
+           "peak_memory_gib": stats.peak_memory / 2**30}
+    return row | {f"acceptance_{name}": rate for name, rate in stats.acceptance_rate.items()}
 
 
-def end_to_end(engine: Engine, ids: list[int], args) -> dict[str, float]:
-    """Decoding with speculation and by the fastest autoregression, on the same prefill."""
-    options = {"temperature": args.temperature, "top_p": args.top_p, "seed": args.seed, "ignore_eos": True}
-    engine.generate(ids, args.warm_up, **options)  # compiles, and records the graphs
-    fast = engine.generate(ids, args.max_new_tokens, **options).stats
-    engine.generate(ids, 8, speculate=False, one_row=True, **options)
-    plain = engine.generate(ids, args.plain_tokens, speculate=False, one_row=True, **options).stats
-    return {"tbt_ms": fast.tbt * 1e3, "one_row_tbt_ms": plain.tbt * 1e3, "speedup": plain.tbt / fast.tbt,
-            "acceptance_retrieval": fast.acceptance_rate.get("retrieval", 0.0),
-            "acceptance_full": fast.acceptance_rate.get("full", 0.0), "block_efficiency": fast.block_efficiency,
-            "rebuilds": fast.retrieval_rebuilds, "peak_memory_gib": fast.peak_memory / 2**30}
+def fixed(engine: Engine, gamma: int, gamma_inner: int) -> None:
+    """Turns the present state's controller off and sets a plan of fixed numbers."""
+    from triforce.controller import Plan
+
+    state = engine._state
+    engine.settings = state.settings = Settings(**{**vars(state.settings), "auto": False})
+    state.controller = None
+    rounds = -(-gamma // 2) if gamma_inner else gamma
+    state.plan = Plan(gamma, "model" if gamma_inner else None, True, gamma_inner, rounds)
 
 
 def load(args) -> tuple[Engine, object]:
     if args.shape is None:
-        engine = triforce.load(args.checkpoint, device=args.device, gamma=args.gamma, gamma_inner=args.gamma_inner)
+        engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype)
         return engine, engine.tokenizer
     tiny = triforce.load("tiny", device="cpu", compile=True)  # compile=True: weights stay unpacked
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     target = widen(tiny.target, SHAPES[args.shape], device=device, dtype=dtype)
     draft = widen(tiny.draft, SHAPES["llama-68m"], vocab_size=target.config.vocab_size, device=device, dtype=dtype)
-    settings = Settings(gamma=args.gamma, gamma_inner=args.gamma_inner, prefill_chunk_size=8192)
-    return Engine(target, None, draft, settings=settings), tiny.tokenizer
+    settings = Settings(gamma=args.block_size - 1, gamma_inner=3, auto=True, block_size=args.block_size,
+                        chunk_size=args.chunk_size, prefill_chunk_size=8192)
+    drafting = fp8_copy(target) if args.draft_dtype else None
+    return Engine(target, None, draft, drafting=drafting, settings=settings), tiny.tokenizer
+
+
+def transformers_time(engine: Engine, ids: list[int], tokens: int) -> dict[str, float]:
+    """Milliseconds per token of transformers' own model with the same weights: greedy, sdpa attention, its cache."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    target, c = engine.target, engine.target.config
+    config = LlamaConfig(vocab_size=c.vocab_size, hidden_size=c.dim, intermediate_size=c.ffn_dim,
+                         num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
+                         head_dim=c.head_dim, rms_norm_eps=c.norm_eps, max_position_embeddings=c.max_position_embeddings,
+                         rope_theta=c.rope_theta, tie_word_embeddings=False, torch_dtype=target.dtype)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    own = {"model.embed_tokens.weight": target.embedding.weight, "model.norm.weight": target.norm.weight,
+           "lm_head.weight": target.output.weight}
+    for i, layer in enumerate(target.layers):  # the same memory, cut where transformers has separate matrices
+        sizes = [c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim]
+        names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+        parts = dict(zip(names, layer.attention.qkv.weight.split(sizes), strict=True))
+        parts |= dict(zip(["mlp.gate_proj", "mlp.up_proj"], layer.mlp.gate_up.weight.chunk(2), strict=True))
+        parts |= {"self_attn.o_proj": layer.attention.out.weight, "mlp.down_proj": layer.mlp.down.weight,
+                  "input_layernorm": layer.attention_norm.weight, "post_attention_layernorm": layer.mlp_norm.weight}
+        own |= {f"model.layers.{i}.{name}.weight": weight for name, weight in parts.items()}
+    model.load_state_dict(own, assign=True)
+    model.model.rotary_emb.__init__(config, device=target.device)
+    model.eval()
+    prompt = torch.tensor([ids], device=target.device)
+    begun = time.perf_counter()
+    with torch.inference_mode():
+        out = model(prompt, use_cache=True, logits_to_keep=1)
+        torch.cuda.synchronize()
+        prefill = time.perf_counter() - begun
+        cache, token, times = out.past_key_values, out.logits[:, -1:].argmax(-1), []
+        del out
+        for _ in range(tokens):
+            begun = time.perf_counter()
+            out = model(token, past_key_values=cache, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begun)
+    return {"transformers_prefill_s": prefill, "transformers_tbt_ms": sorted(times)[len(times) // 2] * 1e3}
+
+
+def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None, "seed": [args.seed]}
+    cuda = engine.device.type == "cuda"
+    longest = max(args.warm_up, args.max_new_tokens) + 16
+    row: dict[str, float] = {"context": len(ids)}
+    engine._state = None
+    gc.collect()
+    begun = time.perf_counter()
+    stats = engine.generate(ids, 8, **{**sampling, "seed": args.seed}, ignore_eos=True).stats
+    row["first_call_s"] = time.perf_counter() - begun  # prefill, compiling and recording included
+    row["ttft_s"] = stats.ttft
+    engine._state.prompts = None  # prefills anew
+    begun = time.perf_counter()
+    state = engine.prepare([ids], longest, **sampling)
+    if cuda:
+        torch.cuda.synchronize()
+    row["prefill_s"] = time.perf_counter() - begun
+    row["budget"] = state.budget
+    row |= step_times(engine, state, longest)
+    row |= decode(engine, ids, args)
+    plain = decode(engine, ids, args, speculate=False, one_row=True)
+    row["autoregression_tbt_ms"] = plain["tbt_ms"]
+    row["speedup"] = plain["tbt_ms"] / row["tbt_ms"]
+    if args.sweep:
+        row["sweep"] = []
+        for gamma, gamma_inner in [(g, i) for i in (0, 1, 2, 3) for g in (2, 3, 5, 7) if g < args.block_size]:
+            fixed(engine, gamma, gamma_inner)
+            row["sweep"].append({"gamma": gamma, "gamma_inner": gamma_inner, **decode(engine, ids, args)})
+        best = min(row["sweep"], key=lambda one: one["tbt_ms"])
+        row["best_fixed"] = f"gamma {best['gamma']}, inner {best['gamma_inner']}"
+        row["best_fixed_tbt_ms"] = best["tbt_ms"]
+        engine.settings = Settings(**{**vars(engine.settings), "auto": True})
+    if args.peers:
+        engine._state = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        row |= transformers_time(engine, ids, 12)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return row
+
+
+def plot(path: str) -> None:
+    """Time per token against context, and the steps of each context as bars, from a file of JSON lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    rows.sort(key=lambda row: row["context"])
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['shape'] or row['checkpoint']}{', fp8 drafting' if row['draft_dtype'] else ''}", []).append(row)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
+    drawn = set()
+    for name, group in groups.items():
+        xs, model = [row["context"] / 1000 for row in group], group[0]["shape"] or group[0]["checkpoint"]
+        axes[0].plot(xs, [row["tbt_ms"] for row in group], "o-", label=f"{name}: speculation")
+        if model not in drawn:
+            drawn.add(model)
+            axes[0].plot(xs, [row["autoregression_tbt_ms"] for row in group], "s--", label=f"{model}: autoregression")
+            theirs = [(x, row["transformers_tbt_ms"]) for x, row in zip(xs, group, strict=True) if "transformers_tbt_ms" in row]
+            if theirs:
+                axes[0].plot(*zip(*theirs, strict=True), "^:", label=f"{model}: transformers")
+    axes[0].set(xlabel="context, thousand tokens", ylabel="ms per token", ylim=(0, None))
+    axes[0].legend(fontsize=8)
+    names = [("verify_ms", "full verify"), ("retrieval_ms", "retrieval step"), ("draft_next_ms", "draft step"),
+             ("rebuild_ms", "rebuild")]
+    labels = [f"{row['context'] // 1000}K{' fp8' if row['draft_dtype'] else ''}\n{(row['shape'] or '')[6:]}" for row in rows]
+    width = 0.2
+    for i, (key, label) in enumerate(names):
+        axes[1].bar([x + i * width for x in range(len(rows))], [row.get(key, 0) for row in rows], width, label=label)
+    axes[1].set_xticks([x + 1.5 * width for x in range(len(rows))], labels, fontsize=7)
+    axes[1].set(ylabel="ms a step", yscale="log")
+    axes[1].legend(fontsize=8)
+    figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['date']}; "
+                    f"{'trained tiny pair widened to the shape' if rows[0]['widened'] else rows[0]['checkpoint']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(Path(path).with_suffix(".png"), dpi=120)
 
 
 def main() -> None:
@@ -116,18 +220,25 @@ def main() -> None:
     p.add_argument("--contexts", type=int, nargs="+", default=[16384])
     p.add_argument("--budgets", type=int, nargs="+", help="default: 1/32 of the context")
     p.add_argument("--text", help="a file to continue; default: CPython's language reference")
-    p.add_argument("--gamma", type=int, default=6)
-    p.add_argument("--gamma-inner", type=int, default=2)
+    p.add_argument("--block-size", type=int, default=8)
+    p.add_argument("--chunk-size", type=int, default=8)
+    p.add_argument("--draft-dtype", choices=["fp8"])
     p.add_argument("--temperature", type=float, default=0.6)
     p.add_argument("--top-p", type=float, default=0.9)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--plain-tokens", type=int, default=64, help="tokens of the autoregressive run")
-    p.add_argument("--warm-up", type=int, default=300, help="tokens generated before anything is timed")
-    p.add_argument("--repeats", type=int, default=11)
+    p.add_argument("--warm-up", type=int, default=160, help="tokens generated before anything is timed")
+    p.add_argument("--sweep", action="store_true", help="fixed settings beside auto")
+    p.add_argument("--peers", action="store_true", help="transformers on the same model")
     p.add_argument("--out", help="append JSON lines to this file")
+    p.add_argument("--plot", help="draw such a file and do nothing else")
     args = p.parse_args()
+    if args.plot:
+        plot(args.plot)
+        return
 
+    begun = time.perf_counter()
     engine, tokenizer = load(args)
     text = Path(args.text).read_text(encoding="utf-8", errors="replace") if args.text else default_document()
     ids = tokenizer.encode(text)
@@ -135,38 +246,25 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     machine = {"date": str(date.today()), "device": name, "torch": torch.__version__, "shape": args.shape,
                "checkpoint": None if args.shape else args.checkpoint, "widened": args.shape is not None,
-               "dtype": str(engine.target.dtype).removeprefix("torch."), "gamma": args.gamma,
-               "gamma_inner": args.gamma_inner, "temperature": args.temperature, "top_p": args.top_p}
-    timer, rows = Timer(device, args.repeats), []
+               "dtype": str(engine.target.dtype).removeprefix("torch."), "draft_dtype": args.draft_dtype,
+               "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
+               "temperature": args.temperature, "top_p": args.top_p, "load_s": time.perf_counter() - begun}
+    rows = []
     for context in args.contexts:
         if context > len(ids):
             raise SystemExit(f"the text has {len(ids):,} tokens, fewer than --contexts {context:,}; give a longer one")
         for budget in args.budgets or [None]:
             engine.budget = budget
-            begun = time.perf_counter()
-            state = engine.prepare([ids[:context]], 2048, temperature=args.temperature, top_p=args.top_p, top_k=None,
-                                   min_p=None, seed=[args.seed])
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            row = {"context": context, "budget": state.budget, "prefill_s": time.perf_counter() - begun}
-            begun = time.perf_counter()
-            state.round()
-            row["first_round_s"] = time.perf_counter() - begun
-            row |= end_to_end(engine, ids[:context], args)
-            row |= {f"{step}_ms": value for step, value in step_times(state, timer).items()}
-            round_ms = row["tbt_ms"] * row["block_efficiency"]
-            draft_steps = args.gamma_inner * state.inner.rounds
-            steps = row["verify_ms"] + state.inner.rounds * row["retrieval_ms"] + draft_steps * row["draft_ms"]
-            row["round_over_steps"] = round_ms / steps
-            rows.append(row)
+            rows.append(measure_context(engine, ids[:context], args))
             model = f"{args.shape} (widened)" if args.shape else args.checkpoint
-            print(f"--- {model}, {context:,} tokens, budget {state.budget:,}, {name}, torch {torch.__version__}")
-            for key, value in row.items():
-                print(f"{key:<24}{value:>14.3f}" if isinstance(value, float) else f"{key:<24}{value:>14,}")
+            print(f"--- {model}, {context:,} tokens, {name}, torch {torch.__version__}", flush=True)
+            for key, value in rows[-1].items():
+                shown = f"{value:>14.3f}" if isinstance(value, float) else value if isinstance(value, (str, list)) else f"{value:>14,}"
+                print(f"{key:<24}{shown}", flush=True)
             if args.out:
                 Path(args.out).parent.mkdir(parents=True, exist_ok=True)
                 with open(args.out, "a") as file:
-                    file.write(json.dumps({**machine, **row}) + "\n")
+                    file.write(json.dumps({**machine, **rows[-1]}) + "\n")
     print(json.dumps({**machine, "rows": rows}))
 
 

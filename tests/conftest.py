@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from triforce.graphs import Compiler
 from triforce.model import ModelConfig, Transformer
 from triforce.state import Settings, State
 
@@ -26,7 +27,7 @@ def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=
     """A State with prompts prefilled, without an Engine around it."""
     chosen = {"flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16, **settings}
     state = State(target, draft, Settings(**chosen), batch=len(prompts), capacity=capacity, budget=budget,
-                  vocab_size=vocab_size, compiler=lambda step, name: step)
+                  vocab_size=vocab_size, compiler=Compiler(False, torch.device("cpu")))
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
     state.params.set(**{**law, **(sampling or {})})
     for row, prompt in enumerate(prompts):

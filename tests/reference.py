@@ -6,7 +6,7 @@ Knows nothing of prefixes, tails, views or blocks; it is what those must agree w
 import torch
 from torch import Tensor
 
-from triforce.model import RotaryEmbedding, Transformer, rotate
+from triforce.model import RotaryEmbedding, Transformer, eager, rotate
 
 
 class DenseKV:
@@ -21,6 +21,11 @@ class DenseKV:
         self.n_head, self.n_kv_head = rope.config.n_head, rope.config.n_kv_head
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+
+    compiled = staticmethod(eager)
+
+    def layer(self, layer: int) -> "DenseLayer":
+        return DenseLayer(self, layer)
 
     def attend(self, layer: int, heads: Tensor) -> Tensor:
         """Unrotated queries, keys and values [B, H + 2K, M, D] -> [B, H, M, D]."""
@@ -44,6 +49,17 @@ class DenseKV:
         for cache in (self.keys, self.values):
             for layer in cache:
                 cache[layer] = cache[layer][:, :, :length]
+
+
+class DenseLayer:
+    def __init__(self, kv: DenseKV, layer: int):
+        self.kv, self.i = kv, layer
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        return heads, [(self.kv.attend(self.i, heads), None)]
+
+    def read(self, q: Tensor) -> list:
+        return []
 
 
 @torch.no_grad()

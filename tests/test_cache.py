@@ -123,7 +123,7 @@ def test_streaming_cache_equals_a_loop_over_positions():
         ahead = [int(torch.randint(0, 3, ())) for _ in range(2)]  # some of the rows are wrong and taken back
         start = torch.tensor(done)
         take = [torch.stack([x[b, :, done[b] : done[b] + rows] for b in range(2)]) for x in (queries, keys, values)]
-        out = StreamingBlock(cache, start, rows).attend(0, torch.cat(take, 1))
+        out = StreamingBlock(cache, start, rows).layer(0).write(torch.cat(take, 1))[1][0][0]
         for b in range(2):
             oldest = max(done[b] - 10 + 1, 3)
             rank = [p if p < 3 else 3 + p - oldest for p in range(length)]

@@ -84,14 +84,14 @@ def test_greedy_bits_in_bf16(which, request):
 
 
 def test_graphs_are_captured_and_nothing_recompiles(random_models):
-    """1,000 tokens more and another temperature compile nothing, but for once, when the prefix length turns dynamic."""
+    """1,000 tokens more and another temperature compile nothing; each new prefix length records one graph."""
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()
     engine = engine_for(random_models)
     state = prepare(engine, random_prompt(CONTEXT, vocab_size=VOCAB), VOCAB, temperature=0.8)
     start = state.lens[0]
-    while state.num_flushes < 2:  # the second length makes the prefix dynamic
+    for _ in range(8):
         state.round()
     compiled = counters["stats"]["unique_graphs"]
     at_flush, between = [], []
@@ -110,7 +110,9 @@ def test_graphs_are_captured_and_nothing_recompiles(random_models):
     print(f"compiled graphs {compiled}; a round {usual * 1e3:.2f} ms, the round after a flush {after * 1e3:.2f} ms: "
           f"re-recording costs {(after - usual) * 1e3:.2f} ms per {state.settings.flush_interval} tokens")
     assert counters["stats"]["unique_graphs"] == compiled
-    assert counters["inductor"]["cudagraph_skips"] == 0
+    steps = [state.outer.step, state.inner.step, *state.sources["model"].steps.values()]
+    print("graphs recorded:", [len(step.graphs) for step in steps])
+    assert all(step.graphs for step in steps) and state.num_flushes <= len(state.outer.step.graphs) <= 32
 
 
 def test_a_round_has_one_host_sync(random_models):

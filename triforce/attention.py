@@ -76,6 +76,14 @@ def merge_last(a: State, b: State) -> Tensor:
     return _mix(a[0], b[0], (b[1] - a[1]).sigmoid())
 
 
+def join(states: list[State]) -> Tensor:
+    """The output of attention over the union of disjoint sets of keys, of which every row sees a key in the first."""
+    state, *others = states
+    for other in others[:-1]:
+        state = merge(state, other)
+    return merge_last(state, others[-1]) if others else state[0]
+
+
 def _mix(out_a: Tensor, out_b: Tensor, weight: Tensor) -> Tensor:
     return torch.lerp(out_a.to(weight.dtype), out_b.to(weight.dtype), weight.unsqueeze(-1))
 

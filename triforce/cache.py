@@ -8,7 +8,9 @@ their slots are overwritten. A **view** is the prefix (or a selection from it) t
 share the tail, so what the full level verifies, the others see.
 
 A forward pass is given one of the `...Block` objects below as its `kv`: built once a step, it holds what all layers
-share (angles, masks, slots) and does a layer's work in `attend`.
+share (angles, masks, slots). Its `layer(i)` has two methods: `write` takes a layer's new keys and values in and attends
+over what is small and static; `read` attends over what is long. `write` is compiled with the layer around it; `read`
+calls one fixed kernel, whose lengths may change without anything being compiled anew.
 
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, T tail slots, D head_dim.
 """
@@ -17,13 +19,7 @@ import torch
 from torch import Tensor
 
 from . import attention
-from .model import ModelConfig, RotaryEmbedding, rotate
-
-
-def static(tensor: Tensor) -> Tensor:
-    """Marks a tensor whose address never changes, so that CUDA graphs read and write it in place."""
-    torch._dynamo.mark_static_address(tensor)
-    return tensor
+from .model import ModelConfig, RotaryEmbedding, eager, rotate
 
 
 class View:
@@ -35,10 +31,10 @@ class View:
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype):
         shape = (batch, config.n_kv_head, capacity, config.head_dim)
-        self.k = [static(torch.zeros(shape, device=device, dtype=dtype)) for _ in range(config.n_layer)]
-        self.v = [static(torch.zeros(shape, device=device, dtype=dtype)) for _ in range(config.n_layer)]
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.lens = [0] * batch
-        self.len = static(torch.zeros(batch, dtype=torch.int64, device=device))  # [B], the same on the device
+        self.len = torch.zeros(batch, dtype=torch.int64, device=device)  # [B], the same on the device
 
     def set_len(self, row: int, length: int) -> None:
         self.lens[row] = length
@@ -87,15 +83,15 @@ class TargetCache:
         # The tail has room for a block that starts just before a flush, and for a drafting level that runs ahead.
         tail = (batch, config.n_kv_head, flush_interval + 2 * block_size, config.head_dim)
         layers = range(config.n_layer)
-        self.tail_k = [static(torch.zeros(tail, device=device, dtype=dtype)) for _ in layers]
-        self.tail_v = [static(torch.zeros(tail, device=device, dtype=dtype)) for _ in layers]
+        self.tail_k = [torch.zeros(tail, device=device, dtype=dtype) for _ in layers]
+        self.tail_v = [torch.zeros(tail, device=device, dtype=dtype) for _ in layers]
         # What retrieval scores: the mean key of every chunk, and the queries of the block that was last verified.
         chunks = (batch, config.n_kv_head, capacity // chunk_size if chunk_size else 0, config.head_dim)
         self.chunk_keys = [torch.zeros(chunks, device=device, dtype=dtype) for _ in layers]
         rows = (batch, config.n_head, block_size, config.head_dim)
-        self.queries = [static(torch.zeros(rows, device=device, dtype=dtype)) for _ in layers]
+        self.queries = [torch.zeros(rows, device=device, dtype=dtype) for _ in layers]
         # [B, M], 1 for the rows whose tokens were kept
-        self.query_weight = static(torch.zeros(batch, block_size, dtype=torch.float32, device=device))
+        self.query_weight = torch.zeros(batch, block_size, dtype=torch.float32, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -136,78 +132,118 @@ class TargetCache:
             chunk_keys[row, :, first:last] = chunks.mean(2)
 
 
+def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, rows: int, tail_slots: int, group: int):
+    """What all layers of a block share: cos, sin [B, 1, M, D], slots [B, M], bias [B, 1, G * M, T]."""
+    positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
+    cos, sin = rope(positions)
+    slots = positions - prefix_len[:, None]
+    tail = torch.arange(tail_slots, device=start.device)
+    return cos[:, None], sin[:, None], slots, attention.fold_mask(tail <= slots[..., None], group)
+
+
+def _ragged_bias(view_len: Tensor, dense_len: int, max_len: int, rows: int, group: int) -> Tensor:
+    ragged = torch.arange(dense_len, max_len, device=view_len.device)
+    visible = (ragged < view_len[:, None])[:, None].expand(-1, rows, -1)  # [B, M, max_len - dense_len]
+    return attention.fold_mask(visible, group)
+
+
 class TargetBlock:
     """`kv` of a decoding step over one view: M rows a row of the batch, at consecutive positions from `start`."""
 
     def __init__(self, cache: TargetCache, view: View, start: Tensor, rows: int, dense_len: int, max_len: int,
-                 keep_queries: bool):
+                 keep_queries: bool, compiled=eager):
         """start: [B], the position of each row's first token. dense_len, max_len: see `View`."""
         self.cache, self.view, self.dense_len, self.max_len = cache, view, dense_len, max_len
-        self.keep_queries = keep_queries
-        offsets = torch.arange(rows, device=start.device)
-        positions = start[:, None] + offsets  # [B, M]
-        cos, sin = cache.rope(positions)
-        self.cos, self.sin = cos[:, None], sin[:, None]  # [B, 1, M, D]
-        slots = positions - cache.full.len[:, None]  # [B, M]
+        self.keep_queries, self.compiled = keep_queries, compiled
+        tail_slots = cache.tail_k[0].shape[2]
+        self.cos, self.sin, slots, self.tail_bias = compiled(_target_geometry)(
+            cache.rope, start, cache.full.len, rows, tail_slots, cache.group)
         self.slots = slots[:, None, :, None].expand(-1, cache.config.n_kv_head, -1, cache.config.head_dim)
-        tail = torch.arange(cache.tail_k[0].shape[2], device=start.device)
-        self.tail_bias = attention.fold_mask(tail <= slots[..., None], cache.group)  # [B, 1, G * M, T]
         self.ragged_bias = None
         if max_len > dense_len:
-            ragged = torch.arange(dense_len, max_len, device=start.device)
-            visible = (ragged < view.len[:, None])[:, None].expand(-1, rows, -1)  # [B, M, max_len - dense_len]
-            self.ragged_bias = attention.fold_mask(visible, cache.group)
+            self.ragged_bias = _ragged_bias(view.len, dense_len, max_len, rows, cache.group)
 
-    def attend(self, layer: int, heads: Tensor) -> Tensor:
-        """Unrotated queries, keys and values [B, H + 2K, M, D] -> [B, H, M, D]. Writes K and V into the tail."""
-        cache, n_head, n_kv_head = self.cache, self.cache.config.n_head, self.cache.config.n_kv_head
-        rotated, v = rotate(heads[:, :-n_kv_head], self.cos, self.sin), heads[:, -n_kv_head:]
-        q, k = rotated[:, :n_head], rotated[:, n_head:]
-        if self.keep_queries:
-            cache.queries[layer][:, :, : q.shape[2]] = q
-        tail_k, tail_v = cache.tail_k[layer], cache.tail_v[layer]
-        tail_k.scatter_(2, self.slots, k)
-        tail_v.scatter_(2, self.slots, v)
-        q = attention.fold(q, n_kv_head)  # [B, K, G * M, D]
-        state = attention.masked(q, tail_k, tail_v, self.tail_bias, no_empty_rows=True)
-        prefix_k, prefix_v = self.view.k[layer], self.view.v[layer]
-        if self.ragged_bias is not None:
-            ragged = slice(self.dense_len, self.max_len)
-            state = attention.merge(state, attention.masked(q, prefix_k[:, :, ragged], prefix_v[:, :, ragged],
-                                                            self.ragged_bias))
-        out = state[0]
-        if self.dense_len > 0:
-            dense = attention.partial(q, prefix_k[:, :, : self.dense_len], prefix_v[:, :, : self.dense_len])
-            out = attention.merge_last(dense, state)
-        return attention.unfold(out, n_head).to(v.dtype)
+    def layer(self, i: int) -> "TargetLayer":
+        return TargetLayer(self, i)
+
+
+class TargetLayer:
+    """One layer of a TargetBlock."""
+
+    def __init__(self, block: TargetBlock, i: int):
+        cache, config = block.cache, block.cache.config
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.cos, self.sin, self.slots, self.tail_bias = block.cos, block.sin, block.slots, block.tail_bias
+        self.tail_k, self.tail_v = cache.tail_k[i], cache.tail_v[i]
+        self.queries = cache.queries[i] if block.keep_queries else None
+        self._block, self._i = block, i
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the tail, K and V written."""
+        rotated = rotate(heads[:, : -self.n_kv_head], self.cos, self.sin)
+        q, k, v = rotated[:, : self.n_head], rotated[:, self.n_head :], heads[:, -self.n_kv_head :]
+        if self.queries is not None:
+            self.queries[:, :, : q.shape[2]] = q
+        self.tail_k.scatter_(2, self.slots, k)
+        self.tail_v.scatter_(2, self.slots, v)
+        q = attention.fold(q, self.n_kv_head)
+        return q, [attention.masked(q, self.tail_k, self.tail_v, self.tail_bias, no_empty_rows=True)]
+
+    def read(self, q: Tensor) -> list:
+        """What the queries see in the view: a state over its dense part, one over its ragged part, where there are."""
+        block = self._block
+        k, v, dense, longest = block.view.k[self._i], block.view.v[self._i], block.dense_len, block.max_len
+        states = []
+        if block.ragged_bias is not None:
+            states.append(attention.masked(q, k[:, :, dense:longest], v[:, :, dense:longest], block.ragged_bias))
+        if dense > 0:
+            states.append(attention.partial(q, k[:, :, :dense], v[:, :, :dense]))
+        return states
 
 
 class PrefillBlock:
     """`kv` of a prefill chunk of one row: positions [start, stop), written straight into the prefix."""
 
-    def __init__(self, cache: TargetCache, row: int, start: int, stop: int, keep_queries: bool):
+    def __init__(self, cache: TargetCache, row: int, start: int, stop: int, keep_queries: bool, compiled=eager):
         self.cache, self.row, self.start, self.stop, self.keep_queries = cache, row, start, stop, keep_queries
+        self.compiled = compiled
         self.cos, self.sin = cache.rope(torch.arange(start, stop, device=cache.full.len.device))  # [M, D]
 
-    def attend(self, layer: int, heads: Tensor) -> Tensor:
-        """Unrotated queries, keys and values [1, H + 2K, M, D] -> [1, H, M, D]."""
-        cache, n_head, n_kv_head = self.cache, self.cache.config.n_head, self.cache.config.n_kv_head
-        q, k, v = heads.split([n_head, n_kv_head, n_kv_head], dim=1)
-        q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
-        if self.keep_queries:
-            queries = cache.queries[layer][self.row]
-            rows = min(queries.shape[1], q.shape[2])
-            queries[:, :rows] = q[0, :, -rows:]
-        prefix_k, prefix_v = cache.full.k[layer][self.row, None], cache.full.v[layer][self.row, None]
-        prefix_k[:, :, self.start : self.stop] = k
-        prefix_v[:, :, self.start : self.stop] = v
-        state = attention.causal(q, k.repeat_interleave(cache.group, 1), v.repeat_interleave(cache.group, 1))
-        if self.start > 0:
-            before = attention.partial(attention.fold(q, n_kv_head), prefix_k[:, :, : self.start],
-                                       prefix_v[:, :, : self.start])
-            before = attention.unfold(before[0], n_head), before[1].reshape(state[1].shape)
-            state = attention.merge(before, state)
-        return state[0].to(v.dtype)
+    def layer(self, i: int) -> "PrefillLayer":
+        return PrefillLayer(self, i)
+
+
+class PrefillLayer:
+    """One layer of a PrefillBlock."""
+
+    def __init__(self, block: PrefillBlock, i: int):
+        cache, config, here = block.cache, block.cache.config, slice(block.start, block.stop)
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.cos, self.sin = block.cos, block.sin
+        self._prefix_k, self._prefix_v = cache.full.k[i][block.row, None], cache.full.v[i][block.row, None]
+        self.k, self.v = self._prefix_k[:, :, here], self._prefix_v[:, :, here]  # [1, K, M, D]
+        self._start = block.start
+        self._queries = cache.queries[i][block.row] if block.keep_queries else None
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        """Unrotated [1, H + 2K, M, D] -> queries [1, H, M, D]; K and V are written."""
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        self.k.copy_(rotate(k, self.cos, self.sin))
+        self.v.copy_(v)
+        return rotate(q, self.cos, self.sin), []
+
+    def read(self, q: Tensor) -> list:
+        """The causal square of the chunk, and all that comes before it, unmasked."""
+        if self._queries is not None:
+            rows = min(self._queries.shape[1], q.shape[2])
+            self._queries[:, :rows] = q[0, :, -rows:]
+        group = self.n_head // self.n_kv_head
+        states = [attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))]
+        if self._start > 0:
+            before = attention.partial(attention.fold(q, self.n_kv_head), self._prefix_k[:, :, : self._start],
+                                       self._prefix_v[:, :, : self._start])
+            states.append((attention.unfold(before[0], self.n_head), before[1].reshape(states[0][1].shape)))
+        return states
 
 
 class StreamingCache:
@@ -225,8 +261,8 @@ class StreamingCache:
         self.config, self.rope = config, rope
         self.num_sink, self.window_size, self.slack = num_sink, window_size, slack
         shape = (batch, config.n_kv_head, num_sink + window_size + slack, config.head_dim)
-        self.k = [static(torch.zeros(shape, device=device, dtype=dtype)) for _ in range(config.n_layer)]
-        self.v = [static(torch.zeros(shape, device=device, dtype=dtype)) for _ in range(config.n_layer)]
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
 
     @property
     def nbytes(self) -> int:
@@ -240,41 +276,57 @@ class StreamingCache:
         return view
 
 
+def _streaming_geometry(rope: RotaryEmbedding, start: Tensor, rows: int, num_sink: int, window_size: int,
+                        capacity: int, group: int):
+    """What all layers share: cos, sin of the keys [B, 1, capacity, D] and of the rows [B, 1, M, D], slots [B, M], bias
+    [B, 1, G * M, capacity]."""
+    ring = capacity - num_sink
+    positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
+    slots = torch.where(positions < num_sink, positions, num_sink + (positions - num_sink) % ring)
+    # Which position each slot holds once this block is written: the newest one that maps to it.
+    slot = torch.arange(capacity, device=start.device)
+    newest = positions[:, -1:]
+    held = torch.where(slot < num_sink, slot, newest - (newest - slot) % ring)  # [B, capacity]
+    oldest = (start[:, None] - window_size + 1).clamp(min=num_sink)  # [B, 1]
+    ranks = [torch.where(p < num_sink, p, num_sink + p - oldest) for p in (held, positions)]
+    (key_cos, key_sin), (cos, sin) = rope(ranks[0].clamp(min=0)), rope(ranks[1])
+    held, positions = held[:, None], positions[..., None]
+    recent = (held > positions - window_size) & (held >= num_sink) | (slot < num_sink)
+    bias = attention.fold_mask((held <= positions) & recent, group)
+    return key_cos[:, None], key_sin[:, None], cos[:, None], sin[:, None], slots, bias
+
+
 class StreamingBlock:
     """`kv` of a draft's step: `rows` tokens a row of the batch, at consecutive positions from `start` [B]."""
 
-    def __init__(self, cache: StreamingCache, start: Tensor, rows: int):
-        self.cache = cache
-        sink, window = cache.num_sink, cache.window_size
-        capacity = cache.k[0].shape[2]
-        ring = capacity - sink
-        positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
-        slots = torch.where(positions < sink, positions, sink + (positions - sink) % ring)
-        self.slots = slots[:, None, :, None].expand(-1, cache.config.n_kv_head, -1, cache.config.head_dim)
-        # Which position each slot holds once this block is written: the newest one that maps to it.
-        slot = torch.arange(capacity, device=start.device)
-        newest = positions[:, -1:]
-        held = torch.where(slot < sink, slot, newest - (newest - slot) % ring)  # [B, capacity]
-        oldest = (start[:, None] - window + 1).clamp(min=sink)  # [B, 1]
+    def __init__(self, cache: StreamingCache, start: Tensor, rows: int, compiled=eager):
+        self.cache, self.compiled = cache, compiled
+        config = cache.config
+        self.key_cos, self.key_sin, self.cos, self.sin, slots, self.bias = compiled(_streaming_geometry)(
+            cache.rope, start, rows, cache.num_sink, cache.window_size, cache.k[0].shape[2],
+            config.n_head // config.n_kv_head)
+        self.slots = slots[:, None, :, None].expand(-1, config.n_kv_head, -1, config.head_dim)
 
-        def rank(position):
-            return torch.where(position < sink, position, sink + position - oldest)
+    def layer(self, i: int) -> "StreamingLayer":
+        return StreamingLayer(self, i)
 
-        self.key_cos, self.key_sin = (x[:, None] for x in cache.rope(rank(held).clamp(min=0)))  # [B, 1, capacity, D]
-        self.cos, self.sin = (x[:, None] for x in cache.rope(rank(positions)))
-        held, positions = held[:, None], positions[..., None]
-        recent = (held > positions - window) & (held >= sink) | (slot < sink)
-        group = cache.config.n_head // cache.config.n_kv_head
-        self.bias = attention.fold_mask((held <= positions) & recent, group)  # [B, 1, G * M, capacity]
 
-    def attend(self, layer: int, heads: Tensor) -> Tensor:
-        """Unrotated queries, keys and values [B, H + 2K, M, D] -> [B, H, M, D]."""
-        n_head, n_kv_head = self.cache.config.n_head, self.cache.config.n_kv_head
-        q, k, v = heads.split([n_head, n_kv_head, n_kv_head], dim=1)
-        cache_k, cache_v = self.cache.k[layer], self.cache.v[layer]
-        cache_k.scatter_(2, self.slots, k)
-        cache_v.scatter_(2, self.slots, v)
-        keys = rotate(cache_k, self.key_cos, self.key_sin)
-        rows = attention.fold(rotate(q, self.cos, self.sin), n_kv_head)
-        state = attention.masked(rows, keys, cache_v, self.bias, no_empty_rows=True)
-        return attention.unfold(state[0], n_head).to(v.dtype)
+class StreamingLayer:
+    """One layer of a StreamingBlock."""
+
+    def __init__(self, block: StreamingBlock, i: int):
+        self.n_head, self.n_kv_head = block.cache.config.n_head, block.cache.config.n_kv_head
+        self.key_cos, self.key_sin, self.cos, self.sin = block.key_cos, block.key_sin, block.cos, block.sin
+        self.slots, self.bias, self.k, self.v = block.slots, block.bias, block.cache.k[i], block.cache.v[i]
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the whole cache."""
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        self.k.scatter_(2, self.slots, k)
+        self.v.scatter_(2, self.slots, v)
+        keys = rotate(self.k, self.key_cos, self.key_sin)
+        q = attention.fold(rotate(q, self.cos, self.sin), self.n_kv_head)
+        return q, [attention.masked(q, keys, self.v, self.bias, no_empty_rows=True)]
+
+    def read(self, q: Tensor) -> list:
+        return []

@@ -40,18 +40,15 @@ def measure(state) -> Costs:
     here = outer.length.clone()
     warm_up = 3 if device.type == "cuda" else 1  # a graph is warmed up, then recorded, then replayed
 
-    def timed(level, rows: int, probs) -> float:
+    def timed(level, rows: int) -> float:
         count = torch.full_like(here, rows - 1)
+        probs = None if level is outer else outer.draft_probs
 
         def call():
             level.length.copy_(here)
             level.base.copy_(here)
             torch.add(here, level.rows, out=level.limit)
-            tokens = state.tape.after(here, level.rows - 1)[:, : rows - 1 if level.tight else None]
-            if level.drafter is None:
-                level.round(probs)
-            else:
-                level.step(level.view.dense_len, level.view.max_len, tokens, count, probs)
+            level.step(level.view.dense_len, level.view.max_len, rows, count, probs)
 
         return milliseconds(call, device, warm_up=warm_up)
 
@@ -60,9 +57,9 @@ def measure(state) -> Costs:
             return [level.rows]
         return sorted({rows for rows in (1, 2, 3, 4, 8, 16, 32) if rows < level.rows} | {level.rows})
 
-    costs = Costs({rows: timed(outer, rows, None) for rows in sizes(outer)})
+    costs = Costs({rows: timed(outer, rows) for rows in sizes(outer)})
     if inner is not None:
-        costs.retrieval = {rows: timed(inner, rows, outer.draft_probs) for rows in sizes(inner)}
+        costs.retrieval = {rows: timed(inner, rows) for rows in sizes(inner)}
     outer.length.copy_(here)
     for name, source in state.sources.items():
         def propose(count: int, checker, name=name, source=source):

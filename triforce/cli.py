@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("--gamma-inner", type=int, help="tokens drafted per retrieval verify (default 2; auto: up to 3)")
     spec.add_argument("--block-size", type=int, help="rows of a full verify (default 8)")
     spec.add_argument("--prefill-chunk-size", type=int, help="tokens prefilled at a time (default: 1024, CUDA 8192)")
+    spec.add_argument("--draft-dtype", choices=["fp8"], help="draft in fp8; the output stays exact")
     spec.add_argument("--no-retrieval", action="store_true", help="the draft is checked by the full cache directly")
     spec.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
     spec.add_argument("--compare", action=argparse.BooleanOptionalAction,
@@ -143,7 +144,8 @@ def load_engine(args):
     options = {} if args.prefill_chunk_size is None else {"prefill_chunk_size": args.prefill_chunk_size}
     return load(args.checkpoint, draft=draft, retrieval=not args.no_retrieval, device=args.device, dtype=args.dtype,
                 compile=args.compile, max_seq_len=args.max_seq_len, budget=args.budget, chunk_size=args.chunk_size,
-                gamma=args.gamma, gamma_inner=args.gamma_inner, block_size=args.block_size, **options)
+                gamma=args.gamma, gamma_inner=args.gamma_inner, block_size=args.block_size,
+                draft_dtype=args.draft_dtype, **options)
 
 
 class PrefillBar:

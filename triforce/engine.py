@@ -10,7 +10,6 @@ import gc
 import operator
 import random
 import time
-import types
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,6 +19,7 @@ from . import memory
 from .cache import PrefillBlock, TargetCache
 from .errors import UserError
 from .generation import Generation, RowOutput, Stats, stop_strings
+from .graphs import Compiler
 from .model import Transformer
 from .sampling import check_sampling
 from .state import Settings, State
@@ -30,9 +30,10 @@ class Engine:
     """See `triforce.load`, which makes one from checkpoints. Without a tokenizer prompts are ids and texts empty."""
 
     def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
-                 settings: Settings | None = None, budget: int | float | None = None, max_seq_len: int | None = None,
-                 max_batch_size: int = 1, compile: bool | None = None, eos_ids: Sequence[int] = ()):
-        self.target, self.tokenizer, self.draft = target, tokenizer, draft
+                 drafting: Transformer | None = None, settings: Settings | None = None,
+                 budget: int | float | None = None, max_seq_len: int | None = None, max_batch_size: int = 1,
+                 compile: bool | None = None, eos_ids: Sequence[int] = ()):
+        self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
         self.settings, self.budget = settings or Settings(), budget
         self.max_batch_size, self.eos_ids = max_batch_size, tuple(eos_ids)
         models = [target] if draft is None else [target, draft]
@@ -47,7 +48,7 @@ class Engine:
                             f"use at most {limit}")
         self.max_seq_len = max_seq_len
         self.compile = target.device.type == "cuda" if compile is None else compile
-        self._compiler = _compiler(self.compile, target.device)
+        self._compiler = Compiler(self.compile, target.device)
         self._state: State | None = None
         self._serving: object | None = None  # the generation that the state belongs to
 
@@ -253,7 +254,7 @@ class Engine:
         memory.check(parts, self.device)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self._state = State(self.target, self.draft, settings, batch=batch, capacity=capacity, budget=budget,
-                                vocab_size=self.vocab_size, compiler=self._compiler)
+                                vocab_size=self.vocab_size, compiler=self._compiler, drafting=self.drafting)
         return self._state
 
     def resolve_budget(self, prompt_len: int) -> int:
@@ -333,21 +334,3 @@ def _as_ids(prompt) -> list[int]:
         raise UserError("a prompt is text, a list of whole numbers (ids), or a list of messages {role, content}; "
                         f"this one is of type {type(prompt).__name__}") from None
 
-
-def _compiler(enabled: bool, device: torch.device):
-    """What turns a level's step into a compiled one: `compiler(step, name)`."""
-    if not enabled:
-        return lambda step, name: step
-    # As `mode="reduce-overhead"`. Fused kernels keep intermediate results in float32 unless told to round as the
-    # written code does; which ones are fused depends on the whole graph, and bits must not.
-    options = {"triton.cudagraphs": device.type == "cuda", "emulate_precision_casts": True}
-
-    def compiled(step, name: str):
-        # torch.compile remembers by code object, file and name which sizes vary. The levels run the same code with
-        # different sizes, all of them constant: a copy under a name of its own keeps them so.
-        function = step.__func__
-        code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
-        copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-        return torch.compile(types.MethodType(copy, step.__self__), fullgraph=True, options=options)
-
-    return compiled

@@ -8,6 +8,7 @@ from . import checkpoint as ckpt
 from . import memory
 from .engine import Engine
 from .errors import UserError
+from .quantize import check_fp8, fp8_bytes, fp8_copy
 from .retrieval import plan_view
 from .state import Settings
 from .tokenizer import Tokenizer
@@ -17,7 +18,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
          device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
          compile: bool | None = None, max_seq_len: int | None = None, max_batch_size: int = 1,
          budget: int | float | None = None, chunk_size: int = 8, gamma: int | str = "auto",
-         gamma_inner: int | None = None, block_size: int | None = None, **settings) -> Engine:
+         gamma_inner: int | None = None, block_size: int | None = None, draft_dtype: str | None = None,
+         **settings) -> Engine:
     """Loads a target, and a draft if there is one, ready to generate.
 
     Args:
@@ -38,6 +40,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
             law is the same; but as times vary, a seed gives the same text again only with a number here.
         gamma_inner: tokens that the draft proposes per verify over the retrieval view. None: 2; at most 3 with "auto".
         block_size: rows of every verify. None: 8, or 1 where nothing drafts.
+        draft_dtype: "fp8": the retrieval level drafts with a copy of the target's weights in fp8. The output stays
+            exact. It takes a byte more per weight, and a GPU of compute capability 8.9 or later.
         settings: the remaining fields of `triforce.state.Settings`.
 
     Raises:
@@ -77,15 +81,23 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
                             "choose a draft of the same family, or --draft none")
     chosen = _dtype(dtype, configs[0].dtype, device)
     draft_config = configs[1] if len(configs) > 1 else None
-    memory.check(memory.weight_parts(configs[0], draft_config, chosen.itemsize), device)
+    if draft_dtype not in (None, "fp8"):
+        raise UserError(f"draft_dtype ({draft_dtype!r}) must be 'fp8', or left out")
+    parts = memory.weight_parts(configs[0], draft_config, chosen.itemsize)
+    if draft_dtype:
+        check_fp8(device)
+        parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(configs[0]), "no --draft-dtype"))
+    memory.check(parts, device)
     target = ckpt.load_model(folder, device, chosen)
     draft_model = ckpt.load_model(draft_folder, device, chosen) if draft_folder is not None else None
     if not compile:
         for model in (target, draft_model):
             if model is not None:
                 model.pack(block_size)
-    return Engine(target, tokenizer, draft_model, settings=shape, budget=budget, max_seq_len=max_seq_len,
-                  max_batch_size=max_batch_size, compile=compile, eos_ids=ckpt.eos_token_ids(folder))
+    drafting = fp8_copy(target) if draft_dtype and retrieval else None
+    return Engine(target, tokenizer, draft_model, drafting=drafting, settings=shape, budget=budget,
+                  max_seq_len=max_seq_len, max_batch_size=max_batch_size, compile=compile,
+                  eos_ids=ckpt.eos_token_ids(folder))
 
 
 def _device(device) -> torch.device:

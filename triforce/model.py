@@ -1,7 +1,7 @@
 """The Llama family in one file: Llama 1 to 3.2, Mistral, Qwen2.5, Yi and whatever shares their config.json.
 
-The model knows nothing of caches: in its forward pass one line per layer, `kv.attend(layer, heads)`, hands over
-unrotated queries, keys and values, and gets the attention's output back. It knows nothing of sampling either.
+The model knows nothing of caches: a layer gives its unrotated queries, keys and values to `kv.write`, has the cache
+read by `kv.read`, and joins what both saw. It knows nothing of sampling either.
 
 Shapes: B batch, M rows of a block (new tokens), H query heads, K KV heads, D head_dim, V vocabulary.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import attention
 from .errors import UserError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -216,6 +217,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
+def eager(function):
+    """Instead of a compiler: the function as it is."""
+    return function
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -252,15 +258,19 @@ class Linear(nn.Linear):
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.n_head, self.head_dim = config.n_head, config.head_dim
         self.qkv = Linear(config.dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim, config.qkv_bias)
         self.out = Linear(config.n_head * config.head_dim, config.dim, config.out_bias)
 
-    def forward(self, x: Tensor, kv, layer: int) -> Tensor:
-        batch, rows, _ = x.shape
-        heads = self.qkv(x).view(batch, rows, -1, self.head_dim).transpose(1, 2)  # [B, H + 2K, M, D]
-        y = kv.attend(layer, heads)  # [B, H, M, D]
-        return self.out(y.transpose(1, 2).reshape(batch, rows, -1))
+    def project(self, x: Tensor) -> Tensor:
+        """[B, M, dim] -> unrotated queries, keys and values [B, H + 2K, M, D]."""
+        return self.qkv(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    def output(self, states: list[attention.State], dtype: torch.dtype) -> Tensor:
+        """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each -> [B, M, dim]."""
+        y = attention.join(states).to(dtype)
+        y = y.reshape(y.shape[0], self.n_head, -1, self.head_dim)  # [B, H, M, D]
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -282,13 +292,26 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, kv, layer: int) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), kv, layer)
+    def forward(self, x: Tensor, kv, compiled=eager) -> Tensor:
+        """x [B, M, dim] -> [B, M, dim]. kv: this layer's part of a block of some cache."""
+        q, states = compiled(Block.before)(self, x, kv)
+        return compiled(Block.after)(self, x, states + kv.read(q))
+
+    def before(self, x: Tensor, kv) -> tuple[Tensor, list]:
+        """Up to the attention over what lies in the cache already."""
+        return kv.write(self.attention.project(self.attention_norm(x)))
+
+    def after(self, x: Tensor, states: list) -> Tensor:
+        x = x + self.attention.output(states, x.dtype)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer. `kv` is any object with `attend(layer, heads)`: see `cache.py`."""
+    """A decoder-only transformer.
+
+    `kv` is a block of any cache: `kv.layer(i)` has `write` and `read` (see `cache.py`), `kv.compiled(function)` is the
+    function, compiled or as it is.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -320,7 +343,7 @@ class Transformer(nn.Module):
         """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`."""
         x = self.embedding(tokens)
         for i, layer in enumerate(self.layers):
-            x = layer(x, kv, i)
+            x = layer(x, kv.layer(i), kv.compiled)
         return self.norm(x)
 
     def prefill(self, tokens: Tensor, blocks: list[tuple[int, int, object]], on_progress=None) -> Tensor:
@@ -330,7 +353,7 @@ class Transformer(nn.Module):
 
         Args:
             tokens: [B, S].
-            blocks: (start, stop, kv) per chunk, in order; `kv.attend` writes the chunk's K/V and attends causally.
+            blocks: (start, stop, kv) per chunk, in order.
             on_progress: called with the share of the work that is done, 0 to 1.
 
         Returns:
@@ -341,7 +364,7 @@ class Transformer(nn.Module):
         done = 0
         for i, layer in enumerate(self.layers):
             for start, stop, kv in blocks:
-                x[:, start:stop] = layer(x[:, start:stop], kv, i)
+                x[:, start:stop] = layer(x[:, start:stop], kv.layer(i), kv.compiled)
                 done += stop * stop - start * start
                 if on_progress is not None:
                     on_progress(done / work)

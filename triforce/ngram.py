@@ -9,7 +9,8 @@ Shapes: B batch, N positions of the tape, n tokens proposed.
 import torch
 from torch import Tensor
 
-from .speculation import Proposal, Tape
+from .graphs import Compiler
+from .speculation import Tape
 
 
 class NgramDrafter:
@@ -19,15 +20,15 @@ class NgramDrafter:
     index costs to keep, and it runs on the device without a host sync.
 
     Args:
-        max_drafted: the most tokens of a proposal. gamma: how many to propose now.
+        gamma: how many tokens to propose.
         longest: tokens that are compared. shortest: a match of fewer proposes nothing.
     """
 
-    def __init__(self, tape: Tape, *, max_drafted: int, gamma: int, longest: int = 4, shortest: int = 2, compiler):
-        self.tape, self.max_drafted, self.gamma = tape, max_drafted, gamma
-        self.longest, self.shortest = longest, shortest
-        self.tokens, self.num_drafted = tape.buffer(max_drafted), tape.buffer()
-        self.step = compiler(self._step, "ngram")
+    def __init__(self, tape: Tape, *, gamma: int, longest: int = 4, shortest: int = 2, compiler: Compiler):
+        self.tape, self.gamma, self.longest, self.shortest = tape, gamma, longest, shortest
+        self.base, self.num_drafted = tape.buffer(), tape.buffer()
+        self.compiled = compiler.level("ngram")
+        self.step = self.compiled.step(self._step)
 
     def prefill(self, row: int, length: int) -> None:
         """Nothing to take in: it reads the tape."""
@@ -35,13 +36,16 @@ class NgramDrafter:
     def commit(self, length: Tensor) -> None:
         """Nothing is remembered between proposals."""
 
-    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Proposal:
-        self.step(start, probs)
-        torch.clamp(self.num_drafted, max=min(self.gamma, n), out=self.num_drafted)
-        return Proposal(self.tokens[:, :n], self.num_drafted)
+    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
+        self.base.copy_(start)
+        self.step(n, probs)
+        return torch.clamp(self.num_drafted, max=self.gamma, out=self.num_drafted)
 
-    def _step(self, start: Tensor, probs: Tensor | None) -> None:
-        tokens = self.tape.tokens  # [B, N]
+    def _step(self, n: int, probs: Tensor | None) -> None:
+        self.compiled(NgramDrafter._look_up)(self, n, probs)
+
+    def _look_up(self, n: int, probs: Tensor | None) -> None:
+        tokens, start = self.tape.tokens, self.base  # [B, N], [B]
         position = torch.arange(tokens.shape[1], device=tokens.device)
         run = torch.ones_like(tokens, dtype=torch.bool)
         matched = torch.zeros_like(tokens)  # length of the match that ends at each position
@@ -52,13 +56,13 @@ class NgramDrafter:
         matched = torch.where(position < start[:, None], matched, 0)  # not the newest tokens themselves
         best = (matched * tokens.shape[1] + position).argmax(1)  # [B]: the longest, of those the latest
         long_enough = matched.gather(1, best[:, None]).squeeze(1) >= self.shortest
-        follow = best[:, None] + 1 + torch.arange(self.max_drafted, device=tokens.device)
-        self.tokens.copy_(tokens.gather(1, torch.minimum(follow, start[:, None])))
-        known = (start - best).clamp(max=self.max_drafted)  # what follows the match ends at the newest token
+        follow = best[:, None] + 1 + torch.arange(n, device=tokens.device)
+        drafted = tokens.gather(1, torch.minimum(follow, start[:, None]))  # padded with a valid token
+        known = (start - best).clamp(max=n)  # what follows the match ends at the newest token
         self.num_drafted.copy_(torch.where(long_enough, known, 0))
         if probs is not None:  # the checker expects laws: all their mass lies on the token
-            n = probs.shape[1] - 1
-            probs[:, :n] = torch.zeros_like(probs[:, :n]).scatter(2, self.tokens[:, :n, None], 1.0)
+            probs[:, :n] = torch.zeros_like(probs[:, :n]).scatter(2, drafted[..., None], 1.0)
+        tokens.scatter_(1, start[:, None] + 1 + torch.arange(n, device=tokens.device), drafted)
 
 
 class NgramMeter:

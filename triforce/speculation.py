@@ -14,14 +14,15 @@ Shapes: B batch, M rows of a block, n drafted tokens, at most M - 1, V vocabular
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from . import sampling
 from .acceptance import verify_chain
-from .cache import StreamingBlock, StreamingCache, TargetBlock, TargetCache, View, static
+from .cache import StreamingBlock, StreamingCache, TargetBlock, TargetCache, View
+from .graphs import Compiler
 from .model import Transformer
 from .sampling import ACCEPT, SAMPLE, SamplingParams
 
@@ -29,25 +30,20 @@ DRAFT, RETRIEVAL, FULL = 0, 1, 2  # levels: they key the noise
 BONUS, ACCEPTED, MISSED = 0, 1, 2  # where a token of the inner level came from: not drafted, drafted, drafted in vain
 
 
-class Proposal(NamedTuple):
-    """What a drafter proposes to follow the pending token. Buffers, valid until the drafter is next called."""
-
-    tokens: Tensor  # [B, n]; those from num_drafted on are padding
-    num_drafted: Tensor  # [B]
-    parents: Tensor | None = None  # None: a chain
-
-
 class Drafter(Protocol):
     """Whether position i is drafted may depend on tokens before i and on the law at i, never on token i itself."""
 
     gamma: int  # how many tokens to propose; may change between proposals
 
-    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Proposal:
-        """Drafts what follows the tape's token at `start` [B], at most n tokens.
+    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
+        """Drafts, on the tape, what follows its token at `start` [B], at most n tokens.
 
         Args:
             probs: [B, n + 1, V], written: row i the law that token i was drawn from; the last row may hold anything.
                 None: the proposal must be deterministic.
+
+        Returns:
+            how many were drafted, [B]: a buffer, valid until the next call.
         """
 
     def commit(self, length: Tensor) -> None:
@@ -66,17 +62,17 @@ class Tape:
     def law(self, logits: Tensor) -> Tensor:
         return sampling.probabilities(logits[..., : self.vocab_size], self.params)
 
-    def uniform(self, position: Tensor, level: int, purpose: int | Tensor) -> Tensor:
+    def uniform(self, position: Tensor, level: int, purpose: int) -> Tensor:
         return sampling.uniform(self.params.seed, position, level, purpose)
 
-    def after(self, start: Tensor, count: int) -> Tensor:
-        """The `count` tokens after index start [B]: [B, count]."""
-        return self.tokens.gather(1, start[:, None] + 1 + torch.arange(count, device=start.device))
+    def read(self, start: Tensor, count: int) -> Tensor:
+        """`count` tokens from index start [B] on: [B, count]."""
+        return self.tokens.gather(1, start[:, None] + torch.arange(count, device=start.device))
 
     def buffer(self, *shape: int, like: Transformer | None = None, dtype=torch.int64) -> Tensor:
-        """A static zero buffer: int64, or wide enough for probabilities of `like`."""
+        """A zero buffer with a row for each of the batch: int64, or wide enough for probabilities of `like`."""
         dtype = dtype if like is None else torch.promote_types(like.dtype, torch.float32)
-        return static(torch.zeros(len(self.tokens), *shape, dtype=dtype, device=self.tokens.device))
+        return torch.zeros(len(self.tokens), *shape, dtype=dtype, device=self.tokens.device)
 
 
 class ModelDrafter:
@@ -92,12 +88,13 @@ class ModelDrafter:
     PREFILL_ROWS = 64
 
     def __init__(self, model: Transformer, cache: StreamingCache, tape: Tape, *, max_drafted: int, gamma: int,
-                 compiler):
+                 compiler: Compiler):
         self.model, self.cache, self.tape, self.gamma = model, cache, tape, gamma
         self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
         self.num_drafted = tape.buffer()
         self.noise = tape.buffer(max_drafted, dtype=torch.float64)
-        self.step = compiler(self._step, "draft")
+        self.levels = {rows: compiler.level(f"draft{rows}") for rows in (1, self.CATCH_UP_ROWS)}
+        self.steps = {rows: level.step(self._step) for rows, level in self.levels.items()}
 
     def prefill(self, row: int, length: int) -> None:
         """Takes in a tape of which the first `length` tokens are settled."""
@@ -116,28 +113,36 @@ class ModelDrafter:
             self.model(tokens, StreamingBlock(cache, position, tokens.shape[1]))
         self.length[row].fill_(length)
 
-    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Proposal:
+    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
         self.head.copy_(start)
         count = min(self.gamma, n)
         self.num_drafted.fill_(count)
         for i in range(count):
-            self.step(self.CATCH_UP_ROWS if i == 0 else 1, probs)
-        return Proposal(self.tape.after(start, n), self.num_drafted)
+            rows = self.CATCH_UP_ROWS if i == 0 else 1
+            self.steps[rows](rows, probs)
+        return self.num_drafted
 
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
 
     def _step(self, rows: int, probs: Tensor) -> None:
         """Takes in the tape up to `head`, then draws the token at head + 1."""
-        tape, length, head = self.tape, self.length, self.head
+        compiled = self.levels[rows]
+        tokens = compiled(ModelDrafter._begin)(self, rows)
+        hidden = self.model(tokens, StreamingBlock(self.cache, self.length, rows, compiled))  # [B, rows, dim]
+        compiled(ModelDrafter._finish)(self, hidden, probs)
+
+    def _begin(self, rows: int) -> Tensor:
         if rows > 1:  # the first of a proposal draws the numbers for all
-            ahead = self.base[:, None] + 1 + torch.arange(self.noise.shape[1], device=length.device)
-            self.noise.copy_(tape.uniform(ahead, DRAFT, SAMPLE))
-        index = length[:, None] + torch.arange(rows, device=length.device)
-        tokens = tape.tokens.gather(1, torch.minimum(index, head[:, None]))  # padded with a valid token
-        hidden = self.model(tokens, StreamingBlock(self.cache, length, rows))  # [B, rows, dim]
-        if rows > 1:
+            ahead = self.base[:, None] + 1 + torch.arange(self.noise.shape[1], device=self.base.device)
+            self.noise.copy_(self.tape.uniform(ahead, DRAFT, SAMPLE))
+        index = self.length[:, None] + torch.arange(rows, device=self.base.device)
+        return self.tape.tokens.gather(1, torch.minimum(index, self.head[:, None]))  # padded with a valid token
+
+    def _finish(self, hidden: Tensor, probs: Tensor) -> None:
+        tape, length, head = self.tape, self.length, self.head
+        if hidden.shape[1] > 1:
             hidden = hidden.gather(1, (head - length)[:, None, None].expand(-1, 1, hidden.shape[2]))
         law = tape.law(self.model.output(hidden))  # [B, 1, V]
         at = (head - self.base)[:, None]
@@ -164,7 +169,7 @@ class Speculator:
 
     def __init__(self, model: Transformer, cache: TargetCache, view: View, tape: Tape, *, level: int, rows: int,
                  drafters: tuple[Drafter, ...] = (), dense: bool = True, gamma: int = 0, rounds: int = 0,
-                 keep_queries: bool = False, keep_logits: bool = False, position=None, compiler):
+                 keep_queries: bool = False, keep_logits: bool = False, position=None, compiler: Compiler):
         self.model, self.cache, self.view, self.tape = model, cache, view, tape
         self.level, self.rows, self.drafters, self.keep_queries = level, rows, drafters, keep_queries
         self.drafter = drafters[0] if drafters else None
@@ -180,8 +185,9 @@ class Speculator:
         self.speculate = True
         # Steps of just the drafted rows instead of M: on a CPU a padded row costs, and reading a length does not.
         self.tight = False
-        self._nothing = Proposal(tape.buffer(rows - 1), tape.buffer())
-        self.step = compiler(self._step, f"level{level}_rows{rows}")
+        self._nothing = tape.buffer()
+        self.compiled = compiler.level(f"level{level}_rows{rows}")
+        self.step = self.compiled.step(self._step)
 
     def round(self, probs: Tensor | None = None) -> None:
         """Emits 1 to M tokens a row (none where `limit` is reached): on the tape, and in `outbox`.
@@ -189,70 +195,66 @@ class Speculator:
         Args:
             probs: see `Drafter.propose`; written from row length - base on.
         """
-        tokens = num_drafted = None
-        if self.drafter is not None:
-            # Without speculation it is the same step, hence the same bits, with nothing to accept.
-            tokens, num_drafted, _ = self._nothing
-            self.asked.zero_()
-            if self.speculate:
-                self.asked.fill_(self.drafter.gamma)
-                tokens, num_drafted, _ = self.drafter.propose(self.length, self.rows - 1, self.draft_probs)
-            if self.tight:
-                tokens = tokens[:, : int(num_drafted.max())]
-        self.step(self.view.dense_len, self.view.max_len, tokens, num_drafted, probs)
+        num_drafted = self._nothing  # without speculation it is the same step, hence the same bits
+        self.asked.zero_()
+        if self.speculate and self.drafter is not None:
+            self.asked.fill_(self.drafter.gamma)
+            num_drafted = self.drafter.propose(self.length, self.rows - 1, self.draft_probs)
+        rows = 1 + int(num_drafted.max()) if self.tight else self.rows
+        self.step(self.view.dense_len, self.view.max_len, rows, num_drafted, probs)
 
-    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Proposal:
+    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
         self.length.copy_(start)
         torch.add(start, min(self.gamma, n), out=self.limit)
         for _ in range(self.rounds):
             self.round(probs)
-        torch.sub(self.length, start, out=self.num_drafted)
-        return Proposal(self.tape.after(start, n), self.num_drafted)
+        return torch.sub(self.length, start, out=self.num_drafted)
 
     def commit(self, length: Tensor) -> None:
         for drafter in self.drafters:
             drafter.commit(length)
 
-    def _step(self, dense_len: int, max_len: int, tokens: Tensor | None, num_drafted: Tensor | None,
-              probs: Tensor | None) -> None:
-        tape, start, draft_probs = self.tape, self.length, None
-        pending = tape.tokens.gather(1, start[:, None])
-        if tokens is None:  # autoregression, in a block padded to M rows
-            block = pending.expand(-1, self.rows)
-            tokens, num_drafted = pending[:, :0], torch.zeros_like(start)
-        else:
-            block = torch.cat([pending, tokens], 1)  # [B, M]
-        rows, n = block.shape[1], tokens.shape[1]
-        kv = TargetBlock(self.cache, self.view, start, rows, dense_len, max_len, self.keep_queries)
-        logits = self.model.output(self.model(block, kv))  # [B, M, V]
+    def _step(self, dense_len: int, max_len: int, rows: int, num_drafted: Tensor, probs: Tensor | None) -> None:
+        compiled = self.compiled
+        block = compiled(Speculator._begin)(self, rows)
+        kv = TargetBlock(self.cache, self.view, self.length, rows, dense_len, max_len, self.keep_queries, compiled)
+        compiled(Speculator._finish)(self, self.model(block, kv), block, num_drafted, probs)
+
+    def _begin(self, rows: int) -> Tensor:
+        """The pending token and those drafted after it; what lies behind them on the tape pads the block."""
+        return self.tape.read(self.length, rows)
+
+    def _finish(self, hidden: Tensor, block: Tensor, num_drafted: Tensor, probs: Tensor | None) -> None:
+        """hidden [B, M, dim] after the tokens of block [B, M]: checks the drafted ones, emits, moves on."""
+        tape, start = self.tape, self.length
+        tokens = block[:, 1:] if self.drafters else block[:, :0]
+        n = tokens.shape[1]
+        logits = self.model.output(hidden)  # [B, M, V]
         if self.logits is not None:
-            self.logits[:, :rows] = logits
+            self.logits[:, : block.shape[1]] = logits
         law = tape.law(logits[:, : n + 1])
-        position = start[:, None] + 1 + torch.arange(n + 1, device=start.device)
-        purposes = torch.arange(ACCEPT, SAMPLE + 1, device=start.device)[:, None, None]
-        accept_u, sample_u = tape.uniform(position, self.level, purposes)
-        if self.draft_probs is not None:
-            draft_probs = self.draft_probs[:, :n]
-        verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u[:, :n], sample_u)
+        ahead = torch.arange(n + 1, device=start.device)
+        position = start[:, None] + 1 + ahead
+        accept_u = tape.uniform(position[:, :n], self.level, ACCEPT)
+        sample_u = tape.uniform(position, self.level, SAMPLE)
+        draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
+        verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u, sample_u)
         num_emitted = torch.minimum(verdict.num_accepted + 1, self.limit - start)  # cut at a limit fixed beforehand
 
         tape.tokens.scatter_(1, position, verdict.tokens)
-        counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted], 1)
+        if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
+            place = (position - 1 - self.base[:, None]).clamp(max=probs.shape[1] - 1)
+            probs.scatter_(1, place[..., None].expand_as(law), law)
+            missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)[:, None]
+            tape.origin.scatter_(1, position, torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, missed))
         if self.level == FULL:
             self.outbox[:, self.rows : self.rows + n] = tape.origin.gather(1, position[:, :n])
-        if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
-            at = position - 1 - self.base[:, None]
-            place = at.clamp(max=probs.shape[1] - 1)
-            probs.scatter_(1, place[..., None].expand_as(law), law)
-            index = torch.arange(n + 1, device=start.device)
-            missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)[:, None]
-            tape.origin.scatter_(1, position, torch.where(index < verdict.num_accepted[:, None], ACCEPTED, missed))
         if self.keep_queries:
-            block_size = self.cache.query_weight.shape[1]
-            self.cache.query_weight.copy_(torch.arange(block_size, device=start.device) < num_emitted[:, None])
-        live = num_emitted > 0
-        self.totals += torch.where(live[:, None], counts[:, 1:], 0)
+            kept = torch.arange(self.cache.query_weight.shape[1], device=start.device) < num_emitted[:, None]
+            self.cache.query_weight.copy_(kept)
+        counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted], 1)
+        self.totals += torch.where((num_emitted > 0)[:, None], counts[:, 1:], 0)
         self.outbox[:, : n + 1] = verdict.tokens
         self.outbox[:, -3:] = counts
         start += num_emitted

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .cache import PrefillBlock, StreamingCache, TargetCache, static
+from .cache import PrefillBlock, StreamingCache, TargetCache
 from .calibration import measure
 from .controller import Controller, Costs, Plan
-from .model import Transformer
+from .graphs import Compiler
+from .model import Transformer, eager
 from .ngram import NgramDrafter, NgramMeter
 from .retrieval import RetrievalView
 from .sampling import SamplingParams
@@ -44,32 +45,31 @@ class State:
     Args:
         capacity: tokens that a row can hold, prompt and output.
         budget: tokens of the retrieval view; ignored without one.
-        compiler: (step, name) -> the compiled step, or the step itself.
+        compiler: makes the levels' compilers.
+        drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
     """
 
     def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
-                 budget: int, vocab_size: int, compiler):
+                 budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
         interval, block = settings.flush_interval, settings.block_size
         self.capacity = -(-capacity // interval) * interval
         device, dtype = target.device, target.dtype
         self.params = SamplingParams.allocate(batch, device)
-        for tensor in self.params.tensors():
-            static(tensor)
-        tokens = static(torch.zeros(batch, self.capacity + 4 * block, dtype=torch.int64, device=device))
-        self.tape = Tape(tokens, static(torch.zeros_like(tokens)), self.params, vocab_size)
+        tokens = torch.zeros(batch, self.capacity + 4 * block, dtype=torch.int64, device=device)
+        self.tape = Tape(tokens, torch.zeros_like(tokens), self.params, vocab_size)
         use_retrieval = settings.retrieval
         self.cache = TargetCache(target.config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
                                  flush_interval=interval, chunk_size=settings.chunk_size if use_retrieval else 0,
                                  device=device, dtype=dtype)
-        make = {"max_drafted": block - 1, "compiler": compiler,
-                "gamma": settings.gamma_inner if use_retrieval else settings.gamma}
+        make = {"gamma": settings.gamma_inner if use_retrieval else settings.gamma, "compiler": compiler}
+        self._prefill_level = compiler.level("prefill")
         self.sources: dict[str, ModelDrafter | NgramDrafter] = {}
         if draft is not None:
             streaming = StreamingCache(draft.config, draft.rope, batch=batch, num_sink=settings.draft_sink,
                                        window_size=settings.draft_window, slack=max(64, 2 * block), device=device,
                                        dtype=draft.dtype)
-            self.sources["model"] = ModelDrafter(draft, streaming, self.tape, **make)
+            self.sources["model"] = ModelDrafter(draft, streaming, self.tape, max_drafted=block - 1, **make)
         if settings.ngram:
             self.sources["ngram"] = NgramDrafter(self.tape, **make)
         sources = tuple(self.sources.values())
@@ -78,7 +78,7 @@ class State:
             self.retrieval = RetrievalView(self.cache, budget=budget, batch=batch, device=device, dtype=dtype)
             rounds = -(-settings.gamma // 2) if sources else settings.gamma
             self.inner = Speculator(
-                target, self.cache, self.retrieval, self.tape, level=RETRIEVAL, drafters=sources,
+                drafting or target, self.cache, self.retrieval, self.tape, level=RETRIEVAL, drafters=sources,
                 dense="model" in self.sources, rows=1 + (settings.gamma_inner if sources else 0),
                 gamma=settings.gamma, rounds=rounds, compiler=compiler)
         self.outer = Speculator(target, self.cache, self.cache.full, self.tape, level=FULL, rows=block,
@@ -130,8 +130,11 @@ class State:
         if stop > start:
             size = self.settings.prefill_chunk_size
             edges = [*range(start, stop, size), stop]
-            blocks = [(a - start, b - start, PrefillBlock(self.cache, row, a, b, keep_queries=b == stop))
-                      for a, b in zip(edges, edges[1:], strict=False)]
+            blocks = []
+            for a, b in zip(edges, edges[1:], strict=False):
+                alike = len(edges) > 5 and a > 0 and b - a == size  # enough chunks of one kind to compile for
+                level = self._prefill_level if alike else eager
+                blocks.append((a - start, b - start, PrefillBlock(self.cache, row, a, b, b == stop, level)))
             self.target.prefill(self.tape.tokens[row, None, start:stop], blocks, on_progress)
             kept = min(edges[-1] - edges[-2], self.settings.block_size)
             self.cache.query_weight[row] = torch.arange(self.settings.block_size, device=self.target.device) < kept

@@ -1,0 +1,108 @@
+"""Compiled pieces of a step, and the step as a CUDA graph. Knows nothing of models or caches.
+
+A step is one pass over all layers. Compiling it whole takes half a minute at 32 layers; here only its few different
+pieces are compiled (a layer's two halves, once for all layers) and the sequence of them is recorded as one CUDA graph,
+whose replay costs the host microseconds. Between the pieces stand calls of fixed kernels, which see the lengths that
+change: so nothing is compiled anew when the context grows.
+"""
+
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+KEPT_GRAPHS = 32  # per step; one is recorded for each new prefix length and each plan of drafting
+
+
+class Compiler:
+    """Makes the levels' compilers: real ones, or, if not enabled, ones that leave every function as it is."""
+
+    def __init__(self, enabled: bool, device: torch.device):
+        self.enabled, self.record = enabled, enabled and device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if self.record else None
+
+    def level(self, name: str) -> "Level":
+        return Level(self, name)
+
+
+class Level:
+    """Compiles for one level, whose shapes are all constant: `level(function)`, and `level.step(function)`."""
+
+    # Fused kernels keep intermediate results in float32 unless told to round as the written code does. Which ones are
+    # fused depends on what else is in a graph, and bits must not.
+    OPTIONS = {"emulate_precision_casts": True}
+
+    def __init__(self, compiler: Compiler, name: str):
+        self.compiler, self.name = compiler, name
+        self._compiled: dict[Callable, Callable] = {}
+
+    def __call__(self, function: Callable) -> Callable:
+        """The function, compiled; each function once."""
+        if not self.compiler.enabled:
+            return function
+        if function not in self._compiled:
+            # torch.compile remembers by code object which sizes vary. Other levels run the same code with other
+            # sizes: a copy under a name of its own keeps them constant.
+            code = function.__code__.replace(co_name=f"{function.__name__}_{self.name}")
+            copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__,
+                                      function.__closure__)
+            self._compiled[function] = torch.compile(copy, fullgraph=True, dynamic=False, options=self.OPTIONS)
+        return self._compiled[function]
+
+    def step(self, function: Callable) -> Callable:
+        """The function as a graph, on a GPU; it must write its results into tensors that stay where they are."""
+        return Graphed(function, self.compiler.pool) if self.compiler.record else function
+
+
+class Graphed:
+    """Runs a function as it is the first time, then records a graph per set of arguments and replays it."""
+
+    def __init__(self, function: Callable, pool):
+        self.function, self.pool = function, pool
+        self.graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
+        self.warm: set[tuple] = set()
+
+    def __deepcopy__(self, memo):
+        raise TypeError("a recorded graph cannot be copied")
+
+    def __call__(self, *args) -> None:
+        if torch.cuda.is_current_stream_capturing():  # part of a longer graph
+            self.function(*args)
+            return
+        shape = tuple(_shape(arg) for arg in args)
+        if shape not in self.warm:  # compiles, loads kernels, sizes workspaces: none of it can be recorded
+            self.warm.add(shape)
+            self.function(*args)
+            return
+        key = tuple(_key(arg) for arg in args)
+        if key not in self.graphs:
+            self.graphs[key] = self._record(args)
+            if len(self.graphs) > KEPT_GRAPHS:
+                self.graphs.popitem(last=False)
+        self.graphs.move_to_end(key)
+        self.graphs[key].replay()
+
+    def _record(self, args) -> torch.cuda.CUDAGraph:
+        # torch.cuda.graph() would empty the allocator's cache and collect garbage each time.
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                self.function(*args)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
+
+
+def _key(arg):
+    return (arg.data_ptr(), arg.shape) if isinstance(arg, torch.Tensor) else arg
+
+
+def _shape(arg):
+    """What decides which kernels run: a tensor's shape, whether there is one; of an integer, whether it is 0."""
+    if isinstance(arg, torch.Tensor):
+        return arg.shape
+    return bool(arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg

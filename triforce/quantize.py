@@ -1,0 +1,75 @@
+"""A copy of the target in fp8, for the retrieval level alone: it only drafts, so what is said stays exact.
+
+Knows nothing of levels or caches. Weights and activations are e4m3 with one scale a tensor (what the tensor cores of
+compute capability 8.9 and later multiply at full speed: row-wise scales gain nothing at few rows). Embedding, norms and
+attention stay as they are, and are shared with the target.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UserError
+from .model import Linear, Transformer
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max  # 448
+OUTLIERS = 32.0  # an RMSNorm's output has a root mean square of 1 before its weight: clamp at 32 of these
+
+
+class Float8Linear(nn.Module):
+    """y = x @ weight.T with both operands in fp8.
+
+    Args:
+        norm_weight: of the RMSNorm whose output is x: it bounds x, so that its scale is known beforehand. None: the
+            scale is found anew for every block, by a pass over x.
+    """
+
+    def __init__(self, linear: Linear, norm_weight: Tensor | None):
+        super().__init__()
+        weight = linear.weight.detach()
+        scale = (weight.abs().amax().float() / LARGEST).clamp(min=1e-12)
+        self.register_buffer("weight", (weight / scale.to(weight.dtype)).clamp(-LARGEST, LARGEST).to(FP8))
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+        largest_x = None if norm_weight is None else OUTLIERS * norm_weight.detach().abs().amax().float()
+        self.register_buffer("scale_x", None if largest_x is None else (largest_x / LARGEST).clamp(min=1e-12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale_x = self.scale_x
+        if scale_x is None:
+            scale_x = (x.abs().amax().float() / LARGEST).clamp(min=1e-12)
+        rows = (x.float() / scale_x).clamp(-LARGEST, LARGEST).to(FP8).flatten(0, -2)
+        y = torch._scaled_mm(rows, self.weight.t(), scale_a=scale_x, scale_b=self.scale, out_dtype=x.dtype)
+        y = y.unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raises UserError where fp8 matrix products are not to be had."""
+    if device.type != "cuda":
+        raise UserError(f"draft_dtype 'fp8' needs a CUDA GPU, and the model is on {device}; leave it out")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        raise UserError(f"draft_dtype 'fp8' needs compute capability 8.9 or later, and this GPU has "
+                        f"{capability[0]}.{capability[1]}; leave it out")
+
+
+@torch.no_grad()
+def fp8_copy(target: Transformer) -> Transformer:
+    """The target with every linear layer in fp8; the rest is shared, not copied."""
+    with torch.device("meta"):
+        copy = Transformer(target.config)
+    copy.rope, copy.embedding, copy.norm = target.rope, target.embedding, target.norm
+    copy.output = Float8Linear(target.output, target.norm.weight)
+    for mine, theirs in zip(copy.layers, target.layers, strict=True):
+        mine.attention_norm, mine.mlp_norm = theirs.attention_norm, theirs.mlp_norm
+        mine.attention.qkv = Float8Linear(theirs.attention.qkv, theirs.attention_norm.weight)
+        mine.attention.out = Float8Linear(theirs.attention.out, None)
+        mine.mlp.gate_up = Float8Linear(theirs.mlp.gate_up, theirs.mlp_norm.weight)
+        mine.mlp.down = Float8Linear(theirs.mlp.down, None)
+    return copy.eval()
+
+
+def fp8_bytes(config) -> int:
+    """Memory of `fp8_copy` beyond the target's own: a byte a weight of the linear layers."""
+    return config.num_parameters - config.vocab_size * config.dim * (0 if config.tie_word_embeddings else 1)
