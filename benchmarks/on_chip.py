@@ -56,11 +56,20 @@ def step_times(engine: Engine, state: State, max_new_tokens: int) -> dict[str, f
 def decode(engine: Engine, ids: list[int], args, **how) -> dict[str, float]:
     """One generation after a warm-up of the same kind, on the same prefill."""
     options = {"temperature": args.temperature, "top_p": args.top_p, "seed": args.seed, "ignore_eos": True, **how}
-    engine.generate(ids, args.warm_up if how.get("speculate", True) else 8, **options)
-    stats = engine.generate(ids, args.max_new_tokens if how.get("speculate", True) else args.plain_tokens, **options).stats
+    warm_up, count = (args.warm_up, args.max_new_tokens) if how.get("speculate", True) else (8, args.plain_tokens)
+    engine.generate(ids, warm_up, **options)
+    stats = engine.generate(ids, count, **options).stats
     row = {"tbt_ms": stats.tbt * 1e3, "block_efficiency": stats.block_efficiency, "rebuilds": stats.retrieval_rebuilds,
            "peak_memory_gib": stats.peak_memory / 2**30}
     return row | {f"acceptance_{name}": rate for name, rate in stats.acceptance_rate.items()}
+
+
+def planned_ms(controller) -> float:
+    """The steps of a round of the controller's last plan, by their own times."""
+    plan, costs = controller.plan, controller.costs
+    drafting = costs.drafting(plan.source, plan.gamma_inner if plan.retrieval else plan.gamma)
+    inner = plan.rounds * (drafting + max(costs.retrieval.values())) if plan.retrieval else drafting
+    return inner + max(costs.verify.values())
 
 
 def fixed(engine: Engine, gamma: int, gamma_inner: int) -> None:
@@ -96,8 +105,9 @@ def transformers_time(engine: Engine, ids: list[int], tokens: int) -> dict[str, 
     target, c = engine.target, engine.target.config
     config = LlamaConfig(vocab_size=c.vocab_size, hidden_size=c.dim, intermediate_size=c.ffn_dim,
                          num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
-                         head_dim=c.head_dim, rms_norm_eps=c.norm_eps, max_position_embeddings=c.max_position_embeddings,
-                         rope_theta=c.rope_theta, tie_word_embeddings=False, torch_dtype=target.dtype)
+                         head_dim=c.head_dim, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
+                         max_position_embeddings=c.max_position_embeddings, tie_word_embeddings=False,
+                         torch_dtype=target.dtype)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     own = {"model.embed_tokens.weight": target.embedding.weight, "model.norm.weight": target.norm.weight,
@@ -150,6 +160,9 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     row["budget"] = state.budget
     row |= step_times(engine, state, longest)
     row |= decode(engine, ids, args)
+    chosen = engine._state.controller
+    row["plan"] = str(chosen.plan) + ", rates " + str({name: round(rate.value, 2) for name, rate in chosen.rates.items()})
+    row["round_over_steps"] = row["tbt_ms"] * row["block_efficiency"] / planned_ms(chosen)
     plain = decode(engine, ids, args, speculate=False, one_row=True)
     row["autoregression_tbt_ms"] = plain["tbt_ms"]
     row["speedup"] = plain["tbt_ms"] / row["tbt_ms"]
@@ -183,7 +196,8 @@ def plot(path: str) -> None:
     rows.sort(key=lambda row: row["context"])
     groups: dict[str, list[dict]] = {}
     for row in rows:
-        groups.setdefault(f"{row['shape'] or row['checkpoint']}{', fp8 drafting' if row['draft_dtype'] else ''}", []).append(row)
+        name = (row["shape"] or row["checkpoint"]) + (", fp8 drafting" if row["draft_dtype"] else "")
+        groups.setdefault(name, []).append(row)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     drawn = set()
     for name, group in groups.items():
@@ -192,22 +206,24 @@ def plot(path: str) -> None:
         if model not in drawn:
             drawn.add(model)
             axes[0].plot(xs, [row["autoregression_tbt_ms"] for row in group], "s--", label=f"{model}: autoregression")
-            theirs = [(x, row["transformers_tbt_ms"]) for x, row in zip(xs, group, strict=True) if "transformers_tbt_ms" in row]
+            timed = [row for row in group if "transformers_tbt_ms" in row]
+            theirs = [(row["context"] / 1000, row["transformers_tbt_ms"]) for row in timed]
             if theirs:
                 axes[0].plot(*zip(*theirs, strict=True), "^:", label=f"{model}: transformers")
     axes[0].set(xlabel="context, thousand tokens", ylabel="ms per token", ylim=(0, None))
     axes[0].legend(fontsize=8)
     names = [("verify_ms", "full verify"), ("retrieval_ms", "retrieval step"), ("draft_next_ms", "draft step"),
              ("rebuild_ms", "rebuild")]
-    labels = [f"{row['context'] // 1000}K{' fp8' if row['draft_dtype'] else ''}\n{(row['shape'] or '')[6:]}" for row in rows]
+    labels = [f"{row['context'] // 1000}K{' fp8' if row['draft_dtype'] else ''}\n{(row['shape'] or 'tiny')[6:]}"
+              for row in rows]
     width = 0.2
     for i, (key, label) in enumerate(names):
         axes[1].bar([x + i * width for x in range(len(rows))], [row.get(key, 0) for row in rows], width, label=label)
     axes[1].set_xticks([x + 1.5 * width for x in range(len(rows))], labels, fontsize=7)
     axes[1].set(ylabel="ms a step", yscale="log")
     axes[1].legend(fontsize=8)
-    figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['date']}; "
-                    f"{'trained tiny pair widened to the shape' if rows[0]['widened'] else rows[0]['checkpoint']}", fontsize=9)
+    what = "trained tiny pair widened to the shape" if rows[0]["widened"] else rows[0]["checkpoint"]
+    figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['date']}; {what}", fontsize=9)
     figure.tight_layout()
     figure.savefig(Path(path).with_suffix(".png"), dpi=120)
 
@@ -259,7 +275,7 @@ def main() -> None:
             model = f"{args.shape} (widened)" if args.shape else args.checkpoint
             print(f"--- {model}, {context:,} tokens, {name}, torch {torch.__version__}", flush=True)
             for key, value in rows[-1].items():
-                shown = f"{value:>14.3f}" if isinstance(value, float) else value if isinstance(value, (str, list)) else f"{value:>14,}"
+                shown = f"{value:>14.3f}" if isinstance(value, float) else value
                 print(f"{key:<24}{shown}", flush=True)
             if args.out:
                 Path(args.out).parent.mkdir(parents=True, exist_ok=True)

@@ -139,16 +139,24 @@ def _plain_causal(q, k, v, is_causal) -> State:
 def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> State:
     """Two matmuls and a softmax in float32 or wider: the slow twin of every kernel, and the small masked part."""
     wide = _wide(q.dtype)
-    narrow_cpu = q.device.type == "cpu" and q.dtype != wide and bias is None
-    if narrow_cpu:  # a long prefix in bf16: widening K and V would read and write them once more
-        scores = (q @ k.transpose(-1, -2)).to(wide)
-    else:
-        scores = q.to(wide) @ k.to(wide).transpose(-1, -2)  # [B, K, R, S]
-    scores = scores * q.shape[-1] ** -0.5
+    half = q.dtype != wide
+    # In half precision the operands stay as they are: widening K and V would read and write them once more. A GPU's
+    # tensor cores give the float32 sums; a CPU rounds them, which it may do only where no mask needs exact zeros.
+    narrow = half and (q.is_cuda or q.device.type == "cpu" and bias is None)
+    scores = _matmul(q, k.transpose(-1, -2), wide) if narrow else q.to(wide) @ k.to(wide).transpose(-1, -2)
+    scores = scores * q.shape[-1] ** -0.5  # [B, K, R, S]
     if bias is not None:
         scores = scores + bias
     top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min)  # a row that sees nothing: exp(-inf), not nan
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
-    out = (weights.to(v.dtype) @ v if narrow_cpu else weights @ v.to(wide)) / total.clamp(min=torch.finfo(wide).tiny)
-    return out, (top + total.log()).squeeze(-1)
+    out = _matmul(weights.to(v.dtype), v, wide) if narrow else weights @ v.to(wide)
+    return out / total.clamp(min=torch.finfo(wide).tiny), (top + total.log()).squeeze(-1)
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, K, R, S] @ [B, K, S, T] in a wider dtype than theirs."""
+    if not a.is_cuda:
+        return (a @ b).to(dtype)
+    out = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
+    return out.unflatten(0, a.shape[:2])

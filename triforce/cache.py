@@ -83,8 +83,8 @@ class TargetCache:
         # The tail has room for a block that starts just before a flush, and for a drafting level that runs ahead.
         tail = (batch, config.n_kv_head, flush_interval + 2 * block_size, config.head_dim)
         layers = range(config.n_layer)
-        self.tail_k = [torch.zeros(tail, device=device, dtype=dtype) for _ in layers]
-        self.tail_v = [torch.zeros(tail, device=device, dtype=dtype) for _ in layers]
+        self.tail = [torch.zeros(2, *tail, device=device, dtype=dtype) for _ in layers]  # K, then V
+        self.tail_k, self.tail_v = [kv[0] for kv in self.tail], [kv[1] for kv in self.tail]
         # What retrieval scores: the mean key of every chunk, and the queries of the block that was last verified.
         chunks = (batch, config.n_kv_head, capacity // chunk_size if chunk_size else 0, config.head_dim)
         self.chunk_keys = [torch.zeros(chunks, device=device, dtype=dtype) for _ in layers]
@@ -95,7 +95,7 @@ class TargetCache:
 
     @property
     def nbytes(self) -> int:
-        tensors = (*self.full.k, *self.full.v, *self.tail_k, *self.tail_v, *self.chunk_keys, *self.queries)
+        tensors = (*self.full.k, *self.full.v, *self.tail, *self.chunk_keys, *self.queries)
         return sum(t.nbytes for t in tensors)
 
     def seat_tail(self, row: int, length: int) -> None:
@@ -158,7 +158,7 @@ class TargetBlock:
         tail_slots = cache.tail_k[0].shape[2]
         self.cos, self.sin, slots, self.tail_bias = compiled(_target_geometry)(
             cache.rope, start, cache.full.len, rows, tail_slots, cache.group)
-        self.slots = slots[:, None, :, None].expand(-1, cache.config.n_kv_head, -1, cache.config.head_dim)
+        self.slots = slots[:, None, :, None].expand(2, -1, cache.config.n_kv_head, -1, cache.config.head_dim)
         self.ragged_bias = None
         if max_len > dense_len:
             self.ragged_bias = _ragged_bias(view.len, dense_len, max_len, rows, cache.group)
@@ -174,7 +174,7 @@ class TargetLayer:
         cache, config = block.cache, block.cache.config
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.cos, self.sin, self.slots, self.tail_bias = block.cos, block.sin, block.slots, block.tail_bias
-        self.tail_k, self.tail_v = cache.tail_k[i], cache.tail_v[i]
+        self.tail = cache.tail[i]
         self.queries = cache.queries[i] if block.keep_queries else None
         self._block, self._i = block, i
 
@@ -184,10 +184,9 @@ class TargetLayer:
         q, k, v = rotated[:, : self.n_head], rotated[:, self.n_head :], heads[:, -self.n_kv_head :]
         if self.queries is not None:
             self.queries[:, :, : q.shape[2]] = q
-        self.tail_k.scatter_(2, self.slots, k)
-        self.tail_v.scatter_(2, self.slots, v)
+        self.tail.scatter_(3, self.slots, torch.stack([k, v]))
         q = attention.fold(q, self.n_kv_head)
-        return q, [attention.masked(q, self.tail_k, self.tail_v, self.tail_bias, no_empty_rows=True)]
+        return q, [attention.masked(q, self.tail[0], self.tail[1], self.tail_bias, no_empty_rows=True)]
 
     def read(self, q: Tensor) -> list:
         """What the queries see in the view: a state over its dense part, one over its ragged part, where there are."""

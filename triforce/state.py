@@ -75,7 +75,8 @@ class State:
         sources = tuple(self.sources.values())
         self.retrieval = self.inner = None
         if use_retrieval:
-            self.retrieval = RetrievalView(self.cache, budget=budget, batch=batch, device=device, dtype=dtype)
+            self.retrieval = RetrievalView(self.cache, budget=budget, batch=batch, device=device, dtype=dtype,
+                                           compiler=compiler)
             rounds = -(-settings.gamma // 2) if sources else settings.gamma
             self.inner = Speculator(
                 drafting or target, self.cache, self.retrieval, self.tape, level=RETRIEVAL, drafters=sources,
