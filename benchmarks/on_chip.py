@@ -15,14 +15,17 @@ import json
 import platform
 import sys
 import time
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from statistics import mean
 
 import torch
 
 import triforce
 from triforce.calibration import measure, milliseconds
 from triforce.cli import default_document
+from triforce.controller import Plan
 from triforce.engine import Engine
 from triforce.quantize import fp8_copy
 from triforce.state import Settings, State
@@ -54,14 +57,21 @@ def step_times(engine: Engine, state: State, max_new_tokens: int) -> dict[str, f
 
 
 def decode(engine: Engine, ids: list[int], args, **how) -> dict[str, float]:
-    """One generation after a warm-up of the same kind, on the same prefill."""
-    options = {"temperature": args.temperature, "top_p": args.top_p, "seed": args.seed, "ignore_eos": True, **how}
-    warm_up, count = (args.warm_up, args.max_new_tokens) if how.get("speculate", True) else (8, args.plain_tokens)
-    engine.generate(ids, warm_up, **options)
-    stats = engine.generate(ids, count, **options).stats
-    row = {"tbt_ms": stats.tbt * 1e3, "block_efficiency": stats.block_efficiency, "rebuilds": stats.retrieval_rebuilds,
-           "peak_memory_gib": stats.peak_memory / 2**30}
-    return row | {f"acceptance_{name}": rate for name, rate in stats.acceptance_rate.items()}
+    """Generations after a warm-up of the same kind, on the same prefill: means over the seeds, and all their times.
+
+    A text drawn from a small model may loop, and loops flatter acceptance: hence several, with their spread.
+    """
+    options = {"temperature": args.temperature, "top_p": args.top_p, "ignore_eos": True, **how}
+    speculate = how.get("speculate", True)
+    warm_up, count = (args.warm_up, args.max_new_tokens) if speculate else (8, args.plain_tokens)
+    engine.generate(ids, warm_up, seed=0, **options)
+    runs = [engine.generate(ids, count, seed=seed, **options).stats for seed in range(args.seeds if speculate else 1)]
+    row = {"tbt_ms": mean(run.tbt * 1e3 for run in runs), "tbt_ms_by_seed": [round(run.tbt * 1e3, 2) for run in runs],
+           "block_efficiency": mean(run.block_efficiency for run in runs),
+           "rebuilds": sum(run.retrieval_rebuilds for run in runs), "peak_memory_gib": runs[-1].peak_memory / 2**30}
+    names = {name for run in runs for name in run.acceptance_rate}
+    rates = {name: [run.acceptance_rate.get(name, 0.0) for run in runs] for name in sorted(names)}
+    return row | {f"acceptance_{name}": mean(values) for name, values in rates.items()}
 
 
 def planned_ms(controller) -> float:
@@ -72,15 +82,19 @@ def planned_ms(controller) -> float:
     return inner + max(costs.verify.values())
 
 
-def fixed(engine: Engine, gamma: int, gamma_inner: int) -> None:
-    """Turns the present state's controller off and sets a plan of fixed numbers."""
-    from triforce.controller import Plan
+def sweep_plans(block_size: int) -> list[Plan]:
+    """Fixed settings: the draft alone, the retrieval level alone, and the hierarchy."""
+    gammas = [gamma for gamma in (3, 6, 10, 15) if gamma < block_size]
+    plans = [Plan(gamma, "model") for gamma in (2, 3, 5)]
+    plans += [Plan(gamma, None, True, 0, gamma) for gamma in gammas[:3]]
+    return plans + [Plan(gamma, "model", True, inner, -(-gamma // 2)) for gamma in gammas for inner in (1, 2, 3)]
 
+
+def fixed(engine: Engine, plan: Plan) -> None:
+    """Turns the present state's controller off and sets a plan."""
     state = engine._state
-    engine.settings = state.settings = Settings(**{**vars(state.settings), "auto": False})
-    state.controller = None
-    rounds = -(-gamma // 2) if gamma_inner else gamma
-    state.plan = Plan(gamma, "model" if gamma_inner else None, True, gamma_inner, rounds)
+    engine.settings = state.settings = replace(state.settings, auto=False)
+    state.controller, state.plan = None, plan
 
 
 def load(args) -> tuple[Engine, object]:
@@ -141,14 +155,14 @@ def transformers_time(engine: Engine, ids: list[int], tokens: int) -> dict[str, 
 
 
 def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
-    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None, "seed": [args.seed]}
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None, "seed": [0]}
     cuda = engine.device.type == "cuda"
     longest = max(args.warm_up, args.max_new_tokens) + 16
     row: dict[str, float] = {"context": len(ids)}
     engine._state = None
     gc.collect()
     begun = time.perf_counter()
-    stats = engine.generate(ids, 8, **{**sampling, "seed": args.seed}, ignore_eos=True).stats
+    stats = engine.generate(ids, 8, **{**sampling, "seed": 0}, ignore_eos=True).stats
     row["first_call_s"] = time.perf_counter() - begun  # prefill, compiling and recording included
     row["ttft_s"] = stats.ttft
     engine._state.prompts = None  # prefills anew
@@ -161,22 +175,24 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     row |= step_times(engine, state, longest)
     row |= decode(engine, ids, args)
     chosen = engine._state.controller
-    row["plan"] = str(chosen.plan) + ", rates " + str({name: round(rate.value, 2) for name, rate in chosen.rates.items()})
+    row["plan"] = str(chosen.plan)
+    row |= {f"rate_{name}": rate.value for name, rate in chosen.rates.items()}
     row["round_over_steps"] = row["tbt_ms"] * row["block_efficiency"] / planned_ms(chosen)
     plain = decode(engine, ids, args, speculate=False, one_row=True)
     row["autoregression_tbt_ms"] = plain["tbt_ms"]
     row["speedup"] = plain["tbt_ms"] / row["tbt_ms"]
     if args.sweep:
         row["sweep"] = []
-        for gamma, gamma_inner in [(g, i) for i in (0, 1, 2, 3) for g in (2, 3, 5, 7) if g < args.block_size]:
-            fixed(engine, gamma, gamma_inner)
-            row["sweep"].append({"gamma": gamma, "gamma_inner": gamma_inner, **decode(engine, ids, args)})
+        for plan in sweep_plans(args.block_size):
+            fixed(engine, plan)
+            row["sweep"].append({"plan": str(plan), **decode(engine, ids, args)})
+            print(f"    {row['sweep'][-1]['tbt_ms']:8.2f} ms  {plan}", flush=True)
         best = min(row["sweep"], key=lambda one: one["tbt_ms"])
-        row["best_fixed"] = f"gamma {best['gamma']}, inner {best['gamma_inner']}"
+        row["best_fixed"] = best["plan"]
         row["best_fixed_tbt_ms"] = best["tbt_ms"]
-        engine.settings = Settings(**{**vars(engine.settings), "auto": True})
+        engine.settings = replace(engine.settings, auto=True)
     if args.peers:
-        engine._state = None
+        engine._state = state = chosen = None  # 64 GB of K/V at 7B
         gc.collect()
         torch.cuda.empty_cache()
         row |= transformers_time(engine, ids, 12)
@@ -236,17 +252,18 @@ def main() -> None:
     p.add_argument("--contexts", type=int, nargs="+", default=[16384])
     p.add_argument("--budgets", type=int, nargs="+", help="default: 1/32 of the context")
     p.add_argument("--text", help="a file to continue; default: CPython's language reference")
-    p.add_argument("--block-size", type=int, default=8)
+    p.add_argument("--block-size", type=int, default=16)
     p.add_argument("--chunk-size", type=int, default=8)
     p.add_argument("--draft-dtype", choices=["fp8"])
     p.add_argument("--temperature", type=float, default=0.6)
     p.add_argument("--top-p", type=float, default=0.9)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seeds", type=int, default=4, help="generations per figure")
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--plain-tokens", type=int, default=64, help="tokens of the autoregressive run")
     p.add_argument("--warm-up", type=int, default=160, help="tokens generated before anything is timed")
     p.add_argument("--sweep", action="store_true", help="fixed settings beside auto")
     p.add_argument("--peers", action="store_true", help="transformers on the same model")
+    p.add_argument("--memory-cap", type=float, help="GiB of GPU memory that this process may allocate")
     p.add_argument("--out", help="append JSON lines to this file")
     p.add_argument("--plot", help="draw such a file and do nothing else")
     args = p.parse_args()
@@ -254,6 +271,8 @@ def main() -> None:
         plot(args.plot)
         return
 
+    if args.memory_cap:
+        torch.cuda.set_per_process_memory_fraction(args.memory_cap * 2**30 / torch.cuda.mem_get_info()[1])
     begun = time.perf_counter()
     engine, tokenizer = load(args)
     text = Path(args.text).read_text(encoding="utf-8", errors="replace") if args.text else default_document()

@@ -1,8 +1,8 @@
 """A copy of the target in fp8, for the retrieval level alone: it only drafts, so what is said stays exact.
 
 Knows nothing of levels or caches. Weights and activations are e4m3 with one scale a tensor (what the tensor cores of
-compute capability 8.9 and later multiply at full speed: row-wise scales gain nothing at few rows). Embedding, norms and
-attention stay as they are, and are shared with the target.
+compute capability 8.9 and later multiply at full speed: row-wise scales gain nothing at few rows). Embedding, output
+layer, norms and attention stay as they are, and are shared with the target.
 """
 
 import torch
@@ -56,11 +56,10 @@ def check_fp8(device: torch.device) -> None:
 
 @torch.no_grad()
 def fp8_copy(target: Transformer) -> Transformer:
-    """The target with every linear layer in fp8; the rest is shared, not copied."""
+    """The target with the linear layers of its blocks in fp8; the rest, the output layer too, is shared, not copied."""
     with torch.device("meta"):
         copy = Transformer(target.config)
-    copy.rope, copy.embedding, copy.norm = target.rope, target.embedding, target.norm
-    copy.output = Float8Linear(target.output, target.norm.weight)
+    copy.rope, copy.embedding, copy.norm, copy.output = target.rope, target.embedding, target.norm, target.output
     for mine, theirs in zip(copy.layers, target.layers, strict=True):
         mine.attention_norm, mine.mlp_norm = theirs.attention_norm, theirs.mlp_norm
         mine.attention.qkv = Float8Linear(theirs.attention.qkv, theirs.attention_norm.weight)
@@ -71,5 +70,5 @@ def fp8_copy(target: Transformer) -> Transformer:
 
 
 def fp8_bytes(config) -> int:
-    """Memory of `fp8_copy` beyond the target's own: a byte a weight of the linear layers."""
-    return config.num_parameters - config.vocab_size * config.dim * (0 if config.tie_word_embeddings else 1)
+    """Memory of `fp8_copy` beyond the target's own: a byte a weight of the blocks' linear layers."""
+    return config.num_parameters - config.vocab_size * config.dim * (1 if config.tie_word_embeddings else 2)
