@@ -48,7 +48,6 @@ class Engine:
                             f"use at most {limit}")
         self.max_seq_len = max_seq_len
         self.compile = target.device.type == "cuda" if compile is None else compile
-        self._compiler = Compiler(self.compile, target.device)
         self._state: State | None = None
         self._serving: object | None = None  # the generation that the state belongs to
 
@@ -254,7 +253,8 @@ class Engine:
         memory.check(parts, self.device)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self._state = State(self.target, self.draft, settings, batch=batch, capacity=capacity, budget=budget,
-                                vocab_size=self.vocab_size, compiler=self._compiler, drafting=self.drafting)
+                                vocab_size=self.vocab_size, compiler=Compiler(self.compile, self.device),
+                                drafting=self.drafting)
         return self._state
 
     def resolve_budget(self, prompt_len: int) -> int:

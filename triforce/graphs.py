@@ -16,7 +16,10 @@ KEPT_GRAPHS = 32  # per step; one is recorded for each new prefix length and eac
 
 
 class Compiler:
-    """Makes the levels' compilers: real ones, or, if not enabled, ones that leave every function as it is."""
+    """Makes the levels' compilers: real ones, or, if not enabled, ones that leave every function as it is.
+
+    One for each State: all graphs share one pool of memory, which ends with the last of them.
+    """
 
     def __init__(self, enabled: bool, device: torch.device):
         self.enabled, self.record = enabled, enabled and device.type == "cuda"

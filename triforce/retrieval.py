@@ -18,8 +18,8 @@ from .errors import UserError
 from .graphs import Compiler
 
 
-def plan_view(budget: int, chunk_size: int, flush_interval: int) -> tuple[int, int]:
-    """Splits a budget into (window_size, number of selected chunks): about a quarter recent, the sink one chunk.
+def plan_view(budget: int, chunk_size: int, flush_interval: int, recent: float = 0.25) -> tuple[int, int]:
+    """Splits a budget into (window_size, number of selected chunks): the share `recent` of it, the sink one chunk.
 
     Raises:
         UserError: the budget is not a multiple of chunk_size, or too small for a sink, a window and one chunk.
@@ -33,16 +33,18 @@ def plan_view(budget: int, chunk_size: int, flush_interval: int) -> tuple[int, i
     if budget < smallest:
         raise UserError(f"budget ({budget}) must be at least {smallest}: a sink chunk of {chunk_size}, a recent window "
                         f"of {flush_interval} and one chunk of {chunk_size}")
-    window_size = max(budget // 4 // flush_interval, 1) * flush_interval
+    window_size = max(int(budget * recent) // flush_interval, 1) * flush_interval
     return window_size, (budget - chunk_size - window_size) // chunk_size
 
 
 class RetrievalView(View):
-    def __init__(self, cache: TargetCache, *, budget: int, batch: int, device, dtype, compiler: Compiler):
+    def __init__(self, cache: TargetCache, *, budget: int, recent: float = 0.25, batch: int, device, dtype,
+                 compiler: Compiler):
         super().__init__(cache.config, batch, budget, device, dtype)
         self.cache, self.budget = cache, budget
         self.chunk_size = cache.chunk_size
-        self.window_size, self.num_selected = plan_view(budget, cache.chunk_size, cache.flush_interval)
+        self.window_size, self.num_selected = plan_view(budget, cache.chunk_size,
+                                                             cache.flush_interval, recent)
         self.selected = [False] * batch  # per row: a selection, or still the whole prefix
         self.num_rebuilds = 0
         self.compiled = compiler.level("rebuild")

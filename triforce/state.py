@@ -30,6 +30,7 @@ class Settings:
     block_size: int = 8  # M, the rows of every verify
     retrieval: bool = True
     chunk_size: int = 8
+    recent: float = 0.25  # share of the retrieval budget that goes to the newest tokens of the prefix
     flush_interval: int = 128  # tokens between two flushes of the tail
     rebuild_interval: int = 64  # tokens between two scheduled rebuilds of the retrieval view
     ngram: bool = False  # draft by looking up, instead of by a model or, with auto, besides it
@@ -75,8 +76,8 @@ class State:
         sources = tuple(self.sources.values())
         self.retrieval = self.inner = None
         if use_retrieval:
-            self.retrieval = RetrievalView(self.cache, budget=budget, batch=batch, device=device, dtype=dtype,
-                                           compiler=compiler)
+            self.retrieval = RetrievalView(self.cache, budget=budget, recent=settings.recent, batch=batch,
+                                           device=device, dtype=dtype, compiler=compiler)
             rounds = -(-settings.gamma // 2) if sources else settings.gamma
             self.inner = Speculator(
                 drafting or target, self.cache, self.retrieval, self.tape, level=RETRIEVAL, drafters=sources,
