@@ -50,7 +50,8 @@ def main() -> None:
         rate = accepted / tested
         with torch.inference_mode():
             rebuild = milliseconds(lambda e=engine: e._state.retrieval.rebuild(0), engine.device, repeats=9, warm_up=3)
-        row = {"date": str(date.today()), "torch": torch.__version__, "context": len(ids), "budget": engine._state.budget,
+        row = {"date": str(date.today()), "torch": torch.__version__, "context": len(ids),
+               "budget": engine._state.budget,
                "device": torch.cuda.get_device_name() if engine.device.type == "cuda" else platform.machine(),
                "setting": variant, "acceptance": rate, "error": math.sqrt(rate * (1 - rate) / tested),
                "rebuild_ms": rebuild}

@@ -372,9 +372,9 @@ def test_state_grows_with_the_prompt_and_is_kept(tiny_engine):
 def test_levels_can_be_left_out():
     prompt = TEXT
     greedy = {"max_new_tokens": 32, "temperature": 0.0}
-    whole = triforce.load("tiny", device="cpu").generate(prompt, **greedy)
-    no_draft = triforce.load("tiny", device="cpu", draft=False).generate(prompt, **greedy)
-    classic = triforce.load("tiny", device="cpu", retrieval=False).generate(prompt, **greedy)
+    whole = triforce.load("tiny", device="cpu", gamma=6).generate(prompt, **greedy)
+    no_draft = triforce.load("tiny", device="cpu", gamma=6, draft=False).generate(prompt, **greedy)
+    classic = triforce.load("tiny", device="cpu", gamma=6, retrieval=False).generate(prompt, **greedy)
     plain = triforce.load("tiny", device="cpu", draft=False, retrieval=False)
     assert plain.settings.block_size == 1
     assert whole.tokens == no_draft.tokens == classic.tokens == plain.generate(prompt, **greedy).tokens

@@ -53,16 +53,24 @@ class Level:
             self._compiled[function] = torch.compile(copy, fullgraph=True, dynamic=False, options=self.OPTIONS)
         return self._compiled[function]
 
-    def step(self, function: Callable) -> Callable:
-        """The function as a graph, on a GPU; it must write its results into tensors that stay where they are."""
-        return Graphed(function, self.compiler.pool) if self.compiler.record else function
+    def step(self, function: Callable, num_lengths: int = 0) -> Callable:
+        """The function as a graph, on a GPU; it must write its results into tensors that stay where they are.
+
+        Args:
+            num_lengths: so many of the first arguments are lengths of caches: other kernels run only where one is 0.
+        """
+        return Graphed(function, self.compiler.pool, num_lengths) if self.compiler.record else function
 
 
 class Graphed:
-    """Runs a function as it is the first time, then records a graph per set of arguments and replays it."""
+    """Runs a function as it is the first time, then records a graph per set of arguments and replays it.
 
-    def __init__(self, function: Callable, pool):
-        self.function, self.pool = function, pool
+    What a function does must follow from its arguments: those that are no tensors are part of the graph's key. Within
+    the recording of another graph it runs as it is, and becomes part of that.
+    """
+
+    def __init__(self, function: Callable, pool, num_lengths: int):
+        self.function, self.pool, self.num_lengths = function, pool, num_lengths
         self.graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self.warm: set[tuple] = set()
 
@@ -73,12 +81,12 @@ class Graphed:
         if torch.cuda.is_current_stream_capturing():  # part of a longer graph
             self.function(*args)
             return
-        shape = tuple(_shape(arg) for arg in args)
-        if shape not in self.warm:  # compiles, loads kernels, sizes workspaces: none of it can be recorded
-            self.warm.add(shape)
+        key = tuple((arg.data_ptr(), arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
+        kind = tuple(map(bool, args[: self.num_lengths])) + key[self.num_lengths :]
+        if kind not in self.warm:  # compiles, loads kernels, sizes workspaces: none of it can be recorded
+            self.warm.add(kind)
             self.function(*args)
             return
-        key = tuple(_key(arg) for arg in args)
         if key not in self.graphs:
             self.graphs[key] = self._record(args)
             if len(self.graphs) > KEPT_GRAPHS:
@@ -98,14 +106,3 @@ class Graphed:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
-
-
-def _key(arg):
-    return (arg.data_ptr(), arg.shape) if isinstance(arg, torch.Tensor) else arg
-
-
-def _shape(arg):
-    """What decides which kernels run: a tensor's shape, whether there is one; of an integer, whether it is 0."""
-    if isinstance(arg, torch.Tensor):
-        return arg.shape
-    return bool(arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg

@@ -187,7 +187,8 @@ class Speculator:
         self.tight = False
         self._nothing = tape.buffer()
         self.compiled = compiler.level(f"level{level}_rows{rows}")
-        self.step = self.compiled.step(self._step)
+        self.step = self.compiled.step(self._step, num_lengths=2)
+        self._proposing = self.compiled.step(self._propose, num_lengths=2)
 
     def round(self, probs: Tensor | None = None) -> None:
         """Emits 1 to M tokens a row (none where `limit` is reached): on the tape, and in `outbox`.
@@ -204,12 +205,21 @@ class Speculator:
         self.step(self.view.dense_len, self.view.max_len, rows, num_drafted, probs)
 
     def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
+        # All rounds as one graph: its arguments are all that they depend on.
+        source = self.drafters.index(self.drafter) if self.speculate and self.drafter is not None else -1
+        gamma_inner = self.drafter.gamma if source >= 0 else 0
+        self._proposing(self.view.dense_len, self.view.max_len, start, n, probs, self.gamma, self.rounds, source,
+                        gamma_inner)
+        return self.num_drafted
+
+    def _propose(self, dense_len: int, max_len: int, start: Tensor, n: int, probs: Tensor | None, gamma: int,
+                 rounds: int, source: int, gamma_inner: int) -> None:
         self.base.copy_(start)
         self.length.copy_(start)
-        torch.add(start, min(self.gamma, n), out=self.limit)
-        for _ in range(self.rounds):
+        torch.add(start, min(gamma, n), out=self.limit)
+        for _ in range(rounds):
             self.round(probs)
-        return torch.sub(self.length, start, out=self.num_drafted)
+        torch.sub(self.length, start, out=self.num_drafted)
 
     def commit(self, length: Tensor) -> None:
         for drafter in self.drafters:
