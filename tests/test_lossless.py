@@ -9,7 +9,9 @@ from enumeration import joint_laws, target_law, total_variation
 from reference import DenseKV
 
 from triforce import acceptance, speculation
+from triforce.controller import Controller, Costs, Rate
 from triforce.model import ModelConfig, Transformer
+from triforce.ngram import NgramMeter
 
 VOCAB = 3  # of the tokenizer; the models' own vocabularies are padded, differently
 PROMPTS = [[0, 2, 1, 1, 0, 2, 2, 1, 0, 1, 2, 0, 1, 2], [1, 0, 0, 2, 1, 2, 0, 1, 1, 0, 2, 2, 0, 1, 2, 1, 0, 0]]
@@ -49,18 +51,19 @@ def reference_law(target, sampling):
     return next_law
 
 
-def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PROMPTS, prepare=None, **settings):
+def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PROMPTS, prepare=None, horizon=3,
+              **settings):
     target, draft = models
     sampling = {**PLAIN, **(sampling or {})}
-    state = make_state(target, draft if levels != "retrieval" else None, [prompts[r % 2] for r in range(batch)],
+    state = make_state(target, draft if levels != "retrieval" else None, [prompts[r % len(prompts)] for r in range(batch)],
                        vocab_size=VOCAB, budget=8, capacity=48, max_new_tokens=8, sampling=sampling,
                        **{"flush_interval": 4, "chunk_size": 2, "rebuild_interval": 2, "block_size": 4,
                           "draft_window": 6, "draft_sink": 2, "retrieval": levels != "draft", **settings})
     assert levels == "draft" or all(state.retrieval.selected)  # a true selection, not the whole prefix
     if prepare is not None:
         prepare(state)
-    laws, count = joint_laws(state, models, prompts)
-    exact = [target_law(reference_law(target, sampling), prompt, VOCAB) for prompt in prompts]
+    laws, count = joint_laws(state, models, prompts, horizon)
+    exact = [target_law(reference_law(target, sampling), prompt, VOCAB, horizon) for prompt in prompts]
     return [total_variation(law, other) for law, other in zip(laws, exact, strict=True)], count, laws
 
 
@@ -97,6 +100,24 @@ def test_rebuilding_when_acceptance_drops_does_not_bias(models):
     found, _, _ = distances(models, gamma=3, gamma_inner=1, rebuild_interval=64, prepare=about_to_drop,
                             prompts=[text[:20], text[:24]])  # the pending token stands one before a flush position
     assert max(found) < 1e-6
+
+
+def test_choosing_plans_does_not_bias(models, monkeypatch):
+    """The controller, made so nervous that single tokens change its mind, and both kinds of drafter to choose from."""
+    monkeypatch.setattr(Rate, "PRIOR_WEIGHT", 0.5)
+    seen = set()
+    choose = Controller.choose
+    monkeypatch.setattr(Controller, "choose", lambda self: seen.add(plan := choose(self)) or plan)
+
+    def steer(state):
+        costs = Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2), "ngram": (0.4, 0.0)})
+        state.controller = Controller(costs, max_gamma=3, max_inner=2)
+        state._meters = [NgramMeter(state.tape.tokens[0, : state.known[0]].tolist())]
+
+    found, _, _ = distances(models, gamma=3, gamma_inner=2, ngram=True, batch=1, prompts=PROMPTS[:1], prepare=steer,
+                            horizon=3)
+    assert max(found) < 1e-6
+    assert len(seen) >= 3, seen  # it did change its mind
 
 
 def test_enumeration_sees_a_biased_inner_level(models):

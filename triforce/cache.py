@@ -29,10 +29,16 @@ class View:
     `dense_len` are seen by every row and go through the fused kernel; those up to `max_len` are masked per row.
     """
 
-    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype):
+    lies_near = False  # its storage is followed by the tail: see TargetCache.near
+
+    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, storage=None):
+        """storage: per layer K and V, [2, B, K, capacity or more, D]. None: allocated."""
         shape = (batch, config.n_kv_head, capacity, config.head_dim)
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        if storage is None:
+            self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+            self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        else:
+            self.k, self.v = ([kv[half, :, :, :capacity] for kv in storage] for half in range(2))
         self.lens = [0] * batch
         self.len = torch.zeros(batch, dtype=torch.int64, device=device)  # [B], the same on the device
 
@@ -75,15 +81,22 @@ class TargetCache:
     """The target's K/V for one batch of conversations: allocated once, sized by `capacity` tokens a row."""
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, capacity: int, block_size: int,
-                 flush_interval: int, chunk_size: int, device, dtype):
+                 flush_interval: int, chunk_size: int, budget: int = 0, device, dtype):
         self.config, self.rope = config, rope
         self.group = config.n_head // config.n_kv_head
         self.capacity, self.flush_interval, self.chunk_size = capacity, flush_interval, chunk_size
         self.full = FullView(config, batch, capacity, device, dtype)
         # The tail has room for a block that starts just before a flush, and for a drafting level that runs ahead.
-        tail = (batch, config.n_kv_head, flush_interval + 2 * block_size, config.head_dim)
+        slots = flush_interval + 2 * block_size
         layers = range(config.n_layer)
-        self.tail = [torch.zeros(2, *tail, device=device, dtype=dtype) for _ in layers]  # K, then V
+        # On a CPU a retrieval view of `budget` tokens lies right before the tail, so that one call attends over both.
+        self.near = None
+        before = budget if torch.device(device).type == "cpu" and dtype == torch.float32 else 0
+        near = [torch.zeros(2, batch, config.n_kv_head, before + slots, config.head_dim, device=device, dtype=dtype)
+                for _ in layers]  # K, then V
+        if before:
+            self.near = near
+        self.tail = [kv[:, :, :, before:] for kv in near]
         self.tail_k, self.tail_v = [kv[0] for kv in self.tail], [kv[1] for kv in self.tail]
         # What retrieval scores: the mean key of every chunk, and the queries of the block that was last verified.
         chunks = (batch, config.n_kv_head, capacity // chunk_size if chunk_size else 0, config.head_dim)
@@ -159,8 +172,13 @@ class TargetBlock:
         self.cos, self.sin, slots, self.tail_bias = compiled(_target_geometry)(
             cache.rope, start, cache.full.len, rows, tail_slots, cache.group)
         self.slots = slots[:, None, :, None].expand(2, -1, cache.config.n_kv_head, -1, cache.config.head_dim)
+        self.near = cache.near if view.lies_near else None
         self.ragged_bias = None
-        if max_len > dense_len:
+        if self.near is not None:
+            seen = torch.arange(view.k[0].shape[2], device=start.device) < view.len[:, None]  # [B, budget]
+            seen = attention.fold_mask(seen[:, None].expand(-1, rows, -1), cache.group)
+            self.tail_bias = torch.cat([seen, self.tail_bias], -1)
+        elif max_len > dense_len:
             self.ragged_bias = _ragged_bias(view.len, dense_len, max_len, rows, cache.group)
 
     def layer(self, i: int) -> "TargetLayer":
@@ -175,6 +193,7 @@ class TargetLayer:
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.cos, self.sin, self.slots, self.tail_bias = block.cos, block.sin, block.slots, block.tail_bias
         self.tail = cache.tail[i]
+        self.seen = cache.tail[i] if block.near is None else block.near[i]  # what `write` attends over
         self.queries = cache.queries[i] if block.keep_queries else None
         self._block, self._i = block, i
 
@@ -186,11 +205,13 @@ class TargetLayer:
             self.queries[:, :, : q.shape[2]] = q
         self.tail.scatter_(3, self.slots, torch.stack([k, v]))
         q = attention.fold(q, self.n_kv_head)
-        return q, [attention.masked(q, self.tail[0], self.tail[1], self.tail_bias, no_empty_rows=True)]
+        return q, [attention.masked(q, self.seen[0], self.seen[1], self.tail_bias, no_empty_rows=True)]
 
     def read(self, q: Tensor) -> list:
         """What the queries see in the view: a state over its dense part, one over its ragged part, where there are."""
         block = self._block
+        if block.near is not None:
+            return []
         k, v, dense, longest = block.view.k[self._i], block.view.v[self._i], block.dense_len, block.max_len
         states = []
         if block.ragged_bias is not None:

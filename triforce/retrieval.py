@@ -40,7 +40,8 @@ def plan_view(budget: int, chunk_size: int, flush_interval: int, recent: float =
 class RetrievalView(View):
     def __init__(self, cache: TargetCache, *, budget: int, recent: float = 0.25, batch: int, device, dtype,
                  compiler: Compiler):
-        super().__init__(cache.config, batch, budget, device, dtype)
+        super().__init__(cache.config, batch, budget, device, dtype, cache.near)
+        self.lies_near = cache.near is not None
         self.cache, self.budget = cache, budget
         self.chunk_size = cache.chunk_size
         self.window_size, self.num_selected = plan_view(budget, cache.chunk_size,

@@ -62,6 +62,7 @@ class State:
         use_retrieval = settings.retrieval
         self.cache = TargetCache(target.config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
                                  flush_interval=interval, chunk_size=settings.chunk_size if use_retrieval else 0,
+                                 budget=budget if use_retrieval else 0,
                                  device=device, dtype=dtype)
         make = {"gamma": settings.gamma_inner if use_retrieval else settings.gamma, "compiler": compiler}
         self._prefill_level = compiler.level("prefill")
