@@ -369,6 +369,22 @@ def test_state_grows_with_the_prompt_and_is_kept(tiny_engine):
     assert engine._state is not small and engine._state.capacity > small.capacity
 
 
+def test_auto_in_all_its_combinations():
+    """Greedy tokens are those of no speculation, whatever there is to draft with, also in a mixed batch."""
+    long = ids_of(triforce.load("tiny", device="cpu"), TEXT * 20)[:600]
+    for options in ({}, {"draft": False}, {"draft": "ngram"}, {"retrieval": False}, {"block_size": 2},
+                    {"block_size": 16}, {"draft": False, "retrieval": False}):
+        engine = triforce.load("tiny", device="cpu", max_batch_size=2, **options)
+        assert engine.settings.auto
+        for prompt in ([5], long):
+            assert len(engine.generate(prompt, 12, temperature=0.8, ignore_eos=True).tokens) == 12
+            on = engine.generate(prompt, 12, temperature=0.0, ignore_eos=True).tokens
+            assert on == engine.generate(prompt, 12, temperature=0.0, ignore_eos=True, speculate=False).tokens
+        mixed = engine.generate([long, [5]], 12, temperature=[0.0, 0.9], ignore_eos=True)
+        plain = engine.generate([long, [5]], 12, temperature=0.0, ignore_eos=True, speculate=False)
+        assert mixed[0].tokens == plain[0].tokens and len(mixed[1].tokens) == 12
+
+
 def test_levels_can_be_left_out():
     prompt = TEXT
     greedy = {"max_new_tokens": 32, "temperature": 0.0}

@@ -7,6 +7,7 @@ import torch
 from conftest import make_state, random_pair, random_prompt, run_rounds
 
 from triforce import acceptance
+from triforce.controller import Controller, Costs, Plan
 
 CONTEXT, NEW = 2048, 160
 
@@ -63,6 +64,43 @@ def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
     state.rewind(1000)
     tokens, hashes, _, _ = bits(state, NEW, speculate=False)
     assert (tokens, hashes) == plain
+
+
+class Everything:
+    """In place of a controller: one plan after the other, round and round."""
+
+    def __init__(self, plans):
+        self.plans, self.used = plans, 0
+
+    def choose(self):
+        self.used += 1
+        return self.plans[self.used % len(self.plans)]
+
+    def update(self, num_tokens, **observed):
+        assert num_tokens >= 1 and all(0 <= hits <= tests for hits, tests in observed.values())
+
+
+@pytest.mark.parametrize("retrieval", [True, False])
+def test_bits_do_not_depend_on_plans(models, plain, retrieval):
+    """Every plan that a controller may choose, each after each other, with a draft model and n-grams at once."""
+    costs = Costs({8: 1.0}, {4: 1.0} if retrieval else {}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)})
+    plans = Controller(costs, 7, 3).plans
+    state = make_state(*models, [random_prompt(CONTEXT)], capacity=4096, retrieval=retrieval, ngram=True, budget=256,
+                       gamma=7, gamma_inner=3, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
+    for shift in (0, 1):  # so that others follow each other
+        state.controller = Everything(plans[:: 1 + shift] + [Plan()] * shift)
+        assert bits(state, NEW)[:2] == plain
+        state.rewind(1000)
+
+
+def test_auto_measures_and_keeps_the_bits(models, plain):
+    """With its own measurements, which must leave no trace."""
+    state = make_state(*models, [random_prompt(CONTEXT)], capacity=4096, ngram=True, budget=256, gamma=7, gamma_inner=3,
+                       auto=True, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
+    assert state.controller.costs.verify and set(state.controller.costs.sources) == {"model", "ngram"}
+    assert bits(state, NEW)[:2] == plain
+    state.rewind(1000)
+    assert bits(state, NEW, speculate=False)[:2] == plain
 
 
 def test_blocks_end_at_flush_borders_from_every_offset(models, plain):

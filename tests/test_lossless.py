@@ -55,7 +55,8 @@ def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PRO
               **settings):
     target, draft = models
     sampling = {**PLAIN, **(sampling or {})}
-    state = make_state(target, draft if levels != "retrieval" else None, [prompts[r % len(prompts)] for r in range(batch)],
+    rows = [prompts[r % len(prompts)] for r in range(batch)]
+    state = make_state(target, draft if levels != "retrieval" else None, rows,
                        vocab_size=VOCAB, budget=8, capacity=48, max_new_tokens=8, sampling=sampling,
                        **{"flush_interval": 4, "chunk_size": 2, "rebuild_interval": 2, "block_size": 4,
                           "draft_window": 6, "draft_sink": 2, "retrieval": levels != "draft", **settings})

@@ -71,4 +71,5 @@ def fp8_copy(target: Transformer) -> Transformer:
 
 def fp8_bytes(config) -> int:
     """Memory of `fp8_copy` beyond the target's own: a byte a weight of the blocks' linear layers."""
-    return config.num_parameters - config.vocab_size * config.dim * (1 if config.tie_word_embeddings else 2)
+    attention = config.dim * config.head_dim * 2 * (config.n_head + config.n_kv_head)
+    return config.n_layer * (attention + 3 * config.dim * config.ffn_dim)
