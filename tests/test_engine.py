@@ -369,6 +369,15 @@ def test_state_grows_with_the_prompt_and_is_kept(tiny_engine):
     assert engine._state is not small and engine._state.capacity > small.capacity
 
 
+@pytest.mark.parametrize("options,message", [
+    ({"recent": 1.0}, "recent (1.0) must be a share"), ({"recent": "x"}, "recent ('x') must be a share"),
+    ({"auto": True}, "auto is not a setting"), ({"ngram": True}, "ngram is not a setting")])
+def test_settings_that_do_not_fit(options, message):
+    with pytest.raises(triforce.UserError) as error:
+        triforce.load("tiny", device="cpu", **options)
+    assert message in str(error.value)
+
+
 def test_auto_in_all_its_combinations():
     """Greedy tokens are those of no speculation, whatever there is to draft with, also in a mixed batch."""
     long = ids_of(triforce.load("tiny", device="cpu"), TEXT * 20)[:600]

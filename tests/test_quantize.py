@@ -27,5 +27,7 @@ def test_weights_are_near_and_the_rest_is_shared():
 def test_refused_without_the_hardware():
     with pytest.raises(UserError, match="draft_dtype 'fp8' needs a CUDA GPU"):
         triforce.load("tiny", device="cpu", draft_dtype="fp8")
+    with pytest.raises(UserError, match="retrieval=False leaves out"):
+        triforce.load("tiny", device="cpu", draft_dtype="fp8", retrieval=False)
     with pytest.raises(UserError, match="must be 'fp8'"):
         triforce.load("tiny", device="cpu", draft_dtype="int4")

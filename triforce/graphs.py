@@ -57,7 +57,8 @@ class Level:
         """The function as a graph, on a GPU; it must write its results into tensors that stay where they are.
 
         Args:
-            num_lengths: so many of the first arguments are lengths of caches: other kernels run only where one is 0.
+            num_lengths: so many of the first arguments are lengths of caches, in ascending order: other kernels run
+                only where two are equal, or the first is 0.
         """
         return Graphed(function, self.compiler.pool, num_lengths) if self.compiler.record else function
 
@@ -82,7 +83,9 @@ class Graphed:
             self.function(*args)
             return
         key = tuple((arg.data_ptr(), arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
-        kind = tuple(map(bool, args[: self.num_lengths])) + key[self.num_lengths :]
+        # Of lengths, kernels depend on which of the stretches between them are empty.
+        lengths = args[: self.num_lengths]
+        kind = tuple(a < b for a, b in zip((0, *lengths), lengths, strict=False)) + key[self.num_lengths :]
         if kind not in self.warm:  # compiles, loads kernels, sizes workspaces: none of it can be recorded
             self.warm.add(kind)
             self.function(*args)

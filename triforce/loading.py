@@ -63,7 +63,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     gamma = max(block_size - 1, 1) if auto else gamma
     if gamma_inner is None:
         gamma_inner = min(3 if auto else 2, max(block_size - 1, 1))
-    known = Settings.__dataclass_fields__
+    known = Settings.__dataclass_fields__.keys() - {"auto", "ngram"}  # gamma="auto" and draft="ngram" say so
     for name in settings:
         if name not in known:
             raise UserError(f"{name} is not a setting; settings are {', '.join(sorted(known))}")
@@ -83,6 +83,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     draft_config = configs[1] if len(configs) > 1 else None
     if draft_dtype not in (None, "fp8"):
         raise UserError(f"draft_dtype ({draft_dtype!r}) must be 'fp8', or left out")
+    if draft_dtype and not retrieval:
+        raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
     parts = memory.weight_parts(configs[0], draft_config, chosen.itemsize)
     if draft_dtype:
         check_fp8(device)
@@ -134,6 +136,8 @@ def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budge
         raise UserError(f"max_batch_size ({max_batch_size!r}) must be a whole number, at least 1")
     if budget is not None and not isinstance(budget, (int, float)):
         raise UserError(f"budget ({budget!r}) must be a number of tokens, or a fraction of the prompt; try 4096 or 0.1")
+    if not isinstance(settings.recent, (int, float)) or not 0 <= settings.recent < 1:
+        raise UserError(f"recent ({settings.recent!r}) must be a share of the budget, at least 0 and below 1; try 0.25")
     if settings.draft_sink < 0:
         raise UserError(f"draft_sink ({settings.draft_sink}) must be at least 0; try 4")
     block, interval = settings.block_size, settings.flush_interval
@@ -152,4 +156,4 @@ def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budge
         raise UserError(f"budget ({budget}) as a fraction of the prompt must be above 0 and at most 1; try 0.1")
     if settings.retrieval:
         plan_view(budget if isinstance(budget, int) else interval + 2 * settings.chunk_size, settings.chunk_size,
-                  interval)
+                  interval, settings.recent)

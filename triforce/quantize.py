@@ -1,8 +1,8 @@
 """A copy of the target in fp8, for the retrieval level alone: it only drafts, so what is said stays exact.
 
-Knows nothing of levels or caches. Weights and activations are e4m3 with one scale a tensor (what the tensor cores of
-compute capability 8.9 and later multiply at full speed: row-wise scales gain nothing at few rows). Embedding, output
-layer, norms and attention stay as they are, and are shared with the target.
+Knows nothing of levels or caches. Weights are e4m3 with one scale a matrix, activations with one a row (tensor cores of
+compute capability 8.9 and later are fast with one scale a tensor, so the rows' are applied to the product). Embedding,
+output layer, norms and attention stay as they are, and are shared with the target.
 """
 
 import torch
@@ -20,8 +20,9 @@ class Float8Linear(nn.Module):
     """y = x @ weight.T with both operands in fp8.
 
     Args:
-        norm_weight: of the RMSNorm whose output is x: it bounds x, so that its scale is known beforehand. None: the
-            scale is found anew for every block, by a pass over x.
+        norm_weight: of the RMSNorm whose output is x: it bounds x, so that its scale is known beforehand. None: each
+            row has a scale of its own, by its largest element. (One for the whole block would let a drafted token
+            change the law that it is checked by.)
     """
 
     def __init__(self, linear: Linear, norm_weight: Tensor | None):
@@ -33,14 +34,17 @@ class Float8Linear(nn.Module):
         self.bias = linear.bias
         largest_x = None if norm_weight is None else OUTLIERS * norm_weight.detach().abs().amax().float()
         self.register_buffer("scale_x", None if largest_x is None else (largest_x / LARGEST).clamp(min=1e-12))
+        self.register_buffer("one", torch.ones_like(scale))
 
     def forward(self, x: Tensor) -> Tensor:
         scale_x = self.scale_x
         if scale_x is None:
-            scale_x = (x.abs().amax().float() / LARGEST).clamp(min=1e-12)
+            scale_x = (x.float().abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-12)  # [..., 1]
         rows = (x.float() / scale_x).clamp(-LARGEST, LARGEST).to(FP8).flatten(0, -2)
-        y = torch._scaled_mm(rows, self.weight.t(), scale_a=scale_x, scale_b=self.scale, out_dtype=x.dtype)
-        y = y.unflatten(0, x.shape[:-1])
+        # The rows' scales multiply the product: the matrix product itself takes one scale a tensor at full speed.
+        wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+        y = torch._scaled_mm(rows, self.weight.t(), scale_a=self.one, scale_b=self.scale, out_dtype=wide)
+        y = (y.unflatten(0, x.shape[:-1]) * scale_x).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 

@@ -33,7 +33,8 @@ def plan_view(budget: int, chunk_size: int, flush_interval: int, recent: float =
     if budget < smallest:
         raise UserError(f"budget ({budget}) must be at least {smallest}: a sink chunk of {chunk_size}, a recent window "
                         f"of {flush_interval} and one chunk of {chunk_size}")
-    window_size = max(int(budget * recent) // flush_interval, 1) * flush_interval
+    most = (budget - 2 * chunk_size) // flush_interval  # leaves a sink chunk and a selected one
+    window_size = min(max(int(budget * recent) // flush_interval, 1), most) * flush_interval
     return window_size, (budget - chunk_size - window_size) // chunk_size
 
 

@@ -44,7 +44,7 @@ class SamplingParams:
         Scalars hold for every row, sequences give one value a row. None is "keep all" for the filters.
 
         Args:
-            specialize: skip whatever no row needs. For eager steps: a compiled one would be compiled anew.
+            specialize: skip whatever no row needs. For eager steps alone: a recorded one goes on as it was recorded.
         """
         rows = len(self.seed)
         check_sampling(values, rows)
@@ -59,7 +59,7 @@ class SamplingParams:
             columns[name] = column
         hot = any(columns.get("temperature", [1.0]))
         top_k = any(columns.get("top_k", [0]))
-        self.uses = Uses(top_k=top_k) if not specialize else Uses(
+        self.uses = Uses() if not specialize else Uses(
             greedy=0.0 in columns.get("temperature", []), hot=hot, top_k=hot and top_k,
             top_p=hot and any(p < 1 for p in columns.get("top_p", [])), min_p=hot and any(columns.get("min_p", [])))
 
