@@ -90,12 +90,10 @@ class TargetCache:
         slots = flush_interval + 2 * block_size
         layers = range(config.n_layer)
         # On a CPU a retrieval view of `budget` tokens lies right before the tail, so that one call attends over both.
-        self.near = None
         before = budget if torch.device(device).type == "cpu" and dtype == torch.float32 else 0
         near = [torch.zeros(2, batch, config.n_kv_head, before + slots, config.head_dim, device=device, dtype=dtype)
                 for _ in layers]  # K, then V
-        if before:
-            self.near = near
+        self.near = near if before else None
         self.tail = [kv[:, :, :, before:] for kv in near]
         self.tail_k, self.tail_v = [kv[0] for kv in self.tail], [kv[1] for kv in self.tail]
         # What retrieval scores: the mean key of every chunk, and the queries of the block that was last verified.
@@ -154,10 +152,10 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, r
     return cos[:, None], sin[:, None], slots, attention.fold_mask(tail <= slots[..., None], group)
 
 
-def _ragged_bias(view_len: Tensor, dense_len: int, max_len: int, rows: int, group: int) -> Tensor:
-    ragged = torch.arange(dense_len, max_len, device=view_len.device)
-    visible = (ragged < view_len[:, None])[:, None].expand(-1, rows, -1)  # [B, M, max_len - dense_len]
-    return attention.fold_mask(visible, group)
+def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int) -> Tensor:
+    """Hides, of positions [start, stop) of a view, those that a row of the batch does not have."""
+    held = torch.arange(start, stop, device=view_len.device) < view_len[:, None]  # [B, stop - start]
+    return attention.fold_mask(held[:, None].expand(-1, rows, -1), group)
 
 
 class TargetBlock:
@@ -175,11 +173,10 @@ class TargetBlock:
         self.near = cache.near if view.lies_near else None
         self.ragged_bias = None
         if self.near is not None:
-            seen = torch.arange(view.k[0].shape[2], device=start.device) < view.len[:, None]  # [B, budget]
-            seen = attention.fold_mask(seen[:, None].expand(-1, rows, -1), cache.group)
-            self.tail_bias = torch.cat([seen, self.tail_bias], -1)
+            budget = view.k[0].shape[2]
+            self.tail_bias = torch.cat([_view_bias(view.len, 0, budget, rows, cache.group), self.tail_bias], -1)
         elif max_len > dense_len:
-            self.ragged_bias = _ragged_bias(view.len, dense_len, max_len, rows, cache.group)
+            self.ragged_bias = _view_bias(view.len, dense_len, max_len, rows, cache.group)
 
     def layer(self, i: int) -> "TargetLayer":
         return TargetLayer(self, i)

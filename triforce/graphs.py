@@ -75,9 +75,6 @@ class Graphed:
         self.graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self.warm: set[tuple] = set()
 
-    def __deepcopy__(self, memo):
-        raise TypeError("a recorded graph cannot be copied")
-
     def __call__(self, *args) -> None:
         if torch.cuda.is_current_stream_capturing():  # part of a longer graph
             self.function(*args)

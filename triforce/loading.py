@@ -96,7 +96,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         for model in (target, draft_model):
             if model is not None:
                 model.pack(block_size)
-    drafting = fp8_copy(target) if draft_dtype and retrieval else None
+    drafting = fp8_copy(target) if draft_dtype else None
     return Engine(target, tokenizer, draft_model, drafting=drafting, settings=shape, budget=budget,
                   max_seq_len=max_seq_len, max_batch_size=max_batch_size, compile=compile,
                   eos_ids=ckpt.eos_token_ids(folder))

@@ -7,7 +7,7 @@ and a row of a batch draws what it would draw alone. No function here makes the 
 Shapes: B batch, V vocabulary, n positions.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +16,17 @@ from .errors import UserError
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Which parts of `probabilities` some row needs; the others may be skipped."""
+
+    greedy: bool = True
+    hot: bool = True
+    top_k: bool = True
+    top_p: bool = True
+    min_p: bool = True
 
 
 @dataclass
@@ -27,7 +38,7 @@ class SamplingParams:
     top_k: Tensor  # [B] int64; 0 keeps all
     min_p: Tensor  # [B] float32 in [0, 1); 0 keeps all
     seed: Tensor  # [B] int64
-    uses: "Uses" = field(default_factory=lambda: Uses())
+    uses: Uses = Uses()
 
     @classmethod
     def allocate(cls, batch: int, device) -> "SamplingParams":
@@ -62,17 +73,6 @@ class SamplingParams:
         self.uses = Uses() if not specialize else Uses(
             greedy=0.0 in columns.get("temperature", []), hot=hot, top_k=hot and top_k,
             top_p=hot and any(p < 1 for p in columns.get("top_p", [])), min_p=hot and any(columns.get("min_p", [])))
-
-
-@dataclass(frozen=True)
-class Uses:
-    """Which parts of `probabilities` some row needs; the others may be skipped."""
-
-    greedy: bool = True
-    hot: bool = True
-    top_k: bool = True
-    top_p: bool = True
-    min_p: bool = True
 
 
 _KEEP_ALL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}

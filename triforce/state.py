@@ -182,8 +182,7 @@ class State:
             return
         self.controller = Controller(self._costs[key], self.outer.rows - 1, self.inner.rows - 1 if self.inner else 0)
         if "ngram" in self.sources:
-            tape = self.tape.tokens.tolist()
-            self._meters = [NgramMeter(tape[row][: self.known[row]]) for row in range(self.batch)]
+            self._meters = [NgramMeter(self.tape.tokens[row, : self.known[row]].tolist()) for row in range(self.batch)]
 
     def follow(self, plan: Plan) -> None:
         """Sets the levels so that the next round follows the plan."""
