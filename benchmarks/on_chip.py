@@ -63,7 +63,7 @@ def decode(engine: Engine, ids: list[int], args, **how) -> dict[str, float]:
     """
     options = {"temperature": args.temperature, "top_p": args.top_p, "ignore_eos": True, **how}
     speculate = how.get("speculate", True)
-    warm_up, count = (args.warm_up, args.max_new_tokens) if speculate else (8, args.plain_tokens)
+    warm_up, count = (args.warm_up, args.max_new_tokens) if speculate else (min(args.plain_tokens, 8), args.plain_tokens)
     engine.generate(ids, warm_up, seed=0, **options)
     runs = [engine.generate(ids, count, seed=seed, **options).stats for seed in range(args.seeds if speculate else 1)]
     row = {"tbt_ms": mean(run.tbt * 1e3 for run in runs), "tbt_ms_by_seed": [round(run.tbt * 1e3, 2) for run in runs],
@@ -97,7 +97,8 @@ def fixed(engine: Engine, plan: Plan) -> None:
     state.controller, state.plan = None, plan
 
 
-def load(args) -> tuple[Engine, object]:
+def load(args, **more) -> tuple[Engine, object]:
+    """more: settings of a widened shape that have no flag here."""
     if args.shape is None:
         engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype)
         return engine, engine.tokenizer
@@ -107,13 +108,13 @@ def load(args) -> tuple[Engine, object]:
     target = widen(tiny.target, SHAPES[args.shape], device=device, dtype=dtype)
     draft = widen(tiny.draft, SHAPES["llama-68m"], vocab_size=target.config.vocab_size, device=device, dtype=dtype)
     settings = Settings(gamma=args.block_size - 1, gamma_inner=3, auto=True, block_size=args.block_size,
-                        chunk_size=args.chunk_size, prefill_chunk_size=8192)
+                        chunk_size=args.chunk_size, **{"prefill_chunk_size": 8192, **more})
     drafting = fp8_copy(target) if args.draft_dtype else None
     return Engine(target, None, draft, drafting=drafting, settings=settings), tiny.tokenizer
 
 
-def transformers_time(engine: Engine, ids: list[int], tokens: int) -> dict[str, float]:
-    """Milliseconds per token of transformers' own model with the same weights: greedy, sdpa attention, its cache."""
+def transformers_model(engine: Engine):
+    """transformers' own model over the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     target, c = engine.target, engine.target.config
@@ -136,7 +137,12 @@ def transformers_time(engine: Engine, ids: list[int], tokens: int) -> dict[str, 
         own |= {f"model.layers.{i}.{name}.weight": weight for name, weight in parts.items()}
     model.load_state_dict(own, assign=True)
     model.model.rotary_emb.__init__(config, device=target.device)
-    model.eval()
+    return model.eval()
+
+
+def transformers_time(engine: Engine, ids: list[int], tokens: int) -> dict[str, float]:
+    """Milliseconds per token of transformers with the same weights: greedy, sdpa attention, its cache."""
+    model, target = transformers_model(engine), engine.target
     prompt = torch.tensor([ids], device=target.device)
     begun = time.perf_counter()
     with torch.inference_mode():

@@ -4,6 +4,7 @@
 """
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from test_greedy import bits
 
 from triforce import sampling
 from triforce.engine import Engine
+from triforce.errors import UserError
 from triforce.model import ModelConfig, Transformer
 from triforce.quantize import fp8_copy
 from triforce.state import Settings
@@ -165,3 +167,101 @@ def test_other_dtypes(dtype):
     assert on == off
     slow = engine.logits([prompt])[0, -1].argmax()
     assert int(slow) == on[0]
+
+
+def offloading(models, resident=0, **kw):
+    target, draft = models
+    settings = Settings(gamma=6, gamma_inner=2, block_size=16, prefill_chunk_size=4096, piece_tokens=1024, **kw)
+    return Engine(target, None, draft, settings=settings, budget=512, compile=True, max_seq_len=24_576, offload=True,
+                  num_resident_layers=resident)
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_offloaded_greedy_bits(random_models, resident):
+    """512 tokens at 16K in bf16, streamed from pinned memory: the same bits whatever drafts."""
+    ids = random_prompt(CONTEXT, vocab_size=VOCAB)
+    state = prepare(offloading(random_models, resident, keep_logits=True), ids, VOCAB)
+    tokens, hashes, rejected, _ = bits(state, NEW)
+    print(f"offloaded, {resident} resident layers: rejected {rejected}, flushes {state.num_flushes}, "
+          f"rebuilds {state.retrieval.num_rebuilds}")
+    assert min(rejected.values()) >= 20 and state.num_flushes >= 2 and state.retrieval.num_rebuilds >= 2
+    assert all(kv.is_pinned() for kv in state.cache.full.offload.host.values())
+    state.rewind(1000)
+    assert bits(state, NEW, speculate=False)[:2] == (tokens, hashes)
+    # The same split points (one piece), on the device and streamed.
+    settings = replace(state.settings, retrieval=False, piece_tokens=24_576)
+    streamed, device = (bits(prepare(Engine(random_models[0], None, settings=settings, compile=True, max_seq_len=24_576,
+                                            offload=offload), ids, VOCAB), 64, speculate=False)[:2]
+                        for offload in (True, False))
+    print(f"one piece: tokens equal {streamed[0] == device[0]}, logits hashes equal {streamed[1] == device[1]}")
+    assert streamed[0] == device[0]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_prefill_of_many_chunks_is_compiled_and_right(random_models, offload):
+    """The K/V that compiled chunks wrote, wherever they lie, are those of a prefill that runs as it is written."""
+    settings = Settings(prefill_chunk_size=1024, retrieval=False)
+    ids, kv = random_prompt(CONTEXT, vocab_size=VOCAB), []
+    for compile, offloads in ((True, offload), (False, False)):
+        state = prepare(Engine(random_models[0], None, settings=settings, compile=compile, max_seq_len=24_576,
+                               offload=offloads), ids, VOCAB)
+        kv.append([state.cache.full.load(i, 0, 0, state.cache.full.lens[0]).float().cpu() for i in range(4)])
+    for mine, eager in zip(*kv, strict=True):
+        assert (mine - eager).norm() / eager.norm() < 0.02
+
+
+def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory(random_models):
+    engine = offloading(random_models)
+    ids = random_prompt(CONTEXT, vocab_size=VOCAB)
+    engine.vocab_size = VOCAB
+
+    class Cut(Exception):
+        pass
+
+    def cut(share):
+        if share > 0.5:
+            raise Cut
+
+    with pytest.raises(Cut):
+        list(engine.stream(ids, 64, on_prefill=cut))
+    offload = engine._state.cache.full.offload
+    assert offload.copy_stream.query()
+    expected = engine.generate(ids, 64, temperature=0).tokens
+    runs = engine._serve([ids], 64, temperature=0)
+    engine._state.round()
+    runs.close()
+    assert offload.copy_stream.query() and torch.cuda.current_stream().query()
+    assert engine.generate(ids, 64, temperature=0).tokens == expected
+    hosts = list(offload.host.values())
+    del offload
+    engine._release()
+    assert not any(kv.is_pinned() for kv in hosts)
+
+
+def test_pinning_refused_and_a_device_that_is_full(random_models, monkeypatch):
+    ids = random_prompt(4096, vocab_size=VOCAB)
+    engine = offloading(random_models)
+    engine.vocab_size = VOCAB
+    register, calls = torch.cuda.cudart().cudaHostRegister, []
+
+    class Refuses:
+        def __getattr__(self, name):
+            return getattr(cudart, name)
+
+        def cudaHostRegister(self, *args):  # noqa: N802
+            calls.append(args)
+            return register(*args) if len(calls) < 3 else 2
+
+    cudart = torch.cuda.cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Refuses())
+    with pytest.raises(UserError, match="refuses .* GiB more .*--num-resident-layers"):
+        engine.generate(ids, 16)
+    monkeypatch.undo()
+    assert len(engine.generate(ids, 16, temperature=0).tokens) == 16
+    hog = torch.empty(int(torch.cuda.mem_get_info()[0]) - 2**26, dtype=torch.uint8, device="cuda")
+    engine.max_seq_len = None
+    with pytest.raises(UserError, match="this needs|ran out of memory"):
+        engine.generate(random_prompt(60_000, vocab_size=VOCAB), 16)
+    del hog
+    torch.cuda.empty_cache()
+    assert len(engine.generate(ids, 16, temperature=0).tokens) == 16

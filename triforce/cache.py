@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import attention
 from .model import ModelConfig, RotaryEmbedding, eager, rotate
+from .offload import Offload
 
 
 class View:
@@ -30,13 +31,15 @@ class View:
     """
 
     lies_near = False  # its storage is followed by the tail: see TargetCache.near
+    offload: Offload | None = None  # what keeps the layers that `k` and `v` lack
 
-    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, storage=None):
-        """storage: per layer K and V, [2, B, K, capacity or more, D]. None: allocated."""
+    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, storage=None, num_layers=None):
+        """storage: per layer K and V, [2, B, K, capacity or more, D]. None: allocated, for the first num_layers."""
         shape = (batch, config.n_kv_head, capacity, config.head_dim)
         if storage is None:
-            self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-            self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+            layers = range(config.n_layer if num_layers is None else num_layers)
+            self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+            self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         else:
             self.k, self.v = ([kv[half, :, :, :capacity] for kv in storage] for half in range(2))
         self.lens = [0] * batch
@@ -56,13 +59,38 @@ class View:
 
 
 class FullView(View):
-    """The whole prefix.
+    """The whole prefix: its first layers on the device, in `k` and `v`, the others, if any, in `offload`.
 
     A batch's rows flush at different times. So that a row's bits do not depend on when its neighbours do, the dense
     part of a batch stays what it was when the batch began, and the masked part is as long as it may become.
     """
 
     _batch_bounds: tuple[int, int] | None = None
+
+    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, offload: Offload | None):
+        super().__init__(config, batch, capacity, device, dtype, num_layers=offload and offload.num_resident)
+        self.offload = offload
+
+    def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
+        """Tokens [start, stop) of layer i: [2, K, stop - start, D]."""
+        if i < len(self.k):
+            return torch.stack([self.k[i][row, :, start:stop], self.v[i][row, :, start:stop]])
+        return self.offload.load(i, row, start, stop)
+
+    def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
+        """Writes [2, K, n, D] at `start`."""
+        if i < len(self.k):
+            stop = start + kv.shape[2]
+            self.k[i][row, :, start:stop], self.v[i][row, :, start:stop] = kv
+        else:
+            self.offload.store(i, row, start, kv)
+
+    def hot(self, i: int, row: int) -> tuple[Tensor, Tensor]:
+        """Layer i as a prefill of this row writes and reads it: K, V, each [K, at least as far as it came, D]."""
+        if i < len(self.k):
+            return self.k[i][row], self.v[i][row]
+        k, v = self.offload.work(i, row)
+        return k.transpose(0, 1), v.transpose(0, 1)
 
     def fix_bounds(self, max_len: int) -> None:
         """Called once the prompts are in: no row's prefix will outgrow max_len."""
@@ -81,11 +109,12 @@ class TargetCache:
     """The target's K/V for one batch of conversations: allocated once, sized by `capacity` tokens a row."""
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, capacity: int, block_size: int,
-                 flush_interval: int, chunk_size: int, budget: int = 0, device, dtype):
+                 flush_interval: int, chunk_size: int, budget: int = 0, offload: Offload | None = None, device, dtype):
+        """offload: keeps the prefix of the last layers. None: all of it is here."""
         self.config, self.rope = config, rope
         self.group = config.n_head // config.n_kv_head
         self.capacity, self.flush_interval, self.chunk_size = capacity, flush_interval, chunk_size
-        self.full = FullView(config, batch, capacity, device, dtype)
+        self.full = FullView(config, batch, capacity, device, dtype, offload)
         # The tail has room for a block that starts just before a flush, and for a drafting level that runs ahead.
         slots = flush_interval + 2 * block_size
         layers = range(config.n_layer)
@@ -109,38 +138,46 @@ class TargetCache:
         tensors = (*self.full.k, *self.full.v, *self.tail, *self.chunk_keys, *self.queries)
         return sum(t.nbytes for t in tensors)
 
+    def whole(self, length: int) -> int:
+        """Of so many tokens, those that lie in the prefix: whole flush intervals."""
+        return length - length % self.flush_interval
+
     def seat_tail(self, row: int, length: int) -> None:
-        """Starts decoding at `length` tokens: whole flush intervals stay in the prefix, the rest moves to the tail."""
-        whole = length - length % self.flush_interval
-        for k, v, tail_k, tail_v in zip(self.full.k, self.full.v, self.tail_k, self.tail_v, strict=True):
-            tail_k[row, :, : length - whole] = k[row, :, whole:length]
-            tail_v[row, :, : length - whole] = v[row, :, whole:length]
+        """Starts decoding at `length` tokens, which all lie in the prefix: those past `whole` move to the tail."""
+        whole = self.whole(length)
+        for i, tail in enumerate(self.tail):
+            tail[:, row, :, : length - whole] = self.full.load(i, row, whole, length)
         self.full.set_len(row, whole)
-        self._score_keys(row, 0, whole)
+
+    def seat_layer(self, i: int, row: int, length: int) -> None:
+        """The same for one layer that a prefill has just written, while it is hot; scores its chunks."""
+        whole = self.whole(length)
+        k, v = self.full.hot(i, row)
+        self.tail_k[i][row, :, : length - whole] = k[:, whole:length]
+        self.tail_v[i][row, :, : length - whole] = v[:, whole:length]
+        self._score_keys(i, row, 0, k[:, :whole])
 
     def spill_tail(self, row: int) -> None:
         """Copies the tail behind the prefix, so that a prefill can go on from there."""
         start = self.full.lens[row]
-        stop = min(start + self.flush_interval, self.capacity)
-        for k, v, tail_k, tail_v in zip(self.full.k, self.full.v, self.tail_k, self.tail_v, strict=True):
-            k[row, :, start:stop] = tail_k[row, :, : stop - start]
-            v[row, :, start:stop] = tail_v[row, :, : stop - start]
+        tokens = min(self.flush_interval, self.capacity - start)
+        for i, tail in enumerate(self.tail):
+            self.full.store(i, row, start, tail[:, row, :, :tokens])
 
     def flush(self, row: int) -> None:
         """Moves a full interval of verified tokens from the tail to the prefix."""
         start = self.full.lens[row]
         self.spill_tail(row)
         self.full.set_len(row, start + self.flush_interval)
-        self._score_keys(row, start, start + self.flush_interval)
+        for i, tail_k in enumerate(self.tail_k):
+            self._score_keys(i, row, start, tail_k[row, :, : self.flush_interval])
 
-    def _score_keys(self, row: int, start: int, stop: int) -> None:
-        """Mean keys of the chunks in [start, stop), both multiples of chunk_size."""
-        if not self.chunk_size or start == stop:
-            return
-        first, last = start // self.chunk_size, stop // self.chunk_size
-        for k, chunk_keys in zip(self.full.k, self.chunk_keys, strict=True):
-            chunks = k[row, :, start:stop].unflatten(1, (last - first, self.chunk_size))  # [K, C, chunk, D]
-            chunk_keys[row, :, first:last] = chunks.mean(2)
+    def _score_keys(self, i: int, row: int, start: int, k: Tensor) -> None:
+        """Mean keys of the chunks in k [K, n, D], which begin at `start`; both are multiples of chunk_size."""
+        if self.chunk_size and k.shape[1]:
+            chunks = k.unflatten(1, (-1, self.chunk_size))  # [K, C, chunk, D]
+            first = start // self.chunk_size
+            self.chunk_keys[i][row, :, first : first + chunks.shape[1]] = chunks.mean(2)
 
 
 def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, rows: int, tail_slots: int, group: int):
@@ -162,10 +199,13 @@ class TargetBlock:
     """`kv` of a decoding step over one view: M rows a row of the batch, at consecutive positions from `start`."""
 
     def __init__(self, cache: TargetCache, view: View, start: Tensor, rows: int, dense_len: int, max_len: int,
-                 keep_queries: bool, compiled=eager):
-        """start: [B], the position of each row's first token. dense_len, max_len: see `View`."""
+                 keep_queries: bool, compiled=eager, on_piece=None):
+        """start: [B], the position of each row's first token. dense_len, max_len: see `View`.
+
+        on_piece: called with (layer, number, piece) for what `Offload.pieces` streams past, before it is overwritten.
+        """
         self.cache, self.view, self.dense_len, self.max_len = cache, view, dense_len, max_len
-        self.keep_queries, self.compiled = keep_queries, compiled
+        self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         tail_slots = cache.tail_k[0].shape[2]
         self.cos, self.sin, slots, self.tail_bias = compiled(_target_geometry)(
             cache.rope, start, cache.full.len, rows, tail_slots, cache.group)
@@ -209,6 +249,8 @@ class TargetLayer:
         block = self._block
         if block.near is not None:
             return []
+        if self._i >= len(block.view.k):
+            return self._read_pieces(q)
         k, v, dense, longest = block.view.k[self._i], block.view.v[self._i], block.dense_len, block.max_len
         states = []
         if block.ragged_bias is not None:
@@ -217,13 +259,39 @@ class TargetLayer:
             states.append(attention.partial(q, k[:, :, :dense], v[:, :, :dense]))
         return states
 
+    def _read_pieces(self, q: Tensor) -> list:
+        """The same of a layer that streams past: the states of its pieces, merged as they come."""
+        block, offload = self._block, self._block.view.offload
+        dense, longest, merge = block.dense_len, block.max_len, block.compiled(attention.merge)
+        merged = None
+        for number, kv in offload.pieces(self._i, longest):
+            start = number * offload.piece
+            k, v = kv[:, :, : longest - start].transpose(2, 3)  # [B, K, n, D] each
+            split = min(max(dense - start, 0), k.shape[2])
+            if split > 0:
+                state = attention.partial(q, k[:, :, :split], v[:, :, :split])
+                merged = merge(merged or attention.empty(q), state)
+            if split < k.shape[2]:
+                bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
+                state = attention.masked(q, k[:, :, split:], v[:, :, split:], bias)
+                merged = merge(merged or attention.empty(q), state)
+            if block.on_piece is not None:
+                block.on_piece(self._i, number, kv)
+        return [] if merged is None else [merged]
+
 
 class PrefillBlock:
-    """`kv` of a prefill chunk of one row: positions [start, stop), written straight into the prefix."""
+    """`kv` of a prefill chunk of one row: positions [start, stop), written straight into the prefix.
 
-    def __init__(self, cache: TargetCache, row: int, start: int, stop: int, keep_queries: bool, compiled=eager):
-        self.cache, self.row, self.start, self.stop, self.keep_queries = cache, row, start, stop, keep_queries
-        self.compiled = compiled
+    Args:
+        begin, end: the positions of the whole prefill that this chunk is a part of.
+        on_layer: called with each layer's number when the last chunk has gone through it.
+    """
+
+    def __init__(self, cache: TargetCache, row: int, start: int, stop: int, *, begin: int, end: int,
+                 keep_queries: bool = False, compiled=eager, on_layer=None):
+        self.cache, self.row, self.start, self.stop, self.begin, self.end = cache, row, start, stop, begin, end
+        self.keep_queries, self.compiled, self.on_layer = keep_queries, compiled, on_layer
         self.cos, self.sin = cache.rope(torch.arange(start, stop, device=cache.full.len.device))  # [M, D]
 
     def layer(self, i: int) -> "PrefillLayer":
@@ -237,9 +305,14 @@ class PrefillLayer:
         cache, config, here = block.cache, block.cache.config, slice(block.start, block.stop)
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.cos, self.sin = block.cos, block.sin
-        self._prefix_k, self._prefix_v = cache.full.k[i][block.row, None], cache.full.v[i][block.row, None]
+        self._block, self._i = block, i
+        self._offload = cache.full.offload if i >= len(cache.full.k) else None
+        if self._offload is not None:
+            if block.start == block.begin:
+                self._offload.open_work(i, block.row, block.begin, block.end)
+            self._offload.await_chunk(block.start)
+        self._prefix_k, self._prefix_v = (kv[None] for kv in cache.full.hot(i, block.row))
         self.k, self.v = self._prefix_k[:, :, here], self._prefix_v[:, :, here]  # [1, K, M, D]
-        self._start = block.start
         self._queries = cache.queries[i][block.row] if block.keep_queries else None
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
@@ -251,15 +324,20 @@ class PrefillLayer:
 
     def read(self, q: Tensor) -> list:
         """The causal square of the chunk, and all that comes before it, unmasked."""
+        block = self._block
+        if self._offload is not None:
+            self._offload.store_chunk(self._i, block.row, block.start, block.stop)
         if self._queries is not None:
             rows = min(self._queries.shape[1], q.shape[2])
             self._queries[:, :rows] = q[0, :, -rows:]
         group = self.n_head // self.n_kv_head
         states = [attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))]
-        if self._start > 0:
-            before = attention.partial(attention.fold(q, self.n_kv_head), self._prefix_k[:, :, : self._start],
-                                       self._prefix_v[:, :, : self._start])
+        if block.start > 0:
+            before = attention.partial(attention.fold(q, self.n_kv_head), self._prefix_k[:, :, : block.start],
+                                       self._prefix_v[:, :, : block.start])
             states.append((attention.unfold(before[0], self.n_head), before[1].reshape(states[0][1].shape)))
+        if block.on_layer is not None and block.stop == block.end:
+            block.on_layer(self._i)
         return states
 
 

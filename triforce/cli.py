@@ -5,6 +5,7 @@ Knows nothing of tensors: it reads flags and files, calls the engine, and prints
 
 import argparse
 import json
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from .errors import UserError
 DEFAULT_PROMPT_LEN = 16_384
 CHECKED_TOKENS = 64  # of the greedy comparison
 ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",
-           "--target": "--checkpoint"}
+           "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,6 +30,11 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--dtype", help="float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
     model.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on for CUDA")
     model.add_argument("--max-seq-len", type=int, help="most tokens of prompt and output (default: as needed)")
+    model.add_argument("--offload", nargs="?", const=True, default=False, choices=[True, "auto"], metavar="auto",
+                       help="keep the KV cache in host memory; 'auto': only what does not fit the device")
+    model.add_argument("--num-resident-layers", type=int,
+                       help="of an offloaded cache, on the device (alias --on-chip)")
+    model.add_argument("--resident-memory", help="the same in device memory: 20GiB")
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
     prompt.add_argument("--prompt-file", help="read it from a file, or from stdin: -")
@@ -145,7 +151,8 @@ def load_engine(args):
     return load(args.checkpoint, draft=draft, retrieval=not args.no_retrieval, device=args.device, dtype=args.dtype,
                 compile=args.compile, max_seq_len=args.max_seq_len, budget=args.budget, chunk_size=args.chunk_size,
                 gamma=args.gamma, gamma_inner=args.gamma_inner, block_size=args.block_size,
-                draft_dtype=args.draft_dtype, **options)
+                draft_dtype=args.draft_dtype, offload=args.offload, num_resident_layers=args.num_resident_layers,
+                resident_memory=args.resident_memory, **options)
 
 
 class PrefillBar:
@@ -217,6 +224,8 @@ def run(argv: list[str]) -> int:
     args = flags.parse_args([_spell(argument, known) for argument in argv])
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p,
                 "top_k": args.top_k, "min_p": args.min_p, "seed": args.seed}
+    logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
     engine = load_engine(args)
     ids = build_prompt(args, engine.tokenizer)
     print(f"{args.checkpoint} on {engine.device}, {str(engine.target.dtype).removeprefix('torch.')}, "

@@ -7,6 +7,7 @@ call takes over if they are large enough.
 """
 
 import gc
+import logging
 import operator
 import random
 import time
@@ -25,6 +26,8 @@ from .sampling import check_sampling
 from .state import Settings, State
 from .tokenizer import Tokenizer
 
+log = logging.getLogger("triforce")
+
 
 class Engine:
     """See `triforce.load`, which makes one from checkpoints. Without a tokenizer prompts are ids and texts empty."""
@@ -32,7 +35,8 @@ class Engine:
     def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
                  drafting: Transformer | None = None, settings: Settings | None = None,
                  budget: int | float | None = None, max_seq_len: int | None = None, max_batch_size: int = 1,
-                 compile: bool | None = None, eos_ids: Sequence[int] = ()):
+                 compile: bool | None = None, eos_ids: Sequence[int] = (), offload: bool | str = False,
+                 num_resident_layers: int | None = None, resident_memory: int | None = None):
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
         self.settings, self.budget = settings or Settings(), budget
         self.max_batch_size, self.eos_ids = max_batch_size, tuple(eos_ids)
@@ -48,6 +52,7 @@ class Engine:
                             f"use at most {limit}")
         self.max_seq_len = max_seq_len
         self.compile = target.device.type == "cuda" if compile is None else compile
+        self.offload, self.num_resident_layers, self.resident_memory = offload, num_resident_layers, resident_memory
         self._state: State | None = None
         self._serving: object | None = None  # the generation that the state belongs to
 
@@ -111,7 +116,8 @@ class Engine:
         cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                             flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
         edges = [*range(0, length, size), length]
-        blocks = [(a, b, PrefillBlock(cache, 0, a, b, False)) for a, b in zip(edges, edges[1:], strict=False)]
+        blocks = [(a, b, PrefillBlock(cache, 0, a, b, begin=0, end=length))
+                  for a, b in zip(edges, edges[1:], strict=False)]
         return torch.cat([self.target.output(self.target.prefill(row[None], blocks)).float() for row in tokens])
 
     def encode_prompt(self, prompt, chat_template: str | None = None) -> list[int]:
@@ -160,9 +166,23 @@ class Engine:
             picked = {name: value[group] if isinstance(value, (list, tuple)) else value
                       for name, value in sampling.items()}
             outputs = [RowOutput(self.tokenizer, eos_ids, stops, max_new_tokens) for _ in ids[group]]
-            done = yield from self._run(ids[group], outputs, picked, speculate, one_row, on_prefill, first)
+            try:
+                done = yield from self._run(ids[group], outputs, picked, speculate, one_row, on_prefill, first)
+            except torch.OutOfMemoryError:
+                done = None
+            if done is None:  # here, where no traceback holds on to the buffers any more
+                self._release()
+                raise UserError(f"{self.device} ran out of memory; leave more of it free, or ask for less: --offload, "
+                                "a smaller --prefill-chunk-size, --max-seq-len or --budget")
             results += done
         return results
+
+    def _release(self) -> None:
+        """Frees the buffers of the last conversation."""
+        self._state = self._serving = None
+        gc.collect()  # compiled steps make reference cycles
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _run(self, ids: list[list[int]], outputs: list[RowOutput], sampling: dict, speculate: bool, one_row: bool,
              on_prefill, first: int) -> Iterator[tuple[int, str]]:
@@ -235,7 +255,7 @@ class Engine:
         return state
 
     def _state_for(self, batch: int, prompt_len: int, max_new_tokens: int) -> State:
-        settings, config = self.settings, self.target.config
+        settings = self.settings
         needed = prompt_len + max_new_tokens + settings.block_size
         if self.max_seq_len is not None:
             needed = self.max_seq_len + settings.block_size
@@ -245,17 +265,39 @@ class Engine:
             return state
         capacity = -(-needed // 1024) * 1024 if self.max_seq_len is None else needed
         del state
-        self._state = None
-        gc.collect()  # frees the old buffers before the new ones are planned: compiled steps make reference cycles
-        draft = None if self.draft is None else self.draft.config
-        parts = memory.cache_parts(config, draft, settings, batch=batch, capacity=capacity, budget=budget,
-                                   itemsize=self.target.dtype.itemsize)
-        memory.check(parts, self.device)
+        self._release()  # before the new ones are planned
+        resident = self._plan(batch, capacity, budget)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self._state = State(self.target, self.draft, settings, batch=batch, capacity=capacity, budget=budget,
                                 vocab_size=self.vocab_size, compiler=Compiler(self.compile, self.device),
-                                drafting=self.drafting)
+                                drafting=self.drafting, num_resident_layers=resident)
         return self._state
+
+    def _plan(self, batch: int, capacity: int, budget: int) -> int | None:
+        """Checks that everything fits. Returns how many layers of the KV cache stay on the device; None: all."""
+        config, draft = self.target.config, None if self.draft is None else self.draft.config
+        sizes = {"batch": batch, "capacity": capacity, "itemsize": self.target.dtype.itemsize}
+
+        def parts(num_resident: int | None) -> list[memory.Part]:
+            return memory.cache_parts(config, draft, self.settings, budget=budget, num_resident_layers=num_resident,
+                                      **sizes)
+
+        resident = None
+        if self.offload:
+            resident = self.num_resident_layers
+            if resident is None and (self.offload == "auto" or self.resident_memory is not None):
+                resident = memory.fitting_layers(config, parts(0), self.device, self.resident_memory, **sizes)
+            resident = resident or 0
+        host = memory.host_part(config, config.n_layer - (config.n_layer if resident is None else resident), **sizes)
+        if self.device.type == "cpu":
+            memory.check([host, *parts(resident)], self.device)
+        else:
+            memory.check(parts(resident), self.device)
+            memory.check([host], torch.device("cpu"))
+        if resident is not None:
+            log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", resident, config.n_layer, self.device,
+                     host.bytes / 2**30)
+        return resident
 
     def resolve_budget(self, prompt_len: int) -> int:
         """Tokens of the retrieval view for a prompt; 0 without retrieval."""

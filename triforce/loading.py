@@ -19,7 +19,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
          compile: bool | None = None, max_seq_len: int | None = None, max_batch_size: int = 1,
          budget: int | float | None = None, chunk_size: int = 8, gamma: int | str = "auto",
          gamma_inner: int | None = None, block_size: int | None = None, draft_dtype: str | None = None,
-         **settings) -> Engine:
+         offload: bool | str = False, num_resident_layers: int | None = None,
+         resident_memory: int | str | None = None, **settings) -> Engine:
     """Loads a target, and a draft if there is one, ready to generate.
 
     Args:
@@ -39,9 +40,14 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
             round by measured step times and observed acceptance, and so is which levels draft at all. The output's
             law is the same; but as times vary, a seed gives the same text again only with a number here.
         gamma_inner: tokens that the draft proposes per verify over the retrieval view. None: 2; at most 3 with "auto".
-        block_size: rows of every verify. None: 8; 16 on CUDA, where padding costs nothing; 1 where nothing drafts.
+        block_size: rows of every verify. None: 8; 16 on CUDA, where padding costs nothing, 64 there with offload,
+            where a verify takes as long as its copies; 1 where nothing drafts.
         draft_dtype: "fp8": the retrieval level drafts with a copy of the target's weights in fp8. The output stays
             exact. It takes a byte more per weight, and a GPU of compute capability 8.9 or later.
+        offload: True: the KV cache lies in pinned host memory and streams through the device, so that a context need
+            not fit there. "auto": only those of its layers that do not fit. The output is as exact as ever.
+        num_resident_layers: with offload, so many of the cache's layers stay on the device.
+        resident_memory: the same in bytes of the device's memory, or as a text: "20GiB".
         settings: the remaining fields of `triforce.state.Settings`.
 
     Raises:
@@ -58,7 +64,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         draft_folder = None if draft is False else ckpt.resolve("tiny" if draft == "tiny" else draft)
     drafts = retrieval or ngram or draft_folder is not None
     if block_size is None:
-        block_size = (16 if device.type == "cuda" else 8) if drafts else 1
+        block_size = (8 if device.type == "cpu" else 64 if offload else 16) if drafts else 1
     auto = gamma == "auto"
     gamma = max(block_size - 1, 1) if auto else gamma
     if gamma_inner is None:
@@ -67,7 +73,12 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     for name in settings:
         if name not in known:
             raise UserError(f"{name} is not a setting; settings are {', '.join(sorted(known))}")
+    _check_offload(offload, num_resident_layers, resident_memory)
+    if resident_memory is not None:
+        resident_memory = memory.parse_size(resident_memory, "resident_memory")
     settings.setdefault("prefill_chunk_size", 8192 if device.type == "cuda" else 1024)
+    # A round ends at a flush at the latest: where a verify takes a second, flushes are to be rare.
+    settings.setdefault("flush_interval", 256 if offload and device.type == "cuda" else 128)
     shape = Settings(gamma=gamma, gamma_inner=gamma_inner, block_size=block_size, retrieval=retrieval, auto=auto,
                      chunk_size=chunk_size, ngram=ngram, **settings)
     _check_settings(shape, drafts, max_batch_size, budget)
@@ -79,6 +90,9 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         if difference:
             raise UserError(f"the draft {draft_folder} has another tokenizer than the target: {difference}; "
                             "choose a draft of the same family, or --draft none")
+    if num_resident_layers is not None and num_resident_layers > configs[0].n_layer:
+        raise UserError(f"num_resident_layers ({num_resident_layers}) is more than the model's {configs[0].n_layer} "
+                        "layers; leave offload out to keep all on the device")
     chosen = _dtype(dtype, configs[0].dtype, device)
     draft_config = configs[1] if len(configs) > 1 else None
     if draft_dtype not in (None, "fp8"):
@@ -98,7 +112,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
                 model.pack(block_size)
     drafting = fp8_copy(target) if draft_dtype else None
     return Engine(target, tokenizer, draft_model, drafting=drafting, settings=shape, budget=budget,
-                  max_seq_len=max_seq_len, max_batch_size=max_batch_size, compile=compile,
+                  max_seq_len=max_seq_len, max_batch_size=max_batch_size, compile=compile, offload=offload,
+                  num_resident_layers=num_resident_layers, resident_memory=resident_memory,
                   eos_ids=ckpt.eos_token_ids(folder))
 
 
@@ -126,12 +141,27 @@ def _dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.d
     return ckpt.DTYPES[name]
 
 
+def _check_offload(offload, num_resident_layers, resident_memory) -> None:
+    if offload not in (False, True, "auto"):
+        raise UserError(f"offload ({offload!r}) must be True, False or 'auto'")
+    if not offload and (num_resident_layers is not None or resident_memory is not None):
+        raise UserError("num_resident_layers and resident_memory say what stays on the device while the rest is "
+                        "offloaded; add offload=True (--offload)")
+    if num_resident_layers is not None and resident_memory is not None:
+        raise UserError("num_resident_layers and resident_memory were both given; give one")
+    if num_resident_layers is not None and (not isinstance(num_resident_layers, int) or num_resident_layers < 0):
+        raise UserError(f"num_resident_layers ({num_resident_layers!r}) must be a whole number, at least 0")
+
+
 def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budget) -> None:
     for name in ("block_size", "gamma", "gamma_inner", "chunk_size", "flush_interval", "rebuild_interval",
                  "draft_window", "prefill_chunk_size"):
         value = getattr(settings, name)
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{name} ({value!r}) must be a whole number, at least 1")
+    piece = settings.piece_tokens
+    if piece is not None and (not isinstance(piece, int) or piece < 1):
+        raise UserError(f"piece_tokens ({piece!r}) must be a whole number, at least 1; try 2048")
     if not isinstance(max_batch_size, int) or max_batch_size < 1:
         raise UserError(f"max_batch_size ({max_batch_size!r}) must be a whole number, at least 1")
     if budget is not None and not isinstance(budget, (int, float)):

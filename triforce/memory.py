@@ -1,5 +1,6 @@
 """What a run will need, part by part, before anything is allocated. Knows shapes and sizes, and allocates nothing."""
 
+import re
 import resource
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import torch
 
 from .errors import UserError
 from .model import ModelConfig
+from .offload import STAGING_BUFFERS, piece_tokens
 from .state import Settings
 
 
@@ -27,8 +29,11 @@ def weight_parts(target: ModelConfig, draft: ModelConfig | None, itemsize: int) 
 
 
 def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, batch: int, capacity: int,
-                budget: int, itemsize: int) -> list[Part]:
-    """Caches of a State, and what a prefill holds besides them at its widest point."""
+                budget: int, itemsize: int, num_resident_layers: int | None = None) -> list[Part]:
+    """Caches of a State, and what a prefill holds besides them at its widest point.
+
+    num_resident_layers: of the KV prefix; the others are not counted (see `host_part`), what streams them is.
+    """
     per_token = batch * target.kv_elements_per_token * itemsize
     block = settings.block_size
     chunk = min(settings.prefill_chunk_size, capacity)
@@ -36,18 +41,53 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     prefill = (capacity * 2 * target.dim + chunk * per_chunk_token) * itemsize
     levels = 2 if draft is not None else 1
     laws = batch * target.vocab_size * 4 * block * (4 + levels)
+    layers = target.n_layer if num_resident_layers is None else num_resident_layers
+    kv = per_token // target.n_layer * layers * capacity + per_token * (settings.flush_interval + 2 * block)
     parts = [
-        Part("KV cache", per_token * (capacity + settings.flush_interval + 2 * block), "--max-seq-len"),
+        Part("KV cache" if layers == target.n_layer else f"tail, KV cache of {layers} resident layers", kv,
+             "--offload, --max-seq-len" if layers else "--max-seq-len"),
         Part("prefill activations", prefill, "--prefill-chunk-size"),
         Part("logits and probabilities", laws),
     ]
     if settings.retrieval:
         parts.append(Part("chunk keys", per_token * capacity // 2 // settings.chunk_size, "--chunk-size"))
         parts.append(Part("retrieval view", per_token * budget, "--budget"))
+    if layers < target.n_layer:
+        one_layer = per_token // target.n_layer
+        piece = settings.piece_tokens or piece_tokens(one_layer, settings.flush_interval, capacity)
+        parts.append(Part("a layer's KV during prefill", one_layer // batch * capacity, "--max-seq-len"))
+        parts.append(Part("staging buffers", STAGING_BUFFERS * piece * one_layer))
     if draft is not None:
         window = settings.draft_sink + settings.draft_window + max(64, 2 * block)
         parts.append(Part("draft cache", batch * window * draft.kv_elements_per_token * itemsize))
     return parts
+
+
+def host_part(target: ModelConfig, num_layers: int, *, batch: int, capacity: int, itemsize: int) -> Part:
+    """The prefix of so many offloaded layers, in host memory."""
+    size = batch * target.kv_elements_per_token * itemsize // target.n_layer * num_layers * capacity
+    return Part(f"KV cache of {num_layers} layers in host memory", size, "--num-resident-layers, --max-seq-len")
+
+
+def fitting_layers(config: ModelConfig, parts: list[Part], device: torch.device, resident_memory: int | None, *,
+                   batch: int, capacity: int, itemsize: int) -> int:
+    """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes."""
+    layer = host_part(config, 1, batch=batch, capacity=capacity, itemsize=itemsize).bytes
+    free = available(device)
+    room = [] if free is None else [int(0.95 * free) - sum(part.bytes for part in parts)]
+    room += [] if resident_memory is None else [resident_memory]
+    return min(max(min(room, default=0) // layer, 0), config.n_layer)
+
+
+def parse_size(size: int | str, name: str) -> int:
+    """Bytes of a number, or of a text such as "20GiB" or "512 MB"."""
+    if isinstance(size, int) and size >= 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(size).lower())
+    if match is None:
+        raise UserError(f"{name} ({size!r}) must be a number of bytes or a size such as '20GiB'")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
 
 
 def available(device: torch.device) -> int | None:
@@ -55,13 +95,23 @@ def available(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = []
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free.append(int(line.split()[1]) * 1024)
+    # A container may be granted less than its machine has; the page cache that it holds can be had back.
+    limit, used, stat = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
+    if limit and used and limit[0].isdigit():
+        cached = sum(int(line.split()[1]) for line in stat if line.startswith(("inactive_file ", "active_file ")))
+        free.append(int(limit[0]) - int(used[0]) + cached)
+    return min(free, default=None)
+
+
+def _lines(path: str) -> list[str]:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        return Path(path).read_text().splitlines()
     except OSError:
-        pass
-    return None
+        return []
 
 
 def check(parts: list[Part], device: torch.device, hint: str = "") -> None:

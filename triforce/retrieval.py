@@ -4,6 +4,10 @@ Knows nothing of drafting or acceptance: it is told when to rebuild. Selection i
 last verified rows, pooled over the GQA group, against the mean key of each chunk (TriForce, arXiv 2404.11912,
 section 4.1). Exactness never depends on what is selected, only speed does.
 
+A layer's chosen chunks are copied into the view at once where the layer's prefix lies on the device. Those of an
+offloaded layer are **gathered**: picked out of the pieces that the next verify streams past anyway, so that a rebuild
+reads nothing from the host.
+
 Layout of a row's view, `budget` tokens: [sink | recent window, a ring | selected chunks]. While a prefix is no longer
 than the budget, the view is the whole prefix, in order.
 
@@ -49,6 +53,11 @@ class RetrievalView(View):
                                                              cache.flush_interval, recent)
         self.selected = [False] * batch  # per row: a selection, or still the whole prefix
         self.num_rebuilds = 0
+        # Per row: what was selected last, and the length of the prefix then.
+        self._chunks = torch.zeros(batch, cache.config.n_layer, cache.config.n_kv_head, self.num_selected,
+                                   dtype=torch.int64, device=device)
+        self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._offload, self._awaited = cache.full.offload, [False] * batch
         self.compiled = compiler.level("rebuild")
         self._steps = [self.compiled.step(self._select_and_copy) for _ in range(batch)]
 
@@ -56,51 +65,105 @@ class RetrievalView(View):
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
-    def rebuild(self, row: int) -> None:
-        """Selects anew for one row, from the queries that the cache kept. No host sync."""
-        prefix_len = self.cache.full.lens[row]
-        self.selected[row] = prefix_len > self.budget
-        self.set_len(row, min(prefix_len, self.budget))
-        if self.selected[row]:
-            self.num_rebuilds += 1
-            self._steps[row](row)
+    def rebuild(self, row: int, at_once: bool = True) -> None:
+        """Selects anew for one row, from the queries that the cache kept. No host sync.
+
+        Args:
+            at_once: offloaded layers are streamed past for it; False: they are gathered in the next verify (which is
+                given `on_piece`), and until then keep what was selected before.
+        """
+        self.fit(row)
+        if not self.selected[row]:
+            length = self.lens[row]
+            for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
+                k[row, :, :length], v[row, :, :length] = self.cache.full.load(i, row, 0, length)
             return
-        for k, v, full_k, full_v in zip(self.k, self.v, self.cache.full.k, self.cache.full.v, strict=True):
-            k[row, :, :prefix_len] = full_k[row, :, :prefix_len]
-            v[row, :, :prefix_len] = full_v[row, :, :prefix_len]
+        self.num_rebuilds += 1
+        self._steps[row](row)
+        if self._offload is None:
+            return
+        self._awaited[row] = True
+        if at_once:
+            for i in self._offload.layers:
+                for number, kv in self._offload.pieces(i, self.cache.full.lens[row]):
+                    self.gather(i, number, kv)
+            self._awaited[row] = False
+
+    def fit(self, row: int) -> None:
+        """Sets the length of a row's view by that of its prefix."""
+        prefix_len = self.cache.full.lens[row]
+        self.selected[row], self._awaited[row] = prefix_len > self.budget, False
+        self.set_len(row, min(prefix_len, self.budget))
+
+    def rebuild_layer(self, i: int, row: int) -> None:
+        """`rebuild` for one layer that a prefill has just written, while it is hot; after `fit`."""
+        k, v = self.cache.full.hot(i, row)
+        if not self.selected[row]:
+            length = self.lens[row]
+            self.k[i][row, :, :length], self.v[i][row, :, :length] = k[:, :length], v[:, :length]
+            return
+        cache = self.cache
+        prefix_len = cache.full.len[row]
+        mask = self._mask(prefix_len)
+        scores = self.compiled(chunk_scores)(cache.queries[i][row], cache.chunk_keys[i][row], cache.query_weight[row],
+                                             mask)
+        chunks = scores[None].topk(self.num_selected, dim=-1, sorted=False).indices
+        index = _token_index(chunks, prefix_len, self.window_size, self.chunk_size)[0]
+        _copy_tokens(k, v, index, self.k[i][row], self.v[i][row])
+
+    @property
+    def awaits_pieces(self) -> bool:
+        return any(self._awaited)
+
+    def gathered(self) -> None:
+        """All pieces of all offloaded layers have been given to `gather`."""
+        self._awaited = [False] * len(self._awaited)
+
+    def gather(self, i: int, number: int, piece: Tensor) -> None:
+        """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it."""
+        start = self._offload.starts[number]
+        for row, awaited in enumerate(self._awaited):
+            if awaited:
+                self.compiled(_gather_piece)(self._chunks[row, i], self._prefix_len[row], self.window_size,
+                                             self.chunk_size, start, piece[:, row], self.k[i][row], self.v[i][row])
+
+    def _mask(self, prefix_len: Tensor) -> Tensor:
+        end = (prefix_len - self.window_size) // self.chunk_size  # chunks from here on lie in the window
+        return self.compiled(_chunk_mask)(end, self.cache.chunk_keys[0].shape[2])
 
     def _select_and_copy(self, row: int) -> None:
         """One row's selection, in static shapes: what lies beyond the prefix is masked, so a graph can replay it."""
         cache, compiled = self.cache, self.compiled
         prefix_len = cache.full.len[row]
-        end = (prefix_len - self.window_size) // self.chunk_size  # chunks from here on lie in the window
-        mask = compiled(_chunk_mask)(end, cache.chunk_keys[0].shape[2])
-        score = compiled(chunk_scores)
+        mask, score = self._mask(prefix_len), compiled(chunk_scores)
         scores = [score(queries[row], keys[row], cache.query_weight[row], mask)
                   for queries, keys in zip(cache.queries, cache.chunk_keys, strict=True)]
         # One call for all layers: ten times faster on a GPU than one a layer.
         chunks = torch.stack(scores).topk(self.num_selected, dim=-1, sorted=False).indices  # [L, K, num_selected]
-        index = compiled(_token_index)(chunks, prefix_len, self.window_size, self.chunk_size)  # [L, K, budget]
+        self._chunks[row] = chunks
+        self._prefix_len[row] = prefix_len
+        num_resident = len(cache.full.k)
+        if num_resident == 0:
+            return
+        index = compiled(_token_index)(chunks[:num_resident], prefix_len, self.window_size, self.chunk_size)
         copy = compiled(_copy_tokens)
-        for layer, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
-            copy(cache.full.k[layer][row], cache.full.v[layer][row], index[layer], k[row], v[row])
+        for full_k, full_v, chosen, k, v in zip(cache.full.k, cache.full.v, index, self.k, self.v, strict=False):
+            copy(full_k[row], full_v[row], chosen, k[row], v[row])
 
     def on_flush(self, row: int) -> None:
         """Takes in the interval that the cache has just flushed, so that drafting never loses the newest tokens."""
         interval = self.cache.flush_interval
-        stop = self.cache.full.lens[row]
-        start = stop - interval
+        start = self.cache.full.lens[row] - interval
         if not self.selected[row]:
-            if stop > self.budget:
+            if start + interval > self.budget:
                 self.rebuild(row)
                 return
             at = start
-            self.set_len(row, stop)
+            self.set_len(row, start + interval)
         else:
             at = self.chunk_size + start % self.window_size
-        for k, v, full_k, full_v in zip(self.k, self.v, self.cache.full.k, self.cache.full.v, strict=True):
-            k[row, :, at : at + interval] = full_k[row, :, start:stop]
-            v[row, :, at : at + interval] = full_v[row, :, start:stop]
+        for k, v, tail in zip(self.k, self.v, self.cache.tail, strict=True):  # it still stands in the tail
+            k[row, :, at : at + interval], v[row, :, at : at + interval] = tail[:, row, :, :interval]
 
 
 def _chunk_mask(end: Tensor, num_chunks: int) -> Tensor:
@@ -140,3 +203,16 @@ def _copy_tokens(full_k: Tensor, full_v: Tensor, index: Tensor, k: Tensor, v: Te
     rows = index[..., None].expand(-1, -1, k.shape[-1])
     k.copy_(full_k.gather(1, rows))
     v.copy_(full_v.gather(1, rows))
+
+
+def _gather_piece(chunks: Tensor, prefix_len: Tensor, window_size: int, chunk_size: int, start: Tensor, piece: Tensor,
+                  k: Tensor, v: Tensor) -> None:
+    """Copies, of the selection [K, num_selected], what lies in the piece [2, P, K, D] at `start`.
+
+    k, v: [K, budget, D], the view; its other tokens stay.
+    """
+    at = _token_index(chunks[None], prefix_len, window_size, chunk_size)[0] - start  # [K, budget]
+    here = ((at >= 0) & (at < piece.shape[1]))[..., None]
+    rows = at.clamp(0, piece.shape[1] - 1)[..., None].expand(-1, -1, k.shape[-1])
+    for tokens, cache in zip(piece, (k, v), strict=True):
+        cache.copy_(torch.where(here, tokens.transpose(0, 1).gather(1, rows), cache))

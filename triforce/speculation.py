@@ -167,6 +167,8 @@ class Speculator:
         position: (length, limit), [B] each, to share with another speculator over the same conversation.
     """
 
+    RECORDED_ROUNDS = 16  # a graph of sixty rounds is 50,000 nodes
+
     def __init__(self, model: Transformer, cache: TargetCache, view: View, tape: Tape, *, level: int, rows: int,
                  drafters: tuple[Drafter, ...] = (), dense: bool = True, gamma: int = 0, rounds: int = 0,
                  keep_queries: bool = False, keep_logits: bool = False, position=None, compiler: Compiler):
@@ -187,7 +189,9 @@ class Speculator:
         self.tight = False
         self._nothing = tape.buffer()
         self.compiled = compiler.level(f"level{level}_rows{rows}")
-        self.step = self.compiled.step(self._step, num_lengths=2)
+        # What streams from the host takes a second, beside which enqueueing it anew takes nothing: no graph.
+        self.step = self._step if view.offload is not None else self.compiled.step(self._step, num_lengths=2)
+        self.on_piece = None  # see TargetBlock
         self._proposing = self.compiled.step(self._propose, num_lengths=2)
 
     def round(self, probs: Tensor | None = None) -> None:
@@ -205,11 +209,11 @@ class Speculator:
         self.step(self.view.dense_len, self.view.max_len, rows, num_drafted, probs)
 
     def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
-        # All rounds as one graph: its arguments are all that they depend on.
+        # A few rounds are one graph, whose arguments are all that they depend on; of many, each step is one.
+        propose = self._proposing if self.rounds <= self.RECORDED_ROUNDS else self._propose
         source = self.drafters.index(self.drafter) if self.speculate and self.drafter is not None else -1
         gamma_inner = self.drafter.gamma if source >= 0 else 0
-        self._proposing(self.view.dense_len, self.view.max_len, start, n, probs, self.gamma, self.rounds, source,
-                        gamma_inner)
+        propose(self.view.dense_len, self.view.max_len, start, n, probs, self.gamma, self.rounds, source, gamma_inner)
         return self.num_drafted
 
     def _propose(self, dense_len: int, max_len: int, start: Tensor, n: int, probs: Tensor | None, gamma: int,
@@ -228,7 +232,8 @@ class Speculator:
     def _step(self, dense_len: int, max_len: int, rows: int, num_drafted: Tensor, probs: Tensor | None) -> None:
         compiled = self.compiled
         block = compiled(Speculator._begin)(self, rows)
-        kv = TargetBlock(self.cache, self.view, self.length, rows, dense_len, max_len, self.keep_queries, compiled)
+        kv = TargetBlock(self.cache, self.view, self.length, rows, dense_len, max_len, self.keep_queries, compiled,
+                         self.on_piece)
         compiled(Speculator._finish)(self, self.model(block, kv), block, num_drafted, probs)
 
     def _begin(self, rows: int) -> Tensor:

@@ -15,6 +15,7 @@ from .controller import Controller, Costs, Plan
 from .graphs import Compiler
 from .model import Transformer, eager
 from .ngram import NgramDrafter, NgramMeter
+from .offload import Offload
 from .retrieval import RetrievalView
 from .sampling import SamplingParams
 from .speculation import ACCEPTED, FULL, MISSED, RETRIEVAL, ModelDrafter, Speculator, Tape
@@ -37,6 +38,7 @@ class Settings:
     draft_sink: int = 4
     draft_window: int = 256
     prefill_chunk_size: int = 2048
+    piece_tokens: int | None = None  # of an offloaded layer, copied at a time. None: 32 MiB of them
     keep_logits: bool = False
 
 
@@ -48,10 +50,12 @@ class State:
         budget: tokens of the retrieval view; ignored without one.
         compiler: makes the levels' compilers.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
+        num_resident_layers: so many layers of the prefix stay on the device, the others in host memory. None: all.
     """
 
     def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
-                 budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None):
+                 budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None,
+                 num_resident_layers: int | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
         interval, block = settings.flush_interval, settings.block_size
         self.capacity = -(-capacity // interval) * interval
@@ -60,10 +64,13 @@ class State:
         tokens = torch.zeros(batch, self.capacity + 4 * block, dtype=torch.int64, device=device)
         self.tape = Tape(tokens, torch.zeros_like(tokens), self.params, vocab_size)
         use_retrieval = settings.retrieval
+        offload = None
+        if num_resident_layers is not None and num_resident_layers < target.config.n_layer:
+            offload = Offload(target.config, num_resident_layers, batch=batch, capacity=self.capacity,
+                              interval=interval, device=device, dtype=dtype, piece=settings.piece_tokens)
         self.cache = TargetCache(target.config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
                                  flush_interval=interval, chunk_size=settings.chunk_size if use_retrieval else 0,
-                                 budget=budget if use_retrieval else 0,
-                                 device=device, dtype=dtype)
+                                 budget=budget if use_retrieval else 0, offload=offload, device=device, dtype=dtype)
         make = {"gamma": settings.gamma_inner if use_retrieval else settings.gamma, "compiler": compiler}
         self._prefill_level = compiler.level("prefill")
         self.sources: dict[str, ModelDrafter | NgramDrafter] = {}
@@ -131,19 +138,43 @@ class State:
         if start > self.cache.full.lens[row]:
             self.cache.spill_tail(row)
         if stop > start:
-            size = self.settings.prefill_chunk_size
-            edges = [*range(start, stop, size), stop]
-            blocks = []
-            for a, b in zip(edges, edges[1:], strict=False):
-                alike = len(edges) > 5 and a > 0 and b - a == size  # enough chunks of one kind to compile for
-                level = self._prefill_level if alike else eager
-                blocks.append((a - start, b - start, PrefillBlock(self.cache, row, a, b, b == stop, level)))
-            self.target.prefill(self.tape.tokens[row, None, start:stop], blocks, on_progress)
-            kept = min(edges[-1] - edges[-2], self.settings.block_size)
-            self.cache.query_weight[row] = torch.arange(self.settings.block_size, device=self.target.device) < kept
+            self._prefill(row, start, stop, on_progress)
+        else:
+            self.cache.seat_tail(row, stop)
+            if self.retrieval is not None:
+                self.retrieval.rebuild(row)
         self.known[row] = stop + 1
         self.prompt_end[row] = stop
-        self._seat(row, stop)
+        self._start(row, stop)
+
+    def _prefill(self, row: int, start: int, stop: int, on_progress) -> None:
+        cache, size, offload = self.cache, self.settings.prefill_chunk_size, self.cache.full.offload
+        edges = [*range(start, stop, size), stop]
+        kept = min(edges[-1] - edges[-2], self.settings.block_size)
+        cache.query_weight[row] = torch.arange(self.settings.block_size, device=self.target.device) < kept
+        cache.full.set_len(row, cache.whole(stop))
+        if self.retrieval is not None:
+            self.retrieval.fit(row)
+
+        def on_layer(i: int) -> None:
+            cache.seat_layer(i, row, stop)
+            if self.retrieval is not None and offload is not None:
+                self.retrieval.rebuild_layer(i, row)
+
+        blocks = []
+        for a, b in zip(edges, edges[1:], strict=False):
+            alike = len(edges) > 5 and a > 0 and b - a == size  # enough chunks of one kind to compile for
+            level = self._prefill_level if alike else eager
+            block = PrefillBlock(cache, row, a, b, begin=start, end=stop, keep_queries=b == stop, compiled=level,
+                                 on_layer=on_layer)
+            blocks.append((a - start, b - start, block))
+        try:
+            self.target.prefill(self.tape.tokens[row, None, start:stop], blocks, on_progress)
+        finally:
+            if offload is not None:
+                offload.close_work()
+        if self.retrieval is not None and offload is None:
+            self.retrieval.rebuild(row)
 
     @torch.inference_mode()
     def begin(self, max_new_tokens: int) -> None:
@@ -160,8 +191,11 @@ class State:
             q.copy_(kept)
         self.cache.query_weight.copy_(self._prompt_weight)
         for row in range(self.batch):
-            self._seat(row, self.prompt_end[row])  # a prefill leaves all of its K/V in the prefix
+            self.cache.seat_tail(row, self.prompt_end[row])  # a prefill leaves all of its K/V in the prefix
+            if self.retrieval is not None:
+                self.retrieval.rebuild(row)
             self.known[row] = self.prompt_end[row] + 1
+            self._start(row, self.prompt_end[row])
         self._open(max_new_tokens)
         self._plan_ahead(max_new_tokens)
 
@@ -215,7 +249,11 @@ class State:
         level = self.one_row if one_row else self.outer
         plan = self.plan if self.controller is None else self.controller.choose()
         self.follow(plan if speculate else Plan())
+        gathers = level is self.outer and self.retrieval is not None and self.retrieval.awaits_pieces
+        level.on_piece = self.retrieval.gather if gathers else None
         level.round()
+        if gathers:
+            self.retrieval.gathered()
         self.num_forwards += 1
         emitted, seen = [], Tally()
         for row, box in enumerate(read(level.outbox)):
@@ -236,7 +274,7 @@ class State:
             if self.lens[row] - self.cache.full.lens[row] == self.settings.flush_interval:
                 self._flush(row)
             if due and plan.retrieval and speculate and self.retrieval.selected[row]:
-                self.retrieval.rebuild(row)
+                self.retrieval.rebuild(row, at_once=False)
                 self._rebuild[row].rebuilt()
         if self.controller is not None and speculate:
             self.controller.update(seen.tokens, **seen.counts)
@@ -251,13 +289,10 @@ class State:
                     rates[row][name] = accepted / drafted
         return rates
 
-    def _seat(self, row: int, length: int) -> None:
-        """Makes `length` tokens of a row, whose K/V lie in the prefix, the state to decode from."""
-        self.cache.seat_tail(row, length)
+    def _start(self, row: int, length: int) -> None:
+        """Decoding goes on from `length` tokens of a row, whose caches are in place."""
         self.lens[row] = length
         self.outer.length[row].fill_(length)
-        if self.retrieval is not None:
-            self.retrieval.rebuild(row)
         for source in self.sources.values():
             source.prefill(row, length)
         self._behind = False

@@ -1,0 +1,304 @@
+"""The KV cache in host memory: prefill, autoregression, speculation, and what others do with the same memory.
+
+    python benchmarks/offload.py --shape llama-2-7b --contexts 122880 --text book.txt --out results.jsonl
+    python benchmarks/offload.py --shape llama-2-7b --contexts 122880 --resident 0 16 --peers --timeline verify.png
+    python benchmarks/offload.py --plot results.jsonl
+
+Shapes, texts and the widened pair are those of on_chip.py. `--peers` adds attention on the CPU, where the cache lies,
+beside the bandwidth of its memory, and transformers with its offloaded cache. One JSON line per run.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from triforce.cli import default_document
+from triforce.engine import Engine
+from triforce.state import State
+
+sys.path.insert(0, str(Path(__file__).parent))
+import on_chip  # noqa: E402
+from widen import SHAPES  # noqa: E402
+
+STARTED = time.perf_counter()
+
+
+def wait() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def stage(what: str) -> None:
+    """Progress, on stderr: a run takes minutes."""
+    print(f"    {time.perf_counter() - STARTED:7.1f} s  {what}", file=sys.stderr, flush=True)
+
+
+def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[float, State]:
+    """A prefill once everything is compiled and allocated."""
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None, "seed": [0]}
+    if engine._state is not None:
+        engine._state.prompts = None
+    settings = engine.settings
+    state = engine._state_for(1, len(ids), new)
+    state.params.set(specialize=False, **sampling)
+    state.reset()
+    begun = wait()
+    state.prefill(0, ids)
+    seconds = wait() - begun
+    state.begin(new)
+    state.prompts = [ids]
+    assert engine.settings is settings
+    return seconds, state
+
+
+def cpu_attention(state: State) -> dict[str, float]:
+    """One token's attention on the CPU, layer by layer where the prefix lies, the fastest of three ways; and how fast
+    the same cores read memory."""
+    offload, config = state.cache.full.offload, state.cache.config
+    length, group = state.cache.full.lens[0], state.cache.group
+    layers = list(offload.layers)[:4]  # gigabytes: no cache holds them
+    q = torch.randn(config.n_kv_head, group, config.head_dim, dtype=state.target.dtype)
+
+    def seconds(call) -> float:
+        times = []
+        for i in layers:
+            begun = time.perf_counter()
+            call(i)
+            times.append(time.perf_counter() - begun)
+        return sorted(times)[len(times) // 2]
+
+    heads = {i: offload.host[i][:, 0, :length].transpose(1, 2).contiguous() for i in layers}  # [2, K, S, D]
+
+    def plain(k, v):
+        scores = (q @ k.transpose(1, 2)).float() * config.head_dim**-0.5
+        return scores.softmax(-1).to(v.dtype) @ v
+
+    ways = {
+        "tokens in order, as they stream": lambda i: plain(*offload.host[i][:, 0, :length].transpose(1, 2)),
+        "head by head": lambda i: plain(*heads[i]),
+        "head by head, flash": lambda i: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[None], heads[i][0][None], heads[i][1][None]),
+    }
+    size = heads[layers[0]].nbytes
+    timed = {}
+    for name, call in ways.items():
+        call(layers[0])
+        timed[name] = seconds(call)
+        print(f"    cpu attention, {name}: {timed[name] * 1e3:.0f} ms a layer, {size / timed[name] / 1e9:.0f} GB/s",
+              flush=True)
+    best = min(timed, key=timed.get)
+    flat = {i: heads[i].view(torch.int64).flatten() for i in layers}
+    read = seconds(lambda i: flat[i].sum())
+    return {"cpu_attention_ms_a_layer": timed[best] * 1e3, "cpu_attention_way": best,
+            "cpu_attention_gb_s": size / timed[best] / 1e9, "host_memory_gb_s": size / read / 1e9,
+            "cpu_attention_token_ms": timed[best] * 1e3 * config.n_layer, "cpu_threads": torch.get_num_threads()}
+
+
+def transformers_offloaded(engine: Engine, ids: list[int], tokens: int = 2) -> dict[str, float]:
+    """transformers with the same weights and its cache offloaded."""
+    from transformers import DynamicCache
+
+    model = on_chip.transformers_model(engine)
+    cache = DynamicCache(config=model.config, offloading=True)
+    prompt = torch.tensor([ids], device=engine.device)
+    with torch.inference_mode():
+        begun = wait()
+        out = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        prefill, times = wait() - begun, []
+        for _ in range(tokens):
+            token = out.logits[:, -1:].argmax(-1)
+            begun = wait()
+            out = model(token, past_key_values=cache, use_cache=True)
+            times.append(wait() - begun)
+    return {"transformers_prefill_s": prefill, "transformers_tbt_ms": min(times) * 1e3}
+
+
+def timeline(state: State, path: str) -> dict[str, float]:
+    """Profiles one verify and draws 60 ms from its middle: copies above, kernels below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        state.round(speculate=False)
+        torch.cuda.synchronize()
+    events = [(e.time_range.start / 1e3, e.time_range.elapsed_us() / 1e3, e.name) for e in profile.events()
+              if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.elapsed_us() > 0]
+    copies = sorted((start, span) for start, span, name in events if "HtoD" in name)
+    kernels = sorted((start, span) for start, span, name in events if "Mem" not in name)
+    begun, ended = copies[0][0], copies[-1][0] + copies[-1][1]
+    busy = sum(span for _, span in copies) / (ended - begun)
+    low = begun + (ended - begun) / 2
+    figure, axis = plt.subplots(figsize=(10, 2.4))
+    for row, (label, spans) in enumerate((("kernels", kernels), ("host to device", copies))):
+        shown = [(start - low, span) for start, span in spans if low <= start < low + 60]
+        axis.broken_barh(shown, (row - 0.35, 0.7), facecolors=f"C{row}", edgecolor="white", linewidth=0.3)
+        axis.text(-0.5, row, label, ha="right", va="center", fontsize=9)
+    axis.set(xlim=(0, 60), yticks=[], xlabel="ms, from the middle of a verify")
+    axis.set_title(f"one verify: {ended - begun:.0f} ms, the bus busy {busy:.1%} of it", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    return {"verify_copies_busy": busy, "verify_span_ms": ended - begun}
+
+
+def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[str, float]:
+    new = max(args.max_new_tokens, args.warm_up) + 80
+    engine._release()
+    engine.offload, engine.num_resident_layers = True, resident
+    begun = wait()
+    torch.cuda.reset_peak_memory_stats()
+    engine.generate(ids, 8, temperature=args.temperature, top_p=args.top_p, seed=0, ignore_eos=True)
+    row = {"context": len(ids), "resident": resident, "first_call_s": wait() - begun}
+    stage("first call done")
+    row["prefill_s"], state = prefill_seconds(engine, ids, args, new)
+    stage(f"prefill again: {row['prefill_s']:.2f} s")
+    offload = state.cache.full.offload
+    row |= {"budget": state.budget, "piece_tokens": offload.piece, "host_gib": offload.nbytes / 2**30}
+    begun = wait()
+    state.rewind(new)
+    row["rewind_s"] = wait() - begun
+    streamed = sum(kv[:, 0, : state.cache.full.lens[0]].nbytes for kv in offload.host.values())
+    state.outer.speculate = False
+    enqueued = wait()
+    with torch.inference_mode():
+        state.outer.round()
+    row["verify_enqueue_ms"] = (time.perf_counter() - enqueued) * 1e3  # the host's part of a verify
+    row["verify_alone_ms"] = (wait() - enqueued) * 1e3
+    stage(f"a verify: {row['verify_alone_ms']:.0f} ms")
+    state.rewind(new)
+    plain = on_chip.decode(engine, ids, args, speculate=False, one_row=True)
+    stage("autoregression done")
+    row["autoregression_tbt_ms"] = plain["tbt_ms"]
+    row["streamed_gb"] = streamed / 1e9
+    row["streamed_gb_s"] = streamed / 1e6 / plain["tbt_ms"]
+    row |= on_chip.decode(engine, ids, args)
+    stage(f"speculation: {row['tbt_ms']:.1f} ms per token")
+    chosen = engine._state.controller
+    row["plan"] = str(chosen.plan)
+    row |= {f"rate_{name}": rate.value for name, rate in chosen.rates.items()}
+    row["verify_ms"], row["retrieval_ms"] = max(chosen.costs.verify.values()), max(chosen.costs.retrieval.values())
+    row["speedup"] = plain["tbt_ms"] / row["tbt_ms"]
+    row["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    row["weights_gib"] = sum(p.nbytes for m in (engine.target, engine.draft, engine.drafting) if m is not None
+                             for p in m.parameters()) / 2**30
+    if args.timeline and resident == args.resident[0]:
+        row |= timeline(state, args.timeline)
+    if args.peers and resident == args.resident[0]:
+        row |= cpu_attention(state)
+    return row
+
+
+def peers(engine: Engine, ids: list[int], args) -> dict[str, float]:
+    """What needs the memory that the offloaded cache took: the resident prefill, and transformers."""
+    row = {}
+    engine._release()
+    engine.offload, engine.num_resident_layers = False, None
+    engine.generate(ids, 2, temperature=0)
+    row["resident_prefill_s"] = prefill_seconds(engine, ids, args, 256)[0]
+    engine._release()
+    try:
+        row |= transformers_offloaded(engine, ids)
+    except Exception as error:  # a peer's fault is a finding, not the end of the run
+        row["transformers_error"] = f"{type(error).__name__}: {error}"[:300]
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
+
+
+def plot(path: str) -> None:
+    """Time per token against context and against resident layers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    kinds = [("autoregression_tbt_ms", "s--", "autoregression"),
+             ("cpu_attention_token_ms", "v:", "attention on the CPU"),
+             ("transformers_tbt_ms", "^:", "transformers, offloaded cache"), ("tbt_ms", "o-", "speculation")]
+    longest = max((row["context"] for row in rows if row["resident"]), default=max(row["context"] for row in rows))
+    for axis, key, chosen in ((axes[0], "context", [r for r in rows if r["resident"] == 0]),
+                              (axes[1], "resident", [r for r in rows if r["context"] == longest])):
+        for shape in sorted({row["shape"] for row in chosen}):
+            for name, style, label in kinds:
+                points = sorted((row[key], row[name]) for row in chosen if row["shape"] == shape and name in row)
+                if points:
+                    axis.plot(*zip(*points, strict=True), style, label=f"{label}, {shape}")
+        axis.set(yscale="log", ylabel="ms per token")
+    axes[0].set(xlabel="context, tokens (all layers in host memory)")
+    axes[1].set(xlabel=f"resident layers, at {longest:,} tokens")
+    axes[0].legend(fontsize=7)
+    figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['date']}; "
+                    "trained tiny pair widened to the shape", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(Path(path).with_suffix(".png"), dpi=120)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--shape", choices=sorted(SHAPES), default="llama-2-7b")
+    p.add_argument("--contexts", type=int, nargs="+", default=[122880])
+    p.add_argument("--budget", type=int, default=4096)
+    p.add_argument("--resident", type=int, nargs="+", default=[0], help="layers that stay on the device, one run each")
+    p.add_argument("--text", help="a file to continue; default: CPython's language reference")
+    p.add_argument("--block-size", type=int, default=64)
+    p.add_argument("--chunk-size", type=int, default=8)
+    p.add_argument("--prefill-chunk-size", type=int, default=8192)
+    p.add_argument("--flush-interval", type=int, default=128)
+    p.add_argument("--draft-dtype", choices=["fp8"])
+    p.add_argument("--temperature", type=float, default=0.6)
+    p.add_argument("--top-p", type=float, default=0.9)
+    p.add_argument("--seeds", type=int, default=2, help="generations per figure")
+    p.add_argument("--max-new-tokens", type=int, default=256)
+    p.add_argument("--plain-tokens", type=int, default=6, help="tokens of the autoregressive run")
+    p.add_argument("--warm-up", type=int, default=64)
+    p.add_argument("--peers", action="store_true")
+    p.add_argument("--timeline", help="draw one verify to this file")
+    p.add_argument("--memory-cap", type=float, help="GiB of GPU memory that this process may allocate")
+    p.add_argument("--out", help="append JSON lines to this file")
+    p.add_argument("--plot", help="draw such a file and do nothing else")
+    args = p.parse_args()
+    if args.plot:
+        plot(args.plot)
+        return
+
+    args.device = args.checkpoint = None
+    if args.memory_cap:
+        torch.cuda.set_per_process_memory_fraction(args.memory_cap * 2**30 / torch.cuda.mem_get_info()[1])
+    engine, tokenizer = on_chip.load(args, prefill_chunk_size=args.prefill_chunk_size,
+                                     flush_interval=args.flush_interval)
+    engine.budget = args.budget
+    stage("loaded")
+    text = Path(args.text).read_text(encoding="utf-8", errors="replace") if args.text else default_document()
+    ids = tokenizer.encode(text)
+    machine = {"date": str(date.today()), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+               "shape": args.shape, "widened": True, "dtype": "bfloat16", "draft_dtype": args.draft_dtype,
+               "block_size": args.block_size, "chunk_size": args.chunk_size, "temperature": args.temperature,
+               "prefill_chunk_size": args.prefill_chunk_size, "flush_interval": args.flush_interval,
+               "memory_cap_gib": args.memory_cap, "top_p": args.top_p}
+    for context in args.contexts:
+        if context > len(ids):
+            raise SystemExit(f"the text has {len(ids):,} tokens, fewer than --contexts {context:,}; give a longer one")
+        rows = [measure(engine, ids[:context], resident, args) for resident in args.resident]
+        if args.peers:
+            rows[0] |= peers(engine, ids[:context], args)
+        for row in rows:
+            print(f"--- {args.shape} (widened), {context:,} tokens, {row['resident']} resident layers", flush=True)
+            for key, value in row.items():
+                print(f"{key:<26}{f'{value:>12.3f}' if isinstance(value, float) else value}", flush=True)
+            if args.out:
+                with open(args.out, "a") as file:
+                    file.write(json.dumps({**machine, **row}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

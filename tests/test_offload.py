@@ -1,0 +1,211 @@
+"""A prefix in host memory, streamed in pieces, against the same prefix on the device."""
+
+import pytest
+import torch
+from conftest import make_state, random_pair, random_prompt, run_rounds
+from test_cache import positions_in_view
+from test_greedy import bits
+
+import triforce
+from triforce import memory
+from triforce.errors import UserError
+from triforce.model import ModelConfig
+from triforce.offload import PIECE_BYTES, Offload, piece_tokens
+from triforce.state import Settings
+
+CONTEXT, NEW = 1024, 160
+
+
+@pytest.fixture(scope="module")
+def models():
+    return random_pair(std=0.2)
+
+
+def state_of(models, prompts=None, **kw):
+    target, draft = models
+    settings = {"capacity": 2048, "budget": 256, "chunk_size": 8, "flush_interval": 64, "rebuild_interval": 32,
+                "keep_logits": True, **kw}
+    return make_state(target, draft, prompts or [random_prompt(CONTEXT)], **settings)
+
+
+@pytest.mark.parametrize("resident", [0, 1])
+@pytest.mark.parametrize("piece", [64, 192])
+def test_greedy_bits_do_not_depend_on_drafting(models, resident, piece):
+    where = {"num_resident_layers": resident, "piece_tokens": piece}
+    plain = bits(state_of((models[0], None), retrieval=False, **where), NEW)[:2]
+    for more in ({}, {"gamma": 3, "gamma_inner": 1}, {"retrieval": False}, {"prefill_chunk_size": 100}):
+        state = state_of(models, **where, **more)
+        tokens, hashes, rejected, _ = bits(state, NEW)
+        assert (tokens, hashes) == plain or more == {"prefill_chunk_size": 100} and tokens == plain[0]
+        assert state.num_flushes >= 2 and rejected["full"] >= 10
+        if state.retrieval is not None:
+            assert state.retrieval.num_rebuilds >= 2
+        state.rewind(1000)
+        assert bits(state, NEW, speculate=False)[0] == plain[0]
+
+
+def test_one_piece_gives_the_bits_of_a_resident_prefix(models):
+    """The same split points: nothing else may differ. (A selection comes a verify later, so drafts are others.)"""
+    drawn = {"sampling": {"temperature": 0.8, "top_p": 0.9}}
+    for more, how in (({}, {}), (drawn, {"speculate": False})):
+        resident = bits(state_of(models, **more), NEW, **how)[:2]
+        for layers in (0, 1):
+            state = state_of(models, num_resident_layers=layers, piece_tokens=2048, **more)
+            assert bits(state, NEW, **how)[:2] == resident
+
+
+def test_pieces_give_the_logits_of_a_resident_prefix(models):
+    states = [state_of(models), state_of(models, num_resident_layers=0, piece_tokens=64)]
+    for state in states:
+        run_rounds(state, 3, speculate=False)
+    torch.testing.assert_close(states[0].outer.logits, states[1].outer.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_ragged_rows_are_said_as_if_resident(models):
+    prompts = [random_prompt(300), random_prompt(33, seed=1), [7], random_prompt(1000, seed=2)]
+    expected = run_rounds(state_of(models, prompts), 100)
+    assert run_rounds(state_of(models, prompts, num_resident_layers=0, piece_tokens=128), 100) == expected
+
+
+def test_prefill_appends_to_what_lies_on_the_host(models):
+    prompt = random_prompt(700)
+    state = state_of(models, [prompt[:400]], num_resident_layers=0, piece_tokens=128)
+    said = run_rounds(state, 30)[0]
+    state.close_row(0)
+    begun = prompt[:400] + said
+    extra = state.known[0] - len(begun)  # tokens of the last round beyond those that were looked at
+    state.prefill(0, prompt[400:])
+    state.begin(200)
+    text = state.tape.tokens[0, : state.known[0]].tolist()
+    assert text[: len(begun)] == begun and text[len(begun) + extra :] == prompt[400:]
+    fresh = state_of(models, [text])
+    assert run_rounds(state, 60) == run_rounds(fresh, 60)
+
+
+@pytest.mark.parametrize("piece", [64, 320, 2048])
+def test_gathering_takes_what_was_selected(models, piece):
+    """The view after a verify that gathers is the one that a resident cache has at once; so is the one streamed."""
+    resident = state_of((models[0], None), [random_prompt(900)], rebuild_interval=10**6)
+    states = [state_of((models[0], None), [random_prompt(900)], rebuild_interval=10**6, num_resident_layers=layers,
+                       piece_tokens=piece) for layers in (0, 1)]
+    for state in (resident, *states):  # prefill: layer by layer, while hot
+        run_rounds(state, 20)
+    for state in states:
+        same_views(state, resident)
+    resident.retrieval.rebuild(0)
+    for state in states:
+        before = [k.clone() for k in state.retrieval.k]
+        state.retrieval.rebuild(0, at_once=False)
+        assert torch.equal(before[1], state.retrieval.k[1])  # layer 1 is offloaded in both
+        assert state.retrieval.awaits_pieces
+        state.round()
+        assert not state.retrieval.awaits_pieces
+        same_views(state, resident)
+        state.retrieval.k[1].zero_()
+        state.retrieval.rebuild(0)  # the same queries' successors: only that it is complete is compared
+        assert state.retrieval.k[1][0].abs().sum(-1).min() > 0
+
+
+def same_views(state, resident):
+    for mine, other in zip((*state.retrieval.k, *state.retrieval.v), (*resident.retrieval.k, *resident.retrieval.v),
+                           strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert positions_in_view(resident, 0)  # the twin's own test is in test_cache
+
+
+def test_sizes_and_plans():
+    config = ModelConfig(64, 32, 4, 4, 2, 8, 48)
+    assert piece_tokens(16384, 128, 10**6) * 16384 == PIECE_BYTES
+    assert piece_tokens(10**9, 128, 10**6) == 128 and piece_tokens(1, 128, 1000) == 1000
+    layer = memory.host_part(config, 1, batch=1, capacity=1000, itemsize=4).bytes
+    assert layer == 1000 * 2 * 2 * 8 * 4
+    fit = {"batch": 1, "capacity": 1000, "itemsize": 4}
+    cpu = torch.device("cpu")
+    assert memory.fitting_layers(config, [], cpu, 2 * layer + 1, **fit) == 2
+    assert memory.fitting_layers(config, [], cpu, None, **fit) == 4
+    assert memory.fitting_layers(config, [memory.Part("all there is", 10**15)], cpu, None, **fit) == 0
+    assert [memory.parse_size(size, "x") for size in ("20GiB", "1.5 kB", 7, "8M")] == [20 * 2**30, 1500, 7, 8 * 10**6]
+    for size in ("much", "-3GB", -1, None):
+        with pytest.raises(UserError, match="20GiB"):
+            memory.parse_size(size, "resident_memory")
+    offload = Offload(config, 1, batch=1, capacity=512, interval=128, device="cpu", dtype=torch.float32)
+    assert list(offload.layers) == [1, 2, 3] and offload.nbytes == 3 * 512 * 2 * 2 * 8 * 4
+
+
+def test_parts_of_the_plan_are_what_is_allocated(models):
+    for resident in (0, 1):
+        state = state_of(models, num_resident_layers=resident)
+        config = models[0].config
+        host = memory.host_part(config, 2 - resident, batch=1, capacity=2048, itemsize=4)
+        assert state.cache.full.offload.nbytes == host.bytes
+        parts = memory.cache_parts(config, None, Settings(flush_interval=64), batch=1, capacity=2048, budget=256,
+                                   itemsize=4, num_resident_layers=resident)
+        tail = (64 + 16) * config.kv_elements_per_token * 4
+        assert parts[0].bytes == resident * host.bytes // (2 - resident) + tail
+
+
+def test_load_offloads(caplog):
+    ids = random_prompt(3000, vocab_size=4096)
+    caplog.set_level("INFO", logger="triforce")
+    options = {"max_new_tokens": 24, "temperature": 0}
+    expected = triforce.load("tiny", device="cpu").generate(ids, **options).tokens
+    for more, resident in (({}, 0), ({"num_resident_layers": 3}, 3), ({"resident_memory": "20GiB"}, 8)):
+        engine = triforce.load("tiny", device="cpu", offload=True, **more)
+        assert engine.generate(ids, **options).tokens == expected
+        assert f"KV cache: {resident} of 8 layers on cpu" in caplog.text
+        caplog.clear()
+    triforce.load("tiny", device="cpu", offload="auto").generate(ids, **options)
+    assert "KV cache: 8 of 8 layers on cpu, 0.00 GiB in host memory" in caplog.text
+
+
+@pytest.mark.parametrize("options,words", [
+    ({"offload": "all"}, "'auto'"), ({"num_resident_layers": 2}, "offload=True"),
+    ({"offload": True, "num_resident_layers": 9}, "8 layers"),
+    ({"offload": True, "num_resident_layers": -1}, "at least 0"),
+    ({"offload": True, "num_resident_layers": 1, "resident_memory": "1GB"}, "give one"),
+    ({"offload": True, "resident_memory": "some"}, "20GiB"), ({"offload": True, "piece_tokens": 0}, "at least 1")])
+def test_bad_settings_are_named(options, words):
+    with pytest.raises(UserError, match=words):
+        triforce.load("tiny", device="cpu", **options)
+
+
+def test_too_little_host_memory_is_said_before_anything_is_allocated(monkeypatch):
+    engine = triforce.load("tiny", device="cpu", offload=True)
+    monkeypatch.setattr(memory, "available", lambda device: 10**6)
+    with pytest.raises(UserError, match="KV cache of 8 layers .* GiB .*--num-resident-layers"):
+        engine.generate(random_prompt(100), max_new_tokens=4)
+    monkeypatch.undo()
+    assert len(engine.generate(random_prompt(100), max_new_tokens=4, ignore_eos=True).tokens) == 4
+
+
+def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch):
+    engine = triforce.load("tiny", device="cpu", offload=True, gamma=3)
+    prompt = random_prompt(300)
+    whole = engine.generate(prompt, max_new_tokens=20, temperature=0).tokens
+    rounds = []
+
+    def fails(self, *args, **kw):
+        rounds.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("triforce.state.State.round", fails)
+    with pytest.raises(UserError, match="ran out of memory.*--offload"):
+        engine.generate(prompt, max_new_tokens=20, temperature=0)
+    assert rounds and engine._state is None
+    monkeypatch.undo()
+    assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole
+
+
+def test_a_prefill_that_is_broken_off_leaves_nothing_behind():
+    engine = triforce.load("tiny", device="cpu", offload=True, gamma=3)
+    prompt = random_prompt(3000)
+    whole = engine.generate(prompt, max_new_tokens=20, temperature=0).tokens
+
+    def interrupt(share):
+        if share > 0.3:
+            raise KeyboardInterrupt
+
+    other = random_prompt(2900, seed=5)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.stream(other, 20, on_prefill=interrupt))
+    assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole

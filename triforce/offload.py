@@ -1,0 +1,177 @@
+"""The layers of the KV prefix that do not fit the device: in host memory, streamed past the queries piece by piece.
+
+Knows nothing of attention or of speculation: it keeps tokens and hands out pieces. A piece is a few megabytes of one
+layer's keys and values, copied on a stream of its own into one of a few staging buffers, the next ones in flight while
+the device attends to this one. Copies are enqueued far ahead of the device, so the host never waits within a step.
+
+Tokens lie in host memory one after the other, so that the keys, or the values, of any run of tokens are one contiguous
+copy: a piece, a chunk of a prefill, a flush. On a CPU, where host memory is the device's, a piece is a view and nothing
+is copied.
+
+Shapes: B batch, K KV heads, S capacity, P tokens of a piece, D head_dim.
+"""
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .errors import UserError
+from .model import ModelConfig
+
+PIECE_BYTES = 32 * 2**20  # from 8 MB on, copies run at the bus's full speed (measured on an H200)
+STAGING_BUFFERS = 3
+
+
+def piece_tokens(bytes_per_token: int, interval: int, capacity: int) -> int:
+    """Tokens of a piece: the most whole flush intervals that PIECE_BYTES hold, at least one."""
+    return min(max(PIECE_BYTES // (bytes_per_token * interval), 1) * interval, capacity)
+
+
+class Offload:
+    """K and V of layers `num_resident` and up.
+
+    Args:
+        piece: tokens of a piece. None: as many as make PIECE_BYTES.
+
+    Raises:
+        UserError: the system refuses to pin so much memory; what was pinned is released.
+    """
+
+    def __init__(self, config: ModelConfig, num_resident: int, *, batch: int, capacity: int, interval: int, device,
+                 dtype, piece: int | None = None):
+        self.num_resident, self.device = num_resident, torch.device(device)
+        self.layers = range(num_resident, config.n_layer)
+        token = (config.n_kv_head, config.head_dim)
+        bytes_per_token = batch * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
+        self.piece = piece or piece_tokens(bytes_per_token, interval, capacity)
+        self.on_cuda = self.device.type == "cuda"
+        self.host: dict[int, Tensor] = {}  # by layer: K and V, [2, B, S, K, D]
+        self._pins = Pins() if self.on_cuda else None
+        for i in self.layers:
+            # empty and filled: by all cores, which pins twice as fast as pages that nobody has touched.
+            self.host[i] = torch.empty(2, batch, capacity, *token, dtype=dtype, device="cpu").zero_()
+            if self._pins is not None:
+                self._pins.add(self.host[i])
+        self.starts = torch.arange(0, capacity, self.piece, device=device)  # of the pieces, on the device
+        # Two tensors: compiled code that writes to two views of one would mistake where they begin.
+        self._work: tuple[Tensor, Tensor] | None = None
+        self._stored: dict[int, torch.cuda.Event] = {}
+        if self.on_cuda:
+            self.copy_stream = torch.cuda.Stream(self.device)
+            self.staging = [torch.zeros(2, batch, self.piece, *token, dtype=dtype, device=device)
+                            for _ in range(STAGING_BUFFERS)]
+            self._free: list[torch.cuda.Event | None] = [None] * STAGING_BUFFERS
+            self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """On the host."""
+        return sum(kv.nbytes for kv in self.host.values())
+
+    def pieces(self, i: int, length: int) -> Iterator[tuple[int, Tensor]]:
+        """(number, [2, B, P, K, D]) of the pieces of layer i that hold tokens before `length`.
+
+        What a piece holds at `length` and beyond is undefined. It is the caller's until the next one is asked for.
+        """
+        for number, start in enumerate(range(0, length, self.piece)):
+            tokens = min(length - start, self.piece)
+            if self.on_cuda:
+                yield number, self._fetch(i, start, tokens)
+            else:
+                yield number, self.host[i][:, :, start : start + self.piece]
+
+    def _fetch(self, i: int, start: int, tokens: int):
+        """Enqueues a copy, and has the compute stream wait for it."""
+        compute, slot = torch.cuda.current_stream(self.device), self._next
+        buffer, self._next = self.staging[slot], (slot + 1) % STAGING_BUFFERS
+        # This buffer's last reader was enqueued before the next buffer was asked for: nothing younger is waited for.
+        self._free[slot - 1] = compute.record_event()
+        if self._free[slot] is not None:
+            self.copy_stream.wait_event(self._free[slot])
+        with torch.cuda.stream(self.copy_stream):
+            for target, source in zip(buffer.flatten(0, 1), self.host[i].flatten(0, 1), strict=True):
+                target[:tokens].copy_(source[start : start + tokens], non_blocking=True)
+        compute.wait_stream(self.copy_stream)
+        return buffer
+
+    def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
+        """Tokens [start, stop) of a row, on the device: [2, K, stop - start, D]."""
+        return self.host[i][:, row, start:stop].to(self.device).transpose(1, 2)
+
+    def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
+        """Writes [2, K, n, D] from the device at `start`, and waits for it: once a flush, a few megabytes."""
+        self.host[i][:, row, start : start + kv.shape[2]] = kv.transpose(1, 2).cpu()
+
+    def open_work(self, i: int, row: int, start: int, stop: int) -> None:
+        """Before a prefill's tokens [start, stop) go through layer i: the row's earlier tokens come to the device."""
+        if not self.on_cuda:
+            return
+        if self._work is None:
+            shape = (stop, *self.staging[0].shape[3:])
+            self._work = self.staging[0].new_empty(shape), self.staging[0].new_empty(shape)
+        if start > 0:
+            self.wait_stored()
+            for work, host in zip(self._work, self.host[i][:, row], strict=True):
+                work[:start].copy_(host[:start], non_blocking=True)
+
+    def work(self, i: int, row: int) -> tuple[Tensor, Tensor]:
+        """K and V, each [S, K, D], where a prefill writes layer i and reads it again, on the device."""
+        return self._work if self.on_cuda else tuple(self.host[i][:, row])
+
+    def await_chunk(self, start: int) -> None:
+        """Before a prefill writes the chunk at `start`: the layer before must have been copied out."""
+        if start in self._stored:
+            torch.cuda.current_stream(self.device).wait_event(self._stored.pop(start))
+
+    def store_chunk(self, i: int, row: int, start: int, stop: int) -> None:
+        """Copies a chunk of the work buffer out, while the device goes on."""
+        if not self.on_cuda:
+            return
+        self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.copy_stream):
+            for host, work in zip(self.host[i][:, row], self._work, strict=True):
+                host[start:stop].copy_(work[start:stop], non_blocking=True)
+        self._stored[start] = self.copy_stream.record_event()
+
+    def wait_stored(self) -> None:
+        """No copy is in flight any more."""
+        if self.on_cuda:
+            self.copy_stream.synchronize()
+            self._stored = {}
+
+    def close_work(self) -> None:
+        """After a prefill, whether it ended or was broken off."""
+        self.wait_stored()
+        self._work = None
+
+
+class Pins:
+    """Page-locked host tensors, unlocked before they are freed.
+
+    PyTorch's own pinned allocator rounds each request up to a power of two: a layer of 2.01 GiB would take 4.
+    """
+
+    def __init__(self):
+        self._tensors: list[Tensor] = []
+        self.release = weakref.finalize(self, _unpin, self._tensors)
+        self.release.atexit = False
+
+    def add(self, tensor: Tensor) -> None:
+        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        if code != 0:
+            pinned = sum(t.nbytes for t in self._tensors) / 2**30
+            self.release()
+            raise UserError(f"the system pins {pinned:.2f} GiB of host memory and refuses {tensor.nbytes / 2**30:.2f} "
+                            f"GiB more (CUDA error {code}); raise the limit (ulimit -l unlimited), or keep more layers "
+                            "on the device (--num-resident-layers)")
+        self._tensors.append(tensor)
+
+
+def _unpin(tensors: list[Tensor]) -> None:
+    if tensors:
+        torch.cuda.synchronize()  # copies in flight
+    for tensor in tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    tensors.clear()
