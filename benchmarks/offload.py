@@ -139,7 +139,8 @@ def timeline(state: State, path: str) -> dict[str, float]:
     figure, axis = plt.subplots(figsize=(10, 2.4))
     for row, (label, spans) in enumerate((("kernels", kernels), ("host to device", copies))):
         shown = [(start - low, span) for start, span in spans if low <= start < low + 60]
-        axis.broken_barh(shown, (row - 0.35, 0.7), facecolors=f"C{row}", edgecolor="white", linewidth=0.3)
+        edge = "white" if row else "C0"
+        axis.broken_barh(shown, (row - 0.35, 0.7), facecolors=f"C{row}", edgecolor=edge, linewidth=0.3)
         axis.text(-0.5, row, label, ha="right", va="center", fontsize=9)
     axis.set(xlim=(0, 60), yticks=[], xlabel="ms, from the middle of a verify")
     axis.set_title(f"one verify: {ended - begun:.0f} ms, the bus busy {busy:.1%} of it", fontsize=9)

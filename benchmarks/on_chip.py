@@ -63,7 +63,8 @@ def decode(engine: Engine, ids: list[int], args, **how) -> dict[str, float]:
     """
     options = {"temperature": args.temperature, "top_p": args.top_p, "ignore_eos": True, **how}
     speculate = how.get("speculate", True)
-    warm_up, count = (args.warm_up, args.max_new_tokens) if speculate else (min(args.plain_tokens, 8), args.plain_tokens)
+    count = args.max_new_tokens if speculate else args.plain_tokens
+    warm_up = args.warm_up if speculate else min(count, 8)
     engine.generate(ids, warm_up, seed=0, **options)
     runs = [engine.generate(ids, count, seed=seed, **options).stats for seed in range(args.seeds if speculate else 1)]
     row = {"tbt_ms": mean(run.tbt * 1e3 for run in runs), "tbt_ms_by_seed": [round(run.tbt * 1e3, 2) for run in runs],

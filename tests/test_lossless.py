@@ -114,7 +114,7 @@ def test_fp8_drafting_does_not_bias(models):
 def test_gathering_from_a_streamed_prefix_does_not_bias(models):
     """What is selected, a verify late, may follow from kept tokens only."""
     found, _, _ = distances(models, gamma=3, gamma_inner=1, num_resident_layers=1, piece_tokens=4, batch=16,
-                            prompts=[(PROMPTS[1] + PROMPTS[0])[:20]])
+                            prompts=[(PROMPTS[1] + PROMPTS[0])[:20]], horizon=2)
     assert max(found) < 1e-6
 
 
