@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .errors import UserError
 from .model import ModelConfig, Transformer
+from .parallel import Group, cut, fill, shard_config
 from .tokenizer import Tokenizer
 from .vocabulary import read_json
 
@@ -138,10 +139,10 @@ class Place:
 def places(config: ModelConfig) -> dict[str, Place]:
     """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter."""
     dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    table = {"model.embed_tokens.weight": Place("embedding.weight", 0, (config.vocab_size, dim)),
+    table = {"model.embed_tokens.weight": Place("embedding.weight", 0, (config.vocab_rows, dim)),
              "model.norm.weight": Place("norm.weight", 0, (dim,))}
     if not config.tie_word_embeddings:
-        table["lm_head.weight"] = Place("output.weight", 0, (config.vocab_size, dim))
+        table["lm_head.weight"] = Place("output.weight", 0, (config.vocab_rows, dim))
     linears = [  # (Hugging Face's name, ours, first row, rows, columns, has a bias)
         ("self_attn.q_proj", "attention.qkv", 0, q, dim, config.qkv_bias),
         ("self_attn.k_proj", "attention.qkv", q, kv, dim, config.qkv_bias),
@@ -178,11 +179,13 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 @torch.no_grad()
-def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None) -> Transformer:
+def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None,
+               group: Group | None = None) -> Transformer:
     """Reads a checkpoint into a model: every tensor straight from the mapped file into its place.
 
     Args:
         dtype: of the parameters; None takes config.json's, or else the file's own.
+        group: the ranks that share the model; each reads its own part.
 
     Raises:
         UserError: a file is absent or truncated, or a tensor is missing, unknown or of another shape.
@@ -192,6 +195,8 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     if not files:
         raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
     table, model, parameters = places(config), None, {}
+    local = shard_config(config, group)
+    parts = places(local)
     if dtype is not None or config.dtype is not None:
         dtype = parse_dtype(dtype or config.dtype)
     missing = dict.fromkeys(table)
@@ -210,12 +215,13 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
                 raise UserError(f"{path}: tensor {name} is {tensor.dtype}; quantized checkpoints are not supported, "
                                 "use the bf16 or fp16 checkpoint of this model")
             if model is None:
-                model = Transformer.empty(config, device, dtype or tensor.dtype)
+                model = Transformer.empty(local, device, dtype or tensor.dtype)
                 parameters = dict(model.named_parameters())
-            parameters[place.parameter][place.start:place.start + place.shape[0]].copy_(tensor)
+            part = parts[name]
+            fill(parameters[part.parameter], part, tensor if group is None else cut(name, tensor, part.shape, group))
             missing.pop(name, None)
     if missing:
         first = next(iter(missing))
         raise UserError(f"{len(missing)} of {len(table)} tensors are missing from {folder} ({files[0].name} and its "
                         f"shards), the first is {first}; download it again")
-    return model
+    return model if group is None else model.join(group)

@@ -6,6 +6,7 @@ Knows nothing of tensors: it reads flags and files, calls the engine, and prints
 import argparse
 import json
 import logging
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -143,7 +144,7 @@ def build_prompt(args, tokenizer):
     return ids
 
 
-def load_engine(args):
+def load_engine(args, group):
     from .loading import load
 
     draft = None if args.draft is None else False if args.draft == "none" else args.draft
@@ -152,7 +153,7 @@ def load_engine(args):
                 compile=args.compile, max_seq_len=args.max_seq_len, budget=args.budget, chunk_size=args.chunk_size,
                 gamma=args.gamma, gamma_inner=args.gamma_inner, block_size=args.block_size,
                 draft_dtype=args.draft_dtype, offload=args.offload, num_resident_layers=args.num_resident_layers,
-                resident_memory=args.resident_memory, **options)
+                resident_memory=args.resident_memory, group=group, **options)
 
 
 class PrefillBar:
@@ -219,6 +220,8 @@ def _columns(stats) -> list[tuple[str, str]]:
 
 
 def run(argv: list[str]) -> int:
+    from .parallel import from_environment
+
     flags = parser()
     known = {option for action in flags._actions for option in action.option_strings}
     args = flags.parse_args([_spell(argument, known) for argument in argv])
@@ -226,8 +229,14 @@ def run(argv: list[str]) -> int:
                 "top_k": args.top_k, "min_p": args.min_p, "seed": args.seed}
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    engine = load_engine(args)
-    ids = build_prompt(args, engine.tokenizer)
+    group, args.device = from_environment(args.device)
+    if group is not None and group.rank > 0:  # the others compute and say nothing
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        logging.disable()
+    engine = load_engine(args, group)
+    ids = build_prompt(args, engine.tokenizer) if group is None or group.rank == 0 else None
+    if group is not None:  # stdin, say, is rank 0's alone
+        ids = group.agree(ids)
     print(f"{args.checkpoint} on {engine.device}, {str(engine.target.dtype).removeprefix('torch.')}, "
           f"{len(ids):,} prompt tokens, budget {engine.resolve_budget(len(ids)):,}", file=sys.stderr)
     result = stream_text(engine, ids, args, sampling)

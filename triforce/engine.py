@@ -152,7 +152,7 @@ class Engine:
         for prompt in ids:
             self._check_len(len(prompt), max_new_tokens)
         if not isinstance(seed, (list, tuple)):
-            begin = random.getrandbits(32) if seed is None else seed
+            begin = self._agreed(random.getrandbits(32)) if seed is None else seed
             seed = [begin + i for i in range(len(ids))] if isinstance(begin, int) else [begin] * len(ids)
         sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
         check_sampling(sampling, len(ids))
@@ -241,7 +241,9 @@ class Engine:
         state = self._state_for(len(ids), max(map(len, ids)), max_new_tokens)
         state.params.set(specialize=not self.compile, **sampling)
         # Greedy output is promised to be the same bits; drawn tokens follow the same law from steps of any size.
-        state.set_tight(self.device.type == "cpu" and not self.compile and not state.params.uses.greedy)
+        # Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends.
+        state.set_tight(self.device.type == "cpu" and not self.compile and not state.params.uses.greedy
+                        and self.target.group is None)
         if state.prompts == ids:
             state.rewind(max_new_tokens)
             return state
@@ -287,7 +289,7 @@ class Engine:
             resident = self.num_resident_layers
             if resident is None and (self.offload == "auto" or self.resident_memory is not None):
                 resident = memory.fitting_layers(config, parts(0), self.device, self.resident_memory, **sizes)
-            resident = resident or 0
+            resident = self._agreed(resident or 0)
         host = memory.host_part(config, config.n_layer - (config.n_layer if resident is None else resident), **sizes)
         if self.device.type == "cpu":
             memory.check([host, *parts(resident)], self.device)
@@ -311,6 +313,10 @@ class Engine:
         else:
             return self.budget
         return max(-(-budget // chunk) * chunk, interval + 2 * chunk)
+
+    def _agreed(self, value):
+        """With several ranks, rank 0's value."""
+        return value if self.target.group is None else self.target.group.agree(value)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

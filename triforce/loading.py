@@ -8,6 +8,7 @@ from . import checkpoint as ckpt
 from . import memory
 from .engine import Engine
 from .errors import UserError
+from .parallel import Group, shard_config
 from .quantize import check_fp8, fp8_bytes, fp8_copy
 from .retrieval import plan_view
 from .state import Settings
@@ -20,7 +21,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
          budget: int | float | None = None, chunk_size: int = 8, gamma: int | str = "auto",
          gamma_inner: int | None = None, block_size: int | None = None, draft_dtype: str | None = None,
          offload: bool | str = False, num_resident_layers: int | None = None,
-         resident_memory: int | str | None = None, **settings) -> Engine:
+         resident_memory: int | str | None = None, group: Group | None = None, **settings) -> Engine:
     """Loads a target, and a draft if there is one, ready to generate.
 
     Args:
@@ -48,6 +49,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
             not fit there. "auto": only those of its layers that do not fit. The output is as exact as ever.
         num_resident_layers: with offload, so many of the cache's layers stay on the device.
         resident_memory: the same in bytes of the device's memory, or as a text: "20GiB".
+        group: the processes that share the target, from `triforce.parallel.from_environment` under torchrun. Each of
+            them calls `load`, and then whatever the others call, with the same arguments.
         settings: the remaining fields of `triforce.state.Settings`.
 
     Raises:
@@ -99,12 +102,13 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         raise UserError(f"draft_dtype ({draft_dtype!r}) must be 'fp8', or left out")
     if draft_dtype and not retrieval:
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
-    parts = memory.weight_parts(configs[0], draft_config, chosen.itemsize)
+    local = shard_config(configs[0], group)
+    parts = memory.weight_parts(local, draft_config, chosen.itemsize)
     if draft_dtype:
         check_fp8(device)
-        parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(configs[0]), "no --draft-dtype"))
+        parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), "no --draft-dtype"))
     memory.check(parts, device)
-    target = ckpt.load_model(folder, device, chosen)
+    target = ckpt.load_model(folder, device, chosen, group)
     draft_model = ckpt.load_model(draft_folder, device, chosen) if draft_folder is not None else None
     if not compile:
         for model in (target, draft_model):

@@ -56,6 +56,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     architecture: str = "LlamaForCausalLM"
     dtype: str | None = None
+    num_shards: int = 1  # heads, KV heads and ffn_dim are those of one of so many ranks; see parallel.py
 
     @property
     def max_len(self) -> int:
@@ -117,9 +118,14 @@ class ModelConfig:
         return 2 * self.n_layer * self.n_kv_head * self.head_dim
 
     @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the output layer: this rank's share of the vocabulary, rounded up."""
+        return -(-self.vocab_size // self.num_shards)
+
+    @property
     def num_parameters(self) -> int:
         attention = self.dim * self.head_dim * (2 * self.n_head + 2 * self.n_kv_head)
-        embeddings = self.vocab_size * self.dim * (1 if self.tie_word_embeddings else 2)
+        embeddings = self.vocab_rows * self.dim * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.n_layer * (attention + 3 * self.dim * self.ffn_dim + 2 * self.dim) + self.dim
 
 
@@ -255,7 +261,36 @@ class Linear(nn.Linear):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
+class Embedding(nn.Embedding):
+    """Token ids to vectors. With a group, each rank knows its share of the words, and the sum over all is taken."""
+
+    group = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.group is None:
+            return super().forward(tokens)
+        rows = self.weight.shape[0]
+        mine = tokens - self.group.rank * rows
+        held = (mine >= 0) & (mine < rows)
+        return self.group.all_reduce(super().forward(mine.clamp(0, rows - 1)) * held[..., None])
+
+
+class Output(Linear):
+    """Hidden states to logits of the whole vocabulary, [B, M, dim] -> [B, M, V]."""
+
+    group, vocab_size = None, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        if self.group is None:
+            return logits
+        parts = self.group.all_gather(logits[None].contiguous())  # [ranks, B, M, vocab_rows]
+        return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]
+
+
 class Attention(nn.Module):
+    group = None
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.n_head, self.head_dim = config.n_head, config.head_dim
@@ -270,10 +305,13 @@ class Attention(nn.Module):
         """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each -> [B, M, dim]."""
         y = attention.join(states).to(dtype)
         y = y.reshape(y.shape[0], self.n_head, -1, self.head_dim)  # [B, H, M, D]
-        return self.out(y.transpose(1, 2).flatten(2))
+        y = self.out(y.transpose(1, 2).flatten(2))
+        return y if self.group is None else self.group.all_reduce(y)
 
 
 class MLP(nn.Module):
+    group = None
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_up = Linear(config.dim, 2 * config.ffn_dim, config.mlp_bias)
@@ -281,7 +319,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        y = self.down(F.silu(gate) * up)
+        return y if self.group is None else self.group.all_reduce(y)
 
 
 class Block(nn.Module):
@@ -317,10 +356,11 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.rope = RotaryEmbedding(config)
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.embedding = Embedding(config.vocab_rows, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Output(config.dim, config.vocab_rows, bias=False)
+        self.group = None
         if config.tie_word_embeddings:
             self.output.weight = self.embedding.weight
 
@@ -331,6 +371,14 @@ class Transformer(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
+
+    def join(self, group) -> "Transformer":
+        """Makes this model, whose config is one rank's, a part of the whole. group: see `parallel.Group`."""
+        self.group, self.output.vocab_size = group, self.config.vocab_size
+        for module in self.modules():
+            if isinstance(module, (Attention, MLP, Embedding, Output)):
+                module.group = group
+        return self
 
     def pack(self, rows: int) -> None:
         """Packs every linear layer where that is possible and pays: float32 on a CPU with oneDNN."""

@@ -181,8 +181,9 @@ class Speculator:
         self.base, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
         self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if drafters and dense else None
         self.logits = tape.buffer(rows, model.config.vocab_size, like=model) if keep_logits else None
-        # M tokens, the origins of the drafted ones, then num_emitted, num_accepted, num_drafted of the last round.
-        self.outbox = tape.buffer(2 * rows + 2)
+        # M tokens, the origins of the drafted ones, then num_emitted, num_accepted, num_drafted of the last round, and
+        # whether the ranks disagree on any of it.
+        self.outbox = tape.buffer(2 * rows + 3)
         self.totals = tape.buffer(2)  # accepted, drafted since the counters were last zeroed
         self.speculate = True
         # Steps of just the drafted rows instead of M: on a CPU a padded row costs, and reading a length does not.
@@ -271,6 +272,11 @@ class Speculator:
         counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted], 1)
         self.totals += torch.where((num_emitted > 0)[:, None], counts[:, 1:], 0)
         self.outbox[:, : n + 1] = verdict.tokens
-        self.outbox[:, -3:] = counts
+        self.outbox[:, -4:-1] = counts
+        if self.level == FULL and self.model.group is not None:
+            weight = torch.arange(1, n + 3, device=start.device)
+            digest = (torch.cat([verdict.tokens, num_emitted[:, None]], 1) * weight).sum(1)  # [B]
+            digests = self.model.group.all_gather(digest[None])  # [ranks, B]
+            self.outbox[:, -1] = (digests != digests[0]).any(0)
         start += num_emitted
         self.commit(start)

@@ -211,7 +211,8 @@ class State:
             return
         key = self.outer.tight, -(-max(self.lens) // 4096), -(-min(self.lens) // 4096)
         if key not in self._costs:
-            self._costs[key] = measure(self)
+            costs, group = measure(self), self.target.group
+            self._costs[key] = costs if group is None else group.agree(costs)  # or each rank would choose for itself
             self.rewind(max_new_tokens)
             return
         self.controller = Controller(self._costs[key], self.outer.rows - 1, self.inner.rows - 1 if self.inner else 0)
@@ -257,8 +258,11 @@ class State:
         self.num_forwards += 1
         emitted, seen = [], Tally()
         for row, box in enumerate(read(level.outbox)):
-            tokens, origins = box[: level.rows], box[level.rows : -3]
-            num_emitted, num_accepted, num_drafted = box[-3:]
+            tokens, origins = box[: level.rows], box[level.rows : -4]
+            num_emitted, num_accepted, num_drafted, diverged = box[-4:]
+            if diverged:
+                raise RuntimeError(f"the ranks disagree on the tokens after {self.lens[row]:,}; their weights, prompts "
+                                   "or settings differ, or a device miscalculates")
             emitted.append(tokens[:num_emitted])
             self.lens[row] += num_emitted
             self.known[row] = self.lens[row] + 1

@@ -1,0 +1,81 @@
+"""Several ranks against one, as processes on a CPU: `parallel_worker.py` is what each of them runs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from triforce.errors import UserError
+from triforce.model import ModelConfig
+from triforce.parallel import Group, shard_config
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def torchrun(count: int, *command: str, **kw) -> subprocess.CompletedProcess:
+    return run([*TORCHRUN, str(count), *command], **kw)
+
+
+def run(command: list[str], **kw) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, **kw)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_compute_what_one_computes(count):
+    done = torchrun(count, "tests/parallel_worker.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(f"rank {rank} of {count} done" in done.stdout for rank in range(count))
+
+
+def test_the_command_line_speaks_once():
+    flags = ["--prompt-file", "-", "--max-new-tokens", "12", "--temperature", "0", "--device", "cpu", "--gamma", "4"]
+    text = "It was the best of times, it was the worst of times, it was the age of wisdom."
+    alone = run([sys.executable, "generate.py", *flags], input=text)
+    shared = torchrun(2, "generate.py", *flags, input=text)
+    assert shared.returncode == 0, shared.stderr[-3000:]
+    assert shared.stdout == alone.stdout != ""
+    assert shared.stderr.count("time per token") == 1
+
+
+def test_uneven_shares_are_refused():
+    config = ModelConfig(64, 32, 2, 12, 6, 8, 48)
+    assert shard_config(config, Group(0, 3, "")).n_kv_head == 2
+    with pytest.raises(UserError, match="4 ranks cannot share 6 KV heads .* 1 or 2 or 3 or 6"):
+        shard_config(config, Group(0, 4, ""))
+    done = torchrun(3, "generate.py", "--prompt", "Once", "--device", "cpu")
+    assert done.returncode != 0
+    assert done.stderr.count("error: 3 ranks cannot share 4 KV heads evenly; use --nproc-per-node 1 or 2 or 4") == 1
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # a process that has just ended
+        return ""
+
+
+def test_a_killed_rank_ends_the_others():
+    command = [*TORCHRUN, "2", "generate.py", "--device", "cpu", "--max-new-tokens", "4000"]
+    launcher = subprocess.Popen(command, cwd=ROOT,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline, ranks = time.monotonic() + 60, []
+        while len(ranks) < 2 and time.monotonic() < deadline:
+            time.sleep(0.5)
+            ranks = [int(status.parent.name) for status in Path("/proc").glob("[0-9]*/status")
+                     if f"PPid:\t{launcher.pid}\n" in read(status)]
+        assert len(ranks) == 2
+        time.sleep(8)  # into the prefill
+        os.kill(ranks[-1], signal.SIGKILL)
+        killed = time.monotonic()
+        launcher.wait(timeout=70)
+        assert launcher.returncode != 0 and time.monotonic() - killed < 60
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()

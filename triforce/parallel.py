@@ -1,0 +1,128 @@
+"""Tensor parallelism: one model over several processes, each with its share of the heads, of the MLP and of the words.
+
+Knows nothing of caches or of speculation. Attention's and the MLP's first projections are split by rows, their last
+ones by columns, so that each block needs two all-reduces; embedding and output are split by vocabulary (Megatron-LM,
+arXiv 1909.08053). Every rank then has the same logits, to the bit, and draws from them with the same noise, which is a
+function of seed and position: so no token is ever sent. What is measured rather than computed, such as step times, is
+agreed on.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import UserError
+from .model import ModelConfig, Transformer
+
+if dist.is_available():  # not in every build of PyTorch
+    import torch.distributed._functional_collectives as collectives
+
+    # Renamed in torch 2.13.
+    _gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+
+TIMEOUT = timedelta(seconds=60)  # a rank that waits so long for the others gives up
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share a model."""
+
+    rank: int
+    size: int
+    name: str  # of the process group, as compiled code wants it
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, on each of them."""
+        return collectives.wait_tensor(collectives.all_reduce(x, "sum", self.name))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[N, ...] -> [size * N, ...], in the order of the ranks."""
+        return collectives.wait_tensor(_gather(x, 0, self.name))
+
+    def agree(self, value):
+        """Rank 0's value, on every rank. Waits for all of them."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def from_environment(device: str | None = None) -> tuple[Group | None, str | None]:
+    """(the group that torchrun has started this process in, the device of this rank); (None, device) without torchrun.
+
+    Args:
+        device: as asked for: "cpu", "cuda" or None.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size == 1:
+        return None, device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    local = int(os.environ["LOCAL_RANK"])
+    if device == "cuda":
+        if local >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise UserError(f"torchrun started rank {local} on this machine, which has {count} CUDA devices; use "
+                            f"--nproc-per-node {count}, or --device cpu")
+        device = f"cuda:{local}"
+        torch.cuda.set_device(local)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=TIMEOUT)
+    return Group(dist.get_rank(), size, dist.group.WORLD.group_name), device
+
+
+def shard_config(config: ModelConfig, group: Group | None) -> ModelConfig:
+    """What one rank holds of a model.
+
+    Raises:
+        UserError: the number of ranks does not divide the KV heads or the MLP.
+    """
+    if group is None:
+        return config
+    for name, count in (("KV heads", config.n_kv_head), ("heads", config.n_head), ("MLP rows", config.ffn_dim)):
+        if count % group.size:
+            fits = [n for n in range(1, config.n_kv_head + 1)
+                    if not (config.n_kv_head % n or config.n_head % n or config.ffn_dim % n)]
+            raise UserError(f"{group.size} ranks cannot share {count} {name} evenly; use --nproc-per-node "
+                            f"{' or '.join(map(str, fits))}")
+    return replace(config, n_head=config.n_head // group.size, n_kv_head=config.n_kv_head // group.size,
+                   ffn_dim=config.ffn_dim // group.size, num_shards=group.size)
+
+
+def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
+    """This rank's part of a checkpoint's tensor.
+
+    Args:
+        shape: of the part. The dimension in which it differs is the one that is split; the last rank's may be shorter.
+    """
+    for dim, (whole, part) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if whole != part:
+            start = min(group.rank * part, whole)
+            return tensor.narrow(dim, start, min(part, whole - start))
+    if name.endswith(("o_proj.bias", "down_proj.bias")) and group.rank > 0:
+        return torch.zeros_like(tensor)  # it is added on every rank before the sum
+    return tensor
+
+
+def shard(model: Transformer, group: Group) -> Transformer:
+    """A rank's share of a whole model, by the same rules by which a checkpoint is read. The whole one is left alone."""
+    from .checkpoint import places
+
+    local = Transformer.empty(shard_config(model.config, group), model.device, model.dtype)
+    whole, parts = dict(model.named_parameters()), dict(local.named_parameters())
+    theirs, ours = places(model.config), places(local.config)
+    with torch.no_grad():
+        for name, place in theirs.items():
+            tensor = whole[place.parameter][place.start : place.start + place.shape[0]]
+            fill(parts[ours[name].parameter], ours[name], cut(name, tensor, ours[name].shape, group))
+    return local.join(group)
+
+
+def fill(parameter: Tensor, place, tensor: Tensor) -> None:
+    """Writes a tensor to its place; rows that it lacks (words that fill up the last rank's share) become zero."""
+    rows = parameter[place.start : place.start + place.shape[0]]
+    rows[: len(tensor)].copy_(tensor)
+    rows[len(tensor) :].zero_()
