@@ -74,6 +74,40 @@ def test_selection_is_sink_window_and_best_chunks(pair):
             assert {p for c in best for p in range(chunk + c * chunk, 2 * chunk + c * chunk)} <= set(held)
 
 
+def test_streaming_is_sink_and_window(pair):
+    """As wide as the budget allows; what is flushed later replaces the oldest."""
+    state = make_state(pair[0], None, [random_prompt(400)], budget=64, draft_cache="streaming")
+    for _ in range(2):
+        prefix = state.cache.full.lens[0]
+        assert state.retrieval.lens == [4 + 48]
+        for held in positions_in_view(state):
+            assert set(held) == set(range(4)) | set(range(prefix - 48, prefix))
+        run_rounds(state, 40)
+    assert state.retrieval.num_rebuilds == 0 and state.num_flushes >= 2
+
+
+def test_snapkv_is_sink_window_and_best_tokens(pair):
+    """Single tokens, by smoothed attention from the prompt's end, chosen once."""
+    state = make_state(pair[0], None, [random_prompt(400)], draft_cache="snapkv")
+    cache, view = state.cache, state.retrieval
+    prefix = cache.full.lens[0]
+    first, last = 4, prefix - view.window_size
+    chosen = []
+    for layer in range(2):
+        q = cache.queries[layer][0].unflatten(0, (-1, cache.group))  # [K, G, M, D]
+        for head, held in enumerate(positions_in_view(state, layer)):
+            keys = cache.full.k[layer][0, head, first:last]
+            attended = sum((q[head, g, m] @ keys.T * 8**-0.5).softmax(-1) for g in range(cache.group) for m in range(8))
+            padded = torch.cat([torch.zeros(3), attended, torch.zeros(3)])
+            best = padded.unfold(0, 7, 1).mean(-1).topk(view.num_selected).indices
+            assert set(held) == set(range(first)) | set(range(last, prefix)) | {int(p) + first for p in best}
+            chosen.append(set((best + first).tolist()))
+    run_rounds(state, 40)
+    assert view.num_rebuilds == 0 and state.num_flushes >= 2
+    assert all(chosen[2 * layer + head] <= set(held) for layer in range(2)
+               for head, held in enumerate(positions_in_view(state, layer)))
+
+
 def test_newest_tokens_stay_in_the_view_across_flushes(pair):
     target, draft = pair
     state = make_state(target, draft, [random_prompt(200)], rebuild_interval=10**6)

@@ -68,7 +68,7 @@ def test_prompts_from_files_and_stdin(tmp_path, capsys):
 def test_a_prompt_that_looks_like_a_flag_is_left_alone(monkeypatch):
     seen = []
 
-    def stop_here(args):
+    def stop_here(args, group):
         seen.append(args)
         raise cli.UserError("enough")
 
@@ -124,3 +124,20 @@ def test_ctrl_c_ends_cleanly():
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130 and b"interrupted" in errors and b"Traceback" not in errors
+
+
+def test_a_file_of_prompts(tmp_path, capsys):
+    """Answers in order, batch by batch, each what the prompt gets alone; what is no prompt is named by its line."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"It was the best of times"\n\n{"prompt": "Call me"}\n"The"\n')
+    flags = ["--prompts", str(file), "--batch-size", "2", "--max-new-tokens", "8", "--temperature", "0", "--gamma", "4"]
+    done = run(*flags)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["index"] for answer in answers] == [0, 1, 2] and done.returncode == 0
+    assert "3 of 3 prompts, 24 new tokens" in done.stderr
+    alone = run("--prompt", "Call me", *flags[4:], "--json")
+    assert json.loads(alone.stdout)["tokens"] == answers[1]["tokens"]
+    for text, words in (("not json", "line 1"), ('"a"\n{"text": "b"}', "line 2"), ("", "holds no prompt")):
+        file.write_text(text)
+        assert cli.main(flags) == 2 and words in capsys.readouterr().err
+    assert cli.main([*flags, "--prompt", "x"]) == 2 and "drop one" in capsys.readouterr().err

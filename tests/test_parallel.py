@@ -70,7 +70,7 @@ def test_a_killed_rank_ends_the_others():
             ranks = [int(status.parent.name) for status in Path("/proc").glob("[0-9]*/status")
                      if f"PPid:\t{launcher.pid}\n" in read(status)]
         assert len(ranks) == 2
-        time.sleep(8)  # into the prefill
+        time.sleep(5)  # into the prefill
         os.kill(ranks[-1], signal.SIGKILL)
         killed = time.monotonic()
         launcher.wait(timeout=70)

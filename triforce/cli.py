@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
     prompt.add_argument("--prompt-file", help="read it from a file, or from stdin: -")
+    prompt.add_argument("--prompts", help="a file of prompts, one a line: JSON strings, or objects with a \"prompt\"; "
+                                          "answers are lines of JSON")
+    prompt.add_argument("--batch-size", type=int, default=8, help="of --prompts, computed side by side (default 8)")
     prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens (alias --prefill)")
     prompt.add_argument("--question", help="asked after the (cut) document")
     prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
@@ -58,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("--gamma", type=_gamma, default="auto", help="tokens proposed per full verify (default: auto)")
     spec.add_argument("--gamma-inner", type=int, help="tokens drafted per retrieval verify (default 2; auto: up to 3)")
     spec.add_argument("--block-size", type=int, help="rows of a full verify (default 8)")
+    spec.add_argument("--draft-cache", default="retrieval",
+                      help="the tokens that the target drafts with: retrieval (default), snapkv, streaming")
     spec.add_argument("--prefill-chunk-size", type=int, help="tokens prefilled at a time (default: 1024, CUDA 8192)")
     spec.add_argument("--draft-dtype", choices=["fp8"], help="draft in fp8; the output stays exact")
     spec.add_argument("--no-retrieval", action="store_true", help="the draft is checked by the full cache directly")
@@ -118,14 +124,35 @@ def _read(flag: str, path: str) -> str:
         raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
 
 
-def build_prompt(args, tokenizer):
+def read_prompts(path: str) -> list[str]:
+    """The texts of a file of JSON lines."""
+    texts = []
+    for number, line in enumerate(_read("--prompts", path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError:
+            raise UserError(f"line {number} of --prompts {path} is not JSON; write each prompt as a JSON string, or as "
+                            '{"prompt": "..."}') from None
+        text = item.get("prompt") if isinstance(item, dict) else item
+        if not isinstance(text, str) or not text:
+            raise UserError(f"line {number} of --prompts {path} holds no prompt; write each as a JSON string, or as "
+                            '{"prompt": "..."}')
+        texts.append(text)
+    if not texts:
+        raise UserError(f"--prompts {path} holds no prompt; write one a line")
+    return texts
+
+
+def build_prompt(args, tokenizer, document: str | None = None):
     """The prompt's ids: the document, cut to --prompt-len tokens, then the question; or both as a user's message."""
-    document = read_document(args)
+    document = read_document(args) if document is None else document
     if not document:
         raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
     ids = tokenizer.encode(document)
     length = args.prompt_len
-    if length is None and args.prompt is None and args.prompt_file is None:
+    if length is None and args.prompt is None and args.prompt_file is None and args.prompts is None:
         length = DEFAULT_PROMPT_LEN
     if length is not None:
         if length < 1:
@@ -152,8 +179,9 @@ def load_engine(args, group):
     return load(args.checkpoint, draft=draft, retrieval=not args.no_retrieval, device=args.device, dtype=args.dtype,
                 compile=args.compile, max_seq_len=args.max_seq_len, budget=args.budget, chunk_size=args.chunk_size,
                 gamma=args.gamma, gamma_inner=args.gamma_inner, block_size=args.block_size,
-                draft_dtype=args.draft_dtype, offload=args.offload, num_resident_layers=args.num_resident_layers,
-                resident_memory=args.resident_memory, group=group, **options)
+                draft_dtype=args.draft_dtype, draft_cache=args.draft_cache, offload=args.offload,
+                num_resident_layers=args.num_resident_layers, resident_memory=args.resident_memory, group=group,
+                max_batch_size=args.batch_size, **options)
 
 
 class PrefillBar:
@@ -186,6 +214,24 @@ def stream_text(engine, ids, args, sampling):
             sys.stdout.write("\n")
             sys.stdout.flush()
     return stream.result
+
+
+def answer_prompts(engine, args, sampling) -> int:
+    """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
+    texts = read_prompts(args.prompts)
+    begun, done, tokens = time.perf_counter(), 0, 0
+    for first in range(0, len(texts), args.batch_size):
+        batch = texts[first : first + args.batch_size]
+        ids = [build_prompt(args, engine.tokenizer, text) for text in batch]
+        seeds = {} if args.seed is None else {"seed": [args.seed + first + i for i in range(len(ids))]}
+        results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop, ignore_eos=args.ignore_eos,
+                                  **{**sampling, **seeds})
+        for index, result in enumerate(results, first):
+            print(json.dumps({"index": index, **asdict(result)}), flush=True)
+            done, tokens = done + 1, tokens + len(result.tokens)
+        print(f"{done} of {len(texts)} prompts, {tokens:,} new tokens, {tokens / (time.perf_counter() - begun):.1f} a "
+              "second, prefill included", file=sys.stderr)
+    return 0
 
 
 def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
@@ -233,7 +279,11 @@ def run(argv: list[str]) -> int:
     if group is not None and group.rank > 0:  # the others compute and say nothing
         sys.stdout = sys.stderr = open(os.devnull, "w")
         logging.disable()
+    if args.prompts is not None and (args.prompt is not None or args.prompt_file is not None or args.compare):
+        raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
     engine = load_engine(args, group)
+    if args.prompts is not None:
+        return answer_prompts(engine, args, sampling)
     ids = build_prompt(args, engine.tokenizer) if group is None or group.rank == 0 else None
     if group is not None:  # stdin, say, is rank 0's alone
         ids = group.agree(ids)

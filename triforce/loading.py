@@ -10,7 +10,7 @@ from .engine import Engine
 from .errors import UserError
 from .parallel import Group, shard_config
 from .quantize import check_fp8, fp8_bytes, fp8_copy
-from .retrieval import plan_view
+from .retrieval import KINDS, plan_view
 from .state import Settings
 from .tokenizer import Tokenizer
 
@@ -19,8 +19,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
          device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
          compile: bool | None = None, max_seq_len: int | None = None, max_batch_size: int = 1,
          budget: int | float | None = None, chunk_size: int = 8, gamma: int | str = "auto",
-         gamma_inner: int | None = None, block_size: int | None = None, draft_dtype: str | None = None,
-         offload: bool | str = False, num_resident_layers: int | None = None,
+         gamma_inner: int | None = None, draft_cache: str = "retrieval", block_size: int | None = None,
+         draft_dtype: str | None = None, offload: bool | str = False, num_resident_layers: int | None = None,
          resident_memory: int | str | None = None, group: Group | None = None, **settings) -> Engine:
     """Loads a target, and a draft if there is one, ready to generate.
 
@@ -41,6 +41,9 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
             round by measured step times and observed acceptance, and so is which levels draft at all. The output's
             law is the same; but as times vary, a seed gives the same text again only with a number here.
         gamma_inner: tokens that the draft proposes per verify over the retrieval view. None: 2; at most 3 with "auto".
+        draft_cache: which tokens of the cache the target drafts with: "retrieval", those that the newest ones attend
+            to, chosen anew again and again; "snapkv", those that the prompt's end attends to; "streaming", the first
+            and the newest. With draft=False this is MagicDec's self-speculation.
         block_size: rows of every verify. None: 8; 16 on CUDA, where padding costs nothing, 64 there with offload,
             where a verify takes as long as its copies; 1 where nothing drafts.
         draft_dtype: "fp8": the retrieval level drafts with a copy of the target's weights in fp8. The output stays
@@ -83,7 +86,12 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     # A round ends at a flush at the latest: where a verify takes a second, flushes are to be rare.
     settings.setdefault("flush_interval", 256 if offload and device.type == "cuda" else 128)
     shape = Settings(gamma=gamma, gamma_inner=gamma_inner, block_size=block_size, retrieval=retrieval, auto=auto,
-                     chunk_size=chunk_size, ngram=ngram, **settings)
+                     chunk_size=chunk_size, ngram=ngram, draft_cache=draft_cache, **settings)
+    if draft_cache == "snapkv" and offload:
+        raise UserError("draft_cache 'snapkv' chooses from a cache on the device; use 'retrieval' with offload")
+    if draft_cache != "retrieval" and not retrieval:
+        raise UserError(f"draft_cache ({draft_cache!r}) is what the target drafts with, which retrieval=False leaves "
+                        "out; drop one of them")
     _check_settings(shape, drafts, max_batch_size, budget)
 
     tokenizer = Tokenizer(folder)
@@ -188,6 +196,8 @@ def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budge
                         f"try {min(2, block - 1)}")
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise UserError(f"budget ({budget}) as a fraction of the prompt must be above 0 and at most 1; try 0.1")
+    if settings.draft_cache not in KINDS:
+        raise UserError(f"draft_cache ({settings.draft_cache!r}) must be one of {', '.join(KINDS)}")
     if settings.retrieval:
         plan_view(budget if isinstance(budget, int) else interval + 2 * settings.chunk_size, settings.chunk_size,
                   interval, settings.recent)

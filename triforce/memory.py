@@ -49,8 +49,9 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         Part("prefill activations", prefill, "--prefill-chunk-size"),
         Part("logits and probabilities", laws),
     ]
-    if settings.retrieval:
+    if settings.scores_chunks:
         parts.append(Part("chunk keys", per_token * capacity // 2 // settings.chunk_size, "--chunk-size"))
+    if settings.retrieval:
         parts.append(Part("retrieval view", per_token * budget, "--budget"))
     if layers < target.n_layer:
         one_layer = per_token // target.n_layer

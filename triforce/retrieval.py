@@ -1,8 +1,12 @@
-"""The retrieval view: the few thousand tokens of the prefix that the last verified queries attend to most.
+"""The view that drafts: a few thousand tokens of the prefix. Exactness never depends on which ones, only speed does.
 
-Knows nothing of drafting or acceptance: it is told when to rebuild. Selection is by chunk, per KV head: queries of the
-last verified rows, pooled over the GQA group, against the mean key of each chunk (TriForce, arXiv 2404.11912,
-section 4.1). Exactness never depends on what is selected, only speed does.
+Knows nothing of drafting or acceptance: it is told when to rebuild. There are three ways to choose, by `kind`:
+
+- "retrieval": the chunks that the last verified queries attend to most, chosen anew again and again; per KV head, the
+  queries pooled over the GQA group, against the mean key of each chunk (TriForce, arXiv 2404.11912, section 4.1);
+- "snapkv": single tokens, chosen once, by the attention that the prompt's last tokens pay to each and to its neighbours
+  (SnapKV, arXiv 2404.14469);
+- "streaming": none, only the sink and a window as wide as the budget allows (StreamingLLM, arXiv 2309.17453).
 
 A layer's chosen chunks are copied into the view at once where the layer's prefix lies on the device. Those of an
 offloaded layer are **gathered**: picked out of the pieces that the next verify streams past anyway, so that a rebuild
@@ -20,6 +24,9 @@ from torch import Tensor
 from .cache import TargetCache, View
 from .errors import UserError
 from .graphs import Compiler
+
+KINDS = ("retrieval", "snapkv", "streaming")
+SMOOTHED = 7  # tokens over which "snapkv" averages attention
 
 
 def plan_view(budget: int, chunk_size: int, flush_interval: int, recent: float = 0.25) -> tuple[int, int]:
@@ -43,14 +50,18 @@ def plan_view(budget: int, chunk_size: int, flush_interval: int, recent: float =
 
 
 class RetrievalView(View):
-    def __init__(self, cache: TargetCache, *, budget: int, recent: float = 0.25, batch: int, device, dtype,
-                 compiler: Compiler):
+    def __init__(self, cache: TargetCache, *, budget: int, chunk_size: int, recent: float = 0.25,
+                 kind: str = "retrieval", batch: int, device, dtype, compiler: Compiler):
         super().__init__(cache.config, batch, budget, device, dtype, cache.near)
         self.lies_near = cache.near is not None
-        self.cache, self.budget = cache, budget
-        self.chunk_size = cache.chunk_size
-        self.window_size, self.num_selected = plan_view(budget, cache.chunk_size,
-                                                             cache.flush_interval, recent)
+        self.cache, self.budget, self.chunk_size, self.kind = cache, budget, chunk_size, kind
+        self.renews = kind == "retrieval"
+        self.window_size, chunks = plan_view(budget, chunk_size, cache.flush_interval, recent)
+        if kind == "streaming":
+            self.window_size, chunks = (budget - chunk_size) // cache.flush_interval * cache.flush_interval, 0
+        self.select_size = 1 if kind == "snapkv" else chunk_size  # tokens that are selected together
+        self.num_selected = chunks * chunk_size // self.select_size
+        self.held = chunk_size + self.window_size + chunks * chunk_size  # tokens of a selection, at most the budget
         self.selected = [False] * batch  # per row: a selection, or still the whole prefix
         self.num_rebuilds = 0
         # Per row: what was selected last, and the length of the prefix then.
@@ -93,7 +104,7 @@ class RetrievalView(View):
         """Sets the length of a row's view by that of its prefix."""
         prefix_len = self.cache.full.lens[row]
         self.selected[row], self._awaited[row] = prefix_len > self.budget, False
-        self.set_len(row, min(prefix_len, self.budget))
+        self.set_len(row, self.held if self.selected[row] else prefix_len)
 
     def rebuild_layer(self, i: int, row: int) -> None:
         """`rebuild` for one layer that a prefill has just written, while it is hot; after `fit`."""
@@ -104,11 +115,11 @@ class RetrievalView(View):
             return
         cache = self.cache
         prefix_len = cache.full.len[row]
-        mask = self._mask(prefix_len)
-        scores = self.compiled(chunk_scores)(cache.queries[i][row], cache.chunk_keys[i][row], cache.query_weight[row],
-                                             mask)
-        chunks = scores[None].topk(self.num_selected, dim=-1, sorted=False).indices
-        index = _token_index(chunks, prefix_len, self.window_size, self.chunk_size)[0]
+        if self.num_selected:
+            self._chunks[row, i] = self._scores(row, i, k).topk(self.num_selected, dim=-1, sorted=False).indices
+        self._prefix_len[row] = prefix_len
+        index = _token_index(self._chunks[row, i, None], prefix_len, self.window_size, self.chunk_size,
+                             self.select_size)[0]
         _copy_tokens(k, v, index, self.k[i][row], self.v[i][row])
 
     @property
@@ -125,27 +136,35 @@ class RetrievalView(View):
         for row, awaited in enumerate(self._awaited):
             if awaited:
                 self.compiled(_gather_piece)(self._chunks[row, i], self._prefix_len[row], self.window_size,
-                                             self.chunk_size, start, piece[:, row], self.k[i][row], self.v[i][row])
+                                             self.chunk_size, self.select_size, start, piece[:, row], self.k[i][row],
+                                             self.v[i][row])
 
-    def _mask(self, prefix_len: Tensor) -> Tensor:
-        end = (prefix_len - self.window_size) // self.chunk_size  # chunks from here on lie in the window
-        return self.compiled(_chunk_mask)(end, self.cache.chunk_keys[0].shape[2])
+    def _scores(self, row: int, i: int, k: Tensor | None = None) -> Tensor:
+        """[K, chunks or tokens] of one layer, -inf for what is not to choose. k: [K, S, D]; None: the resident keys."""
+        cache = self.cache
+        if self.kind == "retrieval":
+            keys, smoothed = cache.chunk_keys[i][row], 0
+        else:
+            keys, smoothed = cache.full.k[i][row] if k is None else k, SMOOTHED
+        end = (cache.full.len[row] - self.window_size) // self.select_size  # from here on lies the window
+        mask = self.compiled(_choice_mask)(self.chunk_size // self.select_size, end, keys.shape[1])
+        return self.compiled(chunk_scores)(cache.queries[i][row], keys, cache.query_weight[row], mask, smoothed)
 
     def _select_and_copy(self, row: int) -> None:
         """One row's selection, in static shapes: what lies beyond the prefix is masked, so a graph can replay it."""
         cache, compiled = self.cache, self.compiled
         prefix_len = cache.full.len[row]
-        mask, score = self._mask(prefix_len), compiled(chunk_scores)
-        scores = [score(queries[row], keys[row], cache.query_weight[row], mask)
-                  for queries, keys in zip(cache.queries, cache.chunk_keys, strict=True)]
-        # One call for all layers: ten times faster on a GPU than one a layer.
-        chunks = torch.stack(scores).topk(self.num_selected, dim=-1, sorted=False).indices  # [L, K, num_selected]
-        self._chunks[row] = chunks
+        if self.num_selected:
+            scores = torch.stack([self._scores(row, i) for i in range(cache.config.n_layer)])
+            # One call for all layers: ten times faster on a GPU than one a layer.
+            self._chunks[row] = scores.topk(self.num_selected, dim=-1, sorted=False).indices  # [L, K, num_selected]
+        chunks = self._chunks[row]
         self._prefix_len[row] = prefix_len
         num_resident = len(cache.full.k)
         if num_resident == 0:
             return
-        index = compiled(_token_index)(chunks[:num_resident], prefix_len, self.window_size, self.chunk_size)
+        index = compiled(_token_index)(chunks[:num_resident], prefix_len, self.window_size, self.chunk_size,
+                                       self.select_size)
         copy = compiled(_copy_tokens)
         for full_k, full_v, chosen, k, v in zip(cache.full.k, cache.full.v, index, self.k, self.v, strict=False):
             copy(full_k[row], full_v[row], chosen, k[row], v[row])
@@ -166,17 +185,18 @@ class RetrievalView(View):
             k[row, :, at : at + interval], v[row, :, at : at + interval] = tail[:, row, :, :interval]
 
 
-def _chunk_mask(end: Tensor, num_chunks: int) -> Tensor:
-    """[C], additive: 0 for the chunks after the sink chunk and before `end`, -inf for all others."""
-    chunk = torch.arange(num_chunks, device=end.device)
-    return torch.where((chunk >= 1) & (chunk < end), 0.0, float("-inf"))
+def _choice_mask(start: int, end: Tensor, count: int) -> Tensor:
+    """[C], additive: 0 for the chunks after the sink and before `end`, -inf for all others."""
+    chunk = torch.arange(count, device=end.device)
+    return torch.where((chunk >= start) & (chunk < end), 0.0, float("-inf"))
 
 
-def chunk_scores(queries: Tensor, chunk_keys: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+def chunk_scores(queries: Tensor, chunk_keys: Tensor, weight: Tensor, mask: Tensor, smoothed: int = 0) -> Tensor:
     """How much the weighted queries attend to each chunk's mean key, pooled over the GQA group.
 
     Args:
         queries: [H, M, D]. chunk_keys: [K, C, D]. weight: [M]. mask: [C], additive.
+        smoothed: an odd number of neighbours to average over; 0: none.
 
     Returns:
         [K, C] float32.
@@ -185,34 +205,37 @@ def chunk_scores(queries: Tensor, chunk_keys: Tensor, weight: Tensor, mask: Tens
     q = queries.reshape(n_kv_head, -1, queries.shape[-1])  # [K, G * M, D]
     scores = (q @ chunk_keys.transpose(1, 2)).float() * q.shape[-1] ** -0.5 + mask  # [K, G * M, C]
     weights = weight.repeat(q.shape[1] // rows)[:, None]
-    return (scores.softmax(-1) * weights).sum(1) + mask  # once more: a far chunk's share may round to the same 0
+    attended = (scores.softmax(-1) * weights).sum(1)
+    if smoothed:
+        attended = torch.nn.functional.avg_pool1d(attended[:, None], smoothed, 1, smoothed // 2)[:, 0]
+    return attended + mask  # once more: a far chunk's share may round to the same 0
 
 
-def _token_index(chunks: Tensor, prefix_len: Tensor, window_size: int, chunk_size: int) -> Tensor:
-    """[L, K, num_selected] chunks -> [L, K, budget] positions: the sink chunk, the recent window, the chunks."""
+def _token_index(chunks: Tensor, prefix_len: Tensor, window_size: int, num_sink: int, chunk_size: int) -> Tensor:
+    """[L, K, num_selected] chunks -> [L, K, held] positions: the sink, the recent window, the chunks."""
     recent_start = prefix_len - window_size
     # Ring slot j holds the position of the window that is congruent to j, so that a flush overwrites the oldest.
     recent = recent_start + (torch.arange(window_size, device=chunks.device) - recent_start) % window_size
-    offsets = torch.arange(chunk_size, device=chunks.device)
-    tokens = (chunks[..., None] * chunk_size + offsets).flatten(2)
-    return torch.cat([torch.cat([offsets, recent]).expand(*tokens.shape[:2], -1), tokens], 2)
+    sink = torch.arange(num_sink, device=chunks.device)
+    tokens = (chunks[..., None] * chunk_size + torch.arange(chunk_size, device=chunks.device)).flatten(2)
+    return torch.cat([torch.cat([sink, recent]).expand(*tokens.shape[:2], -1), tokens], 2)
 
 
 def _copy_tokens(full_k: Tensor, full_v: Tensor, index: Tensor, k: Tensor, v: Tensor) -> None:
-    """[K, S, D] -> [K, budget, D], the tokens of index [K, budget]."""
+    """[K, S, D] -> [K, budget, D], the tokens of index [K, held]."""
     rows = index[..., None].expand(-1, -1, k.shape[-1])
-    k.copy_(full_k.gather(1, rows))
-    v.copy_(full_v.gather(1, rows))
+    k[:, : index.shape[1]] = full_k.gather(1, rows)
+    v[:, : index.shape[1]] = full_v.gather(1, rows)
 
 
-def _gather_piece(chunks: Tensor, prefix_len: Tensor, window_size: int, chunk_size: int, start: Tensor, piece: Tensor,
-                  k: Tensor, v: Tensor) -> None:
+def _gather_piece(chunks: Tensor, prefix_len: Tensor, window_size: int, num_sink: int, chunk_size: int, start: Tensor,
+                  piece: Tensor, k: Tensor, v: Tensor) -> None:
     """Copies, of the selection [K, num_selected], what lies in the piece [2, P, K, D] at `start`.
 
     k, v: [K, budget, D], the view; its other tokens stay.
     """
-    at = _token_index(chunks[None], prefix_len, window_size, chunk_size)[0] - start  # [K, budget]
+    at = _token_index(chunks[None], prefix_len, window_size, num_sink, chunk_size)[0] - start  # [K, held]
     here = ((at >= 0) & (at < piece.shape[1]))[..., None]
     rows = at.clamp(0, piece.shape[1] - 1)[..., None].expand(-1, -1, k.shape[-1])
-    for tokens, cache in zip(piece, (k, v), strict=True):
+    for tokens, cache in zip(piece, (k[:, : at.shape[1]], v[:, : at.shape[1]]), strict=True):
         cache.copy_(torch.where(here, tokens.transpose(0, 1).gather(1, rows), cache))

@@ -31,6 +31,7 @@ class Settings:
     block_size: int = 8  # M, the rows of every verify
     retrieval: bool = True
     chunk_size: int = 8
+    draft_cache: str = "retrieval"  # how the view that drafts is chosen: see retrieval.py
     recent: float = 0.25  # share of the retrieval budget that goes to the newest tokens of the prefix
     flush_interval: int = 128  # tokens between two flushes of the tail
     rebuild_interval: int = 64  # tokens between two scheduled rebuilds of the retrieval view
@@ -40,6 +41,10 @@ class Settings:
     prefill_chunk_size: int = 2048
     piece_tokens: int | None = None  # of an offloaded layer, copied at a time. None: 32 MiB of them
     keep_logits: bool = False
+
+    @property
+    def scores_chunks(self) -> bool:
+        return self.retrieval and self.draft_cache == "retrieval"
 
 
 class State:
@@ -69,7 +74,8 @@ class State:
             offload = Offload(target.config, num_resident_layers, batch=batch, capacity=self.capacity,
                               interval=interval, device=device, dtype=dtype, piece=settings.piece_tokens)
         self.cache = TargetCache(target.config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
-                                 flush_interval=interval, chunk_size=settings.chunk_size if use_retrieval else 0,
+                                 flush_interval=interval,
+                                 chunk_size=settings.chunk_size if settings.scores_chunks else 0,
                                  budget=budget if use_retrieval else 0, offload=offload, device=device, dtype=dtype)
         make = {"gamma": settings.gamma_inner if use_retrieval else settings.gamma, "compiler": compiler}
         self._prefill_level = compiler.level("prefill")
@@ -84,7 +90,8 @@ class State:
         sources = tuple(self.sources.values())
         self.retrieval = self.inner = None
         if use_retrieval:
-            self.retrieval = RetrievalView(self.cache, budget=budget, recent=settings.recent, batch=batch,
+            self.retrieval = RetrievalView(self.cache, budget=budget, chunk_size=settings.chunk_size,
+                                           recent=settings.recent, kind=settings.draft_cache, batch=batch,
                                            device=device, dtype=dtype, compiler=compiler)
             rounds = -(-settings.gamma // 2) if sources else settings.gamma
             self.inner = Speculator(
@@ -277,7 +284,7 @@ class State:
             due = self._rebuild[row].update(num_emitted, num_accepted, num_drafted)
             if self.lens[row] - self.cache.full.lens[row] == self.settings.flush_interval:
                 self._flush(row)
-            if due and plan.retrieval and speculate and self.retrieval.selected[row]:
+            if due and plan.retrieval and speculate and self.retrieval.renews and self.retrieval.selected[row]:
                 self.retrieval.rebuild(row, at_once=False)
                 self._rebuild[row].rebuilt()
         if self.controller is not None and speculate:
