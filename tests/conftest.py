@@ -23,12 +23,12 @@ def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[i
 
 
 def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=1024, max_new_tokens=512, sampling=None,
-               drafting=None, num_resident_layers=None, **settings) -> State:
+               drafting=None, num_resident_layers=None, pack=False, **settings) -> State:
     """A State with prompts prefilled, without an Engine around it."""
     chosen = {"flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16, **settings}
     state = State(target, draft, Settings(**chosen), batch=len(prompts), capacity=capacity, budget=budget,
                   vocab_size=vocab_size, compiler=Compiler(False, torch.device("cpu")), drafting=drafting,
-                  num_resident_layers=num_resident_layers)
+                  num_resident_layers=num_resident_layers, pack=pack)
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
     state.params.set(**{**law, **(sampling or {})})
     for row, prompt in enumerate(prompts):

@@ -5,9 +5,11 @@ import torch
 from conftest import make_state, random_pair, random_prompt, run_rounds
 from reference import DenseKV
 
+from triforce.attention import partial
 from triforce.cache import StreamingBlock, StreamingCache
 from triforce.errors import UserError
 from triforce.model import rotate
+from triforce.packed import PackedPrefix
 from triforce.retrieval import plan_view
 
 
@@ -184,3 +186,28 @@ def test_what_is_drafted_depends_on_the_tape_alone(pair):
     used.begin(100)
     assert run_rounds(used, 40) == fresh
     assert used.acceptance_rates()[0].keys() == {"retrieval", "full"}
+
+
+def test_a_packed_prefix_gives_the_same_states():
+    q, k, v = torch.randn(1, 3, 5, 16), torch.randn(3, 700, 16), torch.randn(3, 700, 16)
+    for mine, plain in zip(PackedPrefix(k, v).partial(q), partial(q, k[None], v[None]), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_prefix_changes_nothing(monkeypatch, pair):
+    """Tokens and logits over packed prompt, flushes and tail are those of the prefix as it is; appending unpacks."""
+    monkeypatch.setattr("triforce.cache.MIN_TOKENS", 100)
+    prompt, states = random_prompt(300), []
+    for pack in (True, False):
+        states.append(make_state(*pair, [prompt], keep_logits=True, pack=pack))
+        assert (states[-1].cache.full.packed is not None) == pack
+    said = [run_rounds(state, 60) for state in states]
+    assert said[0] == said[1] and states[0].num_flushes >= 2
+    torch.testing.assert_close(states[0].outer.logits, states[1].outer.logits, rtol=1e-3, atol=1e-3)
+    states[0].rewind(512)
+    assert run_rounds(states[0], 60, speculate=False) == said[0]
+    for state in states:
+        state.prefill(0, random_prompt(50, seed=3))
+        assert state.cache.full.packed is None
+        state.begin(100)
+    assert run_rounds(states[0], 30) == run_rounds(states[1], 30)

@@ -21,6 +21,7 @@ from torch import Tensor
 from . import attention
 from .model import ModelConfig, RotaryEmbedding, eager, rotate
 from .offload import Offload
+from .packed import MIN_ROWS, MIN_TOKENS, PackedPrefix
 
 
 class View:
@@ -32,6 +33,7 @@ class View:
 
     lies_near = False  # its storage is followed by the tail: see TargetCache.near
     offload: Offload | None = None  # what keeps the layers that `k` and `v` lack
+    packed: list[PackedPrefix] | None = None  # per layer: its first tokens once more, for blocks of several rows
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, storage=None, num_layers=None):
         """storage: per layer K and V, [2, B, K, capacity or more, D]. None: allocated, for the first num_layers."""
@@ -91,6 +93,14 @@ class FullView(View):
             return self.k[i][row], self.v[i][row]
         k, v = self.offload.work(i, row)
         return k.transpose(0, 1), v.transpose(0, 1)
+
+    def pack(self) -> None:
+        """Packs what row 0 holds, if that is worth it."""
+        length = self.lens[0]
+        self.packed = None
+        if length >= MIN_TOKENS:
+            layers = zip(self.k, self.v, strict=True)
+            self.packed = [PackedPrefix(k[0, :, :length], v[0, :, :length]) for k, v in layers]
 
     def fix_bounds(self, max_len: int) -> None:
         """Called once the prompts are in: no row's prefix will outgrow max_len."""
@@ -255,8 +265,13 @@ class TargetLayer:
         states = []
         if block.ragged_bias is not None:
             states.append(attention.masked(q, k[:, :, dense:longest], v[:, :, dense:longest], block.ragged_bias))
-        if dense > 0:
-            states.append(attention.partial(q, k[:, :, :dense], v[:, :, :dense]))
+        start = 0
+        if block.view.packed is not None and q.shape[2] >= MIN_ROWS:
+            packed = block.view.packed[self._i]
+            states.append(packed.partial(q))
+            start = packed.length
+        if dense > start:
+            states.append(attention.partial(q, k[:, :, start:dense], v[:, :, start:dense]))
         return states
 
     def _read_pieces(self, q: Tensor) -> list:

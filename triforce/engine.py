@@ -269,10 +269,13 @@ class Engine:
         del state
         self._release()  # before the new ones are planned
         resident = self._plan(batch, capacity, budget)
+        # The same bytes a second time: only where they are a small part of what is free.
+        kv_bytes = batch * capacity * self.target.config.kv_elements_per_token * self.target.dtype.itemsize
+        pack = 8 * kv_bytes < (memory.available(self.device) or 0)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self._state = State(self.target, self.draft, settings, batch=batch, capacity=capacity, budget=budget,
                                 vocab_size=self.vocab_size, compiler=Compiler(self.compile, self.device),
-                                drafting=self.drafting, num_resident_layers=resident)
+                                drafting=self.drafting, num_resident_layers=resident, pack=pack)
         return self._state
 
     def _plan(self, batch: int, capacity: int, budget: int) -> int | None:

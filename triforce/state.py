@@ -16,6 +16,7 @@ from .graphs import Compiler
 from .model import Transformer, eager
 from .ngram import NgramDrafter, NgramMeter
 from .offload import Offload
+from .packed import packs
 from .retrieval import RetrievalView
 from .sampling import SamplingParams
 from .speculation import ACCEPTED, FULL, MISSED, RETRIEVAL, ModelDrafter, Speculator, Tape
@@ -56,12 +57,14 @@ class State:
         compiler: makes the levels' compilers.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
         num_resident_layers: so many layers of the prefix stay on the device, the others in host memory. None: all.
+        pack: keep the prompt's prefix in the CPU's own layout as well; see packed.py.
     """
 
     def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
                  budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None,
-                 num_resident_layers: int | None = None):
+                 num_resident_layers: int | None = None, pack: bool = False):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
+        self._pack = pack and batch == 1 and num_resident_layers is None and packs(target.device, target.dtype)
         interval, block = settings.flush_interval, settings.block_size
         self.capacity = -(-capacity // interval) * interval
         device, dtype = target.device, target.dtype
@@ -140,6 +143,7 @@ class State:
             on_progress: called with the share of the work that is done, 0 to 1.
         """
         start, known = self.lens[row], self.known[row]
+        self.cache.full.packed = None
         stop = known + len(tokens) - 1
         self.tape.tokens[row, known : stop + 1] = torch.tensor(tokens, dtype=torch.int64)
         if start > self.cache.full.lens[row]:
@@ -188,6 +192,8 @@ class State:
         """Called when all rows are prefilled: remembers this point for `rewind`, and opens the rows."""
         self._prompt_queries = [q.clone() for q in self.cache.queries]
         self._prompt_weight = self.cache.query_weight.clone()
+        if self._pack:
+            self.cache.full.pack()
         self._open(max_new_tokens)
         self._plan_ahead(max_new_tokens)
 
