@@ -10,7 +10,6 @@ beside the bandwidth of its memory, and transformers with its offloaded cache. O
 
 import argparse
 import gc
-import json
 import sys
 import time
 from datetime import date
@@ -18,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from triforce.cli import default_document
 from triforce.engine import Engine
 from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
+from harness import cap_memory, pyplot, read_prompts, read_rows, report, save  # noqa: E402
 from widen import SHAPES  # noqa: E402
 
 STARTED = time.perf_counter()
@@ -44,7 +43,6 @@ def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[flo
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None, "seed": [0]}
     if engine._state is not None:
         engine._state.prompts = None
-    settings = engine.settings
     state = engine._state_for(1, len(ids), new)
     state.params.set(specialize=False, **sampling)
     state.reset()
@@ -53,7 +51,6 @@ def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[flo
     seconds = wait() - begun
     state.begin(new)
     state.prompts = [ids]
-    assert engine.settings is settings
     return seconds, state
 
 
@@ -121,11 +118,7 @@ def transformers_offloaded(engine: Engine, ids: list[int], tokens: int = 2) -> d
 
 def timeline(state: State, path: str) -> dict[str, float]:
     """Profiles one verify and draws 60 ms from its middle: copies above, kernels below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         state.round(speculate=False)
         torch.cuda.synchronize()
@@ -216,12 +209,7 @@ def peers(engine: Engine, ids: list[int], args) -> dict[str, float]:
 
 def plot(path: str) -> None:
     """Time per token against context and against resident layers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    plt, rows = pyplot(), read_rows(path)
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     kinds = [("autoregression_tbt_ms", "s--", "autoregression"),
              ("cpu_attention_token_ms", "v:", "attention on the CPU"),
@@ -238,10 +226,7 @@ def plot(path: str) -> None:
     axes[0].set(xlabel="context, tokens (all layers in host memory)")
     axes[1].set(xlabel=f"resident layers, at {longest:,} tokens")
     axes[0].legend(fontsize=7)
-    figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['date']}; "
-                    "trained tiny pair widened to the shape", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(Path(path).with_suffix(".png"), dpi=120)
+    save(figure, path, rows)
 
 
 def main() -> None:
@@ -273,32 +258,24 @@ def main() -> None:
         return
 
     args.device = args.checkpoint = None
-    if args.memory_cap:
-        torch.cuda.set_per_process_memory_fraction(args.memory_cap * 2**30 / torch.cuda.mem_get_info()[1])
+    cap_memory(args.memory_cap)
     engine, tokenizer = on_chip.load(args, prefill_chunk_size=args.prefill_chunk_size,
                                      flush_interval=args.flush_interval)
     engine.budget = args.budget
     stage("loaded")
-    text = Path(args.text).read_text(encoding="utf-8", errors="replace") if args.text else default_document()
-    ids = tokenizer.encode(text)
+    prompts = read_prompts(tokenizer, args)
     machine = {"date": str(date.today()), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
                "shape": args.shape, "widened": True, "dtype": "bfloat16", "draft_dtype": args.draft_dtype,
                "block_size": args.block_size, "chunk_size": args.chunk_size, "temperature": args.temperature,
                "prefill_chunk_size": args.prefill_chunk_size, "flush_interval": args.flush_interval,
                "memory_cap_gib": args.memory_cap, "top_p": args.top_p}
-    for context in args.contexts:
-        if context > len(ids):
-            raise SystemExit(f"the text has {len(ids):,} tokens, fewer than --contexts {context:,}; give a longer one")
-        rows = [measure(engine, ids[:context], resident, args) for resident in args.resident]
+    for ids in prompts:
+        rows = [measure(engine, ids, resident, args) for resident in args.resident]
         if args.peers:
-            rows[0] |= peers(engine, ids[:context], args)
+            rows[0] |= peers(engine, ids, args)
         for row in rows:
-            print(f"--- {args.shape} (widened), {context:,} tokens, {row['resident']} resident layers", flush=True)
-            for key, value in row.items():
-                print(f"{key:<26}{f'{value:>12.3f}' if isinstance(value, float) else value}", flush=True)
-            if args.out:
-                with open(args.out, "a") as file:
-                    file.write(json.dumps({**machine, **row}) + "\n")
+            report(f"{args.shape} (widened), {len(ids):,} tokens, {row['resident']} resident layers", row, machine,
+                   args.out)
 
 
 if __name__ == "__main__":

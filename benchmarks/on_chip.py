@@ -24,13 +24,13 @@ import torch
 
 import triforce
 from triforce.calibration import measure, milliseconds
-from triforce.cli import default_document
 from triforce.controller import Plan
 from triforce.engine import Engine
 from triforce.quantize import fp8_copy
 from triforce.state import Settings, State
 
 sys.path.insert(0, str(Path(__file__).parent))
+from harness import cap_memory, pyplot, read_prompts, read_rows, report, save  # noqa: E402
 from widen import SHAPES, widen  # noqa: E402
 
 
@@ -210,12 +210,7 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
 
 def plot(path: str) -> None:
     """Time per token against context, and the steps of each context as bars, from a file of JSON lines."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    plt, rows = pyplot(), read_rows(path)
     rows.sort(key=lambda row: row["context"])
     groups: dict[str, list[dict]] = {}
     for row in rows:
@@ -245,10 +240,7 @@ def plot(path: str) -> None:
     axes[1].set_xticks([x + 1.5 * width for x in range(len(rows))], labels, fontsize=7)
     axes[1].set(ylabel="ms a step", yscale="log")
     axes[1].legend(fontsize=8)
-    what = "trained tiny pair widened to the shape" if rows[0]["widened"] else rows[0]["checkpoint"]
-    figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['date']}; {what}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(Path(path).with_suffix(".png"), dpi=120)
+    save(figure, path, rows)
 
 
 def main() -> None:
@@ -278,12 +270,10 @@ def main() -> None:
         plot(args.plot)
         return
 
-    if args.memory_cap:
-        torch.cuda.set_per_process_memory_fraction(args.memory_cap * 2**30 / torch.cuda.mem_get_info()[1])
+    cap_memory(args.memory_cap)
     begun = time.perf_counter()
     engine, tokenizer = load(args)
-    text = Path(args.text).read_text(encoding="utf-8", errors="replace") if args.text else default_document()
-    ids = tokenizer.encode(text)
+    prompts = read_prompts(tokenizer, args)
     device = engine.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     machine = {"date": str(date.today()), "device": name, "torch": torch.__version__, "shape": args.shape,
@@ -292,21 +282,12 @@ def main() -> None:
                "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
                "temperature": args.temperature, "top_p": args.top_p, "load_s": time.perf_counter() - begun}
     rows = []
-    for context in args.contexts:
-        if context > len(ids):
-            raise SystemExit(f"the text has {len(ids):,} tokens, fewer than --contexts {context:,}; give a longer one")
+    model = f"{args.shape} (widened)" if args.shape else args.checkpoint
+    for ids in prompts:
         for budget in args.budgets or [None]:
             engine.budget = budget
-            rows.append(measure_context(engine, ids[:context], args))
-            model = f"{args.shape} (widened)" if args.shape else args.checkpoint
-            print(f"--- {model}, {context:,} tokens, {name}, torch {torch.__version__}", flush=True)
-            for key, value in rows[-1].items():
-                shown = f"{value:>14.3f}" if isinstance(value, float) else value
-                print(f"{key:<24}{shown}", flush=True)
-            if args.out:
-                Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-                with open(args.out, "a") as file:
-                    file.write(json.dumps({**machine, **rows[-1]}) + "\n")
+            rows.append(measure_context(engine, ids, args))
+            report(f"{model}, {len(ids):,} tokens, {name}, torch {torch.__version__}", rows[-1], machine, args.out)
     print(json.dumps({**machine, "rows": rows}))
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import platform
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import torch
 
 import triforce
 from triforce.calibration import milliseconds
-from triforce.cli import default_document
+
+sys.path.insert(0, str(Path(__file__).parent))
+from harness import read_text  # noqa: E402
 
 VARIANTS = [
     {}, {"rebuild_interval": 8}, {"rebuild_interval": 32}, {"rebuild_interval": 256}, {"chunk_size": 4},
@@ -36,7 +39,7 @@ def main() -> None:
     p.add_argument("--compile", action=argparse.BooleanOptionalAction)
     p.add_argument("--out", help="append JSON lines to this file")
     args = p.parse_args()
-    text = Path(args.text).read_text(encoding="utf-8", errors="replace") if args.text else default_document()
+    text = read_text(args.text)
     print(f"{'setting':<28}{'acceptance':>12}{'+-':>8}{'rebuild ms':>12}")
     for variant in VARIANTS:
         engine = triforce.load("tiny", draft=False, gamma=1, block_size=8, budget=args.budget, compile=args.compile,

@@ -219,7 +219,7 @@ def stream_text(engine, ids, args, sampling):
 def answer_prompts(engine, args, sampling) -> int:
     """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
     texts = read_prompts(args.prompts)
-    begun, done, tokens = time.perf_counter(), 0, 0
+    begun, tokens = time.perf_counter(), 0
     for first in range(0, len(texts), args.batch_size):
         batch = texts[first : first + args.batch_size]
         ids = [build_prompt(args, engine.tokenizer, text) for text in batch]
@@ -228,9 +228,10 @@ def answer_prompts(engine, args, sampling) -> int:
                                   **{**sampling, **seeds})
         for index, result in enumerate(results, first):
             print(json.dumps({"index": index, **asdict(result)}), flush=True)
-            done, tokens = done + 1, tokens + len(result.tokens)
-        print(f"{done} of {len(texts)} prompts, {tokens:,} new tokens, {tokens / (time.perf_counter() - begun):.1f} a "
-              "second, prefill included", file=sys.stderr)
+            tokens += len(result.tokens)
+        speed = tokens / (time.perf_counter() - begun)
+        print(f"{first + len(batch)} of {len(texts)} prompts, {tokens:,} new tokens, {speed:.1f} a second, prefill "
+              "included", file=sys.stderr)
     return 0
 
 

@@ -270,7 +270,8 @@ class Engine:
         self._release()  # before the new ones are planned
         resident = self._plan(batch, capacity, budget)
         # The same bytes a second time: only where they are a small part of what is free.
-        kv_bytes = batch * capacity * self.target.config.kv_elements_per_token * self.target.dtype.itemsize
+        kv_bytes = memory.prefix_bytes(self.target.config, self.target.config.n_layer, batch=batch, capacity=capacity,
+                                       itemsize=self.target.dtype.itemsize)
         pack = 8 * kv_bytes < (memory.available(self.device) or 0)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self._state = State(self.target, self.draft, settings, batch=batch, capacity=capacity, budget=budget,
@@ -293,7 +294,7 @@ class Engine:
             if resident is None and (self.offload == "auto" or self.resident_memory is not None):
                 resident = memory.fitting_layers(config, parts(0), self.device, self.resident_memory, **sizes)
             resident = self._agreed(resident or 0)
-        host = memory.host_part(config, config.n_layer - (config.n_layer if resident is None else resident), **sizes)
+        host = memory.host_part(config, 0 if resident is None else config.n_layer - resident, **sizes)
         if self.device.type == "cpu":
             memory.check([host, *parts(resident)], self.device)
         else:

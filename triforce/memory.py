@@ -28,6 +28,11 @@ def weight_parts(target: ModelConfig, draft: ModelConfig | None, itemsize: int) 
     return parts
 
 
+def prefix_bytes(config: ModelConfig, num_layers: int, *, batch: int, capacity: int, itemsize: int) -> int:
+    """K and V of so many layers, without the tail."""
+    return batch * config.kv_elements_per_token * itemsize // config.n_layer * num_layers * capacity
+
+
 def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, batch: int, capacity: int,
                 budget: int, itemsize: int, num_resident_layers: int | None = None) -> list[Part]:
     """Caches of a State, and what a prefill holds besides them at its widest point.
@@ -42,7 +47,8 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     levels = 2 if draft is not None else 1
     laws = batch * target.vocab_size * 4 * block * (4 + levels)
     layers = target.n_layer if num_resident_layers is None else num_resident_layers
-    kv = per_token // target.n_layer * layers * capacity + per_token * (settings.flush_interval + 2 * block)
+    sizes = {"batch": batch, "capacity": capacity, "itemsize": itemsize}
+    kv = prefix_bytes(target, layers, **sizes) + per_token * (settings.flush_interval + 2 * block)
     parts = [
         Part("KV cache" if layers == target.n_layer else f"tail, KV cache of {layers} resident layers", kv,
              "--offload, --max-seq-len" if layers else "--max-seq-len"),
@@ -56,7 +62,8 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     if layers < target.n_layer:
         one_layer = per_token // target.n_layer
         piece = settings.piece_tokens or piece_tokens(one_layer, settings.flush_interval, capacity)
-        parts.append(Part("a layer's KV during prefill", one_layer // batch * capacity, "--max-seq-len"))
+        work = prefix_bytes(target, 1, **{**sizes, "batch": 1})  # a prompt is prefilled at a time
+        parts.append(Part("a layer's KV during prefill", work, "--max-seq-len"))
         parts.append(Part("staging buffers", STAGING_BUFFERS * piece * one_layer))
     if draft is not None:
         window = settings.draft_sink + settings.draft_window + max(64, 2 * block)
@@ -64,16 +71,16 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     return parts
 
 
-def host_part(target: ModelConfig, num_layers: int, *, batch: int, capacity: int, itemsize: int) -> Part:
-    """The prefix of so many offloaded layers, in host memory."""
-    size = batch * target.kv_elements_per_token * itemsize // target.n_layer * num_layers * capacity
-    return Part(f"KV cache of {num_layers} layers in host memory", size, "--num-resident-layers, --max-seq-len")
+def host_part(config: ModelConfig, num_layers: int, **sizes: int) -> Part:
+    """The prefix of so many offloaded layers, in host memory. sizes: see `prefix_bytes`."""
+    return Part(f"KV cache of {num_layers} layers in host memory", prefix_bytes(config, num_layers, **sizes),
+                "--num-resident-layers, --max-seq-len")
 
 
-def fitting_layers(config: ModelConfig, parts: list[Part], device: torch.device, resident_memory: int | None, *,
-                   batch: int, capacity: int, itemsize: int) -> int:
+def fitting_layers(config: ModelConfig, parts: list[Part], device: torch.device, resident_memory: int | None,
+                   **sizes: int) -> int:
     """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes."""
-    layer = host_part(config, 1, batch=batch, capacity=capacity, itemsize=itemsize).bytes
+    layer = prefix_bytes(config, 1, **sizes)
     free = available(device)
     room = [] if free is None else [int(0.95 * free) - sum(part.bytes for part in parts)]
     room += [] if resident_memory is None else [resident_memory]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from . import attention
 from .errors import UserError
+from .packed import multiply, pack, packs
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
@@ -252,13 +253,13 @@ class Linear(nn.Linear):
 
     def pack(self, rows: int) -> None:
         """Packs for blocks of about `rows` rows; other sizes work too. A weight that nobody shares is freed."""
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), rows)
+        self.packed = pack(self.weight.detach(), rows)
         self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
             return super().forward(x)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return multiply(x, self.packed, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -382,7 +383,7 @@ class Transformer(nn.Module):
 
     def pack(self, rows: int) -> None:
         """Packs every linear layer where that is possible and pays: float32 on a CPU with oneDNN."""
-        if self.device.type == "cpu" and self.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        if packs(self.device, self.dtype):
             for module in self.modules():
                 if isinstance(module, Linear) and module.weight.numel() >= Linear.PACK_FROM:
                     module.pack(rows)

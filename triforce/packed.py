@@ -1,4 +1,4 @@
-"""A long prefix in the layout that a CPU multiplies fastest. Knows nothing of caches: keys and values in, states out.
+"""oneDNN's packed layout, the fastest on a CPU: for weights, and for a long prefix. Knows nothing of models or caches.
 
 PyTorch's fused attention on a CPU is bound by memory for one row of queries and by arithmetic for more: 8 rows take
 twice the time of one. oneDNN multiplies few rows by a large matrix much faster once that matrix is in its own blocked
@@ -16,11 +16,25 @@ MIN_TOKENS = 4096  # of a prefix; below, an attention takes no time
 MIN_ROWS = 4  # of queries
 
 
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is such a layout here."""
+    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def pack(matrix: Tensor, rows: int) -> Tensor:
+    """[N, D], for products with about `rows` rows; other numbers work too."""
+    return torch.ops.mkldnn._reorder_linear_weight(matrix, rows)
+
+
+def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., D] times the transpose of what was packed: [..., N]."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
 class PackedPrefix:
     """K and V of one layer and one row of the batch, [K, S, D] float32 each."""
 
     def __init__(self, k: Tensor, v: Tensor):
-        pack = torch.ops.mkldnn._reorder_linear_weight
         self.length = k.shape[1]
         self.keys = [pack(head.contiguous(), 2 * MIN_ROWS) for head in k]  # [S, D] each
         self.values = [pack(head.t().contiguous(), 2 * MIN_ROWS) for head in v]  # [D, S] each
@@ -29,17 +43,10 @@ class PackedPrefix:
         """`attention.partial` of q [1, K, R, D] over all of it."""
         outs, lses = [], []
         for rows, keys, values in zip(q[0] * q.shape[-1] ** -0.5, self.keys, self.values, strict=True):
-            scores = _multiply(rows, keys)  # [R, S]
+            scores = multiply(rows, keys)  # [R, S]
             top = scores.amax(-1, keepdim=True)
             total = scores.sub_(top).exp_().sum(-1, keepdim=True)
-            outs.append(_multiply(scores, values).div_(total))
+            outs.append(multiply(scores, values).div_(total))
             lses.append((top + total.log_()).squeeze(-1))
         return torch.stack(outs)[None], torch.stack(lses)[None]
 
-
-def _multiply(x: Tensor, packed: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-
-
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()

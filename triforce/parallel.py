@@ -63,8 +63,8 @@ def from_environment(device: str | None = None) -> tuple[Group | None, str | Non
         device = "cuda" if torch.cuda.is_available() else "cpu"
     local = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
-        if local >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
+        count = torch.cuda.device_count()
+        if local >= count:
             raise UserError(f"torchrun started rank {local} on this machine, which has {count} CUDA devices; use "
                             f"--nproc-per-node {count}, or --device cpu")
         device = f"cuda:{local}"

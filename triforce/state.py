@@ -151,9 +151,7 @@ class State:
         if stop > start:
             self._prefill(row, start, stop, on_progress)
         else:
-            self.cache.seat_tail(row, stop)
-            if self.retrieval is not None:
-                self.retrieval.rebuild(row)
+            self._seat(row, stop)
         self.known[row] = stop + 1
         self.prompt_end[row] = stop
         self._start(row, stop)
@@ -204,9 +202,7 @@ class State:
             q.copy_(kept)
         self.cache.query_weight.copy_(self._prompt_weight)
         for row in range(self.batch):
-            self.cache.seat_tail(row, self.prompt_end[row])  # a prefill leaves all of its K/V in the prefix
-            if self.retrieval is not None:
-                self.retrieval.rebuild(row)
+            self._seat(row, self.prompt_end[row])  # a prefill leaves all of its K/V in the prefix
             self.known[row] = self.prompt_end[row] + 1
             self._start(row, self.prompt_end[row])
         self._open(max_new_tokens)
@@ -305,6 +301,12 @@ class State:
                 if drafted:
                     rates[row][name] = accepted / drafted
         return rates
+
+    def _seat(self, row: int, length: int) -> None:
+        """Tail and retrieval view of a row as after a prefill of `length` tokens, which lie in the prefix."""
+        self.cache.seat_tail(row, length)
+        if self.retrieval is not None:
+            self.retrieval.rebuild(row)
 
     def _start(self, row: int, length: int) -> None:
         """Decoding goes on from `length` tokens of a row, whose caches are in place."""

@@ -1,0 +1,60 @@
+"""What the benchmarks share: the text that they continue, their tables, their lines of JSON, their plots."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from triforce.cli import default_document
+
+
+def cap_memory(gib: float | None) -> None:
+    """Lets this process allocate no more of the GPU. None: all of it."""
+    if gib:
+        torch.cuda.set_per_process_memory_fraction(gib * 2**30 / torch.cuda.mem_get_info()[1])
+
+
+def read_text(path: str | None) -> str:
+    """A file, or CPython's language reference."""
+    return Path(path).read_text(encoding="utf-8", errors="replace") if path else default_document()
+
+
+def read_prompts(tokenizer, args) -> list[list[int]]:
+    """The beginning of args.text, as long as each of args.contexts says."""
+    ids = tokenizer.encode(read_text(args.text))
+    if max(args.contexts) > len(ids):
+        raise SystemExit(f"the text has {len(ids):,} tokens, fewer than --contexts {max(args.contexts):,}; give a "
+                         "longer one")
+    return [ids[:context] for context in args.contexts]
+
+
+def report(title: str, row: dict, machine: dict, out: str | None) -> None:
+    """Prints a row as a table, and appends it, with what ran it, to a file of JSON lines."""
+    print(f"--- {title}", flush=True)
+    for key, value in row.items():
+        print(f"{key:<26}{f'{value:>12.3f}' if isinstance(value, float) else value}", flush=True)
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        with open(out, "a") as file:
+            file.write(json.dumps({**machine, **row}) + "\n")
+
+
+def read_rows(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def save(figure, path: str, rows: list[dict]) -> None:
+    """Beside the file of its rows, under a title that says what ran them."""
+    what = "trained tiny pair widened to the shape" if rows[0]["widened"] else rows[0]["checkpoint"]
+    figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['date']}; {what}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(Path(path).with_suffix(".png"), dpi=120)
