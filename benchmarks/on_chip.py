@@ -49,9 +49,10 @@ def step_times(engine: Engine, state: State, max_new_tokens: int) -> dict[str, f
         state.one_row.round()
 
     with torch.inference_mode():
-        rows["one_row_ms"] = milliseconds(one_row, device, repeats=7, warm_up=3)
+        rows["one_row_ms"] = milliseconds(one_row, device, repeats=7, warm_up=3, group=engine.target.group)
         if state.retrieval is not None:
-            rows["rebuild_ms"] = milliseconds(lambda: state.retrieval.rebuild(0), device, repeats=5, warm_up=2)
+            rows["rebuild_ms"] = milliseconds(lambda: state.retrieval.rebuild(0), device, repeats=5, warm_up=2,
+                                              group=engine.target.group)
     state.rewind(max_new_tokens)
     return rows
 
@@ -98,15 +99,15 @@ def fixed(engine: Engine, plan: Plan) -> None:
     state.controller, state.plan = None, plan
 
 
-def load(args, **more) -> tuple[Engine, object]:
+def load(args, group=None, **more) -> tuple[Engine, object]:
     """more: settings of a widened shape that have no flag here."""
     if args.shape is None:
-        engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype)
+        engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype, group=group)
         return engine, engine.tokenizer
     tiny = triforce.load("tiny", device="cpu", compile=True)  # compile=True: weights stay unpacked
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    target = widen(tiny.target, SHAPES[args.shape], device=device, dtype=dtype)
+    target = widen(tiny.target, SHAPES[args.shape], device=device, dtype=dtype, group=group)
     draft = widen(tiny.draft, SHAPES["llama-68m"], vocab_size=target.config.vocab_size, device=device, dtype=dtype)
     settings = Settings(gamma=args.block_size - 1, gamma_inner=3, auto=True, block_size=args.block_size,
                         chunk_size=args.chunk_size, **{"prefill_chunk_size": 8192, **more})
@@ -243,7 +244,7 @@ def plot(path: str) -> None:
     save(figure, path, rows)
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", default="tiny")
     p.add_argument("--shape", choices=sorted(SHAPES))
@@ -265,7 +266,22 @@ def main() -> None:
     p.add_argument("--memory-cap", type=float, help="GiB of GPU memory that this process may allocate")
     p.add_argument("--out", help="append JSON lines to this file")
     p.add_argument("--plot", help="draw such a file and do nothing else")
-    args = p.parse_args()
+    return p
+
+
+def about(engine: Engine, args) -> dict[str, object]:
+    """What ran a row."""
+    device = engine.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"date": str(date.today()), "device": name, "torch": torch.__version__, "shape": args.shape,
+            "checkpoint": None if args.shape else args.checkpoint, "widened": args.shape is not None,
+            "dtype": str(engine.target.dtype).removeprefix("torch."), "draft_dtype": args.draft_dtype,
+            "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
+            "temperature": args.temperature, "top_p": args.top_p}
+
+
+def main() -> None:
+    args = parser().parse_args()
     if args.plot:
         plot(args.plot)
         return
@@ -274,20 +290,15 @@ def main() -> None:
     begun = time.perf_counter()
     engine, tokenizer = load(args)
     prompts = read_prompts(tokenizer, args)
-    device = engine.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    machine = {"date": str(date.today()), "device": name, "torch": torch.__version__, "shape": args.shape,
-               "checkpoint": None if args.shape else args.checkpoint, "widened": args.shape is not None,
-               "dtype": str(engine.target.dtype).removeprefix("torch."), "draft_dtype": args.draft_dtype,
-               "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
-               "temperature": args.temperature, "top_p": args.top_p, "load_s": time.perf_counter() - begun}
+    machine = {**about(engine, args), "load_s": time.perf_counter() - begun}
     rows = []
     model = f"{args.shape} (widened)" if args.shape else args.checkpoint
     for ids in prompts:
         for budget in args.budgets or [None]:
             engine.budget = budget
             rows.append(measure_context(engine, ids, args))
-            report(f"{model}, {len(ids):,} tokens, {name}, torch {torch.__version__}", rows[-1], machine, args.out)
+            title = f"{model}, {len(ids):,} tokens, {machine['device']}, torch {torch.__version__}"
+            report(title, rows[-1], machine, args.out)
     print(json.dumps({**machine, "rows": rows}))
 
 

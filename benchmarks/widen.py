@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from triforce.model import ModelConfig, Transformer
+from triforce.parallel import Group, shard
 
 SHAPES = {
     "llama-2-7b": ModelConfig(32000, 4096, 32, 32, 32, 128, 11008),
@@ -26,11 +27,12 @@ PADDING_LOGIT = -200.0  # below this in float32 no probability is left
 
 @torch.no_grad()
 def widen(small: Transformer, shape: ModelConfig, *, vocab_size: int | None = None, seed: int = 0, device="cpu",
-          dtype=torch.bfloat16) -> Transformer:
+          dtype=torch.bfloat16, group: Group | None = None) -> Transformer:
     """A model of `shape` that says what `small` says; ids from small's vocabulary on have logits below -200.
 
     Args:
         vocab_size: replaces the shape's, so that a draft has its target's.
+        group: makes this rank's part only; it holds one whole layer at a time.
 
     Raises:
         ValueError: the small model does not fit into the shape.
@@ -43,6 +45,22 @@ def widen(small: Transformer, shape: ModelConfig, *, vocab_size: int | None = No
             a.n_head == a.n_kv_head, shape.head_dim in (a.head_dim, 2 * a.head_dim), a.vocab_size <= shape.vocab_size)
     if not all(fits):
         raise ValueError(f"a model of width {a.dim}, {a.n_layer} layers, {a.n_head} heads does not fit into {shape}")
+    if group is None:
+        return _fill(small, shape, 0, seed, device, dtype)
+    whole = None
+    for i in range(shape.n_layer):
+        part = shard(_fill(small, replace(shape, n_layer=1), i, seed + i, device, dtype), group)
+        if whole is None:
+            whole = part
+        else:
+            whole.layers.append(part.layers[0])
+    whole.config = replace(whole.config, n_layer=shape.n_layer)
+    return whole
+
+
+def _fill(small: Transformer, shape: ModelConfig, first: int, seed: int, device, dtype) -> Transformer:
+    """Layers `first` and on of the large model, as many as `shape` has, with embedding and output."""
+    a = small.config
     big = Transformer.random(shape, seed=seed, device=device, dtype=dtype)
     d, stretch = a.dim, shape.head_dim // a.head_dim
     group = shape.n_head // shape.n_kv_head
@@ -69,9 +87,9 @@ def widen(small: Transformer, shape: ModelConfig, *, vocab_size: int | None = No
     for i, layer in enumerate(big.layers):
         layer.attention.out.weight.zero_()
         layer.mlp.down.weight.zero_()
-        if i >= a.n_layer:
+        if first + i >= a.n_layer:
             continue
-        own = small.layers[i]
+        own = small.layers[first + i]
         for name in ("attention_norm", "mlp_norm"):
             weight = getattr(layer, name).weight
             weight[:d] = (getattr(own, name).weight * norm_scale).to(device, dtype)

@@ -1,15 +1,18 @@
 """What each rank of tests/test_parallel.py runs: `torchrun --nproc-per-node N tests/parallel_worker.py`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
 from conftest import random_pair, random_prompt  # noqa: E402
+from widen import SHAPES, widen  # noqa: E402
 
 import triforce  # noqa: E402
+from triforce.checkpoint import TINY, load_model  # noqa: E402
 from triforce.engine import Engine  # noqa: E402
 from triforce.model import ModelConfig, Transformer  # noqa: E402
 from triforce.parallel import from_environment, shard  # noqa: E402
@@ -58,6 +61,14 @@ def main() -> None:
     greedy = {"max_new_tokens": 24, "temperature": 0}
     tokens = [[out.tokens for out in engine.generate(ids, **greedy)] for engine in (tiny, alone)]
     assert tokens[0] == tokens[1]
+
+    # The benchmarks' widened model, made share by share.
+    small = load_model(TINY / "target", "cpu", torch.float32)
+    shape = replace(SHAPES["llama-3.1-8b"], vocab_size=4999, dim=384, n_layer=9, n_head=16, n_kv_head=4, ffn_dim=704)
+    part = widen(small, shape, dtype=torch.float32, group=group)
+    assert len(part.layers) == 9 and part.layers[8].attention.qkv.weight.shape == (24 // group.size * 128, 384)
+    expected, found = (Engine(m, None, settings=Settings(retrieval=False)).logits([ids[0]]) for m in (small, part))
+    torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
 
     # A rank that goes astray is noticed by all.
     try:

@@ -210,10 +210,11 @@ def test_a_prefill_of_many_chunks_is_compiled_and_right(random_models, offload):
         assert (mine - eager).norm() / eager.norm() < 0.02
 
 
-def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory(random_models):
-    engine = offloading(random_models)
-    ids = random_prompt(CONTEXT, vocab_size=VOCAB)
-    engine.vocab_size = VOCAB
+def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory():
+    import triforce
+
+    engine = triforce.load("tiny", device="cuda", offload=True, max_seq_len=24_576)
+    ids = engine.encode_prompt(__import__("triforce.cli").cli.default_document())[:CONTEXT]
 
     class Cut(Exception):
         pass
@@ -227,9 +228,10 @@ def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory(random_models):
     offload = engine._state.cache.full.offload
     assert offload.copy_stream.query()
     expected = engine.generate(ids, 64, temperature=0).tokens
-    runs = engine._serve([ids], 64, temperature=0)
-    engine._state.round()
-    runs.close()
+    stream = engine.stream(ids, 64, temperature=0)
+    for _ in range(3):
+        next(stream)
+    stream.close()
     assert offload.copy_stream.query() and torch.cuda.current_stream().query()
     assert engine.generate(ids, 64, temperature=0).tokens == expected
     hosts = list(offload.host.values())

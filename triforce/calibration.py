@@ -14,10 +14,10 @@ REPEATS = 5
 SLOW = 300
 
 
-def milliseconds(call, device: torch.device, repeats: int = REPEATS, warm_up: int = 1) -> float:
+def milliseconds(call, device: torch.device, repeats: int = REPEATS, warm_up: int = 1, group=None) -> float:
     """Time of a call: the median by CUDA events on a GPU, the least on a CPU, where other work only ever adds.
 
-    A call of over SLOW milliseconds is timed once.
+    A call of over SLOW milliseconds is timed once. group: the ranks that make the call together, if any.
     """
     for _ in range(warm_up):
         begun = time.perf_counter()
@@ -26,7 +26,7 @@ def milliseconds(call, device: torch.device, repeats: int = REPEATS, warm_up: in
             torch.cuda.synchronize(device)
         last = (time.perf_counter() - begun) * 1e3
     times = []
-    if last > SLOW:
+    if (last if group is None else group.agree(last)) > SLOW:  # or a rank would call once more, alone
         repeats = 1
     for _ in range(repeats):
         if device.type == "cuda":
@@ -46,7 +46,7 @@ def milliseconds(call, device: torch.device, repeats: int = REPEATS, warm_up: in
 @torch.inference_mode()
 def measure(state) -> Costs:
     """Costs of every step that a plan of `state` can take."""
-    outer, inner, device = state.outer, state.inner, state.target.device
+    outer, inner, device, group = state.outer, state.inner, state.target.device, state.target.group
     here = outer.length.clone()
     recorded = 3 if device.type == "cuda" else 1  # a graph is warmed up, then recorded, then replayed
 
@@ -61,7 +61,7 @@ def measure(state) -> Costs:
             torch.add(here, level.rows, out=level.limit)
             level.step(level.view.dense_len, level.view.max_len, rows, count, probs)
 
-        return milliseconds(call, device, warm_up=warm_up)
+        return milliseconds(call, device, warm_up=warm_up, group=group)
 
     def sizes(level) -> list[int]:
         if not level.tight:
@@ -80,7 +80,7 @@ def measure(state) -> Costs:
                     source.length.copy_(here)
                 source.propose(here, checker.rows - 1, checker.draft_probs)
 
-            return milliseconds(call, device, warm_up=recorded)
+            return milliseconds(call, device, warm_up=recorded, group=group)
 
         if inner is not None:
             propose(min(2, inner.rows - 1), inner)  # compiles it for that level as well

@@ -70,7 +70,7 @@ def fp8_copy(target: Transformer) -> Transformer:
         mine.attention.out = Float8Linear(theirs.attention.out, None)
         mine.mlp.gate_up = Float8Linear(theirs.mlp.gate_up, theirs.mlp_norm.weight)
         mine.mlp.down = Float8Linear(theirs.mlp.down, None)
-    return copy.eval()
+    return (copy if target.group is None else copy.join(target.group)).eval()
 
 
 def fp8_bytes(config) -> int:
