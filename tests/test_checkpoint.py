@@ -129,7 +129,7 @@ def test_dtype(folder):
     assert load_model(folder).dtype == torch.bfloat16  # config.json's
     assert load_model(folder, dtype="fp16").dtype == torch.float16
     model = load_model(folder, dtype=torch.float64)
-    assert model.rope.inv_freq.dtype == torch.float32 and model.rope.inv_freq.device.type == "cpu"
+    assert model.rope.frequencies.dtype == torch.float32 and model.rope.frequencies.device.type == "cpu"
     edit(folder, torch_dtype=None)
     assert load_model(folder).dtype == torch.float32  # the file's
     edit(folder, torch_dtype="int4")

@@ -39,10 +39,6 @@ def settle(controller: Controller, rates: dict[str, float], rounds: int = 400, s
     return chosen
 
 
-def time_at(controller, plan, rates):
-    return controller.time_per_token(plan, **rates)
-
-
 @pytest.mark.parametrize("costs", [
     GPU_128K,
     Costs({8: 4.0}, {4: 3.6}, {"model": (0.25, 0.2)}),  # a short context: the retrieval level cannot pay
@@ -53,10 +49,10 @@ def time_at(controller, plan, rates):
 def test_comes_near_the_best_plan_of_a_sweep(costs, rates):
     controller = Controller(costs, 7, 3)
     chosen = settle(controller, rates)
-    best = min(time_at(controller, plan, rates) for plan in controller.plans)
-    spent = sum(time_at(controller, plan, rates) * count for plan, count in chosen.items()) / sum(chosen.values())
+    best = min(controller.time_per_token(plan, rates) for plan in controller.plans)
+    spent = sum(controller.time_per_token(plan, rates) * count for plan, count in chosen.items()) / sum(chosen.values())
     assert spent <= 1.05 * best
-    assert spent <= 1.05 * time_at(controller, Plan(), rates)  # never slower than autoregression
+    assert spent <= 1.05 * controller.time_per_token(Plan(), rates)  # never slower than autoregression
 
 
 def test_recovers_when_acceptance_does():
@@ -64,8 +60,8 @@ def test_recovers_when_acceptance_does():
     settle(controller, {"retrieval": 0.05, "model": 0.05})
     good = {"retrieval": 0.92, "model": 0.6}
     chosen = settle(controller, good, 600)
-    best = min(time_at(controller, plan, good) for plan in controller.plans)
-    spent = sum(time_at(controller, plan, good) * count for plan, count in chosen.items()) / sum(chosen.values())
+    best = min(controller.time_per_token(plan, good) for plan in controller.plans)
+    spent = sum(controller.time_per_token(plan, good) * count for plan, count in chosen.items()) / sum(chosen.values())
     assert spent <= 1.08 * best
 
 

@@ -45,6 +45,9 @@ def verify_chain(tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor
         target_probs: [B, n + 1, V], row i the target's law of the token that stands where tokens[:, i] does.
         accept_u: [B, n], sample_u: [B, n + 1]: uniform numbers, one a position.
     """
+    if tokens.shape[1] == 0:
+        last = sampling.sample(target_probs[:, 0], sample_u[:, 0])
+        return Verdict(last[:, None], torch.zeros_like(num_drafted))
     target_prob = target_probs[:, :-1].gather(2, tokens[..., None]).squeeze(2)  # [B, n]
     if draft_probs is None:
         draft_probs = torch.zeros_like(target_probs[:, :-1]).scatter(2, tokens[..., None], 1.0)
@@ -55,10 +58,9 @@ def verify_chain(tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor
 
     stop = num_accepted[:, None, None]
     law = target_probs.gather(1, stop.expand(-1, 1, target_probs.shape[2])).squeeze(1)  # [B, V]
-    if tokens.shape[1] > 0:
-        inside = stop.clamp(max=tokens.shape[1] - 1).expand(-1, 1, target_probs.shape[2])
-        against = draft_probs.gather(1, inside).squeeze(1)
-        rejected = (num_accepted < num_drafted)[:, None]
-        law = torch.where(rejected, residual(law, against), law)
+    inside = stop.clamp(max=tokens.shape[1] - 1).expand(-1, 1, target_probs.shape[2])
+    against = draft_probs.gather(1, inside).squeeze(1)
+    rejected = (num_accepted < num_drafted)[:, None]
+    law = torch.where(rejected, residual(law, against), law)
     last = sampling.sample(law, sample_u.gather(1, stop.squeeze(2)).squeeze(1))  # recovered or bonus token
     return Verdict(torch.cat([tokens, last[:, None]], 1).scatter(1, stop.squeeze(2), last[:, None]), num_accepted)

@@ -26,8 +26,8 @@ def unfold(out: Tensor, n_head: int) -> Tensor:
 
 def fold_mask(visible: Tensor, group: int) -> Tensor:
     """Boolean [B, M, S] -> additive float32 [B, 1, G * M, S], 0 where visible and -inf elsewhere."""
-    bias = torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, float("-inf"))
-    return bias.repeat(1, group, 1)[:, None]
+    bias = torch.where(visible, 0.0, float("-inf"))
+    return (bias if group == 1 else bias.repeat(1, group, 1))[:, None]
 
 
 def empty(q: Tensor) -> State:

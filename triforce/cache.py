@@ -368,11 +368,12 @@ class StreamingCache:
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, num_sink: int, window_size: int,
                  slack: int, device, dtype):
-        self.config, self.rope = config, rope
+        self.config = config
         self.num_sink, self.window_size, self.slack = num_sink, window_size, slack
         shape = (batch, config.n_kv_head, num_sink + window_size + slack, config.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.angles = rope(torch.arange(shape[2], device=device))  # cos, sin of every rank, [capacity, D] each
 
     @property
     def nbytes(self) -> int:
@@ -386,10 +387,11 @@ class StreamingCache:
         return view
 
 
-def _streaming_geometry(rope: RotaryEmbedding, start: Tensor, rows: int, num_sink: int, window_size: int,
-                        capacity: int, group: int):
+def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int, num_sink: int, window_size: int,
+                        group: int):
     """What all layers share: cos, sin of the keys [B, 1, capacity, D] and of the rows [B, 1, M, D], slots [B, M], bias
-    [B, 1, G * M, capacity]."""
+    [B, 1, G * M, capacity]. angles: those of every rank, [capacity, D] each."""
+    capacity = len(angles[0])
     ring = capacity - num_sink
     positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
     slots = torch.where(positions < num_sink, positions, num_sink + (positions - num_sink) % ring)
@@ -398,8 +400,8 @@ def _streaming_geometry(rope: RotaryEmbedding, start: Tensor, rows: int, num_sin
     newest = positions[:, -1:]
     held = torch.where(slot < num_sink, slot, newest - (newest - slot) % ring)  # [B, capacity]
     oldest = (start[:, None] - window_size + 1).clamp(min=num_sink)  # [B, 1]
-    ranks = [torch.where(p < num_sink, p, num_sink + p - oldest) for p in (held, positions)]
-    (key_cos, key_sin), (cos, sin) = rope(ranks[0].clamp(min=0)), rope(ranks[1])
+    ranks = [torch.where(p < num_sink, p, num_sink + p - oldest).clamp(min=0) for p in (held, positions)]
+    (key_cos, key_sin), (cos, sin) = ([table[rank] for table in angles] for rank in ranks)
     held, positions = held[:, None], positions[..., None]
     recent = (held > positions - window_size) & (held >= num_sink) | (slot < num_sink)
     bias = attention.fold_mask((held <= positions) & recent, group)
@@ -413,8 +415,7 @@ class StreamingBlock:
         self.cache, self.compiled = cache, compiled
         config = cache.config
         self.key_cos, self.key_sin, self.cos, self.sin, slots, self.bias = compiled(_streaming_geometry)(
-            cache.rope, start, rows, cache.num_sink, cache.window_size, cache.k[0].shape[2],
-            config.n_head // config.n_kv_head)
+            cache.angles, start, rows, cache.num_sink, cache.window_size, config.n_head // config.n_kv_head)
         self.slots = slots[:, None, :, None].expand(-1, config.n_kv_head, -1, config.head_dim)
 
     def layer(self, i: int) -> "StreamingLayer":

@@ -66,7 +66,7 @@ def measure(state) -> Costs:
     def sizes(level) -> list[int]:
         if not level.tight:
             return [level.rows]
-        return sorted({rows for rows in (1, 2, 3, 4, 8, 16, 32) if rows < level.rows} | {level.rows})
+        return sorted({rows for rows in (1, 2, 3, 4, 6, 8, 16, 32) if rows < level.rows} | {level.rows})
 
     costs = Costs({rows: timed(outer, rows) for rows in sizes(outer)})
     if inner is not None:

@@ -111,34 +111,39 @@ class Controller:
                         for rounds in range(-(-gamma // (gamma_inner + 1)), gamma + 1):
                             yield Plan(gamma, source, True, gamma_inner, rounds)
 
-    def time_per_token(self, plan: Plan, **rates: float) -> float:
-        """Expected milliseconds; `rates` replace what has been observed."""
-        def rate(name):
-            return rates.get(name, self.rates[name].value)
-
-        costs = self.costs
+    def time_per_token(self, plan: Plan, rates: dict[str, float] | None = None) -> float:
+        """Expected milliseconds. rates: None: as observed."""
+        costs, rates = self.costs, self.observed() if rates is None else rates
         if plan.gamma == 0:
             return at(costs.verify, 1)
         if not plan.retrieval:
             time = costs.drafting(plan.source, plan.gamma) + at(costs.verify, 1 + plan.gamma)
-            return time / emitted(rate(plan.source), plan.gamma)
-        inner = emitted(rate(plan.source), plan.gamma_inner) if plan.source else 1.0
+            return time / emitted(rates[plan.source], plan.gamma)
+        inner = emitted(rates[plan.source], plan.gamma_inner) if plan.source else 1.0
         drafted = min(plan.rounds * inner, plan.gamma)
         time = costs.drafting(plan.source, plan.gamma_inner) + at(costs.retrieval, 1 + plan.gamma_inner)
-        return (plan.rounds * time + at(costs.verify, 1 + drafted)) / emitted(rate("retrieval"), drafted)
+        return (plan.rounds * time + at(costs.verify, 1 + drafted)) / emitted(rates["retrieval"], drafted)
+
+    def observed(self) -> dict[str, float]:
+        return {name: rate.value for name, rate in self.rates.items()}
 
     def choose(self) -> Plan:
-        best = min(self.plans, key=self.time_per_token)
-        if self.time_per_token(best) > self.STAY * self.time_per_token(self.plan):
+        rates = self.observed()
+        time, best = self._fastest(self.plans, rates)
+        if time > self.STAY * self.time_per_token(self.plan, rates):
             best = self.plan
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
             if rate.age >= self.PROBE_AFTER and name != "ngram" and name not in _levels(best):
                 trying = [plan for plan in self.plans if name in _levels(plan)]
-                hopeful = min(trying, key=lambda plan, name=name: self.time_per_token(plan, **{name: 0.95}))
-                if self.time_per_token(hopeful, **{name: 0.95}) < 0.9 * self.time_per_token(best):
+                time, hopeful = self._fastest(trying, rates | {name: 0.95})
+                if time < 0.9 * self.time_per_token(best, rates):
                     return hopeful
         self.plan = best
         return best
+
+    def _fastest(self, plans: list[Plan], rates: dict[str, float]) -> tuple[float, Plan]:
+        times = [self.time_per_token(plan, rates) for plan in plans]
+        return min(zip(times, plans, strict=True), key=lambda pair: pair[0])
 
     def update(self, num_tokens: int, **observed: tuple[int, int]) -> None:
         """After a round: tokens kept, and by level (hits, tests)."""

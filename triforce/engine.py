@@ -311,7 +311,7 @@ class Engine:
             return 0
         chunk, interval = self.settings.chunk_size, self.settings.flush_interval
         if self.budget is None:
-            budget = min(max(-(-prompt_len // 32 // 256) * 256, 256), 4096)
+            budget = min(max(-(-prompt_len // 32 // 256) * 256, 1024), 4096)
         elif isinstance(self.budget, float):
             budget = max(int(self.budget * prompt_len), interval + 2 * chunk)
         else:

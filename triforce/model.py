@@ -203,20 +203,25 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.register_buffer("inv_freq", inverse_frequencies(config), persistent=False)
+        self.register_buffer("frequencies", _both_halves(config), persistent=False)
 
     def _apply(self, fn, recurse=True):
         # Follows the model to its device, but never to its dtype, and survives a model built on the meta device.
         device = fn(torch.empty(0)).device
-        self.inv_freq = inverse_frequencies(self.config).to(device)
+        self.frequencies = _both_halves(self.config).to(device)
         return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [...] (any integer or float dtype) -> cos, sin [..., D], float32, sign of the sine folded in."""
-        angles = positions[..., None].float() * self.inv_freq  # [..., D / 2]
-        scale = self.config.rope_scaling.attention_factor
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        angles = positions[..., None].float() * self.frequencies  # [..., D]
+        cos, sin, scale = angles.cos(), angles.sin(), self.config.rope_scaling.attention_factor
+        return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+
+
+def _both_halves(config: ModelConfig) -> Tensor:
+    """[D]: of the two that a pair turns, the first subtracts the other's share of the sine."""
+    inv_freq = inverse_frequencies(config)
+    return torch.cat([-inv_freq, inv_freq])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -234,14 +239,16 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
+        # Where they are wanted, on the CPU; no buffers, which would follow the weights elsewhere.
+        self.constants = torch.tensor([0.0, (eps * dim) ** 0.5], device="cpu").unbind()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[1] <= 64:
             # The same in four operations. PyTorch has no fused one for the CPU, and a step of few rows of a small
             # model takes as long as its number of operations.
-            size = x.shape[-1]
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return x * self.weight / torch.hypot(length * size**-0.5, length.new_full((), self.eps**0.5))
+            zero, least = self.constants
+            length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least)
+            return torch.addcmul(zero, x, self.weight, value=x.shape[-1] ** 0.5) / length
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -252,8 +252,8 @@ class Speculator:
         law = tape.law(logits[:, : n + 1])
         ahead = torch.arange(n + 1, device=start.device)
         position = start[:, None] + 1 + ahead
-        accept_u = tape.uniform(position[:, :n], self.level, ACCEPT)
         sample_u = tape.uniform(position, self.level, SAMPLE)
+        accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
         draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
         verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u, sample_u)
         num_emitted = torch.minimum(verdict.num_accepted + 1, self.limit - start)  # cut at a limit fixed beforehand

@@ -257,8 +257,8 @@ class State:
     def round(self, speculate: bool = True, one_row: bool = False) -> list[list[int]]:
         """One verify and all that is drafted for it. Returns each row's new tokens; the one host sync is here."""
         level = self.one_row if one_row else self.outer
-        plan = self.plan if self.controller is None else self.controller.choose()
-        self.follow(plan if speculate else Plan())
+        plan = Plan() if not speculate else self.plan if self.controller is None else self.controller.choose()
+        self.follow(plan)
         gathers = level is self.outer and self.retrieval is not None and self.retrieval.awaits_pieces
         level.on_piece = self.retrieval.gather if gathers else None
         level.round()
@@ -286,7 +286,7 @@ class State:
             due = self._rebuild[row].update(num_emitted, num_accepted, num_drafted)
             if self.lens[row] - self.cache.full.lens[row] == self.settings.flush_interval:
                 self._flush(row)
-            if due and plan.retrieval and speculate and self.retrieval.renews and self.retrieval.selected[row]:
+            if due and plan.retrieval and self.retrieval.renews and self.retrieval.selected[row]:
                 self.retrieval.rebuild(row, at_once=False)
                 self._rebuild[row].rebuilt()
         if self.controller is not None and speculate:
