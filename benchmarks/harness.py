@@ -43,6 +43,25 @@ def read_rows(path: str) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def print_kernels(title: str, call, device, top: int = 14) -> None:
+    """What a step spends its time on: its kernels by name, and what lies between them."""
+    from triforce.calibration import milliseconds
+
+    with torch.inference_mode():
+        span, runs = milliseconds(call, device, repeats=7, warm_up=3), 3
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(runs):
+                call()
+            torch.cuda.synchronize(device)
+    kernels = sorted((e for e in profile.key_averages() if e.self_device_time_total > 0),
+                     key=lambda e: -e.self_device_time_total)
+    busy = sum(e.self_device_time_total for e in kernels) / runs / 1e3
+    print(f"--- {title}: {span:.3f} ms, kernels {busy:.3f} ms, {sum(e.count for e in kernels) // runs} of them")
+    for e in kernels[:top]:
+        print(f"{e.self_device_time_total / runs / 1e3:9.3f} ms {e.count // runs:5} x "
+              f"{e.self_device_time_total / e.count:8.1f} us  {e.key[:90]}", flush=True)
+
+
 def pyplot():
     import matplotlib
 

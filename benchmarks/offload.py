@@ -144,7 +144,7 @@ def timeline(state: State, path: str) -> dict[str, float]:
 
 def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[str, float]:
     new = max(args.max_new_tokens, args.warm_up) + 80
-    engine._release()
+    engine.release()
     engine.offload, engine.num_resident_layers = True, resident
     begun = wait()
     torch.cuda.reset_peak_memory_stats()
@@ -193,11 +193,11 @@ def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[
 def peers(engine: Engine, ids: list[int], args) -> dict[str, float]:
     """What needs the memory that the offloaded cache took: the resident prefill, and transformers."""
     row = {}
-    engine._release()
+    engine.release()
     engine.offload, engine.num_resident_layers = False, None
     engine.generate(ids, 2, temperature=0)
     row["resident_prefill_s"] = prefill_seconds(engine, ids, args, 256)[0]
-    engine._release()
+    engine.release()
     try:
         row |= transformers_offloaded(engine, ids)
     except Exception as error:  # a peer's fault is a finding, not the end of the run

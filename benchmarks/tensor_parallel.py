@@ -18,15 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from triforce.calibration import milliseconds
-from triforce.parallel import from_environment
+from triforce.parallel import from_environment, leave
 
 sys.path.insert(0, str(Path(__file__).parent))
 import offload  # noqa: E402
 import on_chip  # noqa: E402
-from harness import cap_memory, pyplot, read_prompts, read_rows, report, save  # noqa: E402
+from harness import cap_memory, print_kernels, pyplot, read_prompts, read_rows, report, save  # noqa: E402
 
 CHAIN = 50  # all-reduces in a graph
 
@@ -54,11 +53,31 @@ def all_reduce_us(group, dim: int, dtype: torch.dtype) -> dict[str, float]:
     return row
 
 
+def profile(engine, ids: list[int]) -> None:
+    """Prints the kernels of a verify and of a retrieval step."""
+    state = engine.prepare([ids], 256, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=[0])
+    outer, inner, here = state.outer, state.inner, state.outer.length.clone()
+
+    def step(level, probs):
+        def call():
+            level.length.copy_(here)
+            level.base.copy_(here)
+            torch.add(here, level.rows, out=level.limit)
+            count = torch.full_like(here, level.rows - 1)
+            level.step(level.view.dense_len, level.view.max_len, level.rows, count, probs)
+
+        return call
+
+    print_kernels("full verify", step(outer, None), engine.device)
+    print_kernels("retrieval step", step(inner, outer.draft_probs), engine.device)
+
+
 def parser() -> argparse.ArgumentParser:
     p = on_chip.parser()
     p.description = __doc__
     p.add_argument("--offload", action="store_true", help="the cache in host memory, measured as by offload.py")
     p.add_argument("--resident", type=int, default=0, help="with --offload: layers that stay on the devices")
+    p.add_argument("--profile", action="store_true", help="print the kernels of the steps instead")
     p.add_argument("--prefill-chunk-size", type=int, default=8192)
     p.add_argument("--flush-interval", type=int, default=128)
     p.set_defaults(contexts=[124928], timeline=None)
@@ -79,6 +98,9 @@ def run(args) -> None:
             engine.budget = budget
             if args.offload:
                 row = offload.measure(engine, ids, args.resident, args)
+            elif args.profile:
+                profile(engine, ids)
+                continue
             else:
                 row = on_chip.measure_context(engine, ids, args)
             if rank == 0:
@@ -133,8 +155,7 @@ def main() -> None:
     silent = int(os.environ.get("RANK", 0)) > 0
     with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
         run(args)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory():
     assert engine.generate(ids, 64, temperature=0).tokens == expected
     hosts = list(offload.host.values())
     del offload
-    engine._release()
+    engine.release()
     assert not any(kv.is_pinned() for kv in hosts)
 
 

@@ -267,7 +267,7 @@ def _columns(stats) -> list[tuple[str, str]]:
 
 
 def run(argv: list[str]) -> int:
-    from .parallel import from_environment
+    from .parallel import from_environment, leave
 
     flags = parser()
     known = {option for action in flags._actions for option in action.option_strings}
@@ -282,6 +282,12 @@ def run(argv: list[str]) -> int:
         logging.disable()
     if args.prompts is not None and (args.prompt is not None or args.prompt_file is not None or args.compare):
         raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
+    status = answer(args, group, sampling, wants_comparison=args.compare if args.compare is not None else not argv)
+    leave()
+    return status
+
+
+def answer(args, group, sampling: dict, wants_comparison: bool) -> int:
     engine = load_engine(args, group)
     if args.prompts is not None:
         return answer_prompts(engine, args, sampling)
@@ -292,7 +298,6 @@ def run(argv: list[str]) -> int:
           f"{len(ids):,} prompt tokens, budget {engine.resolve_budget(len(ids)):,}", file=sys.stderr)
     result = stream_text(engine, ids, args, sampling)
     report = {"checkpoint": args.checkpoint, **asdict(result)}
-    wants_comparison = args.compare if args.compare is not None else not argv
     identical = True
     if wants_comparison:
         print("comparing with autoregression ...", file=sys.stderr)

@@ -171,13 +171,13 @@ class Engine:
             except torch.OutOfMemoryError:
                 done = None
             if done is None:  # here, where no traceback holds on to the buffers any more
-                self._release()
+                self.release()
                 raise UserError(f"{self.device} ran out of memory; leave more of it free, or ask for less: --offload, "
                                 "a smaller --prefill-chunk-size, --max-seq-len or --budget")
             results += done
         return results
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Frees the buffers of the last conversation."""
         self._state = self._serving = None
         gc.collect()  # compiled steps make reference cycles
@@ -267,7 +267,7 @@ class Engine:
             return state
         capacity = -(-needed // 1024) * 1024 if self.max_seq_len is None else needed
         del state
-        self._release()  # before the new ones are planned
+        self.release()  # before the new ones are planned
         resident = self._plan(batch, capacity, budget)
         # The same bytes a second time: only where they are a small part of what is free.
         kv_bytes = memory.prefix_bytes(self.target.config, self.target.config.n_layer, batch=batch, capacity=capacity,

@@ -7,6 +7,7 @@ function of seed and position: so no token is ever sent. What is measured rather
 agreed on.
 """
 
+import gc
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -109,6 +110,13 @@ def from_environment(device: str | None = None) -> tuple[Group | None, str | Non
     name = dist.group.WORLD.group_name
     buffer = _shared_buffer(device, name) if device.startswith("cuda") else None
     return Group(dist.get_rank(), size, name, buffer), device
+
+
+def leave() -> None:
+    """Ends this process's part in the group; engines must be out of use."""
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()  # recorded graphs hold on to the communicator, which would wait for them for ever
+        dist.destroy_process_group()
 
 
 def shard_config(config: ModelConfig, group: Group | None) -> ModelConfig:

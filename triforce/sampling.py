@@ -16,6 +16,7 @@ from .errors import UserError
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
+SEARCH_FROM = 65_536  # tokens of a vocabulary; an H200 sorts 32,000 as fast as it searches them
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def _smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
     """The least probability that survives top-k and top-p, [B, n, 1]; 0 where all do."""
+    if probs.is_cuda and probs.shape[-1] >= SEARCH_FROM:
+        return _search_smallest_kept(probs, params)
     ranked = _most_probable(probs, params)  # [B, n, V or fewer]
     total, top_p = 1.0, params.top_p.to(probs.dtype)[:, None, None]
     if params.uses.top_k:
@@ -152,6 +155,32 @@ def _smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
         by_count = ranked.gather(-1, ((ranked > 0).sum(-1, keepdim=True) - 1).clamp(min=0))
         return torch.where(keeps_all, torch.where(everything, 0.0, by_count), smallest)
     return torch.where(keeps_all, 0.0, smallest)
+
+
+def _search_smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
+    """The same for float32, without sorting: a search for the bits of that probability, three in each pass."""
+    bits = probs.view(torch.int32)  # ascending as the numbers are, since none is negative; 1.0 has the 30th bit last
+
+    def largest(enough) -> Tensor:
+        """The largest probability, as bits, at which `enough` holds; 0 if it never does."""
+        found = torch.zeros_like(bits[..., :1])
+        for shift in range(27, -1, -3):
+            found = found + (sum(enough(found + (step << shift)).int() for step in range(1, 8)) << shift)
+        return found
+
+    top_p = params.top_p[:, None, None]
+    goal, smallest = top_p, 0
+    if params.uses.top_k:
+        top_k = params.top_k[:, None, None]
+        kth = largest(lambda least: (bits >= least).sum(-1, keepdim=True) >= top_k)
+        smallest = torch.where(top_k == 0, 0, kth)
+        more = bits > smallest  # of those that tie for the k-th place, as many count as there is room for
+        rest = (top_k - more.sum(-1, keepdim=True)) * smallest.view(torch.float32)
+        total = torch.where(more, probs, 0.0).sum(-1, keepdim=True) + rest
+        goal = torch.where(top_k == 0, top_p, top_p * total)
+    nucleus = largest(lambda least: torch.where(bits >= least, probs, 0.0).sum(-1, keepdim=True) >= goal)
+    nucleus = torch.where(top_p == 1, 0, nucleus)
+    return torch.maximum(nucleus, smallest).view(torch.float32) if params.uses.top_k else nucleus.view(torch.float32)
 
 
 def _most_probable(probs: Tensor, params: SamplingParams) -> Tensor:

@@ -1,0 +1,199 @@
+"""Many long sequences at once: throughput of each way to draft, beside autoregression, against batch size and length.
+
+    python benchmarks/batch.py --shape llama-3.1-8b --contexts 32768 --batches 1 4 8 16 --text book.txt --out rows.jsonl
+    torchrun --nproc-per-node 8 benchmarks/batch.py --shape llama-3.1-8b --contexts 102400 --batches 32 ...
+    python benchmarks/batch.py --plot rows.jsonl
+
+Each row of a batch continues another stretch of the text. Throughput is that of `--rounds` rounds of all rows, from a
+state that is warm, so no row waits for another to end. `--gammas` sweeps fixed plans beside the controller's. Shapes
+are widened as in on_chip.py.
+"""
+
+import contextlib
+import gc
+import io
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from triforce.calibration import milliseconds
+from triforce.controller import Plan
+from triforce.engine import Engine
+from triforce.parallel import from_environment, leave
+
+sys.path.insert(0, str(Path(__file__).parent))
+import on_chip  # noqa: E402
+from harness import cap_memory, pyplot, read_rows, read_text, report, save  # noqa: E402
+
+# Ways to draft: (draft model, retrieval level and what it holds)
+WAYS = {"retrieval": (False, "retrieval"), "snapkv": (False, "snapkv"), "streaming": (False, "streaming"),
+        "draft": (True, None), "hierarchy": (True, "retrieval")}
+
+
+def bandwidth_gb_s(device: torch.device) -> float:
+    """What a copy of 4 GB moves, reads and writes."""
+    source = torch.empty(2**31, dtype=torch.int16, device=device)
+    target = torch.empty_like(source)
+    seconds = milliseconds(lambda: target.copy_(source), device, 7, 2) / 1e3
+    return 2 * source.nbytes / 1e9 / seconds
+
+
+def throughput(state, rounds: int, warm_up: int, limit: int, **how) -> dict[str, float]:
+    """Tokens per second of all rows, over rounds that begin warm; how: see `State.round`."""
+    state.rewind(limit)
+    emitted = [0] * state.batch
+
+    def run(count: int) -> tuple[int, float]:
+        done, begun = 0, time.perf_counter()
+        for _ in range(count):
+            if max(emitted) + state.settings.block_size > limit:
+                break
+            for row, tokens in enumerate(state.round(**how)):  # waits for the device
+                emitted[row] += len(tokens)
+            done += 1
+        return done, time.perf_counter() - begun
+
+    run(warm_up)
+    before = sum(emitted)
+    done, seconds = run(rounds)
+    tokens = sum(emitted) - before
+    return {"tokens_per_second": tokens / seconds, "tbt_ms": seconds * 1e3 * state.batch / tokens,
+            "tokens_per_verify": tokens / done / state.batch, "rounds": done}
+
+
+def engine_of(base: Engine, way: str, args) -> Engine:
+    """The same weights, drafting in another way."""
+    drafts, cache = WAYS[way]
+    settings = replace(base.settings, retrieval=cache is not None, draft_cache=cache or "retrieval")
+    return Engine(base.target, None, base.draft if drafts else None, settings=settings, max_batch_size=128,
+                  compile=base.compile)
+
+
+def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args) -> list[dict]:
+    """Rows of one way at one budget: the controller's plans, each fixed gamma, and autoregression."""
+    engine = engine_of(base, way, args)
+    engine.budget = budget if WAYS[way][1] else None
+    limit = args.warm_up * 2 + args.rounds * 4
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None,
+                "seed": list(range(len(prompts)))}
+    begun = time.perf_counter()
+    state = engine.prepare(prompts, limit, **sampling)
+    common = {"context": len(prompts[0]), "batch": len(prompts), "way": way, "budget": state.budget,
+              "prefill_s": time.perf_counter() - begun}
+    rows = []
+    if args.autoregression:
+        plain = throughput(state, args.rounds, args.warm_up, limit, speculate=False, one_row=True)
+        config, weights = engine.target.config, sum(p.nbytes for p in engine.target.parameters())
+        kv = 2 * sum(state.lens) * config.n_layer * config.n_kv_head * config.head_dim * engine.target.dtype.itemsize
+        moved = (weights + kv) / 1e9
+        rows.append({**common, "way": "autoregression", "plan": "", **plain, "moved_gb": moved,
+                     "moved_gb_s": moved * plain["tokens_per_second"] / len(prompts)})
+        args.autoregression = False
+    chosen = throughput(state, args.rounds, args.warm_up, limit)
+    rows.append({**common, "plan": "auto", **chosen, "chosen": str(state.controller.plan)})
+    gammas = [gamma for gamma in args.gammas if gamma < args.block_size]
+    controller, state.controller = state.controller, None
+    for gamma in gammas:
+        drafts, cache = WAYS[way]
+        state.settings = replace(state.settings, auto=False)
+        inner = min(2, gamma) if drafts and cache else 0
+        state.plan = Plan(gamma, "model" if drafts else None, cache is not None, inner,
+                          0 if not cache else gamma if not inner else -(-gamma // 2))
+        rows.append({**common, "plan": f"gamma {gamma}", **throughput(state, args.rounds, args.warm_up, limit)})
+    rates = {f"rate_{name}": rate.value for name, rate in controller.rates.items()}
+    rows[-len(gammas) - 1] |= rates
+    return rows
+
+
+def run(args) -> None:
+    group, args.device = from_environment(args.device)
+    cap_memory(args.memory_cap)
+    base, tokenizer = on_chip.load(args, group, prefill_chunk_size=args.prefill_chunk_size)
+    ids = tokenizer.encode(read_text(args.text))
+    common = {"gpus": 1 if group is None else group.size, **on_chip.about(base, args)}
+    if base.device.type == "cuda":
+        common["bandwidth_gb_s"] = bandwidth_gb_s(base.device)
+    for context in args.contexts:
+        for batch in args.batches:
+            step = max((len(ids) - context) // max(batch - 1, 1), 0)
+            if not step and batch > 1:
+                raise SystemExit(f"the text has {len(ids):,} tokens; {batch} stretches of {context:,} need more")
+            prompts = [ids[i * step : i * step + context] for i in range(batch)]
+            args.autoregression = True
+            for way in args.ways:
+                for budget in args.budgets or [512]:
+                    rows = measure(base, way, prompts, budget, args)
+                    gc.collect()
+                    if base.device.type == "cuda":
+                        torch.cuda.empty_cache()
+                    for row in rows:
+                        title = f"{row['way']} {row['plan']}, {batch} x {context:,} tokens, budget {row['budget']}"
+                        if group is None or group.rank == 0:
+                            report(title, row, common, args.out)
+                    if WAYS[way][1] is None:  # has no budget
+                        break
+
+
+def table(rows: list[dict]) -> list[str]:
+    """The best plan of each way at each size, over autoregression."""
+    plain = {(row["context"], row["batch"], row["gpus"]): row for row in rows if row["way"] == "autoregression"}
+    best: dict[tuple, dict] = {}
+    for row in rows:
+        key = row["context"], row["batch"], row["gpus"], row["way"]
+        if key not in best or row["tokens_per_second"] > best[key]["tokens_per_second"]:
+            best[key] = row
+    lines = ["context batch GPUs  way             plan     budget  tokens/s  ms/token  of autoregression  bandwidth"]
+    for key, row in sorted(best.items()):
+        one = plain.get(key[:3])
+        times = f"{row['tokens_per_second'] / one['tokens_per_second']:.2f}" if one else ""
+        timed = "moved_gb_s" in row and "bandwidth_gb_s" in row
+        share = f"{row['moved_gb_s'] / row['bandwidth_gb_s']:.0%}" if timed else ""
+        lines.append(f"{row['context']:>7}{row['batch']:>6}{row['gpus']:>5}  {row['way']:<16}{row['plan']:<9}"
+                     f"{row['budget']:>6}{row['tokens_per_second']:>10.1f}{row['tbt_ms']:>10.2f}{times:>19}{share:>11}")
+    return lines
+
+
+def plot(path: str) -> None:
+    rows, plt = read_rows(path), pyplot()
+    print("\n".join(table(rows)))
+    contexts = sorted({row["context"] for row in rows})
+    figure, axes = plt.subplots(1, len(contexts), figsize=(5 * len(contexts), 4), squeeze=False)
+    for axis, context in zip(axes[0], contexts, strict=True):
+        for way in ("autoregression", *WAYS):
+            points: dict[int, float] = {}
+            for row in rows:
+                if row["context"] == context and row["way"] == way:
+                    points[row["batch"]] = max(points.get(row["batch"], 0), row["tokens_per_second"])
+            if points:
+                axis.plot(*zip(*sorted(points.items()), strict=True), "s--" if way == "autoregression" else "o-",
+                          label=way)
+        axis.set(xlabel="sequences", ylabel="tokens per second", title=f"{context:,} tokens each", ylim=(0, None))
+        axis.legend(fontsize=8)
+    save(figure, path, rows)
+
+
+def main() -> None:
+    p = on_chip.parser()
+    p.description = __doc__
+    p.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
+    p.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    p.add_argument("--gammas", type=int, nargs="*", default=[1, 2, 3])
+    p.add_argument("--rounds", type=int, default=48, help="timed in each setting")
+    p.add_argument("--prefill-chunk-size", type=int, default=8192)
+    p.set_defaults(contexts=[32768], block_size=4, warm_up=12)
+    args = p.parse_args()
+    if args.plot:
+        plot(args.plot)
+        return
+    silent = int(os.environ.get("RANK", 0)) > 0
+    with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
+        run(args)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
