@@ -157,6 +157,29 @@ def test_compiled_noise_is_the_same_noise(random_models):
             assert torch.equal(on_gpu.cpu(), sampling.uniform(seed, position, level, purpose))
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_laws_and_draws_of_a_batch_over_a_large_vocabulary(rows):
+    """Compiled, and in two steps where the vocabulary is summed up: what a CPU says of the same numbers."""
+    batch, vocab_size = 16, 128_256
+    logits = torch.randn(batch, rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    u = torch.rand(batch, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    made = []
+    for device in ("cpu", "cuda"):
+        params = sampling.SamplingParams.allocate(batch, device)
+        params.set(temperature=0.8, top_p=[0.5, 0.9, 1.0, 0.99] * 4, top_k=None, min_p=None, seed=0)
+
+        def both(logits, u, params=params):
+            law = sampling.probabilities(logits, params)
+            return law, sampling.sample(law, u)
+
+        call = torch.compile(both, dynamic=False) if device == "cuda" else both
+        made.append([x.cpu() for x in call(logits.to(device), u.to(device))])
+    (law, tokens), (found_law, found_tokens) = made
+    torch.testing.assert_close(found_law, law, rtol=1e-3, atol=1e-4)
+    assert (found_tokens != tokens).float().mean() < 0.1  # a draw at a border may fall to the other side
+    assert (found_law.gather(2, found_tokens[..., None]) > 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype):
     target = ModelConfig(VOCAB, 256, 2, 4, 2, 64, 512, max_position_embeddings=8192)

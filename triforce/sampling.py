@@ -16,7 +16,6 @@ from .errors import UserError
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
-SEARCH_FROM = 65_536  # tokens of a vocabulary; an H200 sorts 32,000 as fast as it searches them
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,6 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def _smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
     """The least probability that survives top-k and top-p, [B, n, 1]; 0 where all do."""
-    if probs.is_cuda and probs.shape[-1] >= SEARCH_FROM:
-        return _search_smallest_kept(probs, params)
     ranked = _most_probable(probs, params)  # [B, n, V or fewer]
     total, top_p = 1.0, params.top_p.to(probs.dtype)[:, None, None]
     if params.uses.top_k:
@@ -146,7 +143,7 @@ def _smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
         everything = top_k == 0
         ranked = torch.where((torch.arange(ranked.shape[-1], device=probs.device) < top_k) | everything, ranked, 0.0)
         total = torch.where(everything, 1.0, ranked.sum(-1, keepdim=True))
-    before = ranked.cumsum(-1) - ranked  # mass of the more probable tokens
+    before = _cumsum(ranked) - ranked  # mass of the more probable tokens
     kept = (before < top_p * total) & (ranked > 0)
     last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
     smallest = ranked.gather(-1, last)
@@ -155,32 +152,6 @@ def _smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
         by_count = ranked.gather(-1, ((ranked > 0).sum(-1, keepdim=True) - 1).clamp(min=0))
         return torch.where(keeps_all, torch.where(everything, 0.0, by_count), smallest)
     return torch.where(keeps_all, 0.0, smallest)
-
-
-def _search_smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
-    """The same for float32, without sorting: a search for the bits of that probability, three in each pass."""
-    bits = probs.view(torch.int32)  # ascending as the numbers are, since none is negative; 1.0 has the 30th bit last
-
-    def largest(enough) -> Tensor:
-        """The largest probability, as bits, at which `enough` holds; 0 if it never does."""
-        found = torch.zeros_like(bits[..., :1])
-        for shift in range(27, -1, -3):
-            found = found + (sum(enough(found + (step << shift)).int() for step in range(1, 8)) << shift)
-        return found
-
-    top_p = params.top_p[:, None, None]
-    goal, smallest = top_p, 0
-    if params.uses.top_k:
-        top_k = params.top_k[:, None, None]
-        kth = largest(lambda least: (bits >= least).sum(-1, keepdim=True) >= top_k)
-        smallest = torch.where(top_k == 0, 0, kth)
-        more = bits > smallest  # of those that tie for the k-th place, as many count as there is room for
-        rest = (top_k - more.sum(-1, keepdim=True)) * smallest.view(torch.float32)
-        total = torch.where(more, probs, 0.0).sum(-1, keepdim=True) + rest
-        goal = torch.where(top_k == 0, top_p, top_p * total)
-    nucleus = largest(lambda least: torch.where(bits >= least, probs, 0.0).sum(-1, keepdim=True) >= goal)
-    nucleus = torch.where(top_p == 1, 0, nucleus)
-    return torch.maximum(nucleus, smallest).view(torch.float32) if params.uses.top_k else nucleus.view(torch.float32)
 
 
 def _most_probable(probs: Tensor, params: SamplingParams) -> Tensor:
@@ -199,12 +170,24 @@ def _most_probable(probs: Tensor, params: SamplingParams) -> Tensor:
     return probs.sort(dim=-1, descending=True).values
 
 
+def _cumsum(x: Tensor, stretch: int = 1024) -> Tensor:
+    """x.cumsum(-1) of [B, ..., N]. For a batch on a GPU in two steps, stretches and their sums: the compiler of torch
+    2.11 fails on long scans of several rows."""
+    if not x.is_cuda or len(x) == 1 or x.shape[-1] <= stretch:
+        return x.cumsum(-1)
+    size = x.shape[-1]
+    within = torch.nn.functional.pad(x, (0, -size % stretch)).unflatten(-1, (-1, stretch)).cumsum(-1)
+    before = within[..., -1].cumsum(-1).roll(1, -1)
+    before[..., 0] = 0
+    return (within + before[..., None]).flatten(-2)[..., :size]
+
+
 def sample(probs: Tensor, u: Tensor) -> Tensor:
     """The token at which the cumulative distribution passes u: probs [..., V] (any positive sum), u [...] -> [...].
 
     Sums are taken in float64, so a token's chance is right to 2**-52, not to the 2**-24 of a float32 uniform.
     """
-    cumulative = probs.double().cumsum(-1)
+    cumulative = _cumsum(probs.double())
     return (cumulative <= u[..., None] * cumulative[..., -1:]).sum(-1)
 
 
