@@ -161,16 +161,17 @@ def plot(path: str) -> None:
     rows, plt = read_rows(path), pyplot()
     print("\n".join(table(rows)))
     contexts = sorted({row["context"] for row in rows})
-    figure, axes = plt.subplots(1, len(contexts), figsize=(5 * len(contexts), 4), squeeze=False)
+    figure, axes = plt.subplots(1, len(contexts), figsize=(max(5 * len(contexts), 7), 4), squeeze=False)
     for axis, context in zip(axes[0], contexts, strict=True):
+        batches = sorted({row["batch"] for row in rows if row["context"] == context})
         for way in ("autoregression", *WAYS):
             points: dict[int, float] = {}
             for row in rows:
                 if row["context"] == context and row["way"] == way:
                     points[row["batch"]] = max(points.get(row["batch"], 0), row["tokens_per_second"])
-            if points:
-                axis.plot(*zip(*sorted(points.items()), strict=True), "s--" if way == "autoregression" else "o-",
-                          label=way)
+            if points:  # no line across a size that was not measured
+                ys = [points.get(batch, float("nan")) for batch in batches]
+                axis.plot(batches, ys, "s--" if way == "autoregression" else "o-", label=way)
         axis.set(xlabel="sequences", ylabel="tokens per second", title=f"{context:,} tokens each", ylim=(0, None))
         axis.legend(fontsize=8)
     save(figure, path, rows)

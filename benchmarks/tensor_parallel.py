@@ -110,7 +110,7 @@ def run(args) -> None:
 def relations(rows: list[dict]) -> list[str]:
     """A line for each row: its figures, and each over that of the same work on one GPU."""
     def work(row) -> tuple:
-        return row["shape"] or row["checkpoint"], row["context"], row["draft_dtype"], row.get("offload", False)
+        return row["shape"] or row["checkpoint"], row["context"], row["draft_dtype"], row["offload"]
 
     alone = {work(row): row for row in rows if row["gpus"] == 1}
     lines = [f"{'':<34}GPUs  verify ms  of one   one row    retrieval  per token  of one  over autoregression"]
@@ -118,7 +118,7 @@ def relations(rows: list[dict]) -> list[str]:
         one = alone.get(work(row))
         shares = [f"{row[name] / one[name]:>6.2f}" if one else f"{'':>6}" for name in ("verify_ms", "tbt_ms")]
         kind = f"{work(row)[0]} {row['context']:,}{' fp8' if row['draft_dtype'] else ''}"
-        kind += " offloaded" if row.get("offload") else ""
+        kind += " offloaded" if row["offload"] else ""
         one_row = row.get("one_row_ms", 0.0)
         lines.append(f"{kind:<34}{row['gpus']:>4}{row['verify_ms']:>11.2f}  {shares[0]}{one_row:>10.2f}"
                      f"{row['retrieval_ms']:>13.2f}{row['tbt_ms']:>11.2f}  {shares[1]}{row['speedup']:>21.2f}")
@@ -129,9 +129,10 @@ def plot(path: str) -> None:
     rows = read_rows(path)
     print("\n".join(relations(rows)))
     plt, groups = pyplot(), {}
+    rows = [row for row in rows if not row["offload"]]  # those take a hundred times as long
     for row in sorted(rows, key=lambda row: row["gpus"]):
         name = (row["shape"] or row["checkpoint"]) + (", fp8" if row["draft_dtype"] else "")
-        groups.setdefault((name + (", offloaded" if row.get("offload") else ""), row["context"]), []).append(row)
+        groups.setdefault((name, row["context"]), []).append(row)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     for (name, context), group in groups.items():
         gpus = [row["gpus"] for row in group]
@@ -141,7 +142,7 @@ def plot(path: str) -> None:
         axes[1].plot(gpus, [row["autoregression_tbt_ms"] for row in group], "s--", color=line.get_color(),
                      label=f"{label}: autoregression")
     for axis, what in zip(axes, ("ms per full verify", "ms per token"), strict=True):
-        axis.set(xlabel="GPUs", ylabel=what, xscale="log", yscale="log")
+        axis.set(xlabel="GPUs", ylabel=what, xscale="log", ylim=(0, None))
         axis.set_xticks(sorted({row["gpus"] for row in rows}), sorted({row["gpus"] for row in rows}))
         axis.legend(fontsize=6)
     save(figure, path, rows)

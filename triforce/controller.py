@@ -8,6 +8,8 @@ acceptance is exact whatever was drafted.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -35,18 +37,7 @@ class Costs:
         return first + (count - 1) * further
 
 
-def at(table: dict[int, float], rows: float) -> float:
-    """Linear between the measured numbers of rows, constant beyond them."""
-    known = sorted(table)
-    if rows <= known[0]:
-        return table[known[0]]
-    for low, high in zip(known, known[1:], strict=False):
-        if rows <= high:
-            return table[low] + (table[high] - table[low]) * (rows - low) / (high - low)
-    return table[known[-1]]
-
-
-def emitted(rate: float, drafted: float) -> float:
+def emitted(rate, drafted):
     """Expected tokens of a round that checks so many drafted ones, each kept with this chance if those before it were:
     1 + rate + ... + rate ** drafted (Leviathan et al., arXiv 2211.17192, eq. 1)."""
     return (1 - rate ** (drafted + 1)) / (1 - rate)
@@ -97,7 +88,8 @@ class Controller:
         levels = (["retrieval"] if costs.retrieval else []) + list(costs.sources)
         self.rates = {name: Rate(self.PRIORS[name]) for name in levels}
         self.plans = list(self._candidates(max_gamma, max_inner))
-        self.plan = Plan()
+        self._now = 0  # no speculation
+        self._tabulate()
 
     def _candidates(self, max_gamma: int, max_inner: int) -> Iterable[Plan]:
         yield Plan()
@@ -111,39 +103,52 @@ class Controller:
                         for rounds in range(-(-gamma // (gamma_inner + 1)), gamma + 1):
                             yield Plan(gamma, source, True, gamma_inner, rounds)
 
-    def time_per_token(self, plan: Plan, rates: dict[str, float] | None = None) -> float:
-        """Expected milliseconds. rates: None: as observed."""
-        costs, rates = self.costs, self.observed() if rates is None else rates
-        if plan.gamma == 0:
-            return at(costs.verify, 1)
-        if not plan.retrieval:
-            time = costs.drafting(plan.source, plan.gamma) + at(costs.verify, 1 + plan.gamma)
-            return time / emitted(rates[plan.source], plan.gamma)
-        inner = emitted(rates[plan.source], plan.gamma_inner) if plan.source else 1.0
-        drafted = min(plan.rounds * inner, plan.gamma)
-        time = costs.drafting(plan.source, plan.gamma_inner) + at(costs.retrieval, 1 + plan.gamma_inner)
-        return (plan.rounds * time + at(costs.verify, 1 + drafted)) / emitted(rates["retrieval"], drafted)
+    def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
+        """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""
+        chance = np.array([*(rates[name] for name in self._names), 0.0])
+        of_source, of_checker = chance[self._source], chance[self._checker]
+        drafted = np.minimum(self._rounds * emitted(of_source, self._inner), self._gamma)
+        verify = np.interp(1 + drafted, *self._verify)
+        return (self._drafting + verify) / emitted(of_checker, drafted)
 
-    def observed(self) -> dict[str, float]:
-        return {name: rate.value for name, rate in self.rates.items()}
+    def _tabulate(self) -> None:
+        """What all plans have in common over time, as arrays: there are thousands of them for large blocks."""
+        costs, plans = self.costs, self.plans
+        self._names = list(self.rates)
+        number = {name: i for i, name in enumerate(self._names)} | {None: len(self._names)}
+        self._verify = zip(*sorted(costs.verify.items()), strict=True)
+        self._verify = [np.array(column) for column in self._verify]
+        self._gamma = np.array([plan.gamma for plan in plans])
+        # A plan without a retrieval level is one round in which all that is asked for is drafted.
+        self._rounds = np.array([plan.rounds if plan.retrieval else plan.gamma for plan in plans])
+        self._inner = np.array([plan.gamma_inner if plan.retrieval and plan.source else 0 for plan in plans])
+        self._source = np.array([number[plan.source] for plan in plans])
+        self._checker = np.array([number["retrieval" if plan.retrieval else plan.source] for plan in plans])
+        self._uses = {name: (self._source == i) | (self._checker == i) for name, i in number.items() if name}
+        retrieval = sorted(costs.retrieval.items())
+        self._drafting = np.array([
+            plan.rounds * (costs.drafting(plan.source, plan.gamma_inner) +
+                           np.interp(1 + plan.gamma_inner, *zip(*retrieval, strict=True))) if plan.retrieval
+            else costs.drafting(plan.source, plan.gamma) for plan in plans])
 
     def choose(self) -> Plan:
-        rates = self.observed()
-        time, best = self._fastest(self.plans, rates)
-        if time > self.STAY * self.time_per_token(self.plan, rates):
-            best = self.plan
+        rates = {name: rate.value for name, rate in self.rates.items()}
+        times = self.times_per_token(rates)
+        best = int(times.argmin())
+        if times[best] > self.STAY * times[self._now]:
+            best = self._now
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
-            if rate.age >= self.PROBE_AFTER and name != "ngram" and name not in _levels(best):
-                trying = [plan for plan in self.plans if name in _levels(plan)]
-                time, hopeful = self._fastest(trying, rates | {name: 0.95})
-                if time < 0.9 * self.time_per_token(best, rates):
-                    return hopeful
-        self.plan = best
-        return best
+            if rate.age >= self.PROBE_AFTER and name != "ngram" and not self._uses[name][best]:
+                hopes = np.where(self._uses[name], self.times_per_token(rates | {name: 0.95}), np.inf)
+                if hopes.min() < 0.9 * times[best]:
+                    return self.plans[int(hopes.argmin())]
+        self._now = best
+        return self.plans[best]
 
-    def _fastest(self, plans: list[Plan], rates: dict[str, float]) -> tuple[float, Plan]:
-        times = [self.time_per_token(plan, rates) for plan in plans]
-        return min(zip(times, plans, strict=True), key=lambda pair: pair[0])
+    @property
+    def plan(self) -> Plan:
+        """What was chosen last, other than to try something."""
+        return self.plans[self._now]
 
     def update(self, num_tokens: int, **observed: tuple[int, int]) -> None:
         """After a round: tokens kept, and by level (hits, tests)."""
@@ -153,7 +158,3 @@ class Controller:
                 rate.update(hits, tests)
             else:
                 rate.idle(num_tokens)
-
-
-def _levels(plan: Plan) -> set[str]:
-    return {name for name in (plan.source, "retrieval" if plan.retrieval else None) if name}
