@@ -64,7 +64,7 @@ def profile(engine, ids: list[int]) -> None:
             level.base.copy_(here)
             torch.add(here, level.rows, out=level.limit)
             count = torch.full_like(here, level.rows - 1)
-            level.step(level.view.dense_len, level.view.max_len, level.rows, count, probs)
+            level.step(*level.view.extent, level.rows, count, probs)
 
         return call
 

@@ -27,8 +27,8 @@ from .packed import MIN_ROWS, MIN_TOKENS, PackedPrefix
 class View:
     """A run of keys and values per layer that a level attends to besides the tail.
 
-    Row b sees the first `lens[b]` positions of `k[layer]`, `v[layer]`, each [B, K, capacity, D]. The first
-    `dense_len` are seen by every row and go through the fused kernel; those up to `max_len` are masked per row.
+    Row b sees the first `lens[b]` positions of `k[layer]`, `v[layer]`, each [B, K, capacity, D]. How they are attended
+    to is its `extent`.
     """
 
     lies_near = False  # its storage is followed by the tail: see TargetCache.near
@@ -52,26 +52,27 @@ class View:
         self.len[row].fill_(length)
 
     @property
-    def dense_len(self) -> int:
-        return min(self.lens)
-
-    @property
-    def max_len(self) -> int:
-        return max(self.lens)
+    def extent(self) -> tuple[int, int, tuple[int, ...]]:
+        """(dense, longest, starts). The first `dense` positions are seen by every row and go through one fused kernel;
+        the others, `longest - dense` of them, are masked per row. starts: empty, or per row where its masked ones
+        begin; those between `dense` and there go through the fused kernel row by row."""
+        return min(self.lens), max(self.lens), ()
 
 
 class FullView(View):
     """The whole prefix: its first layers on the device, in `k` and `v`, the others, if any, in `offload`.
 
-    A batch's rows flush at different times. So that a row's bits do not depend on when its neighbours do, the dense
-    part of a batch stays what it was when the batch began, and the masked part is as long as it may become.
+    A batch's rows flush at different times. So that a row's bits do not depend on when its neighbours do, and nothing
+    is recorded anew when they do, what is not masked stays what it was when the batch began, and the masked part is as
+    long as it may become.
     """
 
-    _batch_bounds: tuple[int, int] | None = None
+    _batch_extent: tuple[int, int, tuple[int, ...]] | None = None
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, offload: Offload | None):
         super().__init__(config, batch, capacity, device, dtype, num_layers=offload and offload.num_resident)
         self.offload = offload
+        self.starts = torch.zeros_like(self.len)  # what `extent` says of them, on the device
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
         """Tokens [start, stop) of layer i: [2, K, stop - start, D]."""
@@ -102,17 +103,21 @@ class FullView(View):
             layers = zip(self.k, self.v, strict=True)
             self.packed = [PackedPrefix(k[0, :, :length], v[0, :, :length]) for k, v in layers]
 
-    def fix_bounds(self, max_len: int) -> None:
+    def fix_extent(self, max_len: int) -> None:
         """Called once the prompts are in: no row's prefix will outgrow max_len."""
-        self._batch_bounds = (min(self.lens), max_len) if len(self.lens) > 1 else None
+        self._batch_extent = None
+        if len(self.lens) == 1:
+            return
+        dense = min(self.lens)
+        if self.offload is None and max(self.lens) > dense:
+            self._batch_extent = dense, dense + max_len - max(self.lens), tuple(self.lens)
+            self.starts.copy_(torch.tensor(self.lens))
+        else:  # the pieces of what streams past are those of all rows
+            self._batch_extent = dense, max_len, ()
 
     @property
-    def dense_len(self) -> int:
-        return self._batch_bounds[0] if self._batch_bounds else min(self.lens)
-
-    @property
-    def max_len(self) -> int:
-        return self._batch_bounds[1] if self._batch_bounds else max(self.lens)
+    def extent(self) -> tuple[int, int, tuple[int, ...]]:
+        return self._batch_extent or super().extent
 
 
 class TargetCache:
@@ -208,13 +213,14 @@ def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int) -
 class TargetBlock:
     """`kv` of a decoding step over one view: M rows a row of the batch, at consecutive positions from `start`."""
 
-    def __init__(self, cache: TargetCache, view: View, start: Tensor, rows: int, dense_len: int, max_len: int,
-                 keep_queries: bool, compiled=eager, on_piece=None):
-        """start: [B], the position of each row's first token. dense_len, max_len: see `View`.
+    def __init__(self, cache: TargetCache, view: View, start: Tensor, rows: int, extent: tuple, keep_queries: bool,
+                 compiled=eager, on_piece=None):
+        """start: [B], the position of each row's first token. extent: see `View`.
 
         on_piece: called with (layer, number, piece) for what `Offload.pieces` streams past, before it is overwritten.
         """
-        self.cache, self.view, self.dense_len, self.max_len = cache, view, dense_len, max_len
+        self.cache, self.view = cache, view
+        self.dense_len, self.max_len, self.starts = dense_len, max_len, starts = extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         tail_slots = cache.tail_k[0].shape[2]
         self.cos, self.sin, slots, self.tail_bias = compiled(_target_geometry)(
@@ -226,7 +232,9 @@ class TargetBlock:
             budget = view.k[0].shape[2]
             self.tail_bias = torch.cat([_view_bias(view.len, 0, budget, rows, cache.group), self.tail_bias], -1)
         elif max_len > dense_len:
-            self.ragged_bias = _view_bias(view.len, dense_len, max_len, rows, cache.group)
+            first = 0 if starts else dense_len
+            self.ragged_bias = _view_bias(view.len - view.starts if starts else view.len, first,
+                                          first + max_len - dense_len, rows, cache.group)
 
     def layer(self, i: int) -> "TargetLayer":
         return TargetLayer(self, i)
@@ -261,10 +269,10 @@ class TargetLayer:
             return []
         if self._i >= len(block.view.k):
             return self._read_pieces(q)
-        k, v, dense, longest = block.view.k[self._i], block.view.v[self._i], block.dense_len, block.max_len
+        k, v, dense = block.view.k[self._i], block.view.v[self._i], block.dense_len
         states = []
         if block.ragged_bias is not None:
-            states.append(attention.masked(q, k[:, :, dense:longest], v[:, :, dense:longest], block.ragged_bias))
+            states.append(attention.masked(q, self._ragged(k), self._ragged(v), block.ragged_bias))
         start = 0
         if block.view.packed is not None and q.shape[2] >= MIN_ROWS:
             packed = block.view.packed[self._i]
@@ -272,7 +280,18 @@ class TargetLayer:
             start = packed.length
         if dense > start:
             states.append(attention.partial(q, k[:, :, start:dense], v[:, :, start:dense]))
+        if block.starts:
+            rows = [attention.partial(q[row, None], k[row, None, :, dense:stop], v[row, None, :, dense:stop])
+                    for row, stop in enumerate(block.starts)]
+            states.append(tuple(torch.cat(parts) for parts in zip(*rows, strict=True)))
         return states
+
+    def _ragged(self, x: Tensor) -> Tensor:
+        """Of a layer's keys or values, those that are masked: [B, K, longest - dense, D]."""
+        block, length = self._block, self._block.max_len - self._block.dense_len
+        if not block.starts:
+            return x[:, :, block.dense_len : block.max_len]
+        return torch.stack([x[row, :, start : start + length] for row, start in enumerate(block.starts)])
 
     def _read_pieces(self, q: Tensor) -> list:
         """The same of a layer that streams past: the states of its pieces, merged as they come."""

@@ -59,7 +59,7 @@ def measure(state) -> Costs:
             level.length.copy_(here)
             level.base.copy_(here)
             torch.add(here, level.rows, out=level.limit)
-            level.step(level.view.dense_len, level.view.max_len, rows, count, probs)
+            level.step(*level.view.extent, rows, count, probs)
 
         return milliseconds(call, device, warm_up=warm_up, group=group)
 

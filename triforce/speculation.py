@@ -207,18 +207,18 @@ class Speculator:
             self.asked.fill_(self.drafter.gamma)
             num_drafted = self.drafter.propose(self.length, self.rows - 1, self.draft_probs)
         rows = 1 + int(num_drafted.max()) if self.tight else self.rows
-        self.step(self.view.dense_len, self.view.max_len, rows, num_drafted, probs)
+        self.step(*self.view.extent, rows, num_drafted, probs)
 
     def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
         # A few rounds are one graph, whose arguments are all that they depend on; of many, each step is one.
         propose = self._proposing if self.rounds <= self.RECORDED_ROUNDS else self._propose
         source = self.drafters.index(self.drafter) if self.speculate and self.drafter is not None else -1
         gamma_inner = self.drafter.gamma if source >= 0 else 0
-        propose(self.view.dense_len, self.view.max_len, start, n, probs, self.gamma, self.rounds, source, gamma_inner)
+        propose(*self.view.extent, start, n, probs, self.gamma, self.rounds, source, gamma_inner)
         return self.num_drafted
 
-    def _propose(self, dense_len: int, max_len: int, start: Tensor, n: int, probs: Tensor | None, gamma: int,
-                 rounds: int, source: int, gamma_inner: int) -> None:
+    def _propose(self, dense_len: int, max_len: int, starts: tuple, start: Tensor, n: int, probs: Tensor | None,
+                 gamma: int, rounds: int, source: int, gamma_inner: int) -> None:
         self.base.copy_(start)
         self.length.copy_(start)
         torch.add(start, min(gamma, n), out=self.limit)
@@ -230,11 +230,12 @@ class Speculator:
         for drafter in self.drafters:
             drafter.commit(length)
 
-    def _step(self, dense_len: int, max_len: int, rows: int, num_drafted: Tensor, probs: Tensor | None) -> None:
+    def _step(self, dense_len: int, max_len: int, starts: tuple, rows: int, num_drafted: Tensor,
+              probs: Tensor | None) -> None:
         compiled = self.compiled
         block = compiled(Speculator._begin)(self, rows)
-        kv = TargetBlock(self.cache, self.view, self.length, rows, dense_len, max_len, self.keep_queries, compiled,
-                         self.on_piece)
+        kv = TargetBlock(self.cache, self.view, self.length, rows, (dense_len, max_len, starts), self.keep_queries,
+                         compiled, self.on_piece)
         compiled(Speculator._finish)(self, self.model(block, kv), block, num_drafted, probs)
 
     def _begin(self, rows: int) -> Tensor:

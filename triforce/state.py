@@ -320,7 +320,7 @@ class State:
     def _open(self, max_new_tokens: int) -> None:
         interval = self.settings.flush_interval
         longest = max(self.lens) + max_new_tokens
-        self.cache.full.fix_bounds(min(-(-longest // interval) * interval, self.capacity))
+        self.cache.full.fix_extent(min(-(-longest // interval) * interval, self.capacity))
         for row in range(self.batch):
             self.outer.limit[row].fill_(self.cache.full.lens[row] + self.settings.flush_interval)
         for level in (self.outer, self.inner, self.one_row):
