@@ -62,6 +62,19 @@ def main() -> None:
     tokens = [[out.tokens for out in engine.generate(ids, **greedy)] for engine in (tiny, alone)]
     assert tokens[0] == tokens[1]
 
+    # The draft on some of the ranks: one of two, or shared by two of four.
+    ranks = [0] if group.size == 2 else [0, 1]
+    some = triforce.load("tiny", device=device, group=group, gamma=4, max_batch_size=2, draft_ranks=ranks)
+    assert (some.draft is not None) == (group.rank in ranks)
+    if some.draft is not None:
+        assert some.draft.config.n_head == 2 // len(ranks)
+    assert [out.tokens for out in some.generate(ids, **greedy)] == tokens[1]
+    drawn = some.generate(ids[0], max_new_tokens=24, temperature=1.0)
+    assert group.agree((drawn.tokens, drawn.stats.seed)) == (drawn.tokens, drawn.stats.seed)
+    assert drawn.stats.acceptance_rate["retrieval"] > 0.1  # what was broadcast is what was drafted
+    auto = triforce.load("tiny", device=device, group=group, retrieval=False, draft_ranks=ranks)
+    assert auto.generate(ids[0], **greedy).tokens == alone.generate(ids[0], **greedy).tokens
+
     # The benchmarks' widened model, made share by share.
     small = load_model(TINY / "target", "cpu", torch.float32)
     shape = replace(SHAPES["llama-3.1-8b"], vocab_size=4999, dim=384, n_layer=9, n_head=16, n_kv_head=4, ffn_dim=704)

@@ -66,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
                       help="the tokens that the target drafts with: retrieval (default), snapkv, streaming")
     spec.add_argument("--prefill-chunk-size", type=int, help="tokens prefilled at a time (default: 1024, CUDA 8192)")
     spec.add_argument("--draft-dtype", choices=["fp8"], help="draft in fp8; the output stays exact")
+    spec.add_argument("--draft-ranks", type=int, nargs="+", metavar="RANK",
+                      help="under torchrun: the ranks that run the draft, 0 among them (default: all run all of it)")
     spec.add_argument("--no-retrieval", action="store_true", help="the draft is checked by the full cache directly")
     spec.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
     spec.add_argument("--compare", action=argparse.BooleanOptionalAction,
@@ -181,7 +183,7 @@ def load_engine(args, group):
                 gamma=args.gamma, gamma_inner=args.gamma_inner, block_size=args.block_size,
                 draft_dtype=args.draft_dtype, draft_cache=args.draft_cache, offload=args.offload,
                 num_resident_layers=args.num_resident_layers, resident_memory=args.resident_memory, group=group,
-                max_batch_size=args.batch_size, **options)
+                draft_ranks=args.draft_ranks, max_batch_size=args.batch_size, **options)
 
 
 class PrefillBar:

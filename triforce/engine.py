@@ -36,7 +36,8 @@ class Engine:
                  drafting: Transformer | None = None, settings: Settings | None = None,
                  budget: int | float | None = None, max_seq_len: int | None = None, max_batch_size: int = 1,
                  compile: bool | None = None, eos_ids: Sequence[int] = (), offload: bool | str = False,
-                 num_resident_layers: int | None = None, resident_memory: int | None = None):
+                 num_resident_layers: int | None = None, resident_memory: int | None = None,
+                 draft_ranks: Sequence[int] | None = None):
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
         self.settings, self.budget = settings or Settings(), budget
         self.max_batch_size, self.eos_ids = max_batch_size, tuple(eos_ids)
@@ -44,6 +45,8 @@ class Engine:
         self.vocab_size = min(model.config.vocab_size for model in models)
         if tokenizer is not None:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
+        self.draft_ranks = draft_ranks  # see State
+        self.vocab_size = self._agreed(self.vocab_size)
         limit = target.config.max_len
         if max_seq_len is not None and (not isinstance(max_seq_len, int) or max_seq_len < 2):
             raise UserError(f"max_seq_len ({max_seq_len!r}) must be a whole number, at least 2")
@@ -276,7 +279,8 @@ class Engine:
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self._state = State(self.target, self.draft, settings, batch=batch, capacity=capacity, budget=budget,
                                 vocab_size=self.vocab_size, compiler=Compiler(self.compile, self.device),
-                                drafting=self.drafting, num_resident_layers=resident, pack=pack)
+                                drafting=self.drafting, num_resident_layers=resident, pack=pack,
+                                draft_ranks=self.draft_ranks)
         return self._state
 
     def _plan(self, batch: int, capacity: int, budget: int) -> int | None:

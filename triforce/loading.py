@@ -8,7 +8,8 @@ from . import checkpoint as ckpt
 from . import memory
 from .engine import Engine
 from .errors import UserError
-from .parallel import Group, shard_config
+from .model import ModelConfig
+from .parallel import Group, shard_config, subgroup
 from .quantize import check_fp8, fp8_bytes, fp8_copy
 from .retrieval import KINDS, plan_view
 from .state import Settings
@@ -21,7 +22,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
          budget: int | float | None = None, chunk_size: int = 8, gamma: int | str = "auto",
          gamma_inner: int | None = None, draft_cache: str = "retrieval", block_size: int | None = None,
          draft_dtype: str | None = None, offload: bool | str = False, num_resident_layers: int | None = None,
-         resident_memory: int | str | None = None, group: Group | None = None, **settings) -> Engine:
+         resident_memory: int | str | None = None, group: Group | None = None,
+         draft_ranks: list[int] | None = None, **settings) -> Engine:
     """Loads a target, and a draft if there is one, ready to generate.
 
     Args:
@@ -44,8 +46,9 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         draft_cache: which tokens of the cache the target drafts with: "retrieval", those that the newest ones attend
             to, chosen anew again and again; "snapkv", those that the prompt's end attends to; "streaming", the first
             and the newest. With draft=False this is MagicDec's self-speculation.
-        block_size: rows of every verify. None: 8; 16 on CUDA, where padding costs nothing, 64 there with offload,
-            where a verify takes as long as its copies; 1 where nothing drafts.
+        block_size: rows of every verify. None: 8; 16 on CUDA, where padding costs little, fewer for a batch of more
+            than 4 (64 rows in all, at least 4 each and as many as gamma wants), and 64 with offload, where a verify
+            takes as long as its copies; 1 where nothing drafts.
         draft_dtype: "fp8": the retrieval level drafts with a copy of the target's weights in fp8. The output stays
             exact. It takes a byte more per weight, and a GPU of compute capability 8.9 or later.
         offload: True: the KV cache lies in pinned host memory and streams through the device, so that a context need
@@ -54,6 +57,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         resident_memory: the same in bytes of the device's memory, or as a text: "20GiB".
         group: the processes that share the target, from `triforce.parallel.from_environment` under torchrun. Each of
             them calls `load`, and then whatever the others call, with the same arguments.
+        draft_ranks: of the group, the ranks that run the draft, rank 0 among them; several share it as they share the
+            target. None: all of them run all of it, and nothing need be sent.
         settings: the remaining fields of `triforce.state.Settings`.
 
     Raises:
@@ -70,7 +75,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         draft_folder = None if draft is False else ckpt.resolve("tiny" if draft == "tiny" else draft)
     drafts = retrieval or ngram or draft_folder is not None
     if block_size is None:
-        block_size = (8 if device.type == "cpu" else 64 if offload else 16) if drafts else 1
+        block_size = _default_block(device, offload, max_batch_size, gamma) if drafts else 1
     auto = gamma == "auto"
     gamma = max(block_size - 1, 1) if auto else gamma
     if gamma_inner is None:
@@ -111,13 +116,21 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     if draft_dtype and not retrieval:
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
     local = shard_config(configs[0], group)
+    if draft_ranks is not None:
+        draft_config = _check_draft_ranks(draft_ranks, group, draft_config)
     parts = memory.weight_parts(local, draft_config, chosen.itemsize)
     if draft_dtype:
         check_fp8(device)
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), "no --draft-dtype"))
     memory.check(parts, device)
     target = ckpt.load_model(folder, device, chosen, group)
-    draft_model = ckpt.load_model(draft_folder, device, chosen) if draft_folder is not None else None
+    draft_model = None
+    if draft_ranks is not None:
+        draft_group = subgroup(group, draft_ranks)
+        if draft_group is not None:
+            draft_model = ckpt.load_model(draft_folder, device, chosen, draft_group if draft_group.size > 1 else None)
+    elif draft_folder is not None:
+        draft_model = ckpt.load_model(draft_folder, device, chosen)
     if not compile:
         for model in (target, draft_model):
             if model is not None:
@@ -125,8 +138,19 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     drafting = fp8_copy(target) if draft_dtype else None
     return Engine(target, tokenizer, draft_model, drafting=drafting, settings=shape, budget=budget,
                   max_seq_len=max_seq_len, max_batch_size=max_batch_size, compile=compile, offload=offload,
-                  num_resident_layers=num_resident_layers, resident_memory=resident_memory,
+                  num_resident_layers=num_resident_layers, resident_memory=resident_memory, draft_ranks=draft_ranks,
                   eos_ids=ckpt.eos_token_ids(folder))
+
+
+def _default_block(device: torch.device, offload, max_batch_size, gamma) -> int:
+    """On a GPU the weights are read once for the rows of all prompts, and up to 64 rows cost little more than one."""
+    if device.type == "cpu":
+        return 8
+    if offload:
+        return 64
+    rows = 64 // max_batch_size if isinstance(max_batch_size, int) and max_batch_size > 0 else 16
+    wanted = gamma + 1 if isinstance(gamma, int) else 0
+    return min(max(rows, wanted, 4), 16)
 
 
 def _device(device) -> torch.device:
@@ -163,6 +187,19 @@ def _check_offload(offload, num_resident_layers, resident_memory) -> None:
         raise UserError("num_resident_layers and resident_memory were both given; give one")
     if num_resident_layers is not None and (not isinstance(num_resident_layers, int) or num_resident_layers < 0):
         raise UserError(f"num_resident_layers ({num_resident_layers!r}) must be a whole number, at least 0")
+
+
+def _check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig | None) -> ModelConfig | None:
+    """What this rank holds of the draft. Every rank checks all of it: one that raised alone would leave the others."""
+    if group is None:
+        raise UserError("draft_ranks says which of several ranks run the draft, and there is one; start with torchrun")
+    if config is None:
+        raise UserError("draft_ranks says which ranks run the draft, and there is none; add --draft")
+    if not ranks or sorted(set(ranks)) != list(ranks) or ranks[0] != 0 or ranks[-1] >= group.size:
+        raise UserError(f"draft_ranks ({ranks}) must be ranks from 0 to {group.size - 1} in ascending order, rank 0 "
+                        "among them; try 0")
+    part = shard_config(config, Group(0, len(ranks), "") if len(ranks) > 1 else None)
+    return part if group.rank in ranks else None
 
 
 def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budget) -> None:

@@ -51,6 +51,10 @@ class Group:
         """[N, ...] -> [size * N, ...], in the order of the ranks."""
         return collectives.wait_tensor(_gather(x, 0, self.name))
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """What rank `source` has, on every rank."""
+        return collectives.wait_tensor(collectives.broadcast(x, source, self.name))
+
     def agree(self, value):
         """Rank 0's value, on every rank. Waits for all of them."""
         box = [value]
@@ -110,6 +114,12 @@ def from_environment(device: str | None = None) -> tuple[Group | None, str | Non
     name = dist.group.WORLD.group_name
     buffer = _shared_buffer(device, name) if device.startswith("cuda") else None
     return Group(dist.get_rank(), size, name, buffer), device
+
+
+def subgroup(group: Group, ranks: list[int]) -> Group | None:
+    """The group of some of the ranks, on those; None on the others. Every rank calls it."""
+    made = dist.new_group(ranks, timeout=TIMEOUT)
+    return Group(ranks.index(group.rank), len(ranks), made.group_name) if group.rank in ranks else None
 
 
 def leave() -> None:

@@ -12,6 +12,7 @@ import torch
 from .cache import PrefillBlock, StreamingCache, TargetCache
 from .calibration import measure
 from .controller import Controller, Costs, Plan
+from .draft_ranks import SharedDrafter
 from .graphs import Compiler
 from .model import Transformer, eager
 from .ngram import NgramDrafter, NgramMeter
@@ -58,11 +59,13 @@ class State:
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
         num_resident_layers: so many layers of the prefix stay on the device, the others in host memory. None: all.
         pack: keep the prompt's prefix in the CPU's own layout as well; see packed.py.
+        draft_ranks: of the target's group, those that hold the draft; draft is None on the others. None: all of them.
     """
 
     def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
                  budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None,
-                 num_resident_layers: int | None = None, pack: bool = False):
+                 num_resident_layers: int | None = None, pack: bool = False,
+                 draft_ranks: Sequence[int] | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
         self._pack = pack and batch == 1 and num_resident_layers is None and packs(target.device, target.dtype)
         interval, block = settings.flush_interval, settings.block_size
@@ -82,12 +85,17 @@ class State:
                                  budget=budget if use_retrieval else 0, offload=offload, device=device, dtype=dtype)
         make = {"gamma": settings.gamma_inner if use_retrieval else settings.gamma, "compiler": compiler}
         self._prefill_level = compiler.level("prefill")
-        self.sources: dict[str, ModelDrafter | NgramDrafter] = {}
+        self.sources: dict[str, ModelDrafter | SharedDrafter | NgramDrafter] = {}
+        drafter = None
         if draft is not None:
             streaming = StreamingCache(draft.config, draft.rope, batch=batch, num_sink=settings.draft_sink,
                                        window_size=settings.draft_window, slack=max(64, 2 * block), device=device,
                                        dtype=draft.dtype)
-            self.sources["model"] = ModelDrafter(draft, streaming, self.tape, max_drafted=block - 1, **make)
+            drafter = ModelDrafter(draft, streaming, self.tape, max_drafted=block - 1, **make)
+        if draft_ranks is not None:
+            drafter = SharedDrafter(drafter, self.tape, target.group, draft_ranks[0], gamma=make["gamma"])
+        if drafter is not None:
+            self.sources["model"] = drafter
         if settings.ngram:
             self.sources["ngram"] = NgramDrafter(self.tape, **make)
         sources = tuple(self.sources.values())
