@@ -9,10 +9,7 @@ state that is warm, so no row waits for another to end. `--gammas` sweeps fixed 
 are widened as in on_chip.py.
 """
 
-import contextlib
 import gc
-import io
-import os
 import sys
 import time
 from dataclasses import replace
@@ -23,11 +20,11 @@ import torch
 from triforce.calibration import milliseconds
 from triforce.controller import Plan
 from triforce.engine import Engine
-from triforce.parallel import from_environment, leave
+from triforce.parallel import from_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
-from harness import cap_memory, pyplot, read_rows, read_text, report, save  # noqa: E402
+from harness import cap_memory, on_every_rank, pyplot, read_rows, read_text, report, save  # noqa: E402
 
 # Ways to draft: (draft model, retrieval level and what it holds)
 WAYS = {"retrieval": (False, "retrieval"), "snapkv": (False, "snapkv"), "streaming": (False, "streaming"),
@@ -190,10 +187,7 @@ def main() -> None:
     if args.plot:
         plot(args.plot)
         return
-    silent = int(os.environ.get("RANK", 0)) > 0
-    with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
-        run(args)
-    leave()
+    on_every_rank(run, args)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,23 @@
 """What the benchmarks share: the text that they continue, their tables, their lines of JSON, their plots."""
 
+import contextlib
+import io
 import json
+import os
 from pathlib import Path
 
 import torch
 
 from triforce.cli import default_document
+from triforce.parallel import leave
+
+
+def on_every_rank(run, args) -> None:
+    """run(args), under torchrun on each of its processes, of which only the first speaks."""
+    silent = int(os.environ.get("RANK", 0)) > 0
+    with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
+        run(args)
+    leave()
 
 
 def cap_memory(gib: float | None) -> None:

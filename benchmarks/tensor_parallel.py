@@ -10,9 +10,6 @@ first one reports. `--plot` prints each row beside that of fewer GPUs, and draws
 """
 
 import argparse
-import contextlib
-import io
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +17,12 @@ from pathlib import Path
 import torch
 
 from triforce.calibration import milliseconds
-from triforce.parallel import from_environment, leave
+from triforce.parallel import from_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 import offload  # noqa: E402
 import on_chip  # noqa: E402
-from harness import cap_memory, print_kernels, pyplot, read_prompts, read_rows, report, save  # noqa: E402
+from harness import cap_memory, on_every_rank, print_kernels, pyplot, read_prompts, read_rows, report, save  # noqa: E402
 
 CHAIN = 50  # all-reduces in a graph
 
@@ -153,10 +150,7 @@ def main() -> None:
     if args.plot:
         plot(args.plot)
         return
-    silent = int(os.environ.get("RANK", 0)) > 0
-    with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
-        run(args)
-    leave()
+    on_every_rank(run, args)
 
 
 if __name__ == "__main__":
