@@ -74,7 +74,7 @@ def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args)
     """Rows of one way at one budget: the controller's plans, each fixed gamma, and autoregression."""
     engine = engine_of(base, way, args)
     engine.budget = budget if WAYS[way][1] else None
-    limit = args.warm_up * 2 + args.rounds * 4
+    limit = (args.warm_up + args.rounds + 1) * engine.settings.block_size
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None,
                 "seed": list(range(len(prompts)))}
     begun = time.perf_counter()
@@ -92,7 +92,7 @@ def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args)
         args.autoregression = False
     chosen = throughput(state, args.rounds, args.warm_up, limit)
     rows.append({**common, "plan": "auto", **chosen, "chosen": str(state.controller.plan)})
-    gammas = [gamma for gamma in args.gammas if gamma < args.block_size]
+    gammas = [gamma for gamma in args.gammas if gamma < engine.settings.block_size]
     controller, state.controller = state.controller, None
     for gamma in gammas:
         drafts, cache = WAYS[way]
@@ -121,7 +121,7 @@ def run(args) -> None:
                 raise SystemExit(f"the text has {len(ids):,} tokens; {batch} stretches of {context:,} need more")
             prompts = [ids[i * step : i * step + context] for i in range(batch)]
             args.autoregression = True
-            for way in args.ways:
+            for way in [way for way in args.ways if base.draft is not None or not WAYS[way][0]]:
                 for budget in args.budgets or [512]:
                     rows = measure(base, way, prompts, budget, args)
                     gc.collect()

@@ -84,6 +84,8 @@ def parser() -> argparse.ArgumentParser:
 def run(args) -> None:
     group, args.device = from_environment(args.device)
     rank, size = (0, 1) if group is None else (group.rank, group.size)
+    if not torch.cuda.is_available() and (args.offload or args.profile or args.memory_cap):
+        raise SystemExit("--offload, --profile and --memory-cap measure a GPU, and there is none; drop them")
     cap_memory(args.memory_cap)
     engine, tokenizer = on_chip.load(args, group, prefill_chunk_size=args.prefill_chunk_size,
                                      flush_interval=args.flush_interval)

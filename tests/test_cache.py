@@ -5,6 +5,7 @@ import torch
 from conftest import make_state, random_pair, random_prompt, run_rounds
 from reference import DenseKV
 
+from triforce import cache
 from triforce.attention import partial
 from triforce.cache import StreamingBlock, StreamingCache
 from triforce.errors import UserError
@@ -23,7 +24,10 @@ def test_prefill_and_rounds_equal_the_dense_twin(pair):
     assert logits[0, 149:-1].argmax(-1).tolist() == tokens
 
 
-def test_ragged_rows_equal_the_dense_twin(pair):
+@pytest.mark.parametrize("growth", [cache.GROWTH, 16])
+def test_ragged_rows_equal_the_dense_twin(pair, growth, monkeypatch):
+    """Also where what a batch adds is attended to in several steps."""
+    monkeypatch.setattr(cache, "GROWTH", growth)
     target, draft = pair
     prompts = [random_prompt(100), random_prompt(33, seed=1), [7], random_prompt(64, seed=2)]
     for prompt, tokens in zip(prompts, run_rounds(make_state(target, draft, prompts), 40), strict=True):

@@ -137,6 +137,8 @@ def test_a_file_of_prompts(tmp_path, capsys):
     assert "3 of 3 prompts, 24 new tokens" in done.stderr
     alone = run("--prompt", "Call me", *flags[4:], "--json")
     assert json.loads(alone.stdout)["tokens"] == answers[1]["tokens"]
+    file.write_text('\ufeff"one\u2028line"\n', encoding="utf-8")  # a BOM, and no line end
+    assert [json.loads(line)["stats"]["new_tokens"] for line in run(*flags).stdout.splitlines()] == [8]
     for text, words in (("not json", "line 1"), ('"a"\n{"text": "b"}', "line 2"), ("", "holds no prompt")):
         file.write_text(text)
         assert cli.main(flags) == 2 and words in capsys.readouterr().err

@@ -23,6 +23,8 @@ from .model import ModelConfig, RotaryEmbedding, eager, rotate
 from .offload import Offload
 from .packed import MIN_ROWS, MIN_TOKENS, PackedPrefix
 
+GROWTH = 1024  # tokens of a batch's masked part that are attended to together
+
 
 class View:
     """A run of keys and values per layer that a level attends to besides the tail.
@@ -62,9 +64,9 @@ class View:
 class FullView(View):
     """The whole prefix: its first layers on the device, in `k` and `v`, the others, if any, in `offload`.
 
-    A batch's rows flush at different times. So that a row's bits do not depend on when its neighbours do, and nothing
-    is recorded anew when they do, what is not masked stays what it was when the batch began, and the masked part is as
-    long as it may become.
+    A batch's rows flush at different times. So that a row's bits do not depend on when its neighbours do, what is not
+    masked stays what it was when the batch began, and the masked part grows in steps of GROWTH, each a state of its
+    own: where a row has not come that far, it adds exactly nothing.
     """
 
     _batch_extent: tuple[int, int, tuple[int, ...]] | None = None
@@ -117,7 +119,11 @@ class FullView(View):
 
     @property
     def extent(self) -> tuple[int, int, tuple[int, ...]]:
-        return self._batch_extent or super().extent
+        if self._batch_extent is None:
+            return super().extent
+        dense, longest, starts = self._batch_extent
+        grown = max(length - start for length, start in zip(self.lens, starts or [dense] * len(self.lens), strict=True))
+        return dense, min(longest, dense + max(-(-grown // GROWTH), 1) * GROWTH), starts
 
 
 class TargetCache:
@@ -272,7 +278,7 @@ class TargetLayer:
         k, v, dense = block.view.k[self._i], block.view.v[self._i], block.dense_len
         states = []
         if block.ragged_bias is not None:
-            states.append(attention.masked(q, self._ragged(k), self._ragged(v), block.ragged_bias))
+            states.append(self._ragged(q, k, v))
         start = 0
         if block.view.packed is not None and q.shape[2] >= MIN_ROWS:
             packed = block.view.packed[self._i]
@@ -286,12 +292,17 @@ class TargetLayer:
             states.append(tuple(torch.cat(parts) for parts in zip(*rows, strict=True)))
         return states
 
-    def _ragged(self, x: Tensor) -> Tensor:
-        """Of a layer's keys or values, those that are masked: [B, K, longest - dense, D]."""
-        block, length = self._block, self._block.max_len - self._block.dense_len
-        if not block.starts:
-            return x[:, :, block.dense_len : block.max_len]
-        return torch.stack([x[row, :, start : start + length] for row, start in enumerate(block.starts)])
+    def _ragged(self, q: Tensor, k: Tensor, v: Tensor) -> attention.State:
+        """Over what is masked, GROWTH positions at a time."""
+        block, merged = self._block, None
+        length = block.max_len - block.dense_len
+        for begin in range(0, length, GROWTH):
+            end = min(begin + GROWTH, length)
+            seen = [torch.stack([x[row, :, start + begin : start + end] for row, start in enumerate(block.starts)])
+                    if block.starts else x[:, :, block.dense_len + begin : block.dense_len + end] for x in (k, v)]
+            state = attention.masked(q, *seen, block.ragged_bias[..., begin:end])
+            merged = state if merged is None else block.compiled(attention.merge)(merged, state)
+        return merged
 
     def _read_pieces(self, q: Tensor) -> list:
         """The same of a layer that streams past: the states of its pieces, merged as they come."""

@@ -121,7 +121,7 @@ def read_document(args) -> str:
 
 def _read(flag: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
+        return Path(path).read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
 
@@ -129,12 +129,12 @@ def _read(flag: str, path: str) -> str:
 def read_prompts(path: str) -> list[str]:
     """The texts of a file of JSON lines."""
     texts = []
-    for number, line in enumerate(_read("--prompts", path).splitlines(), 1):
+    for number, line in enumerate(_read("--prompts", path).split("\n"), 1):
         if not line.strip():
             continue
         try:
             item = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"line {number} of --prompts {path} is not JSON; write each prompt as a JSON string, or as "
                             '{"prompt": "..."}') from None
         text = item.get("prompt") if isinstance(item, dict) else item
@@ -218,9 +218,11 @@ def stream_text(engine, ids, args, sampling):
     return stream.result
 
 
-def answer_prompts(engine, args, sampling) -> int:
+def answer_prompts(engine, group, args, sampling) -> int:
     """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
-    texts = read_prompts(args.prompts)
+    from .parallel import read_first
+
+    texts = read_first(group, lambda: read_prompts(args.prompts))
     begun, tokens = time.perf_counter(), 0
     for first in range(0, len(texts), args.batch_size):
         batch = texts[first : first + args.batch_size]
@@ -284,18 +286,23 @@ def run(argv: list[str]) -> int:
         logging.disable()
     if args.prompts is not None and (args.prompt is not None or args.prompt_file is not None or args.compare):
         raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
-    status = answer(args, group, sampling, wants_comparison=args.compare if args.compare is not None else not argv)
+    try:
+        status = answer(args, group, sampling, wants_comparison=args.compare if args.compare is not None else not argv)
+    except Exception:
+        if group is not None:
+            sys.stderr = sys.__stderr__  # a rank that fails alone has to say why
+        raise
     leave()
     return status
 
 
 def answer(args, group, sampling: dict, wants_comparison: bool) -> int:
+    from .parallel import read_first
+
     engine = load_engine(args, group)
     if args.prompts is not None:
-        return answer_prompts(engine, args, sampling)
-    ids = build_prompt(args, engine.tokenizer) if group is None or group.rank == 0 else None
-    if group is not None:  # stdin, say, is rank 0's alone
-        ids = group.agree(ids)
+        return answer_prompts(engine, group, args, sampling)
+    ids = read_first(group, lambda: build_prompt(args, engine.tokenizer))
     print(f"{args.checkpoint} on {engine.device}, {str(engine.target.dtype).removeprefix('torch.')}, "
           f"{len(ids):,} prompt tokens, budget {engine.resolve_budget(len(ids)):,}", file=sys.stderr)
     result = stream_text(engine, ids, args, sampling)
@@ -321,7 +328,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        rank = int(os.environ.get("RANK", 0))
+        if rank > 0:  # what all of them find, rank 0 says, which ends the others
+            time.sleep(1)
+            print(f"rank {rank}: ", end="", file=sys.__stderr__)
+        print(f"error: {error}", file=sys.__stderr__ if rank > 0 else sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

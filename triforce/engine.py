@@ -156,6 +156,8 @@ class Engine:
             self._check_len(len(prompt), max_new_tokens)
         if not isinstance(seed, (list, tuple)):
             begin = self._agreed(random.getrandbits(32)) if seed is None else seed
+            if hasattr(begin, "__index__") or isinstance(begin, float) and begin.is_integer():  # numpy's integers, 2.0
+                begin = int(begin)
             seed = [begin + i for i in range(len(ids))] if isinstance(begin, int) else [begin] * len(ids)
         sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
         check_sampling(sampling, len(ids))
@@ -197,6 +199,7 @@ class Engine:
         serving = self._serving = object()
         seconds, first_round, ttft = 0.0, [], 0.0
         ended: list[tuple[int, float] | None] = [None] * len(ids)  # rounds and decode seconds until a row's end
+        levels: list[dict[str, float]] = [{} for _ in ids]
         while any(output.finish_reason is None for output in outputs):
             if self._serving is not serving:
                 raise UserError("another generation has begun on this engine and taken over its caches; finish or "
@@ -219,10 +222,11 @@ class Engine:
             for row, output in enumerate(outputs):
                 if output.finish_reason is not None and ended[row] is None:
                     ended[row] = state.num_forwards, seconds
+                    if speculate:  # its drafting levels go on counting while its neighbours draft
+                        levels[row] = state.acceptance_rates()[row]
             for piece in pieces:
                 if piece[1]:
                     yield piece
-        levels = state.acceptance_rates() if speculate else [{}] * len(ids)
         results = []
         for row, output in enumerate(outputs):
             later = len(output.tokens) - first_round[row]

@@ -105,7 +105,7 @@ def stop_strings(stop) -> list[str]:
     Raises:
         UserError: not strings, or an empty one, which every text contains.
     """
-    strings = [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
+    strings = [] if stop is None else list(stop) if isinstance(stop, (list, tuple, set)) else [stop]
     if not all(isinstance(s, str) and s for s in strings):
         raise UserError(f"stop ({stop!r}) must be a string or a list of strings, none of them empty")
     return strings

@@ -217,8 +217,8 @@ def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budge
         raise UserError(f"budget ({budget!r}) must be a number of tokens, or a fraction of the prompt; try 4096 or 0.1")
     if not isinstance(settings.recent, (int, float)) or not 0 <= settings.recent < 1:
         raise UserError(f"recent ({settings.recent!r}) must be a share of the budget, at least 0 and below 1; try 0.25")
-    if settings.draft_sink < 0:
-        raise UserError(f"draft_sink ({settings.draft_sink}) must be at least 0; try 4")
+    if not isinstance(settings.draft_sink, int) or settings.draft_sink < 0:
+        raise UserError(f"draft_sink ({settings.draft_sink!r}) must be a whole number, at least 0; try 4")
     block, interval = settings.block_size, settings.flush_interval
     if block > interval:
         raise UserError(f"block_size ({block}) must be between 1 and flush_interval ({interval}); "

@@ -99,6 +99,9 @@ def from_environment(device: str | None = None) -> tuple[Group | None, str | Non
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1:
         return None, device
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(f"WORLD_SIZE ({size}) is set, but not {', '.join(missing)}; start with torchrun, or unset it")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     local = int(os.environ["LOCAL_RANK"])
@@ -120,6 +123,16 @@ def subgroup(group: Group, ranks: list[int]) -> Group | None:
     """The group of some of the ranks, on those; None on the others. Every rank calls it."""
     made = dist.new_group(ranks, timeout=TIMEOUT)
     return Group(ranks.index(group.rank), len(ranks), made.group_name) if group.rank in ranks else None
+
+
+def read_first(group: Group | None, read):
+    """What `read()` gives on rank 0, on every rank: for input that is rank 0's alone, and may be long in coming."""
+    if group is None:
+        return read()
+    waiting = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    box = [read() if group.rank == 0 else None]
+    dist.broadcast_object_list(box, src=0, group=waiting)
+    return box[0]
 
 
 def leave() -> None:
