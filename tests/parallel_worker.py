@@ -69,11 +69,9 @@ def main() -> None:
     if some.draft is not None:
         assert some.draft.config.n_head == 2 // len(ranks)
     assert [out.tokens for out in some.generate(ids, **greedy)] == tokens[1]
-    drawn = some.generate(ids[0], max_new_tokens=24, temperature=1.0)
-    assert group.agree((drawn.tokens, drawn.stats.seed)) == (drawn.tokens, drawn.stats.seed)
+    drawn = some.generate(ids[0], max_new_tokens=16, temperature=0.6, seed=1)
+    assert group.agree(drawn.tokens) == drawn.tokens
     assert drawn.stats.acceptance_rate["retrieval"] > 0.1  # what was broadcast is what was drafted
-    auto = triforce.load("tiny", device=device, group=group, retrieval=False, draft_ranks=ranks)
-    assert auto.generate(ids[0], **greedy).tokens == alone.generate(ids[0], **greedy).tokens
 
     # The benchmarks' widened model, made share by share.
     small = load_model(TINY / "target", "cpu", torch.float32)

@@ -139,7 +139,8 @@ def test_a_file_of_prompts(tmp_path, capsys):
     assert json.loads(alone.stdout)["tokens"] == answers[1]["tokens"]
     file.write_text('\ufeff"one\u2028line"\n', encoding="utf-8")  # a BOM, and no line end
     assert [json.loads(line)["stats"]["new_tokens"] for line in run(*flags).stdout.splitlines()] == [8]
-    for text, words in (("not json", "line 1"), ('"a"\n{"text": "b"}', "line 2"), ("", "holds no prompt")):
+    for text, words in (("not json", "line 1"), ('"a"\n{"text": "b"}', "line 2"), ("", "holds no prompt"),
+                        ('"a"\n"' + "b c " * 70_000 + '"', "prompt 1 of")):
         file.write_text(text)
         assert cli.main(flags) == 2 and words in capsys.readouterr().err
     assert cli.main([*flags, "--prompt", "x"]) == 2 and "drop one" in capsys.readouterr().err

@@ -223,10 +223,16 @@ def answer_prompts(engine, group, args, sampling) -> int:
     from .parallel import read_first
 
     texts = read_first(group, lambda: read_prompts(args.prompts))
+    prompts = []
+    for index, text in enumerate(texts):  # all of them, before hours of work
+        try:
+            prompts.append(engine.encode_prompt(build_prompt(args, engine.tokenizer, text)))
+            engine.check_len(len(prompts[-1]), args.max_new_tokens)
+        except UserError as error:
+            raise UserError(f"prompt {index} of --prompts {args.prompts}: {error}") from None
     begun, tokens = time.perf_counter(), 0
     for first in range(0, len(texts), args.batch_size):
-        batch = texts[first : first + args.batch_size]
-        ids = [build_prompt(args, engine.tokenizer, text) for text in batch]
+        ids = prompts[first : first + args.batch_size]
         seeds = {} if args.seed is None else {"seed": [args.seed + first + i for i in range(len(ids))]}
         results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop, ignore_eos=args.ignore_eos,
                                   **{**sampling, **seeds})
@@ -234,7 +240,7 @@ def answer_prompts(engine, group, args, sampling) -> int:
             print(json.dumps({"index": index, **asdict(result)}), flush=True)
             tokens += len(result.tokens)
         speed = tokens / (time.perf_counter() - begun)
-        print(f"{first + len(batch)} of {len(texts)} prompts, {tokens:,} new tokens, {speed:.1f} a second, prefill "
+        print(f"{first + len(ids)} of {len(texts)} prompts, {tokens:,} new tokens, {speed:.1f} a second, prefill "
               "included", file=sys.stderr)
     return 0
 

@@ -114,7 +114,7 @@ class Engine:
             raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
         tokens = torch.tensor(rows, device=self.device)
         self._check_ids(tokens.flatten().tolist())
-        self._check_len(tokens.shape[1], 0)
+        self.check_len(tokens.shape[1], 0)
         size, length = self.settings.prefill_chunk_size, tokens.shape[1]
         cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                             flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
@@ -153,7 +153,7 @@ class Engine:
             self._tokenizer()
         ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
         for prompt in ids:
-            self._check_len(len(prompt), max_new_tokens)
+            self.check_len(len(prompt), max_new_tokens)
         if not isinstance(seed, (list, tuple)):
             begin = self._agreed(random.getrandbits(32)) if seed is None else seed
             if hasattr(begin, "__index__") or isinstance(begin, float) and begin.is_integer():  # numpy's integers, 2.0
@@ -346,7 +346,8 @@ class Engine:
             raise UserError(f"token id {bad} is outside the vocabulary of {self.vocab_size}; ids go from 0 to "
                             f"{self.vocab_size - 1}")
 
-    def _check_len(self, prompt_len: int, max_new_tokens: int) -> None:
+    def check_len(self, prompt_len: int, max_new_tokens: int) -> None:
+        """Raises UserError if so many tokens do not fit the model, or max_seq_len."""
         limit = self.target.config.max_len
         what = f"the model's {self._limit_name()} ({limit})"
         if self.max_seq_len is not None:
