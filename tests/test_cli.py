@@ -118,7 +118,9 @@ def test_a_closed_pipe_is_no_error():
 def test_ctrl_c_ends_cleanly():
     process = subprocess.Popen([sys.executable, "generate.py", "--prompt", "The sea", "--device", "cpu", "--ignore-eos",
                                 "--max-new-tokens", "20000"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               env={**os.environ, "PYTHONUNBUFFERED": "1"})
+                               env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                               # What runs in the background may have been told to ignore Ctrl-C.
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     process.stdout.read(20)  # in mid-stream
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
