@@ -24,7 +24,7 @@ from triforce.parallel import from_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
-from harness import cap_memory, on_every_rank, pyplot, read_rows, read_text, report, save  # noqa: E402
+from harness import cap_memory, pyplot, read_rows, read_text, report, run_or_plot, save  # noqa: E402
 
 # Ways to draft: (draft model, retrieval level and what it holds)
 WAYS = {"retrieval": (False, "retrieval"), "snapkv": (False, "snapkv"), "streaming": (False, "streaming"),
@@ -42,27 +42,16 @@ def bandwidth_gb_s(device: torch.device) -> float:
 def throughput(state, rounds: int, warm_up: int, limit: int, **how) -> dict[str, float]:
     """Tokens per second of all rows, over rounds that begin warm; how: see `State.round`."""
     state.rewind(limit)
-    emitted = [0] * state.batch
-
-    def run(count: int) -> tuple[int, float]:
-        done, begun = 0, time.perf_counter()
-        for _ in range(count):
-            if max(emitted) + state.settings.block_size > limit:
-                break
-            for row, tokens in enumerate(state.round(**how)):  # waits for the device
-                emitted[row] += len(tokens)
-            done += 1
-        return done, time.perf_counter() - begun
-
-    run(warm_up)
-    before = sum(emitted)
-    done, seconds = run(rounds)
-    tokens = sum(emitted) - before
+    for _ in range(warm_up):
+        state.round(**how)
+    begun = time.perf_counter()
+    tokens = sum(len(row) for _ in range(rounds) for row in state.round(**how))  # each round waits for the device
+    seconds = time.perf_counter() - begun
     return {"tokens_per_second": tokens / seconds, "tbt_ms": seconds * 1e3 * state.batch / tokens,
-            "tokens_per_verify": tokens / done / state.batch, "rounds": done}
+            "tokens_per_verify": tokens / rounds / state.batch, "rounds": rounds}
 
 
-def engine_of(base: Engine, way: str, args) -> Engine:
+def engine_of(base: Engine, way: str) -> Engine:
     """The same weights, drafting in another way."""
     drafts, cache = WAYS[way]
     settings = replace(base.settings, retrieval=cache is not None, draft_cache=cache or "retrieval")
@@ -70,11 +59,11 @@ def engine_of(base: Engine, way: str, args) -> Engine:
                   compile=base.compile)
 
 
-def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args) -> list[dict]:
-    """Rows of one way at one budget: the controller's plans, each fixed gamma, and autoregression."""
-    engine = engine_of(base, way, args)
-    engine.budget = budget if WAYS[way][1] else None
-    limit = (args.warm_up + args.rounds + 1) * engine.settings.block_size
+def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args, autoregression: bool) -> list[dict]:
+    """Rows of one way at one budget: the controller's plans, each fixed gamma, and autoregression if asked for."""
+    engine, (drafts, cache) = engine_of(base, way), WAYS[way]
+    engine.budget = budget if cache else None
+    limit = (args.warm_up + args.rounds + 1) * engine.settings.block_size  # more than they can emit
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None,
                 "seed": list(range(len(prompts)))}
     begun = time.perf_counter()
@@ -82,27 +71,21 @@ def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args)
     common = {"context": len(prompts[0]), "batch": len(prompts), "way": way, "budget": state.budget,
               "prefill_s": time.perf_counter() - begun}
     rows = []
-    if args.autoregression:
+    if autoregression:
         plain = throughput(state, args.rounds, args.warm_up, limit, speculate=False, one_row=True)
         config, weights = engine.target.config, sum(p.nbytes for p in engine.target.parameters())
         kv = 2 * sum(state.lens) * config.n_layer * config.n_kv_head * config.head_dim * engine.target.dtype.itemsize
         moved = (weights + kv) / 1e9
         rows.append({**common, "way": "autoregression", "plan": "", **plain, "moved_gb": moved,
                      "moved_gb_s": moved * plain["tokens_per_second"] / len(prompts)})
-        args.autoregression = False
     chosen = throughput(state, args.rounds, args.warm_up, limit)
-    rows.append({**common, "plan": "auto", **chosen, "chosen": str(state.controller.plan)})
-    gammas = [gamma for gamma in args.gammas if gamma < engine.settings.block_size]
-    controller, state.controller = state.controller, None
-    for gamma in gammas:
-        drafts, cache = WAYS[way]
-        state.settings = replace(state.settings, auto=False)
+    rates = {f"rate_{name}": rate.value for name, rate in state.controller.rates.items()}
+    rows.append({**common, "plan": "auto", **chosen, "chosen": str(state.controller.plan), **rates})
+    for gamma in (gamma for gamma in args.gammas if gamma < engine.settings.block_size):
         inner = min(2, gamma) if drafts and cache else 0
-        state.plan = Plan(gamma, "model" if drafts else None, cache is not None, inner,
-                          0 if not cache else gamma if not inner else -(-gamma // 2))
+        on_chip.fixed(engine, Plan(gamma, "model" if drafts else None, cache is not None, inner,
+                                   0 if not cache else gamma if not inner else -(-gamma // 2)))
         rows.append({**common, "plan": f"gamma {gamma}", **throughput(state, args.rounds, args.warm_up, limit)})
-    rates = {f"rate_{name}": rate.value for name, rate in controller.rates.items()}
-    rows[-len(gammas) - 1] |= rates
     return rows
 
 
@@ -120,10 +103,11 @@ def run(args) -> None:
             if not step and batch > 1:
                 raise SystemExit(f"the text has {len(ids):,} tokens; {batch} stretches of {context:,} need more")
             prompts = [ids[i * step : i * step + context] for i in range(batch)]
-            args.autoregression = True
-            for way in [way for way in args.ways if base.draft is not None or not WAYS[way][0]]:
-                for budget in args.budgets or [512]:
-                    rows = measure(base, way, prompts, budget, args)
+            ways = [way for way in args.ways if base.draft is not None or not WAYS[way][0]]
+            for way in ways:
+                budgets = (args.budgets or [512]) if WAYS[way][1] else [0]
+                for budget in budgets:
+                    rows = measure(base, way, prompts, budget, args, (way, budget) == (ways[0], budgets[0]))
                     gc.collect()
                     if base.device.type == "cuda":
                         torch.cuda.empty_cache()
@@ -131,8 +115,6 @@ def run(args) -> None:
                         title = f"{row['way']} {row['plan']}, {batch} x {context:,} tokens, budget {row['budget']}"
                         if group is None or group.rank == 0:
                             report(title, row, common, args.out)
-                    if WAYS[way][1] is None:  # has no budget
-                        break
 
 
 def table(rows: list[dict]) -> list[str]:
@@ -183,11 +165,7 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=48, help="timed in each setting")
     p.add_argument("--prefill-chunk-size", type=int, default=8192)
     p.set_defaults(contexts=[32768], block_size=4, warm_up=12)
-    args = p.parse_args()
-    if args.plot:
-        plot(args.plot)
-        return
-    on_every_rank(run, args)
+    run_or_plot(run, plot, p.parse_args())
 
 
 if __name__ == "__main__":

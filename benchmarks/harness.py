@@ -8,12 +8,16 @@ from pathlib import Path
 
 import torch
 
+from triforce.calibration import milliseconds
 from triforce.cli import default_document
 from triforce.parallel import leave
 
 
-def on_every_rank(run, args) -> None:
-    """run(args), under torchrun on each of its processes, of which only the first speaks."""
+def run_or_plot(run, plot, args) -> None:
+    """Draws the file of --plot, or calls run(args): under torchrun on each rank, of which only the first speaks."""
+    if args.plot:
+        plot(args.plot)
+        return
     silent = int(os.environ.get("RANK", 0)) > 0
     with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
         run(args)
@@ -57,8 +61,6 @@ def read_rows(path: str) -> list[dict]:
 
 def print_kernels(title: str, call, device, top: int = 14) -> None:
     """What a step spends its time on: its kernels by name, and what lies between them."""
-    from triforce.calibration import milliseconds
-
     with torch.inference_mode():
         span, runs = milliseconds(call, device, repeats=7, warm_up=3), 3
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -12,7 +12,6 @@ import argparse
 import gc
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
-from harness import cap_memory, pyplot, read_prompts, read_rows, report, save  # noqa: E402
+from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
 from widen import SHAPES  # noqa: E402
 
 STARTED = time.perf_counter()
@@ -229,6 +228,25 @@ def plot(path: str) -> None:
     save(figure, path, rows)
 
 
+def run(args) -> None:
+    args.device = args.checkpoint = None
+    cap_memory(args.memory_cap)
+    engine, tokenizer = on_chip.load(args, prefill_chunk_size=args.prefill_chunk_size,
+                                     flush_interval=args.flush_interval)
+    engine.budget = args.budget
+    stage("loaded")
+    prompts = read_prompts(tokenizer, args)
+    machine = {**on_chip.about(engine, args), "prefill_chunk_size": args.prefill_chunk_size,
+               "flush_interval": args.flush_interval, "memory_cap_gib": args.memory_cap}
+    for ids in prompts:
+        rows = [measure(engine, ids, resident, args) for resident in args.resident]
+        if args.peers:
+            rows[0] |= peers(engine, ids, args)
+        for row in rows:
+            report(f"{args.shape} (widened), {len(ids):,} tokens, {row['resident']} resident layers", row, machine,
+                   args.out)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shape", choices=sorted(SHAPES), default="llama-2-7b")
@@ -252,30 +270,7 @@ def main() -> None:
     p.add_argument("--memory-cap", type=float, help="GiB of GPU memory that this process may allocate")
     p.add_argument("--out", help="append JSON lines to this file")
     p.add_argument("--plot", help="draw such a file and do nothing else")
-    args = p.parse_args()
-    if args.plot:
-        plot(args.plot)
-        return
-
-    args.device = args.checkpoint = None
-    cap_memory(args.memory_cap)
-    engine, tokenizer = on_chip.load(args, prefill_chunk_size=args.prefill_chunk_size,
-                                     flush_interval=args.flush_interval)
-    engine.budget = args.budget
-    stage("loaded")
-    prompts = read_prompts(tokenizer, args)
-    machine = {"date": str(date.today()), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-               "shape": args.shape, "widened": True, "dtype": "bfloat16", "draft_dtype": args.draft_dtype,
-               "block_size": args.block_size, "chunk_size": args.chunk_size, "temperature": args.temperature,
-               "prefill_chunk_size": args.prefill_chunk_size, "flush_interval": args.flush_interval,
-               "memory_cap_gib": args.memory_cap, "top_p": args.top_p}
-    for ids in prompts:
-        rows = [measure(engine, ids, resident, args) for resident in args.resident]
-        if args.peers:
-            rows[0] |= peers(engine, ids, args)
-        for row in rows:
-            report(f"{args.shape} (widened), {len(ids):,} tokens, {row['resident']} resident layers", row, machine,
-                   args.out)
+    run_or_plot(run, plot, p.parse_args())
 
 
 if __name__ == "__main__":

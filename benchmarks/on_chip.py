@@ -30,7 +30,7 @@ from triforce.quantize import fp8_copy
 from triforce.state import Settings, State
 
 sys.path.insert(0, str(Path(__file__).parent))
-from harness import cap_memory, pyplot, read_prompts, read_rows, report, save  # noqa: E402
+from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
 from widen import SHAPES, widen  # noqa: E402
 
 
@@ -280,12 +280,7 @@ def about(engine: Engine, args) -> dict[str, object]:
             "temperature": args.temperature, "top_p": args.top_p}
 
 
-def main() -> None:
-    args = parser().parse_args()
-    if args.plot:
-        plot(args.plot)
-        return
-
+def run(args) -> None:
     cap_memory(args.memory_cap)
     begun = time.perf_counter()
     engine, tokenizer = load(args)
@@ -300,6 +295,10 @@ def main() -> None:
             title = f"{model}, {len(ids):,} tokens, {machine['device']}, torch {torch.__version__}"
             report(title, rows[-1], machine, args.out)
     print(json.dumps({**machine, "rows": rows}))
+
+
+def main() -> None:
+    run_or_plot(run, plot, parser().parse_args())
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from triforce.calibration import milliseconds
+from triforce.calibration import milliseconds, same_step
 from triforce.parallel import from_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 import offload  # noqa: E402
 import on_chip  # noqa: E402
-from harness import cap_memory, on_every_rank, print_kernels, pyplot, read_prompts, read_rows, report, save  # noqa: E402
+from harness import cap_memory, print_kernels, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
 
 CHAIN = 50  # all-reduces in a graph
 
@@ -54,19 +54,8 @@ def profile(engine, ids: list[int]) -> None:
     """Prints the kernels of a verify and of a retrieval step."""
     state = engine.prepare([ids], 256, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=[0])
     outer, inner, here = state.outer, state.inner, state.outer.length.clone()
-
-    def step(level, probs):
-        def call():
-            level.length.copy_(here)
-            level.base.copy_(here)
-            torch.add(here, level.rows, out=level.limit)
-            count = torch.full_like(here, level.rows - 1)
-            level.step(*level.view.extent, level.rows, count, probs)
-
-        return call
-
-    print_kernels("full verify", step(outer, None), engine.device)
-    print_kernels("retrieval step", step(inner, outer.draft_probs), engine.device)
+    print_kernels("full verify", same_step(outer, here, outer.rows, None), engine.device)
+    print_kernels("retrieval step", same_step(inner, here, inner.rows, outer.draft_probs), engine.device)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -148,11 +137,7 @@ def plot(path: str) -> None:
 
 
 def main() -> None:
-    args = parser().parse_args()
-    if args.plot:
-        plot(args.plot)
-        return
-    on_every_rank(run, args)
+    run_or_plot(run, plot, parser().parse_args())
 
 
 if __name__ == "__main__":

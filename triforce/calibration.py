@@ -43,6 +43,19 @@ def milliseconds(call, device: torch.device, repeats: int = REPEATS, warm_up: in
     return statistics.median(times) if device.type == "cuda" else min(times)
 
 
+def same_step(level, here: torch.Tensor, rows: int, probs: torch.Tensor | None):
+    """A call that takes a step of `rows` rows from `here` [B], all of them drafted; each time the same."""
+    count = torch.full_like(here, rows - 1)
+
+    def call():
+        level.length.copy_(here)
+        level.base.copy_(here)
+        torch.add(here, level.rows, out=level.limit)
+        level.step(*level.view.extent, rows, count, probs)
+
+    return call
+
+
 @torch.inference_mode()
 def measure(state) -> Costs:
     """Costs of every step that a plan of `state` can take."""
@@ -52,15 +65,7 @@ def measure(state) -> Costs:
 
     def timed(level, rows: int) -> float:
         warm_up = 1 if level.view.offload is not None else recorded
-        count = torch.full_like(here, rows - 1)
-        probs = None if level is outer else outer.draft_probs
-
-        def call():
-            level.length.copy_(here)
-            level.base.copy_(here)
-            torch.add(here, level.rows, out=level.limit)
-            level.step(*level.view.extent, rows, count, probs)
-
+        call = same_step(level, here, rows, None if level is outer else outer.draft_probs)
         return milliseconds(call, device, warm_up=warm_up, group=group)
 
     def sizes(level) -> list[int]:

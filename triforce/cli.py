@@ -231,7 +231,7 @@ def answer_prompts(engine, group, args, sampling) -> int:
         except UserError as error:
             raise UserError(f"prompt {index} of --prompts {args.prompts}: {error}") from None
     begun, tokens = time.perf_counter(), 0
-    for first in range(0, len(texts), args.batch_size):
+    for first in range(0, len(prompts), args.batch_size):
         ids = prompts[first : first + args.batch_size]
         seeds = {} if args.seed is None else {"seed": [args.seed + first + i for i in range(len(ids))]}
         results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop, ignore_eos=args.ignore_eos,
@@ -240,7 +240,7 @@ def answer_prompts(engine, group, args, sampling) -> int:
             print(json.dumps({"index": index, **asdict(result)}), flush=True)
             tokens += len(result.tokens)
         speed = tokens / (time.perf_counter() - begun)
-        print(f"{first + len(ids)} of {len(texts)} prompts, {tokens:,} new tokens, {speed:.1f} a second, prefill "
+        print(f"{first + len(ids)} of {len(prompts)} prompts, {tokens:,} new tokens, {speed:.1f} a second, prefill "
               "included", file=sys.stderr)
     return 0
 
@@ -286,12 +286,12 @@ def run(argv: list[str]) -> int:
                 "top_k": args.top_k, "min_p": args.min_p, "seed": args.seed}
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    if args.prompts is not None and (args.prompt is not None or args.prompt_file is not None or args.compare):
+        raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
     group, args.device = from_environment(args.device)
     if group is not None and group.rank > 0:  # the others compute and say nothing
         sys.stdout = sys.stderr = open(os.devnull, "w")
         logging.disable()
-    if args.prompts is not None and (args.prompt is not None or args.prompt_file is not None or args.compare):
-        raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
     try:
         status = answer(args, group, sampling, wants_comparison=args.compare if args.compare is not None else not argv)
     except Exception:
@@ -337,8 +337,8 @@ def main(argv: list[str] | None = None) -> int:
         rank = int(os.environ.get("RANK", 0))
         if rank > 0:  # what all of them find, rank 0 says, which ends the others
             time.sleep(1)
-            print(f"rank {rank}: ", end="", file=sys.__stderr__)
-        print(f"error: {error}", file=sys.__stderr__ if rank > 0 else sys.stderr)
+            print(f"rank {rank}: ", end="", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

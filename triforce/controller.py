@@ -116,8 +116,8 @@ class Controller:
         costs, plans = self.costs, self.plans
         self._names = list(self.rates)
         number = {name: i for i, name in enumerate(self._names)} | {None: len(self._names)}
-        self._verify = zip(*sorted(costs.verify.items()), strict=True)
-        self._verify = [np.array(column) for column in self._verify]
+        self._verify = np.array(sorted(costs.verify.items())).T  # rows, milliseconds
+        retrieval = np.array(sorted(costs.retrieval.items())).T
         self._gamma = np.array([plan.gamma for plan in plans])
         # A plan without a retrieval level is one round in which all that is asked for is drafted.
         self._rounds = np.array([plan.rounds if plan.retrieval else plan.gamma for plan in plans])
@@ -125,11 +125,9 @@ class Controller:
         self._source = np.array([number[plan.source] for plan in plans])
         self._checker = np.array([number["retrieval" if plan.retrieval else plan.source] for plan in plans])
         self._uses = {name: (self._source == i) | (self._checker == i) for name, i in number.items() if name}
-        retrieval = sorted(costs.retrieval.items())
         self._drafting = np.array([
-            plan.rounds * (costs.drafting(plan.source, plan.gamma_inner) +
-                           np.interp(1 + plan.gamma_inner, *zip(*retrieval, strict=True))) if plan.retrieval
-            else costs.drafting(plan.source, plan.gamma) for plan in plans])
+            plan.rounds * (costs.drafting(plan.source, plan.gamma_inner) + np.interp(1 + plan.gamma_inner, *retrieval))
+            if plan.retrieval else costs.drafting(plan.source, plan.gamma) for plan in plans])
 
     def choose(self) -> Plan:
         rates = {name: rate.value for name, rate in self.rates.items()}

@@ -124,13 +124,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), "no --draft-dtype"))
     memory.check(parts, device)
     target = ckpt.load_model(folder, device, chosen, group)
-    draft_model = None
-    if draft_ranks is not None:
-        draft_group = subgroup(group, draft_ranks)
-        if draft_group is not None:
-            draft_model = ckpt.load_model(draft_folder, device, chosen, draft_group if draft_group.size > 1 else None)
-    elif draft_folder is not None:
-        draft_model = ckpt.load_model(draft_folder, device, chosen)
+    draft_group = subgroup(group, draft_ranks) if draft_ranks is not None and len(draft_ranks) > 1 else None
+    draft_model = None if draft_config is None else ckpt.load_model(draft_folder, device, chosen, draft_group)
     if not compile:
         for model in (target, draft_model):
             if model is not None:

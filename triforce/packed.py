@@ -52,4 +52,3 @@ class PackedPrefix:
             outs.append(multiply(scores, values).div_(total))
             lses.append((top + total.log_()).squeeze(-1))
         return torch.stack(outs)[None, :, :num_rows], torch.stack(lses)[None, :, :num_rows]
-
