@@ -6,7 +6,8 @@
 
 `--shape` fills a named shape by widening the embedded pair (see widen.py): the cost is the shape's, the text and the
 acceptance are those of the small trained model. Prints a table for each context; each is also a line of JSON in --out.
-`--peers` adds transformers' autoregression of the same model. `--sweep` adds fixed settings to compare "auto" with.
+`--peers` adds transformers on the same weights: autoregression, assisted by the same draft, and by prompt lookup.
+`--sweep` adds fixed settings to compare "auto" with.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import triforce
 from triforce.calibration import measure, milliseconds
 from triforce.controller import Plan
 from triforce.engine import Engine
+from triforce.model import Transformer
 from triforce.quantize import fp8_copy
 from triforce.state import Settings, State
 
@@ -115,16 +117,16 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
     return Engine(target, None, draft, drafting=drafting, settings=settings), tiny.tokenizer
 
 
-def transformers_model(engine: Engine):
+def transformers_model(target: Transformer):
     """transformers' own model over the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    target, c = engine.target, engine.target.config
+    c = target.config
     config = LlamaConfig(vocab_size=c.vocab_size, hidden_size=c.dim, intermediate_size=c.ffn_dim,
                          num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
                          head_dim=c.head_dim, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
                          max_position_embeddings=c.max_position_embeddings, tie_word_embeddings=False,
-                         torch_dtype=target.dtype)
+                         torch_dtype=target.dtype, bos_token_id=None, eos_token_id=None)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     own = {"model.embed_tokens.weight": target.embedding.weight, "model.norm.weight": target.norm.weight,
@@ -142,24 +144,40 @@ def transformers_model(engine: Engine):
     return model.eval()
 
 
-def transformers_time(engine: Engine, ids: list[int], tokens: int) -> dict[str, float]:
-    """Milliseconds per token of transformers with the same weights: greedy, sdpa attention, its cache."""
-    model, target = transformers_model(engine), engine.target
-    prompt = torch.tensor([ids], device=target.device)
-    begun = time.perf_counter()
-    with torch.inference_mode():
-        out = model(prompt, use_cache=True, logits_to_keep=1)
-        torch.cuda.synchronize()
-        prefill = time.perf_counter() - begun
-        cache, token, times = out.past_key_values, out.logits[:, -1:].argmax(-1), []
-        del out
-        for _ in range(tokens):
-            begun = time.perf_counter()
-            out = model(token, past_key_values=cache, use_cache=True)
-            token = out.logits[:, -1:].argmax(-1)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begun)
-    return {"transformers_prefill_s": prefill, "transformers_tbt_ms": sorted(times)[len(times) // 2] * 1e3}
+def transformers_times(engine: Engine, ids: list[int], args) -> dict[str, float]:
+    """Milliseconds per token of transformers with the same weights, sdpa attention and its own cache: by itself, with
+    the same draft model as its assistant, and with prompt lookup. From the first token on, prefill not counted."""
+    from transformers import StoppingCriteria
+
+    class Clock(StoppingCriteria):
+        def __init__(self):
+            self.seen = []
+
+        def __call__(self, tokens, scores, **more):
+            self.seen.append((time.perf_counter(), tokens.shape[1]))
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+
+    model, row = transformers_model(engine.target), {}
+    prompt = torch.tensor([ids], device=engine.device)
+    ways = {"": {}, "_lookup": {"prompt_lookup_num_tokens": 10}}
+    if engine.draft is not None:
+        ways["_assisted"] = {"assistant_model": transformers_model(engine.draft)}
+    for name, how in ways.items():
+        torch.manual_seed(0)
+        clock, begun = Clock(), time.perf_counter()
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.peer_tokens, do_sample=True,
+                       temperature=args.temperature, top_p=args.top_p, top_k=0, pad_token_id=0,
+                       stopping_criteria=[clock], **how)
+        (first, start), (last, stop) = clock.seen[0], clock.seen[-1]
+        if not name:
+            row["transformers_prefill_s"] = first - begun
+        row[f"transformers{name}_tbt_ms"] = (last - first) / (stop - start) * 1e3
+        if name:
+            row[f"transformers{name}_per_forward"] = (stop - start) / (len(clock.seen) - 1)
+        gc.collect()
+        if engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return row
 
 
 def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
@@ -167,8 +185,7 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     cuda = engine.device.type == "cuda"
     longest = max(args.warm_up, args.max_new_tokens) + 16
     row: dict[str, float] = {"context": len(ids)}
-    engine._state = None
-    gc.collect()
+    engine.release()
     begun = time.perf_counter()
     stats = engine.generate(ids, 8, **{**sampling, "seed": 0}, ignore_eos=True).stats
     row["first_call_s"] = time.perf_counter() - begun  # prefill, compiling and recording included
@@ -200,12 +217,9 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
         row["best_fixed_tbt_ms"] = best["tbt_ms"]
         engine.settings = replace(engine.settings, auto=True)
     if args.peers:
-        engine._state = state = chosen = None  # 64 GB of K/V at 7B
-        gc.collect()
-        torch.cuda.empty_cache()
-        row |= transformers_time(engine, ids, 12)
-        gc.collect()
-        torch.cuda.empty_cache()
+        state = chosen = None  # 64 GB of K/V at 7B
+        engine.release()
+        row |= transformers_times(engine, ids, args)
     return row
 
 
@@ -263,6 +277,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--warm-up", type=int, default=160, help="tokens generated before anything is timed")
     p.add_argument("--sweep", action="store_true", help="fixed settings beside auto")
     p.add_argument("--peers", action="store_true", help="transformers on the same model")
+    p.add_argument("--peer-tokens", type=int, default=24, help="tokens of each of transformers' runs")
     p.add_argument("--memory-cap", type=float, help="GiB of GPU memory that this process may allocate")
     p.add_argument("--out", help="append JSON lines to this file")
     p.add_argument("--plot", help="draw such a file and do nothing else")

@@ -397,25 +397,32 @@ def unloop(model, optimizer, loss_fn, data, device, rounds, rows=64, length=2048
         print(f"unloop {i}/{rounds} loss {loss.item():.3f} repeated {share.item():.3f}", flush=True)
 
 
+TEMPERATURES = (1.0, 0.6)  # at which views and drafts are to agree with the full cache
+
+
 def view_loss(model, tokens, blocks, size, budget, recent):
-    """One minus the expected acceptance of blocks read through a retrieval view, against the full cache (constant)."""
+    """One minus the expected acceptance of blocks read through a retrieval view, against the full cache (constant);
+    the mean of that at the two temperatures."""
     with torch.no_grad():
         full = Recorded()
         hidden = model(tokens, attend=full)[0]  # [S, D]
     starts = torch.randint(budget + recent, tokens.shape[1] - size, (blocks,), device=tokens.device)
     at = starts[:, None] + torch.arange(size, device=tokens.device)
     view = view_hidden(model, full, tokens, starts, size, budget, recent)
-    return 1 - acceptance(model.logits(hidden[at]), model.logits(view)).mean()
+    exact, seen = model.logits(hidden[at]), model.logits(view)
+    return 1 - sum(acceptance(exact, seen, temperature).mean() for temperature in TEMPERATURES) / len(TEMPERATURES)
 
 
 def extend(model, data, device, seed, compile, steps, length, middle, rows=8, new_tokens=256, every=8, budget=4096,
-           blocks=48, peak=0.5, seconds=145):
-    """The second phase. Every step: one long text; several of a middle length; from a quarter on, texts of that
-    length that the model has continued itself, to unlearn loops; every other step, the view that is to be read."""
+           blocks=24, size=64, peak=0.5, seconds=190, sharpen=1.1, view_weight=1.0,
+           loop_weight=6.0):
+    """The second phase. Every step: one long text; several of a middle length; blocks of `size` tokens that read one of
+    these through a retrieval view, chosen at the block's beginning, as in decoding; from a quarter on, texts that the
+    model has continued itself, to unlearn loops."""
     torch.manual_seed(seed + 2)
     with torch.no_grad():  # attention spreads over more tokens the longer the text
         for block in model.blocks:
-            block.q.weight *= 1.1
+            block.q.weight *= sharpen
     optimizer = Muon(model, 0.01, 2e-3, compile)
     loss_fn = torch.compile(weighted_loss, dynamic=False) if compile else weighted_loss
     if compile:
@@ -433,18 +440,19 @@ def extend(model, data, device, seed, compile, steps, length, middle, rows=8, ne
             right = (model.logits(hidden[values]).argmax(-1) == tokens[:, 1:][values]).float().mean().item()
         return tokens, loss.item(), right
 
-    parts, t0, again, share, far = [], time.time(), torch.zeros(()), torch.zeros(()), torch.zeros(())
+    parts, t0, again, share, seen = [], time.time(), torch.zeros(()), torch.zeros(()), [0.0, 0.0]
     for i in range(steps):
         progress = max(i / steps, (time.time() - t0) / seconds)  # a slow machine takes fewer steps
         if progress >= 1:
             break
         scale = peak * min(1, (i + 1) / 15) * min(1, (1 - progress) / 0.7)
         tokens, loss, right = backward(1, length, int(torch.rand(()) < 0.7), (24, min(150, length // 24)), 20.0, 1.0)
-        _, near, near_right = backward(rows, middle, rows // 2, (16, min(128, middle // 24)), 6.0, 0.5)
-        if i % 2 == 0:
-            with autocast(device):
-                far = view_loss(model, tokens[:, :-1], blocks, 16, budget, budget // 4)
-            far.backward()
+        nearer, near, near_right = backward(rows, middle, rows // 2, (16, min(128, middle // 24)), 6.0, 0.5)
+        read, held = (tokens, budget) if i % 2 == 0 else (nearer[i % rows, None], budget // (4 if i % 4 == 1 else 8))
+        with autocast(device):
+            view = view_loss(model, read[:, :-1], blocks, size, held, held // 4)
+        (view_weight * view).backward()
+        seen[i % 2] = 1 - view.item()
         if progress >= 0.4:
             if not parts:
                 kept, data.share = data.share, 0.3  # documentation loops more
@@ -453,24 +461,26 @@ def extend(model, data, device, seed, compile, steps, length, middle, rows=8, ne
                 parts = list(torch.cat((prompts, sample(model, prompts, new_tokens, seed=1000 + i)), 1).split(4 * rows))
             with autocast(device):
                 again, share = unlikelihood(model, parts.pop(), new_tokens)
-            (6 * again).backward()
+            (loop_weight * again).backward()
         optimizer.step(scale)
         if i % 4 == 0 or i == steps - 1:
             print(
-                f"extend {i}/{steps} loss {loss:.3f} values {right:.3f}, {middle}: {near:.3f} {near_right:.3f}, view "
-                f"{1 - far.item():.3f} repeated {share.item():.3f} lr {scale:.3f} {time.time() - t0:.0f} s",
+                f"extend {i}/{steps} loss {loss:.3f} values {right:.3f}, {middle}: {near:.3f} {near_right:.3f}, views "
+                f"{seen[0]:.3f} {seen[1]:.3f} repeated {share.item():.3f} lr {scale:.3f} {time.time() - t0:.0f} s",
                 flush=True,
             )
     return model.eval()
 
 
 def distil_loss(student, head, teacher, teacher_head, keep, mix):
-    """Kullback-Leibler divergence, then (mix = 1) total variation: one minus the expected acceptance."""
+    """Kullback-Leibler divergence, then (mix = 1) total variation: one minus the expected acceptance, the mean of that
+    at the two temperatures."""
     q_log = (student @ head.T).float().log_softmax(-1)
     p_log = (teacher @ teacher_head.T).float().log_softmax(-1)
     p = p_log.exp()
     kl = (p * (p_log - q_log)).sum(-1)
-    tv = 0.5 * (p - q_log.exp()).abs().sum(-1)
+    tv = sum(0.5 * ((p_log / t).softmax(-1) - (q_log / t).softmax(-1)).abs().sum(-1) for t in TEMPERATURES)
+    tv = tv / len(TEMPERATURES)
     scale = keep / keep.sum()
     return ((1 - mix) * kl + 2 * mix * tv).mul(scale).sum(), (tv * scale).sum()
 
@@ -787,7 +797,11 @@ def main():
     parser.add_argument("--draft-tokens", type=float, default=80e6)
     parser.add_argument("--extend-steps", type=int, default=130)
     parser.add_argument("--extend-draft-tokens", type=float, default=10e6)
+    parser.add_argument("--sharpen", type=float, default=1.1, help="factor of all queries as the second phase begins")
+    parser.add_argument("--view-weight", type=float, default=1.0, help="of agreement with views, in the second phase")
+    parser.add_argument("--loop-weight", type=float, default=6.0, help="of unlearning repeats, in the second phase")
     parser.add_argument("--start", help="folder of the first phase's pair: does only the second")
+    parser.add_argument("--average", action="store_true", help="ends with the mean of its weights and those of --start")
     parser.add_argument("--books-share", type=float, default=0.6)
     parser.add_argument("--smoke", action="store_true", help="a few steps of a tiny configuration, on any device")
     args = parser.parse_args()
@@ -821,12 +835,19 @@ def main():
         read_folder(first / "draft", draft_config, device),
     )
     small = {"length": 131072, "middle": 16384} if not args.smoke else {
-        "length": 2048, "middle": 512, "new_tokens": 16, "every": 1, "seconds": 1e9, "budget": 256, "blocks": 2}
-    target = extend(target, data, device, args.seed, compile, args.extend_steps if not args.smoke else 4, **small)
-    write_folder(out / "target", target_config, tokenizer_file, target)
+        "length": 2048, "middle": 512, "new_tokens": 16, "every": 1, "seconds": 1e9, "budget": 256, "blocks": 2,
+        "size": 16}
+    target = extend(target, data, device, args.seed, compile, args.extend_steps if not args.smoke else 4,
+                    sharpen=args.sharpen, view_weight=args.view_weight, loop_weight=args.loop_weight, **small)
     extra = args.extend_draft_tokens if not args.smoke else 4096
     draft = train_draft(draft_config, target, data, device, args.seed, extra, compile, length, start=draft)
-    write_folder(out / "draft", draft_config, tokenizer_file, draft)
+    for name, config, model in (("target", target_config, target), ("draft", draft_config, draft)):
+        if args.average:
+            before = read_folder(first / name, config, device)
+            with torch.no_grad():
+                for new, old in zip(model.parameters(), before.parameters(), strict=True):
+                    new.lerp_(old, 0.5)
+        write_folder(out / name, config, tokenizer_file, model)
     seconds = time.time() - t0
     torch._dynamo.reset()
     clean_target, clean_draft = Transformer(target_config).to(device), Transformer(draft_config).to(device)

@@ -192,6 +192,26 @@ def test_what_is_drafted_depends_on_the_tape_alone(pair):
     assert used.acceptance_rates()[0].keys() == {"retrieval", "full"}
 
 
+def test_a_draft_that_was_left_out_catches_up(pair):
+    """It takes in what it missed only, and drafts what one that has seen all drafts."""
+    target, draft = pair
+    state = make_state(target, draft, [random_prompt(700)], draft_window=64, retrieval=False)
+    drafter, probs = state.sources["model"], state.outer.draft_probs
+    laws = []
+    for known in (0, 640, 30):  # anew; the last 59; so far back that it begins anew
+        drafter.prefill(0, known or 640)
+        seen = []
+        hook = draft.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].shape[1]))
+        drafter.prefill(0, 699, known)
+        hook.remove()
+        assert sum(seen) == {0: 64 + 64, 640: 59, 30: 64 + 64}[known]
+        drafter.gamma = 3
+        drafter.propose(state.outer.length, 3, probs)
+        laws.append(probs[:, :3].clone())
+    torch.testing.assert_close(laws[1], laws[0], atol=1e-5, rtol=1e-4)
+    assert torch.equal(laws[2], laws[0])
+
+
 def test_a_packed_prefix_gives_the_same_states():
     q, k, v = torch.randn(1, 3, 5, 16), torch.randn(3, 700, 16), torch.randn(3, 700, 16)
     for mine, plain in zip(PackedPrefix(k, v).partial(q), partial(q, k[None], v[None]), strict=True):

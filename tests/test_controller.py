@@ -86,14 +86,39 @@ def test_the_table_says_what_each_plan_takes():
     assert emitted(0.5, 0) == 1 and emitted(0.5, 2) == 1.75
 
 
+def test_rounds_set_the_times_right():
+    """Drafting that takes longer in its place than on its own is left alone, and taken up when it is fast again."""
+    controller = Controller(GPU_128K, 7, 3)
+    first = controller.choose()
+    assert first.retrieval and first.source == "model"
+    own = GPU_128K.verify[8] + first.rounds * (GPU_128K.drafting("model", first.gamma_inner) + GPU_128K.retrieval[4])
+    for _ in range(Controller.TIMED):
+        controller.timed(first, 3 * own)
+    other = controller.choose()
+    assert (other.source, other.retrieval) != ("model", True)
+    controller.timed(other, 1000.0)  # a hiccup
+    assert controller.choose() == other
+    for _ in range(Controller.REMEMBERED):
+        controller.timed(first, own)
+    assert controller.choose() == first
+
+
+def test_what_the_caller_knows_counts():
+    controller = Controller(Costs({8: 20.0}, {4: 5.0}, {"model": (0.25, 0.2), "ngram": (0.3, 0.0)}), 7, 3)
+    assert controller.choose(ngram=0.05).source == "model"
+    assert controller.choose(ngram=0.95).source == "ngram"
+    assert controller.choose(ngram=0.05).source == "model"
+
+
 def test_choosing_takes_no_time():
     """It stands between two rounds, while a GPU waits: thousands of plans in well under the time of a verify."""
     controller = Controller(GPU_128K, 63, 3)
     assert len(controller.plans) > 3000
-    controller.choose()
+    plan = controller.choose()
     times = []
     for _ in range(20):
         begun = time.perf_counter()
+        controller.timed(plan, 20.0)
         controller.choose()
         times.append(time.perf_counter() - begun)
     assert min(times) < 0.002

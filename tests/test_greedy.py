@@ -73,9 +73,12 @@ class Everything:
     def __init__(self, plans):
         self.plans, self.used = plans, 0
 
-    def choose(self):
+    def choose(self, **known):
         self.used += 1
         return self.plans[self.used % len(self.plans)]
+
+    def timed(self, plan, milliseconds):
+        assert plan in self.plans and milliseconds > 0
 
     def update(self, num_tokens, **observed):
         assert num_tokens >= 1 and all(0 <= hits <= tests for hits, tests in observed.values())

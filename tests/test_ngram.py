@@ -5,7 +5,7 @@ import random
 import torch
 
 from triforce.graphs import Compiler
-from triforce.ngram import NgramDrafter
+from triforce.ngram import NgramDrafter, NgramMeter
 from triforce.sampling import SamplingParams
 from triforce.speculation import Tape
 
@@ -36,6 +36,24 @@ def test_proposals_equal_a_loop():
         for row, tokens in enumerate(rows):
             count = int(num_drafted[row])
             assert drafted[row, :count].tolist() == look_up(tokens, 5)
+
+
+def test_the_meter_knows_a_quote():
+    """New text tells it to expect little, and the fifth word of a quotation much."""
+    rng = random.Random(0)
+    text = [rng.randrange(1000) for _ in range(5000)]
+    meter = NgramMeter(text)
+    assert meter.rate < 0.1
+    meter.update(text[100:103])  # nothing to go by yet
+    assert meter.rate < 0.1
+    for token in text[103:110]:
+        meter.update([token])
+    assert meter.rate > 0.75
+    meter.update(text[110:200])
+    assert meter.rate > 0.9
+    meter.update([1000])
+    assert meter.rate < 0.1
+    assert NgramMeter([5]).rate < 0.2
 
 
 def test_repeated_text_is_copied(tiny_engine):

@@ -5,6 +5,8 @@ fast: the choice depends on tokens that were kept and on the first rejection of 
 acceptance is exact whatever was drafted.
 """
 
+import statistics
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -79,14 +81,16 @@ class Controller:
         max_gamma, max_inner: the most tokens that the full level, and the retrieval level, can check.
     """
 
-    PRIORS = {"retrieval": 0.88, "model": 0.55, "ngram": 0.25}
+    PRIORS = {"retrieval": 0.9, "model": 0.5}  # the chances of "ngram" are told from round to round
     STAY = 0.98  # another plan must be this much better than the present one
     PROBE_AFTER = 128  # tokens; what has not been tried for so long may have become better
+    TIMED, REMEMBERED = 3, 64  # so many rounds of a kind of plan, of the last so many, say what it takes
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int):
         self.costs = costs
         levels = (["retrieval"] if costs.retrieval else []) + list(costs.sources)
-        self.rates = {name: Rate(self.PRIORS[name]) for name in levels}
+        self.rates = {name: Rate(self.PRIORS[name]) for name in levels if name in self.PRIORS}
+        self._names = levels
         self.plans = list(self._candidates(max_gamma, max_inner))
         self._now = 0  # no speculation
         self._tabulate()
@@ -105,16 +109,20 @@ class Controller:
 
     def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
         """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""
+        times, tokens = self._rounds_of(rates)
+        return times * self._slower[self._kind] / tokens
+
+    def _rounds_of(self, rates: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
+        """A round of each plan: the sum of its steps' milliseconds, and the tokens that it is expected to emit."""
         chance = np.array([*(rates[name] for name in self._names), 0.0])
         of_source, of_checker = chance[self._source], chance[self._checker]
         drafted = np.minimum(self._rounds * emitted(of_source, self._inner), self._gamma)
         verify = np.interp(1 + drafted, *self._verify)
-        return (self._drafting + verify) / emitted(of_checker, drafted)
+        return self._drafting + verify, emitted(of_checker, drafted)
 
     def _tabulate(self) -> None:
         """What all plans have in common over time, as arrays: there are thousands of them for large blocks."""
         costs, plans = self.costs, self.plans
-        self._names = list(self.rates)
         number = {name: i for i, name in enumerate(self._names)} | {None: len(self._names)}
         self._verify = np.array(sorted(costs.verify.items())).T  # rows, milliseconds
         retrieval = np.array(sorted(costs.retrieval.items())).T
@@ -128,15 +136,34 @@ class Controller:
         self._drafting = np.array([
             plan.rounds * (costs.drafting(plan.source, plan.gamma_inner) + np.interp(1 + plan.gamma_inner, *retrieval))
             if plan.retrieval else costs.drafting(plan.source, plan.gamma) for plan in plans])
+        self._number = {plan: i for i, plan in enumerate(plans)}
+        # Plans of the same levels are of one kind: what a step costs after the others, that it did not on its own.
+        kinds = list(dict.fromkeys((plan.source, plan.retrieval) for plan in plans))
+        self._kind = np.array([kinds.index((plan.source, plan.retrieval)) for plan in plans])
+        self._timed: deque[tuple[int, float]] = deque(maxlen=self.REMEMBERED)
+        self._slower = np.ones(len(kinds))  # by kind: a round's time over that of its steps
 
-    def choose(self) -> Plan:
-        rates = {name: rate.value for name, rate in self.rates.items()}
+    def timed(self, plan: Plan, milliseconds: float) -> None:
+        """How long a round of a plan took, to correct what the steps' own times say of that kind of plan."""
+        i = self._number[plan]
+        self._timed.append((self._kind[i], milliseconds / self._rounds_of(self._chances)[0][i]))
+        ratios: list[list[float]] = [[] for _ in self._slower]
+        for kind, ratio in self._timed:
+            ratios[kind].append(ratio)
+        known = {kind: statistics.median(of) for kind, of in enumerate(ratios) if len(of) >= self.TIMED}
+        # Of the others, half the hope that they have no such overhead: enough to try what comes near, no more.
+        hoped = (1 + min(known.values(), default=1.0)) / 2
+        self._slower[:] = [known.get(kind, hoped) for kind in range(len(ratios))]
+
+    def choose(self, **known: float) -> Plan:
+        """known: acceptance rates that the caller knows: of "ngram", if that is a source."""
+        rates = self._chances = {name: rate.value for name, rate in self.rates.items()} | known
         times = self.times_per_token(rates)
         best = int(times.argmin())
         if times[best] > self.STAY * times[self._now]:
             best = self._now
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
-            if rate.age >= self.PROBE_AFTER and name != "ngram" and not self._uses[name][best]:
+            if rate.age >= self.PROBE_AFTER and not self._uses[name][best]:
                 hopes = np.where(self._uses[name], self.times_per_token(rates | {name: 0.95}), np.inf)
                 if hopes.min() < 0.9 * times[best]:
                     return self.plans[int(hopes.argmin())]

@@ -25,9 +25,9 @@ class SharedDrafter:
         self.cache = None if drafter is None else drafter.cache
         self.num_drafted = tape.buffer()
 
-    def prefill(self, row: int, length: int) -> None:
+    def prefill(self, row: int, length: int, known: int = 0) -> None:
         if self.drafter is not None:
-            self.drafter.prefill(row, length)
+            self.drafter.prefill(row, length, known)
 
     def propose(self, start: Tensor, n: int, probs: Tensor) -> Tensor:
         """See `Drafter.propose`."""

@@ -29,7 +29,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     Args:
         checkpoint: a Hugging Face folder, a repository id that was downloaded before, or "tiny", the embedded pair.
         draft: the same for the draft model. None: the pair's own for "tiny", else no draft. False: no draft. "ngram":
-            no model, but what followed the newest tokens where they stood before.
+            no model, but what followed the newest tokens where they stood before; with gamma="auto" that is one of the
+            ways to draft unless draft is False.
         retrieval: False: no middle level, so that a draft is checked by the full cache directly.
         device: None: CUDA if there is one, else the CPU.
         dtype: None: the checkpoint's on CUDA, float32 on the CPU.
@@ -66,17 +67,17 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     """
     device = _device(device)
     folder = ckpt.resolve(checkpoint)
-    ngram = draft == "ngram"
-    if ngram:
+    if draft == "ngram":
         draft_folder = None
     elif draft is None or draft is True:
         draft_folder = ckpt.tiny_draft() if checkpoint == "tiny" else None
     else:
         draft_folder = None if draft is False else ckpt.resolve("tiny" if draft == "tiny" else draft)
-    drafts = retrieval or ngram or draft_folder is not None
+    drafts = retrieval or draft == "ngram" or draft_folder is not None
     if block_size is None:
         block_size = _default_block(device, offload, max_batch_size, gamma) if drafts else 1
     auto = gamma == "auto"
+    ngram = draft == "ngram" or auto and drafts and draft is not False
     gamma = max(block_size - 1, 1) if auto else gamma
     if gamma_inner is None:
         gamma_inner = min(3 if auto else 2, max(block_size - 1, 1))

@@ -6,9 +6,12 @@ sample from, and acceptance treats it as a law with all its mass on one token. K
 Shapes: B batch, N positions of the tape, n tokens proposed.
 """
 
+import bisect
+
 import torch
 from torch import Tensor
 
+from .controller import Rate
 from .graphs import Compiler
 from .speculation import Tape
 
@@ -30,7 +33,7 @@ class NgramDrafter:
         self.compiled = compiler.level("ngram")
         self.step = self.compiled.step(self._step)
 
-    def prefill(self, row: int, length: int) -> None:
+    def prefill(self, row: int, length: int, known: int = 0) -> None:
         """Nothing to take in: it reads the tape."""
 
     def commit(self, length: Tensor) -> None:
@@ -66,22 +69,39 @@ class NgramDrafter:
 
 
 class NgramMeter:
-    """How often looking up would have been right: on the host, from kept tokens, whether or not it was used.
+    """How likely looking up is right: on the host, from kept tokens, whether or not it was used.
 
-    One dictionary entry a token, so it costs next to nothing per token, whatever the prompt's length.
+    Quotes come in runs, so there is a rate for each length of the run of tokens that it has just got right. One
+    dictionary entry a token: it costs next to nothing per token, whatever the prompt's length.
     """
 
-    def __init__(self, tokens: list[int], length: int = 3):
-        self.tokens, self.length, self.follows = list(tokens), length, {}
-        for end in range(length, len(tokens)):
-            self.follows[tuple(tokens[end - length : end])] = tokens[end]
+    RUNS = (0, 1, 4)  # a rate from each of these on
+    PRIORS = (0.1, 0.4, 0.8)
+    JUDGED = 2048  # of the prompt's tokens, the last are already judged by
 
-    def update(self, tokens: list[int]) -> tuple[int, int]:
-        """Takes in kept tokens; returns how many of them a look-up would have got right, and how many there were."""
-        hits = 0
+    def __init__(self, tokens: list[int], length: int = 3):
+        self.length, self.follows, self.run = length, {}, 0
+        self.rates = [Rate(prior) for prior in self.PRIORS]
+        self.tokens = list(tokens[: max(len(tokens) - self.JUDGED, length)])
+        for end in range(length, len(self.tokens)):
+            self.follows[tuple(tokens[end - length : end])] = tokens[end]
+        self.update(tokens[len(self.tokens) :])
+
+    @property
+    def rate(self) -> float:
+        """The chance that looking up the next token is right."""
+        return self._rate.value
+
+    @property
+    def _rate(self) -> Rate:
+        return self.rates[bisect.bisect_right(self.RUNS, self.run) - 1]
+
+    def update(self, tokens: list[int]) -> None:
+        """Takes in kept tokens."""
         for token in tokens:
             key = tuple(self.tokens[-self.length :])
-            hits += self.follows.get(key) == token
+            right = self.follows.get(key) == token
+            self._rate.update(right, 1)
+            self.run = self.run + 1 if right else 0
             self.follows[key] = token
             self.tokens.append(token)
-        return hits, len(tokens)

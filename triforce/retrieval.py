@@ -118,9 +118,12 @@ class RetrievalView(View):
         if self.num_selected:
             self._chunks[row, i] = self._scores(row, i, k).topk(self.num_selected, dim=-1, sorted=False).indices
         self._prefix_len[row] = prefix_len
-        index = _token_index(self._chunks[row, i, None], prefix_len, self.window_size, self.chunk_size,
-                             self.select_size)[0]
-        _copy_tokens(k, v, index, self.k[i][row], self.v[i][row])
+        _copy_tokens(k, v, self.positions(row, i), self.k[i][row], self.v[i][row])
+
+    def positions(self, row: int, i: int) -> Tensor:
+        """Where in the prefix the tokens of layer i's selection stand: [K, held]."""
+        return _token_index(self._chunks[row, i, None], self._prefix_len[row], self.window_size, self.chunk_size,
+                            self.select_size)[0]
 
     @property
     def awaits_pieces(self) -> bool:

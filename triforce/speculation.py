@@ -96,16 +96,18 @@ class ModelDrafter:
         self.levels = {rows: compiler.level(f"draft{rows}") for rows in (1, self.CATCH_UP_ROWS)}
         self.steps = {rows: level.step(self._step) for rows, level in self.levels.items()}
 
-    def prefill(self, row: int, length: int) -> None:
-        """Takes in a tape of which the first `length` tokens are settled."""
+    def prefill(self, row: int, length: int, known: int = 0) -> None:
+        """Takes in a tape of which the first `length` tokens are settled, and the first `known` not new to it."""
         # A window's worth of context per layer reaches as far as attention over the window can look back.
         span = min(self.model.config.n_layer, 4) * self.cache.window_size
         cache, rows = self.cache.row(row), self.PREFILL_ROWS
-        for tensor in (*cache.k, *cache.v):  # so that what is drafted depends on this tape alone
-            tensor.zero_()
-        first = max(length - span, 0)
+        anew = known == 0 or known < length - span
+        first = max(length - span, 0) if anew else known
         starts = list(range(first, length, rows))
-        if first > 0:
+        if anew:
+            for tensor in (*cache.k, *cache.v):  # so that what is drafted depends on this tape alone
+                tensor.zero_()
+        if anew and first > 0:
             starts.insert(0, 0)  # the attention sinks
         for start in starts:
             tokens = self.tape.tokens[row, None, start : min(start + rows, length)]

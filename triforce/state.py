@@ -4,6 +4,8 @@ Weights live elsewhere and are shared; a State is what generating changes. Knows
 prompts: token ids go in, rounds of token ids come out.
 """
 
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,7 +121,8 @@ class State:
                          settings.gamma_inner if sources else 0, self.inner.rounds if use_retrieval else 0)
         self.controller: Controller | None = None
         self._costs: dict[tuple, Costs] = {}
-        self._behind = False  # the draft model has missed tokens
+        self._drafted_to = [0] * batch  # tokens of each row that the draft model has seen for certain
+        self._draft_left_out = False  # of the last round
         self._meters: list[NgramMeter] = []
         self.lens = [0] * batch  # tokens with exact K/V, as the host knows them
         self.known = [0] * batch  # tokens on the tape
@@ -238,11 +241,12 @@ class State:
 
     def follow(self, plan: Plan) -> None:
         """Sets the levels so that the next round follows the plan."""
-        if plan.source == "model" and self._behind:
-            for row in range(self.batch):
-                self.sources["model"].prefill(row, self.lens[row])
-            self._behind = False
-        self._behind = self._behind or plan.source != "model"
+        if plan.source == "model":
+            if self._draft_left_out:
+                for row in range(self.batch):
+                    self.sources["model"].prefill(row, self.lens[row], self._drafted_to[row])
+            self._drafted_to = list(self.lens)
+        self._draft_left_out = plan.source != "model"
         self.outer.speculate = plan.gamma > 0
         if plan.gamma == 0:
             return
@@ -265,7 +269,12 @@ class State:
     def round(self, speculate: bool = True, one_row: bool = False) -> list[list[int]]:
         """One verify and all that is drafted for it. Returns each row's new tokens; the one host sync is here."""
         level = self.one_row if one_row else self.outer
-        plan = Plan() if not speculate else self.plan if self.controller is None else self.controller.choose()
+        steered = speculate and self.controller is not None
+        plan = Plan() if not speculate else self.plan
+        if steered:
+            known = {"ngram": statistics.fmean(meter.rate for meter in self._meters)} if self._meters else {}
+            plan = self.controller.choose(**known)
+        begun = time.perf_counter()
         self.follow(plan)
         gathers = level is self.outer and self.retrieval is not None and self.retrieval.awaits_pieces
         level.on_piece = self.retrieval.gather if gathers else None
@@ -273,8 +282,11 @@ class State:
         if gathers:
             self.retrieval.gathered()
         self.num_forwards += 1
+        boxes = read(level.outbox)
+        if steered and self.target.group is None:  # ranks must choose alike, and their clocks differ
+            self.controller.timed(plan, (time.perf_counter() - begun) * 1e3)
         emitted, seen = [], Tally()
-        for row, box in enumerate(read(level.outbox)):
+        for row, box in enumerate(boxes):
             tokens, origins = box[: level.rows], box[level.rows : -4]
             num_emitted, num_accepted, num_drafted, diverged = box[-4:]
             if diverged:
@@ -287,17 +299,17 @@ class State:
                 continue
             if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
                 num_accepted = num_drafted = num_emitted
-            if speculate and self.controller is not None:
+            if steered:
                 seen.add(plan, num_emitted, num_accepted, num_drafted, origins)
                 if self._meters:
-                    seen.observe("ngram", *self._meters[row].update(emitted[row]))
+                    self._meters[row].update(emitted[row])
             due = self._rebuild[row].update(num_emitted, num_accepted, num_drafted)
             if self.lens[row] - self.cache.full.lens[row] == self.settings.flush_interval:
                 self._flush(row)
             if due and plan.retrieval and self.retrieval.renews and self.retrieval.selected[row]:
                 self.retrieval.rebuild(row, at_once=False)
                 self._rebuild[row].rebuilt()
-        if self.controller is not None and speculate:
+        if steered:
             self.controller.update(seen.tokens, **seen.counts)
         return emitted
 
@@ -322,7 +334,7 @@ class State:
         self.outer.length[row].fill_(length)
         for source in self.sources.values():
             source.prefill(row, length)
-        self._behind = False
+        self._drafted_to[row] = length
         self._rebuild[row] = RebuildPolicy(self.settings.rebuild_interval)
 
     def _open(self, max_new_tokens: int) -> None:
@@ -360,7 +372,7 @@ class Tally:
     def add(self, plan: Plan, num_emitted: int, num_accepted: int, num_drafted: int, origins: list[int]) -> None:
         self.tokens += num_emitted
         checked = "retrieval" if plan.retrieval else plan.source
-        if checked is not None and checked != "ngram":  # that one's rate is kept by its meter
+        if checked is not None and checked != "ngram":  # that one's rates are kept by its meter
             self.observe(checked, num_accepted, num_accepted + (num_accepted < num_drafted))
         if plan.retrieval and plan.source == "model":
             hits, misses = (origins[:num_accepted].count(kind) for kind in (ACCEPTED, MISSED))
