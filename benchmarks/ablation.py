@@ -170,7 +170,7 @@ def plot(path: str) -> None:
         axes[1, 2].plot([row["age"] for row in points], [row[key] for row in points], "o-", label=label)
     axes[1, 2].set(xlabel="tokens later", ylabel="share of attention", xscale="log", ylim=(0, 1), title="how it ages")
     for axis in axes.flat[1:]:
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="lower right" if axis is axes[1, 1] else "best")
     save(figure, path, rows)
 
 

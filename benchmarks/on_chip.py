@@ -140,7 +140,8 @@ def transformers_model(target: Transformer):
                   "input_layernorm": layer.attention_norm.weight, "post_attention_layernorm": layer.mlp_norm.weight}
         own |= {f"model.layers.{i}.{name}.weight": weight for name, weight in parts.items()}
     model.load_state_dict(own, assign=True)
-    model.model.rotary_emb.__init__(config, device=target.device)
+    with torch.device(target.device):  # its buffers are no parameters, and are still on no device
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.eval()
 
 
