@@ -41,6 +41,7 @@ AGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def levels(base: Engine, ids: list[int], args):
+    base.release()  # there is room for one cache
     for way in args.ways:
         engine = engine_of(base, "hierarchy" if " " in way else way)
         if " " in way:
@@ -58,7 +59,7 @@ def gammas(engine: Engine, ids: list[int], args):
             on_chip.fixed(engine, Plan(gamma, "model", True, inner, -(-gamma // 2)))
             yield {"setting": f"gamma {gamma}, gamma_inner {inner}", "gamma": gamma, "gamma_inner": inner,
                    **on_chip.decode(engine, ids, args)}
-    engine.settings = auto
+    engine.settings = engine._state.settings = auto
 
 
 def temperatures(engine: Engine, ids: list[int], args):
@@ -115,7 +116,7 @@ def run(args) -> None:
     [ids] = read_prompts(tokenizer, args)
     [base.budget] = args.budgets
     common = {**on_chip.about(base, args), "context": len(ids), "budget": base.budget, "seeds": args.seeds}
-    parts = {"levels": levels, "gamma": gammas, "temperature": temperatures, "length": lengths}
+    parts = {"gamma": gammas, "temperature": temperatures, "length": lengths, "levels": levels}
     timed = [name for name in parts if name in args.parts]
     if timed:
         plain = on_chip.decode(base, ids, args, speculate=False, one_row=True)["tbt_ms"]

@@ -173,8 +173,6 @@ def transformers_times(engine: Engine, ids: list[int], args) -> dict[str, float]
         if not name:
             row["transformers_prefill_s"] = first - begun
         row[f"transformers{name}_tbt_ms"] = (last - first) / (stop - start) * 1e3
-        if name:
-            row[f"transformers{name}_per_forward"] = (stop - start) / (len(clock.seen) - 1)
         gc.collect()
         if engine.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -82,7 +82,7 @@ class Controller:
     """
 
     PRIORS = {"retrieval": 0.9, "model": 0.5}  # the chances of "ngram" are told from round to round
-    STAY = 0.98  # another plan must be this much better than the present one
+    STAY = 0.97  # another plan must be this much better than the present one
     PROBE_AFTER = 128  # tokens; what has not been tried for so long may have become better
     TIMED, REMEMBERED = 3, 64  # so many rounds of a kind of plan, of the last so many, say what it takes
 

@@ -7,7 +7,7 @@ change: so nothing is compiled anew when the context grows.
 """
 
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -53,27 +53,29 @@ class Level:
             self._compiled[function] = torch.compile(copy, fullgraph=True, dynamic=False, options=self.OPTIONS)
         return self._compiled[function]
 
-    def step(self, function: Callable, num_lengths: int = 0) -> Callable:
+    def step(self, function: Callable, num_lengths: int = 0, warm_up: int = 1) -> Callable:
         """The function as a graph, on a GPU; it must write its results into tensors that stay where they are.
 
         Args:
             num_lengths: so many of the first arguments are lengths of caches, in ascending order: other kernels run
                 only where two are equal, or the first is 0.
+            warm_up: calls with the same arguments before a graph is recorded. More than 1 for what is made of steps
+                that are graphs already, and may not be called again.
         """
-        return Graphed(function, self.compiler.pool, num_lengths) if self.compiler.record else function
+        return Graphed(function, self.compiler.pool, num_lengths, warm_up) if self.compiler.record else function
 
 
 class Graphed:
-    """Runs a function as it is the first time, then records a graph per set of arguments and replays it.
+    """Runs a function as it is the first times, then records a graph per set of arguments and replays it.
 
     What a function does must follow from its arguments: those that are no tensors are part of the graph's key. Within
     the recording of another graph it runs as it is, and becomes part of that.
     """
 
-    def __init__(self, function: Callable, pool, num_lengths: int):
-        self.function, self.pool, self.num_lengths = function, pool, num_lengths
+    def __init__(self, function: Callable, pool, num_lengths: int, warm_up: int):
+        self.function, self.pool, self.num_lengths, self.warm_up = function, pool, num_lengths, warm_up
         self.graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
-        self.warm: set[tuple] = set()
+        self.calls: Counter[tuple] = Counter()
 
     def __call__(self, *args) -> None:
         if torch.cuda.is_current_stream_capturing():  # part of a longer graph
@@ -83,8 +85,8 @@ class Graphed:
         # Of lengths, kernels depend on which of the stretches between them are empty.
         lengths = args[: self.num_lengths]
         kind = tuple(a < b for a, b in zip((0, *lengths), lengths, strict=False)) + key[self.num_lengths :]
-        if kind not in self.warm:  # compiles, loads kernels, sizes workspaces: none of it can be recorded
-            self.warm.add(kind)
+        if self.calls[kind] < self.warm_up:  # compiles, loads kernels, sizes workspaces: none of it can be recorded
+            self.calls[kind] += 1
             self.function(*args)
             return
         if key not in self.graphs:

@@ -195,7 +195,8 @@ class Speculator:
         # What streams from the host takes a second, beside which enqueueing it anew takes nothing: no graph.
         self.step = self._step if view.offload is not None else self.compiled.step(self._step, num_lengths=2)
         self.on_piece = None  # see TargetBlock
-        self._proposing = self.compiled.step(self._propose, num_lengths=2)
+        # What is tried for a round or two is not worth a graph of its own: its steps are graphs.
+        self._proposing = self.compiled.step(self._propose, num_lengths=2, warm_up=4)
 
     def round(self, probs: Tensor | None = None) -> None:
         """Emits 1 to M tokens a row (none where `limit` is reached): on the tape, and in `outbox`.
@@ -216,14 +217,15 @@ class Speculator:
         propose = self._proposing if self.rounds <= self.RECORDED_ROUNDS else self._propose
         source = self.drafters.index(self.drafter) if self.speculate and self.drafter is not None else -1
         gamma_inner = self.drafter.gamma if source >= 0 else 0
-        propose(*self.view.extent, start, n, probs, self.gamma, self.rounds, source, gamma_inner)
+        torch.add(start, min(self.gamma, n), out=self.limit)
+        propose(*self.view.extent, start, probs, self.rounds, source, gamma_inner)
         return self.num_drafted
 
-    def _propose(self, dense_len: int, max_len: int, starts: tuple, start: Tensor, n: int, probs: Tensor | None,
-                 gamma: int, rounds: int, source: int, gamma_inner: int) -> None:
+    def _propose(self, dense_len: int, max_len: int, starts: tuple, start: Tensor, probs: Tensor | None, rounds: int,
+                 source: int, gamma_inner: int) -> None:
+        """Drafts from start on, up to `limit`."""
         self.base.copy_(start)
         self.length.copy_(start)
-        torch.add(start, min(gamma, n), out=self.limit)
         for _ in range(rounds):
             self.round(probs)
         torch.sub(self.length, start, out=self.num_drafted)
