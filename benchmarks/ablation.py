@@ -6,7 +6,7 @@
 
 Parts (of TriForce, arXiv 2404.11912, sections 3 and 5):
 
-- levels: the hierarchy, each of its levels left out, and StreamingLLM or SnapKV in place of retrieval;
+- levels: the hierarchy, each of its levels left out, and StreamingLLM or SnapKV in place of retrieval (see batch.py);
 - gamma: fixed gamma and gamma_inner beside the controller's choice;
 - temperature: from 0 to 1.2; length: of the output, 256 to 2,048 tokens;
 - attention: which share of a new token's attention the most attended tokens of the prompt hold, layer by layer, and
@@ -19,7 +19,6 @@ import argparse
 import gc
 import sys
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,10 +29,9 @@ from triforce.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
-from batch import engine_of  # noqa: E402
+from batch import WAYS, engine_of  # noqa: E402
 from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
 
-WAYS = ("hierarchy", "retrieval", "draft", "streaming", "snapkv", "hierarchy over streaming")
 GAMMAS, INNER = (2, 4, 6, 9, 12, 15), (1, 2, 3)
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 LENGTHS = (256, 512, 1024, 2048)
@@ -43,9 +41,7 @@ AGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def levels(base: Engine, ids: list[int], args):
     base.release()  # there is room for one cache
     for way in args.ways:
-        engine = engine_of(base, "hierarchy" if " " in way else way)
-        if " " in way:
-            engine.settings = replace(engine.settings, draft_cache="streaming")
+        engine = engine_of(base, way)
         engine.budget = base.budget
         yield {"setting": way, **on_chip.decode(engine, ids, args), "plan": str(engine._state.controller.plan)}
         engine.release()
@@ -143,10 +139,12 @@ def plot(path: str) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(13, 7))
     bars = of("levels")
     axes[0, 0].barh([row["setting"] for row in bars][::-1], [row["speedup"] for row in bars][::-1])
-    axes[0, 0].axvline(1, color="grey", ls="--")
+    axes[0, 0].axvline(1, color="grey", ls="--")  # autoregression
     axes[0, 0].set(xlabel="speed-up over autoregression", title="levels")
     for inner in INNER:
         points = [row for row in of("gamma", "gamma") if row["gamma_inner"] == inner]
+        if not points:
+            continue
         axes[0, 1].plot([row["gamma"] for row in points], [row["tbt_ms"] for row in points], "o-",
                         label=f"gamma_inner {inner}")
     for row in of("gamma"):
@@ -155,6 +153,8 @@ def plot(path: str) -> None:
     axes[0, 1].set(xlabel="gamma", ylabel="ms per token", ylim=(0, None), title="fixed settings")
     for part, key, axis in (("temperature", "temperature", axes[0, 2]), ("length", "new_tokens", axes[1, 0])):
         points = of(part, key)
+        if not points:
+            continue
         axis.plot([row[key] for row in points], [row["speedup"] for row in points], "o-", label="speed-up")
         axis.plot([row[key] for row in points], [row.get("acceptance_full", 0) for row in points], "s--",
                   label="acceptance at full")
@@ -164,14 +164,18 @@ def plot(path: str) -> None:
         xs, budget, context = [row["layer"] for row in points], points[0]["budget"], points[0]["context"]
         axes[1, 1].bar([x - 0.2 for x in xs], [row["top"] for row in points], 0.4, label=f"top {budget:,} tokens")
         axes[1, 1].bar([x + 0.2 for x in xs], [row["view"] for row in points], 0.4, label="the retrieval view")
-        axes[1, 1].set(xlabel="layer", ylabel="share of attention", ylim=(0, 1), title=f"of {context:,} tokens")
+        axes[1, 1].set(xlabel="layer", ylabel="share of attention", ylim=(0, 1.25),
+                       title=f"{points[0]['checkpoint']}, {context:,} tokens")
     points = of("attention", "age")
-    for key, label in (("fresh", "each token's own top"), ("first", "the first token's top"),
-                       ("view", "the first retrieval view")):
+    lines = (("fresh", "each token's own top"), ("first", "the first token's top"), ("view", "the first view"))
+    for key, label in lines if points else ():
         axes[1, 2].plot([row["age"] for row in points], [row[key] for row in points], "o-", label=label)
     axes[1, 2].set(xlabel="tokens later", ylabel="share of attention", xscale="log", ylim=(0, 1), title="how it ages")
-    for axis in axes.flat[1:]:
-        axis.legend(fontsize=8, loc="lower right" if axis is axes[1, 1] else "best")
+    for axis in axes.flat:
+        labelled = axis.get_legend_handles_labels()[0]
+        if labelled:
+            axis.legend(fontsize=8)
+        axis.set_visible(bool(labelled or axis.patches))
     save(figure, path, rows)
 
 
@@ -180,7 +184,7 @@ def main() -> None:
     p.description, p.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     p.add_argument("--parts", nargs="+", choices=["levels", "gamma", "temperature", "length", "attention"],
                    default=["levels", "gamma", "temperature", "length", "attention"])
-    p.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    p.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     p.set_defaults(budgets=[4096])
     run_or_plot(run, plot, p.parse_args())
 

@@ -26,9 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
 from harness import cap_memory, pyplot, read_rows, read_text, report, run_or_plot, save  # noqa: E402
 
-# Ways to draft: (draft model, retrieval level and what it holds)
-WAYS = {"retrieval": (False, "retrieval"), "snapkv": (False, "snapkv"), "streaming": (False, "streaming"),
-        "draft": (True, None), "hierarchy": (True, "retrieval")}
+# Ways to draft: (draft model, level over a view of the target's cache, draft_cache)
+WAYS = {"retrieval": (False, True, "retrieval"), "snapkv": (False, True, "snapkv"),
+        "streaming": (False, True, "streaming"), "draft": (True, False, "streaming"),
+        "draft over snapkv": (True, False, "snapkv"), "draft over full": (True, False, "full"),
+        "hierarchy": (True, True, "retrieval"), "hierarchy over streaming": (True, True, "streaming")}
 
 
 def bandwidth_gb_s(device: torch.device) -> float:
@@ -53,16 +55,16 @@ def throughput(state, rounds: int, warm_up: int, limit: int, **how) -> dict[str,
 
 def engine_of(base: Engine, way: str) -> Engine:
     """The same weights, drafting in another way."""
-    drafts, cache = WAYS[way]
-    settings = replace(base.settings, retrieval=cache is not None, draft_cache=cache or "retrieval")
+    drafts, view, cache = WAYS[way]
+    settings = replace(base.settings, retrieval=view, draft_cache=cache)
     return Engine(base.target, None, base.draft if drafts else None, settings=settings, max_batch_size=128,
                   compile=base.compile)
 
 
 def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args, autoregression: bool) -> list[dict]:
     """Rows of one way at one budget: the controller's plans, each fixed gamma, and autoregression if asked for."""
-    engine, (drafts, cache) = engine_of(base, way), WAYS[way]
-    engine.budget = budget if cache else None
+    engine, (drafts, view, _) = engine_of(base, way), WAYS[way]
+    engine.budget = budget or None
     limit = (args.warm_up + args.rounds + 1) * engine.settings.block_size  # more than they can emit
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None,
                 "seed": list(range(len(prompts)))}
@@ -82,9 +84,9 @@ def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args,
     rates = {f"rate_{name}": rate.value for name, rate in state.controller.rates.items()}
     rows.append({**common, "plan": "auto", **chosen, "chosen": str(state.controller.plan), **rates})
     for gamma in (gamma for gamma in args.gammas if gamma < engine.settings.block_size):
-        inner = min(2, gamma) if drafts and cache else 0
-        on_chip.fixed(engine, Plan(gamma, "model" if drafts else None, cache is not None, inner,
-                                   0 if not cache else gamma if not inner else -(-gamma // 2)))
+        inner = min(2, gamma) if drafts and view else 0
+        on_chip.fixed(engine, Plan(gamma, "model" if drafts else None, view, inner,
+                                   0 if not view else gamma if not inner else -(-gamma // 2)))
         rows.append({**common, "plan": f"gamma {gamma}", **throughput(state, args.rounds, args.warm_up, limit)})
     return rows
 
@@ -105,7 +107,7 @@ def run(args) -> None:
             prompts = [ids[i * step : i * step + context] for i in range(batch)]
             ways = [way for way in args.ways if base.draft is not None or not WAYS[way][0]]
             for way in ways:
-                budgets = (args.budgets or [512]) if WAYS[way][1] else [0]
+                budgets = (args.budgets or [512]) if engine_of(base, way).settings.has_view else [0]
                 for budget in budgets:
                     rows = measure(base, way, prompts, budget, args, (way, budget) == (ways[0], budgets[0]))
                     gc.collect()

@@ -212,6 +212,30 @@ def test_a_draft_that_was_left_out_catches_up(pair):
     assert torch.equal(laws[2], laws[0])
 
 
+@pytest.mark.parametrize("kind,prompts", [("full", [130]), ("full", [130, 40, 1]), ("snapkv", [130, 70])])
+def test_a_draft_with_a_long_memory_equals_the_dense_twin(pair, kind, prompts):
+    """Its laws are those of the whole text before, across flushes and rejections, whatever the other rows hold."""
+    target, draft = pair
+    prompts = [random_prompt(length, seed=length) for length in prompts]
+    budget = 512 if kind == "snapkv" else 0  # holds all there is, so that it may be compared
+    state = make_state(target, draft, prompts, retrieval=False, draft_cache=kind, budget=budget, gamma=3,
+                       sampling={"temperature": 0.8}, prefill_chunk_size=37)
+    texts = [list(prompt) for prompt in prompts]
+    for _ in range(60):
+        before = [len(text) for text in texts]
+        emitted = state.round()
+        for row, text in enumerate(texts):
+            probs = state.outer.draft_probs[row, :3]
+            drafted = state.tape.tokens[row, before[row] : before[row] + 3].tolist()
+            kept = next((i for i in range(3) if i >= len(emitted[row]) or drafted[i] != emitted[row][i]), 3)
+            seen = torch.tensor([text + drafted[:kept]])
+            logits = draft.output(draft(seen, DenseKV(draft.rope)))[0, len(text) - 1 :][: max(kept, 1)]
+            expected = (logits / 0.8).softmax(-1)
+            torch.testing.assert_close(probs[: len(expected)], expected, atol=2e-5, rtol=1e-3)
+            text += emitted[row]
+    assert state.num_flushes >= 4 and 0 < state.acceptance_rates()[0]["full"] < 1
+
+
 def test_a_packed_prefix_gives_the_same_states():
     q, k, v = torch.randn(1, 3, 5, 16), torch.randn(3, 700, 16), torch.randn(3, 700, 16)
     for mine, plain in zip(PackedPrefix(k, v).partial(q), partial(q, k[None], v[None]), strict=True):

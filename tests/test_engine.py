@@ -346,11 +346,13 @@ def test_memory_is_planned_before_it_is_taken(pair, monkeypatch):
     assert len(engine.generate(random_prompt(50), 10).tokens) == 10
 
 
-def test_planned_bytes_are_those_allocated(pair):
+@pytest.mark.parametrize("settings", [{}, {"retrieval": False}, {"retrieval": False, "draft_cache": "full"},
+                                      {"retrieval": False, "draft_cache": "snapkv"}])
+def test_planned_bytes_are_those_allocated(pair, settings):
     from triforce import memory
 
     target, draft = pair
-    engine = Engine(target, None, draft, settings=Settings(flush_interval=16, chunk_size=4), budget=64)
+    engine = Engine(target, None, draft, settings=Settings(flush_interval=16, chunk_size=4, **settings), budget=64)
     state = engine.prepare([random_prompt(500)], 100, temperature=0.0, top_p=1.0, top_k=None, min_p=None, seed=[0])
     parts = memory.cache_parts(target.config, draft.config, engine.settings, batch=1, capacity=state.capacity,
                                budget=64, itemsize=4)
@@ -371,6 +373,9 @@ def test_state_grows_with_the_prompt_and_is_kept(tiny_engine):
 
 @pytest.mark.parametrize("options,message", [
     ({"recent": 1.0}, "recent (1.0) must be a share"), ({"recent": "x"}, "recent ('x') must be a share"),
+    ({"draft_cache": "full"}, "draft_cache ('full') with a retrieval level must be one of retrieval, snapkv"),
+    ({"draft_cache": "retrieval", "retrieval": False}, "without a retrieval level must be one of streaming, snapkv"),
+    ({"draft_cache": "streaming", "retrieval": False, "draft": False}, "and neither does"),
     ({"auto": True}, "auto is not a setting"), ({"ngram": True}, "ngram is not a setting")])
 def test_settings_that_do_not_fit(options, message):
     with pytest.raises(triforce.UserError) as error:
@@ -382,6 +387,7 @@ def test_auto_in_all_its_combinations():
     """Greedy tokens are those of no speculation, whatever there is to draft with, also in a mixed batch."""
     long = ids_of(triforce.load("tiny", device="cpu"), TEXT * 20)[:600]
     for options in ({}, {"draft": False}, {"draft": "ngram"}, {"retrieval": False}, {"block_size": 2},
+                    {"retrieval": False, "draft_cache": "snapkv"}, {"retrieval": False, "draft_cache": "full"},
                     {"block_size": 16}, {"draft": False, "retrieval": False}):
         engine = triforce.load("tiny", device="cpu", max_batch_size=2, **options)
         assert engine.settings.auto

@@ -28,7 +28,8 @@ def bits(state, count, **how):
     return tokens[:count], hashes[:count], rejected, offsets
 
 
-LEVELS = ("triforce", "retrieval", "snapkv", "streaming", "draft", "ngram", "ngram only")
+LEVELS = ("triforce", "retrieval", "snapkv", "streaming", "draft", "draft, full", "draft, snapkv", "ngram",
+          "ngram only")
 VARIANTS = [(levels, budget, gamma) for levels in LEVELS for budget, gamma in ((256, 6), (512, 3), (256, 1))]
 
 
@@ -48,9 +49,10 @@ def plain(models):
 @pytest.mark.parametrize("levels,budget,gamma", VARIANTS)
 def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
     target, draft = models
+    levels, _, kind = levels.partition(", ")
     state = make_state(target, draft if levels in ("triforce", "draft") else None, [random_prompt(CONTEXT)],
                        capacity=4096, retrieval=levels not in ("draft", "ngram only"), ngram="ngram" in levels,
-                       draft_cache=levels if levels in ("snapkv", "streaming") else "retrieval",
+                       draft_cache=levels if levels in ("snapkv", "streaming") else kind or "retrieval",
                        budget=budget, gamma=gamma, chunk_size=8, flush_interval=64,
                        rebuild_interval=32, keep_logits=True)
     tokens, hashes, rejected, offsets = bits(state, NEW)

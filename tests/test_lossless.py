@@ -82,6 +82,8 @@ CASES = [
     {"levels": "draft", "gamma": 2},
     {"levels": "retrieval", "gamma": 2, "draft_cache": "snapkv"},
     {"gamma": 2, "gamma_inner": 1, "draft_cache": "streaming"},
+    {"levels": "draft", "gamma": 2, "draft_cache": "full"},
+    {"levels": "draft", "gamma": 2, "draft_cache": "snapkv"},
     {"levels": "draft", "gamma": 3, "ngram": True},
     {"gamma": 3, "gamma_inner": 2, "ngram": True},
     {"levels": "draft", "gamma": 3, "sampling": {"top_p": 0.8, "temperature": 1.3}},

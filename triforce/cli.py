@@ -62,8 +62,9 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("--gamma", type=_gamma, default="auto", help="tokens proposed per full verify (default: auto)")
     spec.add_argument("--gamma-inner", type=int, help="tokens drafted per retrieval verify (default 2; auto: up to 3)")
     spec.add_argument("--block-size", type=int, help="rows of a full verify (default 8)")
-    spec.add_argument("--draft-cache", default="retrieval",
-                      help="the tokens that the target drafts with: retrieval (default), snapkv, streaming")
+    spec.add_argument("--draft-cache",
+                      help="the tokens that the target drafts with: retrieval (default), snapkv, streaming; with "
+                           "--no-retrieval those that the draft keeps: streaming (default), snapkv, full")
     spec.add_argument("--prefill-chunk-size", type=int, help="tokens prefilled at a time (default: 1024, CUDA 8192)")
     spec.add_argument("--draft-dtype", choices=["fp8"], help="draft in fp8; the output stays exact")
     spec.add_argument("--draft-ranks", type=int, nargs="+", metavar="RANK",

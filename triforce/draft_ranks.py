@@ -22,12 +22,20 @@ class SharedDrafter:
     def __init__(self, drafter: ModelDrafter | None, tape: Tape, group: Group, source: int, *, gamma: int):
         self.drafter, self.tape, self.group, self.source, self.gamma = drafter, tape, group, source, gamma
         self.length = tape.buffer() if drafter is None else drafter.length
-        self.cache = None if drafter is None else drafter.cache
+        self.memory = None if drafter is None else drafter.memory
         self.num_drafted = tape.buffer()
 
     def prefill(self, row: int, length: int, known: int = 0) -> None:
         if self.drafter is not None:
             self.drafter.prefill(row, length, known)
+
+    def open(self, max_len: int) -> None:
+        if self.drafter is not None:
+            self.drafter.open(max_len)
+
+    def flush(self, row: int, length: int) -> None:
+        if self.drafter is not None:
+            self.drafter.flush(row, length)
 
     def propose(self, start: Tensor, n: int, probs: Tensor) -> Tensor:
         """See `Drafter.propose`."""

@@ -314,8 +314,8 @@ class Engine:
         return resident
 
     def resolve_budget(self, prompt_len: int) -> int:
-        """Tokens of the retrieval view for a prompt; 0 without retrieval."""
-        if not self.settings.retrieval:
+        """Tokens of the view that drafts, for a prompt; 0 without one."""
+        if not self.settings.has_view:
             return 0
         chunk, interval = self.settings.chunk_size, self.settings.flush_interval
         if self.budget is None:

@@ -5,13 +5,14 @@ from pathlib import Path
 import torch
 
 from . import checkpoint as ckpt
-from . import memory
+from . import draft_memory, memory
 from .engine import Engine
 from .errors import UserError
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup
 from .quantize import check_fp8, fp8_bytes, fp8_copy
-from .retrieval import KINDS, plan_view
+from .retrieval import KINDS as VIEWS
+from .retrieval import plan_view
 from .state import Settings
 from .tokenizer import Tokenizer
 
@@ -20,7 +21,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
          device: str | torch.device | None = None, dtype: str | torch.dtype | None = None,
          compile: bool | None = None, max_seq_len: int | None = None, max_batch_size: int = 1,
          budget: int | float | None = None, chunk_size: int = 8, gamma: int | str = "auto",
-         gamma_inner: int | None = None, draft_cache: str = "retrieval", block_size: int | None = None,
+         gamma_inner: int | None = None, draft_cache: str | None = None, block_size: int | None = None,
          draft_dtype: str | None = None, offload: bool | str = False, num_resident_layers: int | None = None,
          resident_memory: int | str | None = None, group: Group | None = None,
          draft_ranks: list[int] | None = None, **settings) -> Engine:
@@ -37,7 +38,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         compile: None: on for CUDA, off elsewhere.
         max_seq_len: most tokens of prompt and output. None: sized by the first call, and grown when a call needs it.
         max_batch_size: prompts that run side by side; more are served group by group.
-        budget: tokens of the retrieval view, or a fraction of the prompt (0.1). None: 1/32 of the prompt, in steps of
+        budget: tokens of the view that drafts, or a fraction of the prompt (0.1). None: 1/32 of the prompt, in steps of
             256, between 1024 and 4096.
         chunk_size: tokens that are retrieved together.
         gamma: tokens proposed per verify over the full cache, at most block_size - 1. "auto": chosen from round to
@@ -46,7 +47,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         gamma_inner: tokens that the draft proposes per verify over the retrieval view. None: 2; at most 3 with "auto".
         draft_cache: which tokens of the cache the target drafts with: "retrieval", those that the newest ones attend
             to, chosen anew again and again; "snapkv", those that the prompt's end attends to; "streaming", the first
-            and the newest. With draft=False this is MagicDec's self-speculation.
+            and the newest. With draft=False this is MagicDec's self-speculation. With retrieval=False it says what the
+            draft model keeps: "streaming" (the default), "snapkv", with a view of `budget` tokens, or "full".
         block_size: rows of every verify. None: 8; 16 on CUDA, where padding costs little, fewer for a batch of more
             than 4 (64 rows in all, at least 4 each and as many as gamma wants), and 64 with offload, where a verify
             takes as long as its copies; 1 where nothing drafts.
@@ -76,6 +78,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     drafts = retrieval or draft == "ngram" or draft_folder is not None
     if block_size is None:
         block_size = _default_block(device, offload, max_batch_size, gamma) if drafts else 1
+    given = draft_cache is not None
+    draft_cache = draft_cache if given else "retrieval" if retrieval else "streaming"
     auto = gamma == "auto"
     ngram = draft == "ngram" or auto and drafts and draft is not False
     gamma = max(block_size - 1, 1) if auto else gamma
@@ -93,11 +97,11 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     settings.setdefault("flush_interval", 256 if offload and device.type == "cuda" else 128)
     shape = Settings(gamma=gamma, gamma_inner=gamma_inner, block_size=block_size, retrieval=retrieval, auto=auto,
                      chunk_size=chunk_size, ngram=ngram, draft_cache=draft_cache, **settings)
-    if draft_cache == "snapkv" and offload:
+    if draft_cache == "snapkv" and offload and retrieval:
         raise UserError("draft_cache 'snapkv' chooses from a cache on the device; use 'retrieval' with offload")
-    if draft_cache != "retrieval" and not retrieval:
-        raise UserError(f"draft_cache ({draft_cache!r}) is what the target drafts with, which retrieval=False leaves "
-                        "out; drop one of them")
+    if given and not retrieval and draft_folder is None:
+        raise UserError(f"draft_cache ({draft_cache!r}) is what a target or a draft model drafts with, and neither "
+                        "does; leave it out, or retrieval=False")
     _check_settings(shape, drafts, max_batch_size, budget)
 
     tokenizer = Tokenizer(folder)
@@ -229,8 +233,10 @@ def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budge
                         f"try {min(2, block - 1)}")
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise UserError(f"budget ({budget}) as a fraction of the prompt must be above 0 and at most 1; try 0.1")
-    if settings.draft_cache not in KINDS:
-        raise UserError(f"draft_cache ({settings.draft_cache!r}) must be one of {', '.join(KINDS)}")
-    if settings.retrieval:
+    kinds, whose = (VIEWS, "with") if settings.retrieval else (draft_memory.KINDS, "without")
+    if settings.draft_cache not in kinds:
+        raise UserError(f"draft_cache ({settings.draft_cache!r}) {whose} a retrieval level must be one of "
+                        f"{', '.join(kinds)}")
+    if settings.has_view:
         plan_view(budget if isinstance(budget, int) else interval + 2 * settings.chunk_size, settings.chunk_size,
                   interval, settings.recent)

@@ -66,8 +66,10 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         parts.append(Part("a layer's KV during prefill", work, "--max-seq-len"))
         parts.append(Part("staging buffers", STAGING_BUFFERS * piece * one_layer))
     if draft is not None:
-        window = settings.draft_sink + settings.draft_window + max(64, 2 * block)
-        parts.append(Part("draft cache", batch * window * draft.kv_elements_per_token * itemsize))
+        tokens = settings.draft_sink + settings.draft_window + max(64, 2 * block)
+        if settings.drafts_over != "streaming":
+            tokens = capacity + settings.flush_interval + 2 * block + (budget if settings.has_view else 0)
+        parts.append(Part("draft cache", batch * tokens * draft.kv_elements_per_token * itemsize, "--draft-cache"))
     return parts
 
 

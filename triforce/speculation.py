@@ -21,7 +21,8 @@ from torch import Tensor
 
 from . import sampling
 from .acceptance import verify_chain
-from .cache import StreamingBlock, StreamingCache, TargetBlock, TargetCache, View
+from .cache import TargetBlock, TargetCache, View
+from .draft_memory import DraftMemory
 from .graphs import Compiler
 from .model import Transformer
 from .sampling import ACCEPT, SAMPLE, SamplingParams
@@ -76,44 +77,39 @@ class Tape:
 
 
 class ModelDrafter:
-    """A small model over a streaming cache, one token a step.
+    """A small model, one token a step.
 
     Args:
+        memory: what the model attends to.
         max_drafted: the most tokens of a proposal. gamma: how many to propose now.
     """
 
     # The most tokens that are settled between two proposals and that the draft has not seen: the last drafted one, a
     # bonus token of each level above, and the pending one.
     CATCH_UP_ROWS = 4
-    PREFILL_ROWS = 64
 
-    def __init__(self, model: Transformer, cache: StreamingCache, tape: Tape, *, max_drafted: int, gamma: int,
+    def __init__(self, model: Transformer, memory: DraftMemory, tape: Tape, *, max_drafted: int, gamma: int,
                  compiler: Compiler):
-        self.model, self.cache, self.tape, self.gamma = model, cache, tape, gamma
+        self.model, self.memory, self.tape, self.gamma = model, memory, tape, gamma
         self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
         self.num_drafted = tape.buffer()
         self.noise = tape.buffer(max_drafted, dtype=torch.float64)
         self.levels = {rows: compiler.level(f"draft{rows}") for rows in (1, self.CATCH_UP_ROWS)}
-        self.steps = {rows: level.step(self._step) for rows, level in self.levels.items()}
+        self.steps = {rows: level.step(self._step, num_lengths=2) for rows, level in self.levels.items()}
 
     def prefill(self, row: int, length: int, known: int = 0) -> None:
         """Takes in a tape of which the first `length` tokens are settled, and the first `known` not new to it."""
-        # A window's worth of context per layer reaches as far as attention over the window can look back.
-        span = min(self.model.config.n_layer, 4) * self.cache.window_size
-        cache, rows = self.cache.row(row), self.PREFILL_ROWS
-        anew = known == 0 or known < length - span
-        first = max(length - span, 0) if anew else known
-        starts = list(range(first, length, rows))
-        if anew:
-            for tensor in (*cache.k, *cache.v):  # so that what is drafted depends on this tape alone
-                tensor.zero_()
-        if anew and first > 0:
-            starts.insert(0, 0)  # the attention sinks
-        for start in starts:
-            tokens = self.tape.tokens[row, None, start : min(start + rows, length)]
-            position = torch.full((1,), start, device=tokens.device)
-            self.model(tokens, StreamingBlock(cache, position, tokens.shape[1]))
+        self.memory.take_in(row, length, known)
         self.length[row].fill_(length)
+
+    def open(self, max_len: int) -> None:
+        """Called once all prompts are in: no row's prefix will outgrow max_len."""
+        self.memory.open(max_len)
+
+    def flush(self, row: int, length: int) -> None:
+        """The target has just flushed a row at `length`."""
+        if self.memory.flush(row, length):
+            self.length[row].fill_(length)
 
     def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
@@ -122,17 +118,18 @@ class ModelDrafter:
         self.num_drafted.fill_(count)
         for i in range(count):
             rows = self.CATCH_UP_ROWS if i == 0 else 1
-            self.steps[rows](rows, probs)
+            self.steps[rows](*self.memory.extent, rows, probs)
         return self.num_drafted
 
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
 
-    def _step(self, rows: int, probs: Tensor) -> None:
+    def _step(self, dense_len: int, max_len: int, starts: tuple, rows: int, probs: Tensor) -> None:
         """Takes in the tape up to `head`, then draws the token at head + 1."""
         compiled = self.levels[rows]
         tokens = compiled(ModelDrafter._begin)(self, rows)
-        hidden = self.model(tokens, StreamingBlock(self.cache, self.length, rows, compiled))  # [B, rows, dim]
+        kv = self.memory.block(self.length, rows, (dense_len, max_len, starts), compiled)
+        hidden = self.model(tokens, kv)  # [B, rows, dim]
         compiled(ModelDrafter._finish)(self, hidden, probs)
 
     def _begin(self, rows: int) -> Tensor:

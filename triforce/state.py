@@ -14,6 +14,7 @@ import torch
 from .cache import PrefillBlock, StreamingCache, TargetCache
 from .calibration import measure
 from .controller import Controller, Costs, Plan
+from .draft_memory import DraftMemory, LongMemory, StreamingMemory
 from .draft_ranks import SharedDrafter
 from .graphs import Compiler
 from .model import Transformer, eager
@@ -35,7 +36,8 @@ class Settings:
     block_size: int = 8  # M, the rows of every verify
     retrieval: bool = True
     chunk_size: int = 8
-    draft_cache: str = "retrieval"  # how the view that drafts is chosen: see retrieval.py
+    # What drafts attend to: the target to a view (retrieval.py), or without one the draft model (draft_memory.py).
+    draft_cache: str = "retrieval"
     recent: float = 0.25  # share of the retrieval budget that goes to the newest tokens of the prefix
     flush_interval: int = 128  # tokens between two flushes of the tail
     rebuild_interval: int = 64  # tokens between two scheduled rebuilds of the retrieval view
@@ -50,13 +52,23 @@ class Settings:
     def scores_chunks(self) -> bool:
         return self.retrieval and self.draft_cache == "retrieval"
 
+    @property
+    def drafts_over(self) -> str:
+        """What a draft model keeps. Below a retrieval level it is to cost next to nothing."""
+        return "streaming" if self.retrieval or self.draft_cache == "retrieval" else self.draft_cache
+
+    @property
+    def has_view(self) -> bool:
+        """Whether there is a view of `budget` tokens."""
+        return self.retrieval or self.drafts_over == "snapkv"
+
 
 class State:
     """See the module. `rows` run side by side; each has its own length.
 
     Args:
         capacity: tokens that a row can hold, prompt and output.
-        budget: tokens of the retrieval view; ignored without one.
+        budget: tokens of the view that drafts; ignored without one.
         compiler: makes the levels' compilers.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
         num_resident_layers: so many layers of the prefix stay on the device, the others in host memory. None: all.
@@ -90,10 +102,7 @@ class State:
         self.sources: dict[str, ModelDrafter | SharedDrafter | NgramDrafter] = {}
         drafter = None
         if draft is not None:
-            streaming = StreamingCache(draft.config, draft.rope, batch=batch, num_sink=settings.draft_sink,
-                                       window_size=settings.draft_window, slack=max(64, 2 * block), device=device,
-                                       dtype=draft.dtype)
-            drafter = ModelDrafter(draft, streaming, self.tape, max_drafted=block - 1, **make)
+            drafter = ModelDrafter(draft, self._draft_memory(draft, compiler), self.tape, max_drafted=block - 1, **make)
         if draft_ranks is not None:
             drafter = SharedDrafter(drafter, self.tape, target.group, draft_ranks[0], gamma=make["gamma"])
         if drafter is not None:
@@ -134,9 +143,21 @@ class State:
         self.num_forwards = 0
         self.num_flushes = 0
 
+    def _draft_memory(self, draft: Transformer, compiler: Compiler) -> DraftMemory:
+        settings, tokens = self.settings, self.tape.tokens
+        if settings.drafts_over == "streaming":
+            cache = StreamingCache(draft.config, draft.rope, batch=self.batch, num_sink=settings.draft_sink,
+                                   window_size=settings.draft_window, slack=max(64, 2 * settings.block_size),
+                                   device=draft.device, dtype=draft.dtype)
+            return StreamingMemory(draft, tokens, cache)
+        return LongMemory(draft, tokens, kind=settings.drafts_over, capacity=self.capacity, budget=self.budget,
+                          block_size=settings.block_size, flush_interval=settings.flush_interval,
+                          chunk_size=settings.chunk_size, recent=settings.recent,
+                          prefill_chunk_size=settings.prefill_chunk_size, compiler=compiler)
+
     @property
     def nbytes(self) -> int:
-        parts = [self.cache, self.retrieval, getattr(self.sources.get("model"), "cache", None)]
+        parts = [self.cache, self.retrieval, getattr(self.sources.get("model"), "memory", None)]
         return sum(part.nbytes for part in parts if part is not None)
 
     @torch.inference_mode()
@@ -340,7 +361,10 @@ class State:
     def _open(self, max_new_tokens: int) -> None:
         interval = self.settings.flush_interval
         longest = max(self.lens) + max_new_tokens
-        self.cache.full.fix_extent(min(-(-longest // interval) * interval, self.capacity))
+        max_len = min(-(-longest // interval) * interval, self.capacity)
+        self.cache.full.fix_extent(max_len)
+        if "model" in self.sources:
+            self.sources["model"].open(max_len)
         for row in range(self.batch):
             self.outer.limit[row].fill_(self.cache.full.lens[row] + self.settings.flush_interval)
         for level in (self.outer, self.inner, self.one_row):
@@ -355,6 +379,8 @@ class State:
         self.num_flushes += 1
         if self.retrieval is not None:
             self.retrieval.on_flush(row)
+        if "model" in self.sources:
+            self.sources["model"].flush(row, self.lens[row])
         if self.cache.full.lens[row] + self.settings.flush_interval <= self.capacity:
             self.outer.limit[row].fill_(self.cache.full.lens[row] + self.settings.flush_interval)
 

@@ -1,0 +1,130 @@
+"""What a draft model keeps of a conversation: a sink and the newest tokens, or as much as a target keeps.
+
+Exactness never depends on it. Knows nothing of drafting: it takes in tokens that are settled, and says what a step of
+the model attends to.
+
+Shapes: B batch.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .cache import PrefillBlock, StreamingBlock, StreamingCache, TargetBlock, TargetCache
+from .graphs import Compiler
+from .model import Transformer
+from .retrieval import RetrievalView
+
+KINDS = ("streaming", "snapkv", "full")
+
+
+class DraftMemory(Protocol):
+    extent: tuple  # how the cache is attended to now: see `cache.View`. A step's graph is one for each.
+    nbytes: int
+
+    def open(self, max_len: int) -> None:
+        """Called once all prompts are in: no row's prefix will outgrow max_len."""
+
+    def take_in(self, row: int, length: int, known: int = 0) -> None:
+        """The first `length` tokens of a row of the tape are settled, and the first `known` of them not new."""
+
+    def flush(self, row: int, length: int) -> bool:
+        """The target has just flushed at `length`. Returns whether all tokens before are taken in now."""
+
+    def block(self, start: Tensor, rows: int, extent: tuple, compiled):
+        """`kv` of a step: `rows` tokens a row of the batch, at consecutive positions from start [B]."""
+
+
+class StreamingMemory:
+    """The first and the newest tokens, at positions that a model of short context knows: see `StreamingCache`."""
+
+    PREFILL_ROWS = 64
+    extent = 0, 0, ()
+
+    def __init__(self, model: Transformer, tokens: Tensor, cache: StreamingCache):
+        """tokens: [B, capacity], the tape."""
+        self.model, self.tokens, self.cache = model, tokens, cache
+        self.nbytes = cache.nbytes
+
+    def open(self, max_len: int) -> None:
+        """It never grows."""
+
+    def take_in(self, row: int, length: int, known: int = 0) -> None:
+        # A window's worth of context per layer reaches as far as attention over the window can look back.
+        span = min(self.model.config.n_layer, 4) * self.cache.window_size
+        cache, rows = self.cache.row(row), self.PREFILL_ROWS
+        anew = known == 0 or known < length - span
+        first = max(length - span, 0) if anew else known
+        starts = list(range(first, length, rows))
+        if anew:
+            for tensor in (*cache.k, *cache.v):  # so that what is drafted depends on this tape alone
+                tensor.zero_()
+        if anew and first > 0:
+            starts.insert(0, 0)  # the attention sinks
+        for start in starts:
+            tokens = self.tokens[row, None, start : min(start + rows, length)]
+            position = torch.full((1,), start, device=tokens.device)
+            self.model(tokens, StreamingBlock(cache, position, tokens.shape[1]))
+
+    def flush(self, row: int, length: int) -> bool:
+        return False
+
+    def block(self, start: Tensor, rows: int, extent: tuple, compiled):
+        return StreamingBlock(self.cache, start, rows, compiled)
+
+
+class LongMemory:
+    """All tokens, in a cache like the target's: attended to whole ("full"), or those that the prompt's end attends to
+    and the newest ("snapkv")."""
+
+    def __init__(self, model: Transformer, tokens: Tensor, *, kind: str, capacity: int, block_size: int,
+                 flush_interval: int, budget: int, chunk_size: int, recent: float, prefill_chunk_size: int,
+                 compiler: Compiler):
+        """tokens: [B, ...], the tape. budget, chunk_size, recent: of the view of "snapkv"; see retrieval.py."""
+        self.model, self.tokens, self.prefill_chunk_size = model, tokens, prefill_chunk_size
+        common = {"batch": len(tokens), "device": model.device, "dtype": model.dtype}
+        self.cache = TargetCache(model.config, model.rope, capacity=capacity, block_size=block_size, chunk_size=0,
+                                 flush_interval=flush_interval, budget=budget if kind == "snapkv" else 0, **common)
+        self.view = self.cache.full
+        if kind == "snapkv":
+            self.view = RetrievalView(self.cache, budget=budget, chunk_size=chunk_size, recent=recent, kind=kind,
+                                      compiler=compiler, **common)
+        self.nbytes = self.cache.nbytes + (0 if self.view is self.cache.full else self.view.nbytes)
+
+    @property
+    def extent(self) -> tuple:
+        return self.view.extent
+
+    def open(self, max_len: int) -> None:
+        self.cache.full.fix_extent(max_len)
+
+    def take_in(self, row: int, length: int, known: int = 0) -> None:
+        """Computes anew what lies in the tail: the model is small, and its last tokens may not have been settled."""
+        cache, interval = self.cache, self.cache.flush_interval
+        start = min(known, cache.full.lens[row])
+        edges = [*range(start, length, self.prefill_chunk_size), length]
+        if length > start:
+            kept = min(edges[-1] - edges[-2], cache.query_weight.shape[1])
+            if start == 0:
+                cache.query_weight[row] = torch.arange(cache.query_weight.shape[1], device=self.model.device) < kept
+            blocks = [(a - start, b - start, PrefillBlock(cache, row, a, b, begin=start, end=length,
+                                                          keep_queries=start == 0 and b == length))
+                      for a, b in zip(edges, edges[1:], strict=False)]
+            self.model.prefill(self.tokens[row, None, start:length], blocks)
+        if self.view is not cache.full and start > 0:
+            for end in range(start + interval, length + 1, interval):  # as if each had come by itself
+                cache.full.set_len(row, end)
+                for i, tail in enumerate(cache.tail):
+                    tail[:, row, :, :interval] = cache.full.load(i, row, end - interval, end)
+                self.view.on_flush(row)
+        cache.seat_tail(row, length)
+        if self.view is not cache.full and start == 0:
+            self.view.rebuild(row)
+
+    def flush(self, row: int, length: int) -> bool:
+        self.take_in(row, length, length)
+        return True
+
+    def block(self, start: Tensor, rows: int, extent: tuple, compiled):
+        return TargetBlock(self.cache, self.view, start, rows, extent, False, compiled)
