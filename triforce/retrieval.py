@@ -37,10 +37,10 @@ def plan_view(budget: int, chunk_size: int, flush_interval: int, recent: float =
     """
     if chunk_size < 1 or flush_interval % chunk_size:
         raise UserError(f"chunk_size ({chunk_size}) must divide {flush_interval}; try 8")
-    if budget % chunk_size:
-        rounded = max(budget // chunk_size, 1) * chunk_size
-        raise UserError(f"budget ({budget}) must be a multiple of chunk_size ({chunk_size}); try {rounded}")
     smallest = flush_interval + 2 * chunk_size
+    if budget % chunk_size:
+        rounded = max(budget // chunk_size * chunk_size, smallest)
+        raise UserError(f"budget ({budget}) must be a multiple of chunk_size ({chunk_size}); try {rounded}")
     if budget < smallest:
         raise UserError(f"budget ({budget}) must be at least {smallest}: a sink chunk of {chunk_size}, a recent window "
                         f"of {flush_interval} and one chunk of {chunk_size}")
