@@ -9,10 +9,11 @@ from enumeration import joint_laws, target_law, total_variation
 from reference import DenseKV
 
 from triforce import acceptance, speculation
-from triforce.controller import Controller, Costs, Rate
+from triforce.controller import Controller, Costs, Plan, Rate
 from triforce.model import ModelConfig, Transformer
 from triforce.ngram import NgramMeter
 from triforce.quantize import fp8_copy
+from triforce.speculation import Speculator
 
 VOCAB = 3  # of the tokenizer; the models' own vocabularies are padded, differently
 PROMPTS = [[0, 2, 1, 1, 0, 2, 2, 1, 0, 1, 2, 0, 1, 2], [1, 0, 0, 2, 1, 2, 0, 1, 1, 0, 2, 2, 0, 1, 2, 1, 0, 0]]
@@ -85,7 +86,7 @@ CASES = [
     {"levels": "draft", "gamma": 2, "draft_cache": "full"},
     {"levels": "draft", "gamma": 2, "draft_cache": "snapkv"},
     {"levels": "draft", "gamma": 3, "ngram": True},
-    {"gamma": 3, "gamma_inner": 2, "ngram": True},
+    {"gamma": 2, "gamma_inner": 2, "ngram": True},
     {"levels": "draft", "gamma": 3, "sampling": {"top_p": 0.8, "temperature": 1.3}},
 ]
 
@@ -139,6 +140,37 @@ def test_choosing_plans_does_not_bias(models, monkeypatch):
                             horizon=3)
     assert max(found) < 1e-6
     assert len(seen) >= 3, seen  # it did change its mind
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
+    """Rounds take as long as they have rows, and each changes the controller's mind. How many tokens were drafted, with
+    those that are then discarded, must not show in that: if it does, enumeration sees it."""
+    work, step = [], Speculator._step
+    monkeypatch.setattr(Speculator, "_step", lambda self, *args: (work.append(args[3]), step(self, *args)))
+    if leaks:
+        monkeypatch.setattr(Speculator, "_rows_of", lambda self, num_drafted: 1 + int(num_drafted.max()))
+    plans, seen = [Plan(3, "model", True, 1, 2), Plan(1, "model"), Plan(2, None, True, 0, 2)], set()
+
+    def timed(self, plan, milliseconds):
+        self.turn = getattr(self, "turn", 0) + sum(work)
+
+    def chosen(self, **known):
+        work.clear()
+        seen.add(plan := plans[getattr(self, "turn", 0) % 3])
+        return plan
+
+    monkeypatch.setattr(Controller, "timed", timed)
+    monkeypatch.setattr(Controller, "choose", chosen)
+
+    def steer(state):
+        state.set_tight(True)
+        state.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=1)
+
+    found, _, _ = distances(models, gamma=3, gamma_inner=1, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=3,
+                            sampling={"top_k": 2})
+    assert len(seen) == 3
+    assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
 def test_enumeration_sees_a_biased_inner_level(models):

@@ -19,6 +19,8 @@ class SharedDrafter:
         gamma: how many tokens to propose; may change between proposals.
     """
 
+    settled_count = True
+
     def __init__(self, drafter: ModelDrafter | None, tape: Tape, group: Group, source: int, *, gamma: int):
         self.drafter, self.tape, self.group, self.source, self.gamma = drafter, tape, group, source, gamma
         self.length = tape.buffer() if drafter is None else drafter.length

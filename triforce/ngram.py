@@ -27,6 +27,8 @@ class NgramDrafter:
         longest: tokens that are compared. shortest: a match of fewer proposes nothing.
     """
 
+    settled_count = True
+
     def __init__(self, tape: Tape, *, gamma: int, longest: int = 4, shortest: int = 2, compiler: Compiler):
         self.tape, self.gamma, self.longest, self.shortest = tape, gamma, longest, shortest
         self.base, self.num_drafted = tape.buffer(), tape.buffer()

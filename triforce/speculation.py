@@ -35,6 +35,7 @@ class Drafter(Protocol):
     """Whether position i is drafted may depend on tokens before i and on the law at i, never on token i itself."""
 
     gamma: int  # how many tokens to propose; may change between proposals
+    settled_count: bool  # how many it does propose follows from gamma and the tokens up to `start`
 
     def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
         """Drafts, on the tape, what follows its token at `start` [B], at most n tokens.
@@ -84,6 +85,7 @@ class ModelDrafter:
         max_drafted: the most tokens of a proposal. gamma: how many to propose now.
     """
 
+    settled_count = True
     # The most tokens that are settled between two proposals and that the draft has not seen: the last drafted one, a
     # bonus token of each level above, and the pending one.
     CATCH_UP_ROWS = 4
@@ -166,6 +168,7 @@ class Speculator:
         position: (length, limit), [B] each, to share with another speculator over the same conversation.
     """
 
+    settled_count = False
     RECORDED_ROUNDS = 16  # a graph of sixty rounds is 50,000 nodes
 
     def __init__(self, model: Transformer, cache: TargetCache, view: View, tape: Tape, *, level: int, rows: int,
@@ -185,7 +188,7 @@ class Speculator:
         self.outbox = tape.buffer(2 * rows + 3)
         self.totals = tape.buffer(2)  # accepted, drafted since the counters were last zeroed
         self.speculate = True
-        # Steps of just the drafted rows instead of M: on a CPU a padded row costs, and reading a length does not.
+        # Steps of no more rows than may be drafted, instead of M: on a CPU a padded row costs.
         self.tight = False
         self._nothing = tape.buffer()
         self.compiled = compiler.level(f"level{level}_rows{rows}")
@@ -206,8 +209,18 @@ class Speculator:
         if self.speculate and self.drafter is not None:
             self.asked.fill_(self.drafter.gamma)
             num_drafted = self.drafter.propose(self.length, self.rows - 1, self.draft_probs)
-        rows = 1 + int(num_drafted.max()) if self.tight else self.rows
-        self.step(*self.view.extent, rows, num_drafted, probs)
+        self.step(*self.view.extent, self._rows_of(num_drafted), num_drafted, probs)
+
+    def _rows_of(self, num_drafted: Tensor) -> int:
+        """Rows of the step that checks these. The controller goes by how long rounds take, so of tokens that are
+        discarded nothing may show in that: only a count that settled tokens decide is looked at."""
+        if not self.tight:
+            return self.rows
+        if num_drafted is self._nothing:
+            return 1
+        if self.level == FULL and self.drafter.settled_count:
+            return 1 + int(num_drafted.max())
+        return 1 + min(self.drafter.gamma, self.rows - 1)
 
     def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
         # A few rounds are one graph, whose arguments are all that they depend on; of many, each step is one.
