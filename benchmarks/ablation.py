@@ -51,7 +51,7 @@ def gammas(engine: Engine, ids: list[int], args):
     yield {"setting": "auto", **on_chip.decode(engine, ids, args), "plan": str(engine._state.controller.plan)}
     auto = engine.settings
     for inner in INNER:
-        for gamma in (gamma for gamma in GAMMAS if gamma < args.block_size):
+        for gamma in (gamma for gamma in GAMMAS if gamma < engine.settings.block_size):
             on_chip.fixed(engine, Plan(gamma, "model", True, inner, -(-gamma // 2)))
             yield {"setting": f"gamma {gamma}, gamma_inner {inner}", "gamma": gamma, "gamma_inner": inner,
                    **on_chip.decode(engine, ids, args)}
@@ -91,6 +91,8 @@ def attention(engine: Engine, ids: list[int], budget: int, args):
     def top(i: int) -> torch.Tensor:
         return weights(i).topk(budget, 1).indices
 
+    if not state.retrieval.selected[0]:
+        raise SystemExit(f"the view of {budget:,} tokens holds all {len(ids):,} of the prompt; give fewer --budgets")
     heads = cache.config.n_head // cache.config.n_kv_head
     view = [state.retrieval.positions(0, i).repeat_interleave(heads, 0) for i in layers]  # as chosen after the prompt
     chosen = []

@@ -56,9 +56,9 @@ def throughput(state, rounds: int, warm_up: int, limit: int, **how) -> dict[str,
 def engine_of(base: Engine, way: str) -> Engine:
     """The same weights, drafting in another way."""
     drafts, view, cache = WAYS[way]
-    settings = replace(base.settings, retrieval=view, draft_cache=cache)
-    return Engine(base.target, None, base.draft if drafts else None, settings=settings, max_batch_size=128,
-                  compile=base.compile)
+    settings = replace(base.settings, retrieval=view, draft_cache=cache, ngram=False)
+    return Engine(base.target, None, base.draft if drafts else None, drafting=base.drafting if view else None,
+                  settings=settings, max_batch_size=128, compile=base.compile)
 
 
 def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args, autoregression: bool) -> list[dict]:

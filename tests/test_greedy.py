@@ -147,13 +147,24 @@ def test_batch_rows_do_not_depend_on_neighbours(models):
     assert run_rounds(make_state(target, draft, others), 80)[0] == rows[0][0]
 
 
-def test_rewinding_repeats_a_fresh_prefill(models):
+@pytest.mark.parametrize("settings", [{}, *({"retrieval": False, "draft_cache": kind}
+                                            for kind in ("streaming", "full", "snapkv"))])
+def test_rewinding_repeats_a_fresh_prefill(models, settings):
+    """To the bit, what is drafted included, also after rounds without the draft."""
     target, draft = models
-    sampling = {"temperature": 0.8}
-    state = make_state(target, draft, [random_prompt(400)], sampling=sampling)
-    first = [state.round()[0] for _ in range(30)]
-    state.rewind(1000)
-    assert [state.round()[0] for _ in range(30)] == first
+
+    def rounds(state):
+        state.outer.draft_probs.zero_()  # rows beyond what is drafted hold anything
+        return [(state.round()[0], state.outer.draft_probs.clone()) for _ in range(30)]
+
+    state = make_state(target, draft, [random_prompt(400)], sampling={"temperature": 0.8}, **settings)
+    first = rounds(state)
+    for left_out in (0, 5, 50):
+        for _ in range(left_out):
+            state.round(speculate=False)
+        state.rewind(1000)
+        for (tokens, probs), (others, other_probs) in zip(rounds(state), first, strict=True):
+            assert tokens == others and torch.equal(probs, other_probs)
 
 
 def test_appending_to_a_used_state(models):

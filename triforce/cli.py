@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--stop", action="append", help="end before this string; may be repeated")
     text.add_argument("--ignore-eos", action="store_true")
     spec = p.add_argument_group("speculation")
-    spec.add_argument("--budget", type=_budget, help="tokens of the retrieval view, or a fraction of the prompt: 0.1")
+    spec.add_argument("--budget", type=_budget, help="tokens of the view that drafts, or a fraction of the prompt: 0.1")
     spec.add_argument("--chunk-size", type=int, default=8, help="tokens retrieved together (default 8)")
     spec.add_argument("--gamma", type=_gamma, default="auto", help="tokens proposed per full verify (default: auto)")
     spec.add_argument("--gamma-inner", type=int, help="tokens drafted per retrieval verify (default 2; auto: up to 3)")

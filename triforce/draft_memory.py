@@ -26,6 +26,9 @@ class DraftMemory(Protocol):
     def open(self, max_len: int) -> None:
         """Called once all prompts are in: no row's prefix will outgrow max_len."""
 
+    def rewind(self, row: int, length: int) -> None:
+        """Back to the first `length` tokens, where `open` was called."""
+
     def take_in(self, row: int, length: int, known: int = 0) -> None:
         """The first `length` tokens of a row of the tape are settled, and the first `known` of them not new."""
 
@@ -67,6 +70,9 @@ class StreamingMemory:
             position = torch.full((1,), start, device=tokens.device)
             self.model(tokens, StreamingBlock(cache, position, tokens.shape[1]))
 
+    def rewind(self, row: int, length: int) -> None:
+        self.take_in(row, length)
+
     def flush(self, row: int, length: int) -> bool:
         return False
 
@@ -91,6 +97,7 @@ class LongMemory:
             self.view = RetrievalView(self.cache, budget=budget, chunk_size=chunk_size, recent=recent, kind=kind,
                                       compiler=compiler, **common)
         self.nbytes = self.cache.nbytes + (0 if self.view is self.cache.full else self.view.nbytes)
+        self._opened: list[Tensor] = []  # the tails at `open`
 
     @property
     def extent(self) -> tuple:
@@ -98,29 +105,38 @@ class LongMemory:
 
     def open(self, max_len: int) -> None:
         self.cache.full.fix_extent(max_len)
+        self._opened = [tail.clone() for tail in self.cache.tail]
 
     def take_in(self, row: int, length: int, known: int = 0) -> None:
-        """Computes anew what lies in the tail: the model is small, and its last tokens may not have been settled."""
-        cache, interval = self.cache, self.cache.flush_interval
-        start = min(known, cache.full.lens[row])
+        """Computes anew what lies in the tail: the model is small, and its last tokens may not have been settled. What
+        lies in the prefix was."""
+        cache, has_view = self.cache, self.view is not self.cache.full
+        start = cache.full.lens[row] if known else 0
         edges = [*range(start, length, self.prefill_chunk_size), length]
         if length > start:
-            kept = min(edges[-1] - edges[-2], cache.query_weight.shape[1])
             if start == 0:
+                kept = min(edges[-1] - edges[-2], cache.query_weight.shape[1])
                 cache.query_weight[row] = torch.arange(cache.query_weight.shape[1], device=self.model.device) < kept
             blocks = [(a - start, b - start, PrefillBlock(cache, row, a, b, begin=start, end=length,
                                                           keep_queries=start == 0 and b == length))
                       for a, b in zip(edges, edges[1:], strict=False)]
             self.model.prefill(self.tokens[row, None, start:length], blocks)
-        if self.view is not cache.full and start > 0:
-            for end in range(start + interval, length + 1, interval):  # as if each had come by itself
+        if has_view and start > 0:
+            for end in range(start + cache.flush_interval, length + 1, cache.flush_interval):  # one after the other
                 cache.full.set_len(row, end)
                 for i, tail in enumerate(cache.tail):
-                    tail[:, row, :, :interval] = cache.full.load(i, row, end - interval, end)
+                    tail[:, row, :, : cache.flush_interval] = cache.full.load(i, row, end - cache.flush_interval, end)
                 self.view.on_flush(row)
         cache.seat_tail(row, length)
-        if self.view is not cache.full and start == 0:
+        if has_view and start == 0:
             self.view.rebuild(row)
+
+    def rewind(self, row: int, length: int) -> None:
+        self.cache.full.set_len(row, self.cache.whole(length))
+        for tail, opened in zip(self.cache.tail, self._opened, strict=True):
+            tail[:, row] = opened[:, row]
+        if self.view is not self.cache.full:
+            self.view.rebuild(row)  # from the prompt's queries: the same selection
 
     def flush(self, row: int, length: int) -> bool:
         self.take_in(row, length, length)

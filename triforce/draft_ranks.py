@@ -31,6 +31,10 @@ class SharedDrafter:
         if self.drafter is not None:
             self.drafter.prefill(row, length, known)
 
+    def rewind(self, row: int, length: int) -> None:
+        if self.drafter is not None:
+            self.drafter.rewind(row, length)
+
     def open(self, max_len: int) -> None:
         if self.drafter is not None:
             self.drafter.open(max_len)

@@ -48,7 +48,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         draft_cache: which tokens of the cache the target drafts with: "retrieval", those that the newest ones attend
             to, chosen anew again and again; "snapkv", those that the prompt's end attends to; "streaming", the first
             and the newest. With draft=False this is MagicDec's self-speculation. With retrieval=False it says what the
-            draft model keeps: "streaming" (the default), "snapkv", with a view of `budget` tokens, or "full".
+            draft model keeps: "streaming" (the default), "snapkv", with a view of `budget` tokens, or "full". The last
+            two are for drafts that are at home in texts of this length.
         block_size: rows of every verify. None: 8; 16 on CUDA, where padding costs little, fewer for a batch of more
             than 4 (64 rows in all, at least 4 each and as many as gamma wants), and 64 with offload, where a verify
             takes as long as its copies; 1 where nothing drafts.

@@ -69,7 +69,11 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         tokens = settings.draft_sink + settings.draft_window + max(64, 2 * block)
         if settings.drafts_over != "streaming":
             tokens = capacity + settings.flush_interval + 2 * block + (budget if settings.has_view else 0)
-        parts.append(Part("draft cache", batch * tokens * draft.kv_elements_per_token * itemsize, "--draft-cache"))
+        parts.append(Part("draft cache", batch * tokens * draft.kv_elements_per_token * itemsize,
+                          "" if settings.drafts_over == "streaming" else "--draft-cache streaming"))
+    if settings.draft_cache == "snapkv":  # scores, their softmax and what of it counts, one layer at a time
+        chooser = target if settings.retrieval else draft
+        parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * block * capacity * 4, "--draft-cache"))
     return parts
 
 

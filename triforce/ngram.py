@@ -38,6 +38,9 @@ class NgramDrafter:
     def prefill(self, row: int, length: int, known: int = 0) -> None:
         """Nothing to take in: it reads the tape."""
 
+    def rewind(self, row: int, length: int) -> None:
+        """Nothing to go back to."""
+
     def commit(self, length: Tensor) -> None:
         """Nothing is remembered between proposals."""
 

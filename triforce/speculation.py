@@ -104,6 +104,11 @@ class ModelDrafter:
         self.memory.take_in(row, length, known)
         self.length[row].fill_(length)
 
+    def rewind(self, row: int, length: int) -> None:
+        """Back to the first `length` tokens, where `open` was called."""
+        self.memory.rewind(row, length)
+        self.length[row].fill_(length)
+
     def open(self, max_len: int) -> None:
         """Called once all prompts are in: no row's prefix will outgrow max_len."""
         self.memory.open(max_len)

@@ -132,7 +132,7 @@ class State:
         self._costs: dict[tuple, Costs] = {}
         self._drafted_to = [0] * batch  # tokens of each row that the draft model has seen for certain
         self._draft_left_out = False  # of the last round
-        self._meters: list[NgramMeter] = []
+        self._meters: list[NgramMeter | None] = []  # of each row that is not finished
         self.lens = [0] * batch  # tokens with exact K/V, as the host knows them
         self.known = [0] * batch  # tokens on the tape
         self.prompt_end = [0] * batch  # lens when the last prefill ended
@@ -186,6 +186,8 @@ class State:
             self._seat(row, stop)
         self.known[row] = stop + 1
         self.prompt_end[row] = stop
+        for source in self.sources.values():
+            source.prefill(row, stop, self._drafted_to[row] if start else 0)
         self._start(row, stop)
 
     def _prefill(self, row: int, start: int, stop: int, on_progress) -> None:
@@ -236,6 +238,8 @@ class State:
         for row in range(self.batch):
             self._seat(row, self.prompt_end[row])  # a prefill leaves all of its K/V in the prefix
             self.known[row] = self.prompt_end[row] + 1
+            for source in self.sources.values():
+                source.rewind(row, self.prompt_end[row])
             self._start(row, self.prompt_end[row])
         self._open(max_new_tokens)
         self._plan_ahead(max_new_tokens)
@@ -264,8 +268,9 @@ class State:
         """Sets the levels so that the next round follows the plan."""
         if plan.source == "model":
             if self._draft_left_out:
-                for row in range(self.batch):
-                    self.sources["model"].prefill(row, self.lens[row], self._drafted_to[row])
+                for row, (length, known) in enumerate(zip(self.lens, self._drafted_to, strict=True)):
+                    if length > known:
+                        self.sources["model"].prefill(row, length, known)
             self._drafted_to = list(self.lens)
         self._draft_left_out = plan.source != "model"
         self.outer.speculate = plan.gamma > 0
@@ -285,6 +290,8 @@ class State:
     def close_row(self, row: int) -> None:
         """The row is finished: later rounds emit nothing for it."""
         self.outer.limit[row].fill_(self.lens[row])
+        if self._meters:
+            self._meters[row] = None
 
     @torch.inference_mode()
     def round(self, speculate: bool = True, one_row: bool = False) -> list[list[int]]:
@@ -293,8 +300,8 @@ class State:
         steered = speculate and self.controller is not None
         plan = Plan() if not speculate else self.plan
         if steered:
-            known = {"ngram": statistics.fmean(meter.rate for meter in self._meters)} if self._meters else {}
-            plan = self.controller.choose(**known)
+            rates = [meter.rate for meter in self._meters if meter is not None]
+            plan = self.controller.choose(**({"ngram": statistics.fmean(rates or [0.0])} if self._meters else {}))
         begun = time.perf_counter()
         self.follow(plan)
         gathers = level is self.outer and self.retrieval is not None and self.retrieval.awaits_pieces
@@ -322,7 +329,7 @@ class State:
                 num_accepted = num_drafted = num_emitted
             if steered:
                 seen.add(plan, num_emitted, num_accepted, num_drafted, origins)
-                if self._meters:
+                if self._meters and self._meters[row] is not None:
                     self._meters[row].update(emitted[row])
             due = self._rebuild[row].update(num_emitted, num_accepted, num_drafted)
             if self.lens[row] - self.cache.full.lens[row] == self.settings.flush_interval:
@@ -353,9 +360,7 @@ class State:
         """Decoding goes on from `length` tokens of a row, whose caches are in place."""
         self.lens[row] = length
         self.outer.length[row].fill_(length)
-        for source in self.sources.values():
-            source.prefill(row, length)
-        self._drafted_to[row] = length
+        self._drafted_to[row] = length  # the drafters have taken it in
         self._rebuild[row] = RebuildPolicy(self.settings.rebuild_interval)
 
     def _open(self, max_new_tokens: int) -> None:
@@ -379,7 +384,7 @@ class State:
         self.num_flushes += 1
         if self.retrieval is not None:
             self.retrieval.on_flush(row)
-        if "model" in self.sources:
+        if "model" in self.sources and not self._draft_left_out:
             self.sources["model"].flush(row, self.lens[row])
         if self.cache.full.lens[row] + self.settings.flush_interval <= self.capacity:
             self.outer.limit[row].fill_(self.cache.full.lens[row] + self.settings.flush_interval)
