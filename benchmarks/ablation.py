@@ -16,7 +16,6 @@ Shapes are widened as in on_chip.py. Speed-ups are over one-row autoregression i
 """
 
 import argparse
-import gc
 import sys
 from copy import copy
 from pathlib import Path
@@ -29,7 +28,7 @@ from triforce.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
-from batch import WAYS, engine_of  # noqa: E402
+from batch import WAYS, engine_of, ways_of  # noqa: E402
 from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
 
 GAMMAS, INNER = (2, 4, 6, 9, 12, 15), (1, 2, 3)
@@ -40,7 +39,7 @@ AGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 def levels(base: Engine, ids: list[int], args):
     base.release()  # there is room for one cache
-    for way in args.ways:
+    for way in ways_of(base, args):
         engine = engine_of(base, way)
         engine.budget = base.budget
         yield {"setting": way, **on_chip.decode(engine, ids, args), "plan": str(engine._state.controller.plan)}
@@ -109,13 +108,14 @@ def attention(engine: Engine, ids: list[int], budget: int, args):
 
 
 def run(args) -> None:
+    if len(args.contexts) > 1 or len(args.budgets) > 1:
+        raise SystemExit(f"{len(args.contexts)} --contexts and {len(args.budgets)} --budgets; give one of each")
     cap_memory(args.memory_cap)
     base, tokenizer = on_chip.load(args)
-    [ids] = read_prompts(tokenizer, args)
-    [base.budget] = args.budgets
+    [ids], [base.budget] = read_prompts(tokenizer, args), args.budgets
     common = {**on_chip.about(base, args), "context": len(ids), "budget": base.budget, "seeds": args.seeds}
     parts = {"gamma": gammas, "temperature": temperatures, "length": lengths, "levels": levels}
-    timed = [name for name in parts if name in args.parts]
+    timed = [name for name in parts if name in args.parts and (name != "gamma" or base.draft is not None)]
     if timed:
         plain = on_chip.decode(base, ids, args, speculate=False, one_row=True)["tbt_ms"]
         report("autoregression", {"part": "autoregression", "tbt_ms": plain}, common, args.out)
@@ -123,7 +123,6 @@ def run(args) -> None:
         for row in parts[name](base, ids, args):
             row = {"part": name, **row, "speedup": plain / row["tbt_ms"]}
             report(f"{name}: {row['setting']}", row, common, args.out)
-            gc.collect()
     if "attention" in args.parts:
         base.release()
         trained = triforce.load(args.checkpoint, device=args.device, draft=False, budget=args.budgets[0])

@@ -9,7 +9,6 @@ state that is warm, so no row waits for another to end. `--gammas` sweeps fixed 
 are widened as in on_chip.py.
 """
 
-import gc
 import sys
 import time
 from dataclasses import replace
@@ -51,6 +50,11 @@ def throughput(state, rounds: int, warm_up: int, limit: int, **how) -> dict[str,
     seconds = time.perf_counter() - begun
     return {"tokens_per_second": tokens / seconds, "tbt_ms": seconds * 1e3 * state.batch / tokens,
             "tokens_per_verify": tokens / rounds / state.batch, "rounds": rounds}
+
+
+def ways_of(base: Engine, args) -> list[str]:
+    """Those of args.ways that there are weights for."""
+    return [way for way in args.ways if base.draft is not None or not WAYS[way][0]]
 
 
 def engine_of(base: Engine, way: str) -> Engine:
@@ -105,14 +109,12 @@ def run(args) -> None:
             if not step and batch > 1:
                 raise SystemExit(f"the text has {len(ids):,} tokens; {batch} stretches of {context:,} need more")
             prompts = [ids[i * step : i * step + context] for i in range(batch)]
-            ways = [way for way in args.ways if base.draft is not None or not WAYS[way][0]]
+            ways = ways_of(base, args)
             for way in ways:
                 budgets = (args.budgets or [512]) if engine_of(base, way).settings.has_view else [0]
                 for budget in budgets:
                     rows = measure(base, way, prompts, budget, args, (way, budget) == (ways[0], budgets[0]))
-                    gc.collect()
-                    if base.device.type == "cuda":
-                        torch.cuda.empty_cache()
+                    base.release()  # what the engine of this way left
                     for row in rows:
                         title = f"{row['way']} {row['plan']}, {batch} x {context:,} tokens, budget {row['budget']}"
                         if group is None or group.rank == 0:

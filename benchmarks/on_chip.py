@@ -11,7 +11,6 @@ acceptance are those of the small trained model. Prints a table for each context
 """
 
 import argparse
-import gc
 import json
 import platform
 import sys
@@ -173,9 +172,7 @@ def transformers_times(engine: Engine, ids: list[int], args) -> dict[str, float]
         if not name:
             row["transformers_prefill_s"] = first - begun
         row[f"transformers{name}_tbt_ms"] = (last - first) / (stop - start) * 1e3
-        gc.collect()
-        if engine.device.type == "cuda":
-            torch.cuda.empty_cache()
+        engine.release()  # what transformers left
     return row
 
 

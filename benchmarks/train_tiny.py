@@ -414,8 +414,7 @@ def view_loss(model, tokens, blocks, size, budget, recent):
 
 
 def extend(model, data, device, seed, compile, steps, length, middle, rows=8, new_tokens=256, every=8, budget=4096,
-           blocks=24, size=64, peak=0.5, seconds=190, sharpen=1.1, view_weight=1.0,
-           loop_weight=6.0):
+           blocks=24, size=64, peak=0.5, seconds=190, sharpen=1.1, view_weight=1.0, loop_weight=6.0):
     """The second phase. Every step: one long text; several of a middle length; blocks of `size` tokens that read one of
     these through a retrieval view, chosen at the block's beginning, as in decoding; from a quarter on, texts that the
     model has continued itself, to unlearn loops."""

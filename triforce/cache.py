@@ -163,6 +163,28 @@ class TargetCache:
         """Of so many tokens, those that lie in the prefix: whole flush intervals."""
         return length - length % self.flush_interval
 
+    def prefill_blocks(self, row: int, start: int, stop: int, size: int, *, keep_queries: bool = False, level=eager,
+                       on_layer=None) -> list[tuple[int, int, "PrefillBlock"]]:
+        """Chunks of at most `size` of the tokens [start, stop) of a row: what `Transformer.prefill` takes.
+
+        Args:
+            keep_queries: of the last tokens, for a view to choose by.
+            level: compiles chunks, where enough of them are alike.
+            on_layer: see `PrefillBlock`.
+        """
+        edges = [*range(start, stop, size), stop]
+        if keep_queries:
+            rows = self.query_weight.shape[1]
+            kept = min(edges[-1] - edges[-2], rows)
+            self.query_weight[row] = torch.arange(rows, device=self.query_weight.device) < kept
+        blocks = []
+        for a, b in zip(edges, edges[1:], strict=False):
+            alike = len(edges) > 5 and a > 0 and b - a == size
+            block = PrefillBlock(self, row, a, b, begin=start, end=stop, keep_queries=keep_queries and b == stop,
+                                 compiled=level if alike else eager, on_layer=on_layer)
+            blocks.append((a - start, b - start, block))
+        return blocks
+
     def seat_tail(self, row: int, length: int) -> None:
         """Starts decoding at `length` tokens, which all lie in the prefix: those past `whole` move to the tail."""
         whole = self.whole(length)

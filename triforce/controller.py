@@ -156,7 +156,7 @@ class Controller:
         self._slower[:] = [known.get(kind, hoped) for kind in range(len(ratios))]
 
     def choose(self, **known: float) -> Plan:
-        """known: acceptance rates that the caller knows: of "ngram", if that is a source."""
+        """known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source."""
         rates = self._chances = {name: rate.value for name, rate in self.rates.items()} | known
         times = self.times_per_token(rates)
         best = int(times.argmin())

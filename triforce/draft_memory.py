@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .cache import PrefillBlock, StreamingBlock, StreamingCache, TargetBlock, TargetCache
+from .cache import StreamingBlock, StreamingCache, TargetBlock, TargetCache
 from .graphs import Compiler
 from .model import Transformer
 from .retrieval import RetrievalView
@@ -92,11 +92,12 @@ class LongMemory:
         common = {"batch": len(tokens), "device": model.device, "dtype": model.dtype}
         self.cache = TargetCache(model.config, model.rope, capacity=capacity, block_size=block_size, chunk_size=0,
                                  flush_interval=flush_interval, budget=budget if kind == "snapkv" else 0, **common)
-        self.view = self.cache.full
+        self.choice: RetrievalView | None = None
         if kind == "snapkv":
-            self.view = RetrievalView(self.cache, budget=budget, chunk_size=chunk_size, recent=recent, kind=kind,
-                                      compiler=compiler, **common)
-        self.nbytes = self.cache.nbytes + (0 if self.view is self.cache.full else self.view.nbytes)
+            self.choice = RetrievalView(self.cache, budget=budget, chunk_size=chunk_size, recent=recent, kind=kind,
+                                        compiler=compiler, **common)
+        self.view = self.choice or self.cache.full
+        self.nbytes = self.cache.nbytes + (self.choice.nbytes if self.choice else 0)
         self._opened: list[Tensor] = []  # the tails at `open`
 
     @property
@@ -110,33 +111,27 @@ class LongMemory:
     def take_in(self, row: int, length: int, known: int = 0) -> None:
         """Computes anew what lies in the tail: the model is small, and its last tokens may not have been settled. What
         lies in the prefix was."""
-        cache, has_view = self.cache, self.view is not self.cache.full
+        cache, interval = self.cache, self.cache.flush_interval
         start = cache.full.lens[row] if known else 0
-        edges = [*range(start, length, self.prefill_chunk_size), length]
         if length > start:
-            if start == 0:
-                kept = min(edges[-1] - edges[-2], cache.query_weight.shape[1])
-                cache.query_weight[row] = torch.arange(cache.query_weight.shape[1], device=self.model.device) < kept
-            blocks = [(a - start, b - start, PrefillBlock(cache, row, a, b, begin=start, end=length,
-                                                          keep_queries=start == 0 and b == length))
-                      for a, b in zip(edges, edges[1:], strict=False)]
+            blocks = cache.prefill_blocks(row, start, length, self.prefill_chunk_size, keep_queries=start == 0)
             self.model.prefill(self.tokens[row, None, start:length], blocks)
-        if has_view and start > 0:
-            for end in range(start + cache.flush_interval, length + 1, cache.flush_interval):  # one after the other
+        if self.choice and start > 0:
+            for end in range(start + interval, length + 1, interval):  # one after the other
                 cache.full.set_len(row, end)
                 for i, tail in enumerate(cache.tail):
-                    tail[:, row, :, : cache.flush_interval] = cache.full.load(i, row, end - cache.flush_interval, end)
-                self.view.on_flush(row)
+                    tail[:, row, :, :interval] = cache.full.load(i, row, end - interval, end)
+                self.choice.on_flush(row)
         cache.seat_tail(row, length)
-        if has_view and start == 0:
-            self.view.rebuild(row)
+        if self.choice and start == 0:
+            self.choice.rebuild(row)
 
     def rewind(self, row: int, length: int) -> None:
         self.cache.full.set_len(row, self.cache.whole(length))
         for tail, opened in zip(self.cache.tail, self._opened, strict=True):
             tail[:, row] = opened[:, row]
-        if self.view is not self.cache.full:
-            self.view.rebuild(row)  # from the prompt's queries: the same selection
+        if self.choice:
+            self.choice.rebuild(row)  # from the prompt's queries: the same selection
 
     def flush(self, row: int, length: int) -> bool:
         self.take_in(row, length, length)

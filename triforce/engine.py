@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import memory
-from .cache import PrefillBlock, TargetCache
+from .cache import TargetCache
 from .errors import UserError
 from .generation import Generation, RowOutput, Stats, stop_strings
 from .graphs import Compiler
@@ -45,8 +45,8 @@ class Engine:
         self.vocab_size = min(model.config.vocab_size for model in models)
         if tokenizer is not None:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
+        self.vocab_size = self._agreed(self.vocab_size)  # a rank without the draft does not know its vocabulary
         self.draft_ranks = draft_ranks  # see State
-        self.vocab_size = self._agreed(self.vocab_size)
         limit = target.config.max_len
         if max_seq_len is not None and (not isinstance(max_seq_len, int) or max_seq_len < 2):
             raise UserError(f"max_seq_len ({max_seq_len!r}) must be a whole number, at least 2")
@@ -118,9 +118,7 @@ class Engine:
         size, length = self.settings.prefill_chunk_size, tokens.shape[1]
         cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                             flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
-        edges = [*range(0, length, size), length]
-        blocks = [(a, b, PrefillBlock(cache, 0, a, b, begin=0, end=length))
-                  for a, b in zip(edges, edges[1:], strict=False)]
+        blocks = cache.prefill_blocks(0, 0, length, size)
         return torch.cat([self.target.output(self.target.prefill(row[None], blocks)).float() for row in tokens])
 
     def encode_prompt(self, prompt, chat_template: str | None = None) -> list[int]:

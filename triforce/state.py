@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .cache import PrefillBlock, StreamingCache, TargetCache
+from .cache import StreamingCache, TargetCache
 from .calibration import measure
 from .controller import Controller, Costs, Plan
 from .draft_memory import DraftMemory, LongMemory, StreamingMemory
 from .draft_ranks import SharedDrafter
 from .graphs import Compiler
-from .model import Transformer, eager
+from .model import Transformer
 from .ngram import NgramDrafter, NgramMeter
 from .offload import Offload
 from .packed import packs
@@ -191,10 +191,7 @@ class State:
         self._start(row, stop)
 
     def _prefill(self, row: int, start: int, stop: int, on_progress) -> None:
-        cache, size, offload = self.cache, self.settings.prefill_chunk_size, self.cache.full.offload
-        edges = [*range(start, stop, size), stop]
-        kept = min(edges[-1] - edges[-2], self.settings.block_size)
-        cache.query_weight[row] = torch.arange(self.settings.block_size, device=self.target.device) < kept
+        cache, offload = self.cache, self.cache.full.offload
         cache.full.set_len(row, cache.whole(stop))
         if self.retrieval is not None:
             self.retrieval.fit(row)
@@ -204,13 +201,8 @@ class State:
             if self.retrieval is not None and offload is not None:
                 self.retrieval.rebuild_layer(i, row)
 
-        blocks = []
-        for a, b in zip(edges, edges[1:], strict=False):
-            alike = len(edges) > 5 and a > 0 and b - a == size  # enough chunks of one kind to compile for
-            level = self._prefill_level if alike else eager
-            block = PrefillBlock(cache, row, a, b, begin=start, end=stop, keep_queries=b == stop, compiled=level,
-                                 on_layer=on_layer)
-            blocks.append((a - start, b - start, block))
+        blocks = cache.prefill_blocks(row, start, stop, self.settings.prefill_chunk_size, keep_queries=True,
+                                      level=self._prefill_level, on_layer=on_layer)
         try:
             self.target.prefill(self.tape.tokens[row, None, start:stop], blocks, on_progress)
         finally:
@@ -301,7 +293,7 @@ class State:
         plan = Plan() if not speculate else self.plan
         if steered:
             rates = [meter.rate for meter in self._meters if meter is not None]
-            plan = self.controller.choose(**({"ngram": statistics.fmean(rates or [0.0])} if self._meters else {}))
+            plan = self.controller.choose(ngram=statistics.fmean(rates or [0.0]))
         begun = time.perf_counter()
         self.follow(plan)
         gathers = level is self.outer and self.retrieval is not None and self.retrieval.awaits_pieces
