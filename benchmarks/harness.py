@@ -36,12 +36,14 @@ def read_text(path: str | None) -> str:
 
 
 def read_prompts(tokenizer, args) -> list[list[int]]:
-    """The beginning of args.text, as long as each of args.contexts says."""
+    """The beginning of args.text, as long as each of args.contexts says. With args.quote, its last so many tokens are
+    those of its middle once more: what comes next can be quoted."""
     ids = tokenizer.encode(read_text(args.text))
     if max(args.contexts) > len(ids):
         raise SystemExit(f"the text has {len(ids):,} tokens, fewer than --contexts {max(args.contexts):,}; give a "
                          "longer one")
-    return [ids[:context] for context in args.contexts]
+    quote = getattr(args, "quote", 0)
+    return [ids[: context - quote] + ids[context // 2 :][:quote] for context in args.contexts]
 
 
 def report(title: str, row: dict, machine: dict, out: str | None) -> None:

@@ -100,7 +100,7 @@ def transformers_offloaded(engine: Engine, ids: list[int], tokens: int = 2) -> d
     """transformers with the same weights and its cache offloaded."""
     from transformers import DynamicCache
 
-    model = on_chip.transformers_model(engine)
+    model = on_chip.transformers_model(engine.target)
     cache = DynamicCache(config=model.config, offloading=True)
     prompt = torch.tensor([ids], device=engine.device)
     with torch.inference_mode():

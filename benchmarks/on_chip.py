@@ -108,7 +108,8 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
     tiny = triforce.load("tiny", device="cpu", compile=True)  # compile=True: weights stay unpacked
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    target = widen(tiny.target, SHAPES[args.shape], device=device, dtype=dtype, group=group)
+    target = widen(tiny.target, SHAPES[args.shape], positions=max(args.contexts) + 4096, device=device, dtype=dtype,
+                   group=group)
     draft = widen(tiny.draft, SHAPES["llama-68m"], vocab_size=target.config.vocab_size, device=device, dtype=dtype)
     settings = Settings(gamma=args.block_size - 1, gamma_inner=3, auto=True, block_size=args.block_size,
                         chunk_size=args.chunk_size, **{"prefill_chunk_size": 8192, **more})
@@ -262,6 +263,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--contexts", type=int, nargs="+", default=[16384])
     p.add_argument("--budgets", type=int, nargs="+", help="default: 1/32 of the context")
     p.add_argument("--text", help="a file to continue; default: CPython's language reference")
+    p.add_argument("--quote", type=int, default=0, help="end the prompt with so many tokens of its middle: recall")
     p.add_argument("--block-size", type=int, default=16)
     p.add_argument("--chunk-size", type=int, default=8)
     p.add_argument("--draft-dtype", choices=["fp8"])
@@ -288,7 +290,7 @@ def about(engine: Engine, args) -> dict[str, object]:
             "checkpoint": None if args.shape else args.checkpoint, "widened": args.shape is not None,
             "dtype": str(engine.target.dtype).removeprefix("torch."), "draft_dtype": args.draft_dtype,
             "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
-            "temperature": args.temperature, "top_p": args.top_p}
+            "temperature": args.temperature, "top_p": args.top_p, "quote": getattr(args, "quote", 0)}
 
 
 def run(args) -> None:

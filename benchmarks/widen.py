@@ -26,12 +26,13 @@ PADDING_LOGIT = -200.0  # below this in float32 no probability is left
 
 
 @torch.no_grad()
-def widen(small: Transformer, shape: ModelConfig, *, vocab_size: int | None = None, seed: int = 0, device="cpu",
-          dtype=torch.bfloat16, group: Group | None = None) -> Transformer:
+def widen(small: Transformer, shape: ModelConfig, *, vocab_size: int | None = None, positions: int = 0, seed: int = 0,
+          device="cpu", dtype=torch.bfloat16, group: Group | None = None) -> Transformer:
     """A model of `shape` that says what `small` says; ids from small's vocabulary on have logits below -200.
 
     Args:
         vocab_size: replaces the shape's, so that a draft has its target's.
+        positions: takes at least so many, for what they cost: beyond those that it was trained on, `small` says little.
         group: makes this rank's part only; it holds one whole layer at a time.
 
     Raises:
@@ -39,7 +40,7 @@ def widen(small: Transformer, shape: ModelConfig, *, vocab_size: int | None = No
     """
     a = small.config
     shape = replace(shape, vocab_size=vocab_size or shape.vocab_size, rope_theta=a.rope_theta,
-                    rope_scaling=a.rope_scaling, max_position_embeddings=a.max_position_embeddings,
+                    rope_scaling=a.rope_scaling, max_position_embeddings=max(a.max_position_embeddings, positions),
                     norm_eps=a.norm_eps * a.dim / shape.dim, tie_word_embeddings=False)
     fits = (a.dim < shape.dim, a.n_layer <= shape.n_layer, a.n_kv_head <= shape.n_kv_head, a.ffn_dim <= shape.ffn_dim,
             a.n_head == a.n_kv_head, shape.head_dim in (a.head_dim, 2 * a.head_dim), a.vocab_size <= shape.vocab_size)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import attention
+from .graphs import put
 from .model import ModelConfig, RotaryEmbedding, eager, rotate
 from .offload import Offload
 from .packed import MIN_ROWS, MIN_TOKENS, PackedPrefix
@@ -139,11 +140,13 @@ class TargetCache:
         # The tail has room for a block that starts just before a flush, and for a drafting level that runs ahead.
         slots = flush_interval + 2 * block_size
         layers = range(config.n_layer)
-        # On a CPU a retrieval view of `budget` tokens lies right before the tail, so that one call attends over both.
-        before = budget if torch.device(device).type == "cpu" and dtype == torch.float32 else 0
+        # A retrieval view of `budget` tokens lies right before the tail, so that one call attends over both. (In bf16
+        # on a CPU, the kernel for unmasked keys is worth more than that.)
+        before = budget if torch.device(device).type == "cuda" or dtype == torch.float32 else 0
         near = [torch.zeros(2, batch, config.n_kv_head, before + slots, config.head_dim, device=device, dtype=dtype)
                 for _ in layers]  # K, then V
         self.near = near if before else None
+        self.side_stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
         self.tail = [kv[:, :, :, before:] for kv in near]
         self.tail_k, self.tail_v = [kv[0] for kv in self.tail], [kv[1] for kv in self.tail]
         # What retrieval scores: the mean key of every chunk, and the queries of the block that was last verified.
@@ -223,13 +226,20 @@ class TargetCache:
             self.chunk_keys[i][row, :, first : first + chunks.shape[1]] = chunks.mean(2)
 
 
-def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, rows: int, tail_slots: int, group: int):
-    """What all layers of a block share: cos, sin [B, 1, M, D], slots [B, M], bias [B, 1, G * M, T]."""
+def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, rows: int, tail_slots: int,
+                     config: ModelConfig):
+    """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, T].
+
+    Values have angles, too, of 0: all heads of a token are turned in one go.
+    """
     positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
-    cos, sin = rope(positions)
+    turned, still = config.n_head + config.n_kv_head, config.n_kv_head
+    cos, sin = (torch.cat([table[:, None].expand(-1, turned, -1, -1),
+                           torch.full_like(table, value)[:, None].expand(-1, still, -1, -1)], 1)
+                for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
     slots = positions - prefix_len[:, None]
     tail = torch.arange(tail_slots, device=start.device)
-    return cos[:, None], sin[:, None], slots, attention.fold_mask(tail <= slots[..., None], group)
+    return cos, sin, slots, attention.fold_mask(tail <= slots[..., None], config.n_head // config.n_kv_head)
 
 
 def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int) -> Tensor:
@@ -251,9 +261,8 @@ class TargetBlock:
         self.dense_len, self.max_len, self.starts = dense_len, max_len, starts = extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         tail_slots = cache.tail_k[0].shape[2]
-        self.cos, self.sin, slots, self.tail_bias = compiled(_target_geometry)(
-            cache.rope, start, cache.full.len, rows, tail_slots, cache.group)
-        self.slots = slots[:, None, :, None].expand(2, -1, cache.config.n_kv_head, -1, cache.config.head_dim)
+        self.cos, self.sin, self.slots, self.tail_bias = compiled(_target_geometry)(
+            cache.rope, start, cache.full.len, rows, tail_slots, cache.config)
         self.near = cache.near if view.lies_near else None
         self.ragged_bias = None
         if self.near is not None:
@@ -278,17 +287,25 @@ class TargetLayer:
         self.tail = cache.tail[i]
         self.seen = cache.tail[i] if block.near is None else block.near[i]  # what `write` attends over
         self.queries = cache.queries[i] if block.keep_queries else None
+        resident = block.near is None and i < len(block.view.k)
+        self.side_by_side = resident and cache.side_stream is not None and block.compiled is not eager
         self._block, self._i = block, i
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
-        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the tail, K and V written."""
-        rotated = rotate(heads[:, : -self.n_kv_head], self.cos, self.sin)
-        q, k, v = rotated[:, : self.n_head], rotated[:, self.n_head :], heads[:, -self.n_kv_head :]
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the tail, K and V written.
+
+        The latter is left to `read` where that looks at tail and prefix side by side.
+        """
+        rotated = rotate(heads, self.cos, self.sin)
+        q, kv = rotated[:, : self.n_head], rotated[:, self.n_head :].unflatten(1, (2, -1))  # [B, 2, K, M, D]
         if self.queries is not None:
             self.queries[:, :, : q.shape[2]] = q
-        self.tail.scatter_(3, self.slots, torch.stack([k, v]))
+        put(self.tail, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3)
         q = attention.fold(q, self.n_kv_head)
-        return q, [attention.masked(q, self.seen[0], self.seen[1], self.tail_bias, no_empty_rows=True)]
+        return q, [] if self.side_by_side else [self.look_near(q)]
+
+    def look_near(self, q: Tensor) -> attention.State:
+        return attention.masked(q, self.seen[0], self.seen[1], self.tail_bias, no_empty_rows=True)
 
     def read(self, q: Tensor) -> list:
         """What the queries see in the view: a state over its dense part, one over its ragged part, where there are."""
@@ -297,6 +314,19 @@ class TargetLayer:
             return []
         if self._i >= len(block.view.k):
             return self._read_pieces(q)
+        if not self.side_by_side:
+            return self._read_prefix(q)
+        # A few small kernels, beside the one that reads the prefix: in a graph they cost nothing there.
+        stream, side = torch.cuda.current_stream(q.device), block.cache.side_stream
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            tail = block.compiled(TargetLayer.look_near)(self, q)
+        states = self._read_prefix(q)
+        stream.wait_stream(side)
+        return [tail, *states]
+
+    def _read_prefix(self, q: Tensor) -> list:
+        block = self._block
         k, v, dense = block.view.k[self._i], block.view.v[self._i], block.dense_len
         states = []
         if block.ragged_bias is not None:
@@ -352,7 +382,7 @@ class PrefillBlock:
 
     Args:
         begin, end: the positions of the whole prefill that this chunk is a part of.
-        on_layer: called with each layer's number when the last chunk has gone through it.
+        on_layer: called with each layer's number when the last chunk's keys and values are written.
     """
 
     def __init__(self, cache: TargetCache, row: int, start: int, stop: int, *, begin: int, end: int,
@@ -389,22 +419,27 @@ class PrefillLayer:
         self.v.copy_(v)
         return rotate(q, self.cos, self.sin), []
 
-    def read(self, q: Tensor) -> list:
-        """The causal square of the chunk, and all that comes before it, unmasked."""
+    def close(self, q: Tensor) -> None:
+        """All that a chunk leaves behind is there, once its last queries are kept."""
         block = self._block
         if self._offload is not None:
             self._offload.store_chunk(self._i, block.row, block.start, block.stop)
         if self._queries is not None:
             rows = min(self._queries.shape[1], q.shape[2])
             self._queries[:, :rows] = q[0, :, -rows:]
+        if block.on_layer is not None and block.stop == block.end:
+            block.on_layer(self._i)
+
+    def read(self, q: Tensor) -> list:
+        """The causal square of the chunk, and all that comes before it, unmasked."""
+        block = self._block
+        self.close(q)
         group = self.n_head // self.n_kv_head
         states = [attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))]
         if block.start > 0:
             before = attention.partial(attention.fold(q, self.n_kv_head), self._prefix_k[:, :, : block.start],
                                        self._prefix_v[:, :, : block.start])
             states.append((attention.unfold(before[0], self.n_head), before[1].reshape(states[0][1].shape)))
-        if block.on_layer is not None and block.stop == block.end:
-            block.on_layer(self._i)
         return states
 
 
@@ -415,14 +450,15 @@ class StreamingCache:
     trained on 2,048 positions never meets position 124,928.
 
     Args:
-        slack: how many tokens may be written ahead and then forgotten. The ring holds `window_size + slack`.
+        slack: how many tokens at least may be written ahead and then forgotten. The ring holds `window_size + slack`.
     """
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, num_sink: int, window_size: int,
                  slack: int, device, dtype):
         self.config = config
-        self.num_sink, self.window_size, self.slack = num_sink, window_size, slack
-        shape = (batch, config.n_kv_head, num_sink + window_size + slack, config.head_dim)
+        capacity = -(-(num_sink + window_size + slack) // 8) * 8  # a multiple of what tensor cores load at a time
+        self.num_sink, self.window_size, self.slack = num_sink, window_size, capacity - num_sink - window_size
+        shape = (batch, config.n_kv_head, capacity, config.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.angles = rope(torch.arange(shape[2], device=device))  # cos, sin of every rank, [capacity, D] each
@@ -466,9 +502,8 @@ class StreamingBlock:
     def __init__(self, cache: StreamingCache, start: Tensor, rows: int, compiled=eager):
         self.cache, self.compiled = cache, compiled
         config = cache.config
-        self.key_cos, self.key_sin, self.cos, self.sin, slots, self.bias = compiled(_streaming_geometry)(
+        self.key_cos, self.key_sin, self.cos, self.sin, self.slots, self.bias = compiled(_streaming_geometry)(
             cache.angles, start, rows, cache.num_sink, cache.window_size, config.n_head // config.n_kv_head)
-        self.slots = slots[:, None, :, None].expand(-1, config.n_kv_head, -1, config.head_dim)
 
     def layer(self, i: int) -> "StreamingLayer":
         return StreamingLayer(self, i)
@@ -485,8 +520,8 @@ class StreamingLayer:
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
         """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the whole cache."""
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
-        self.k.scatter_(2, self.slots, k)
-        self.v.scatter_(2, self.slots, v)
+        put(self.k, self.slots, k.transpose(1, 2), dim=2)
+        put(self.v, self.slots, v.transpose(1, 2), dim=2)
         keys = rotate(self.k, self.key_cos, self.key_sin)
         q = attention.fold(rotate(q, self.cos, self.sin), self.n_kv_head)
         return q, [attention.masked(q, keys, self.v, self.bias, no_empty_rows=True)]

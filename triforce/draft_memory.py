@@ -115,7 +115,7 @@ class LongMemory:
         start = cache.full.lens[row] if known else 0
         if length > start:
             blocks = cache.prefill_blocks(row, start, length, self.prefill_chunk_size, keep_queries=start == 0)
-            self.model.prefill(self.tokens[row, None, start:length], blocks)
+            self.model.prefill(self.tokens[row, None, start:length], blocks, cache_only=True)
         if self.choice and start > 0:
             for end in range(start + interval, length + 1, interval):  # one after the other
                 cache.full.set_len(row, end)

@@ -11,8 +11,22 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 KEPT_GRAPHS = 32  # per step; one is recorded for each new prefix length and each plan of drafting
+
+
+def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:
+    """Writes, for each row b of the batch, value[b, j] at place index[b, j] of dimension `dim` of x.
+
+    In place even where it is compiled: of what `scatter_` writes to, the compiler copies the whole, twice.
+
+    Args:
+        index: [B, M]. value: [B, M, ...], the other dimensions of x in their order.
+    """
+    places: list[Tensor | None] = [None] * x.ndim
+    places[batch_dim], places[dim] = torch.arange(len(index), device=index.device)[:, None], index
+    torch.ops.aten.index_put_(x, places, value)
 
 
 class Compiler:
@@ -33,8 +47,9 @@ class Level:
     """Compiles for one level, whose shapes are all constant: `level(function)`, and `level.step(function)`."""
 
     # Fused kernels keep intermediate results in float32 unless told to round as the written code does. Which ones are
-    # fused depends on what else is in a graph, and bits must not.
-    OPTIONS = {"emulate_precision_casts": True}
+    # fused depends on what else is in a graph, and bits must not. And products of few rows are not to be padded to
+    # eight, which the compiler would decide by timing them alone: the kernel that pads costs more than is gained.
+    OPTIONS = {"emulate_precision_casts": True, "shape_padding": False}
 
     def __init__(self, compiler: Compiler, name: str):
         self.compiler, self.name = compiler, name

@@ -344,6 +344,11 @@ class Block(nn.Module):
         q, states = compiled(Block.before)(self, x, kv)
         return compiled(Block.after)(self, x, states + kv.read(q))
 
+    def cache(self, x: Tensor, kv, compiled=eager) -> None:
+        """Of `forward`, what leaves its trace in the cache of a prefill."""
+        q, _ = compiled(Block.before)(self, x, kv)
+        kv.close(q)
+
     def before(self, x: Tensor, kv) -> tuple[Tensor, list]:
         """Up to the attention over what lies in the cache already."""
         return kv.write(self.attention.project(self.attention_norm(x)))
@@ -402,7 +407,8 @@ class Transformer(nn.Module):
             x = layer(x, kv.layer(i), kv.compiled)
         return self.norm(x)
 
-    def prefill(self, tokens: Tensor, blocks: list[tuple[int, int, object]], on_progress=None) -> Tensor:
+    def prefill(self, tokens: Tensor, blocks: list[tuple[int, int, object]], on_progress=None,
+                cache_only: bool = False) -> Tensor | None:
         """Runs a long stretch of tokens layer by layer: all chunks through layer 0, then layer 1, and so on.
 
         So a layer's keys are complete, and still hot, before the next layer begins.
@@ -411,20 +417,25 @@ class Transformer(nn.Module):
             tokens: [B, S].
             blocks: (start, stop, kv) per chunk, in order.
             on_progress: called with the share of the work that is done, 0 to 1.
+            cache_only: of the last layer, nothing is wanted but keys and values; most of its work is left out.
 
         Returns:
-            hidden states [B, S, dim], normalised.
+            hidden states [B, S, dim], normalised; None with `cache_only`.
         """
         x = self.embedding(tokens)
-        work = sum(stop * stop - start * start for start, stop, _ in blocks) * len(self.layers)
+        whole = len(self.layers) - cache_only
+        work = sum(stop * stop - start * start for start, stop, _ in blocks) * max(whole, 1)
         done = 0
         for i, layer in enumerate(self.layers):
             for start, stop, kv in blocks:
-                x[:, start:stop] = layer(x[:, start:stop], kv.layer(i), kv.compiled)
-                done += stop * stop - start * start
+                if i < whole:
+                    x[:, start:stop] = layer(x[:, start:stop], kv.layer(i), kv.compiled)
+                    done += stop * stop - start * start
+                else:
+                    layer.cache(x[:, start:stop], kv.layer(i), kv.compiled)
                 if on_progress is not None:
-                    on_progress(done / work)
-        return self.norm(x)
+                    on_progress(min(done / work, 1.0))
+        return None if cache_only else self.norm(x)
 
     @classmethod
     def empty(cls, config: ModelConfig, device, dtype: torch.dtype) -> "Transformer":

@@ -76,6 +76,10 @@ class RetrievalView(View):
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
+    @property
+    def extent(self) -> tuple[int, int, tuple[int, ...]]:
+        return (0, 0, ()) if self.lies_near else super().extent  # then all of it is masked
+
     def rebuild(self, row: int, at_once: bool = True) -> None:
         """Selects anew for one row, from the queries that the cache kept. No host sync.
 

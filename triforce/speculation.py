@@ -23,7 +23,7 @@ from . import sampling
 from .acceptance import verify_chain
 from .cache import TargetBlock, TargetCache, View
 from .draft_memory import DraftMemory
-from .graphs import Compiler
+from .graphs import Compiler, put
 from .model import Transformer
 from .sampling import ACCEPT, SAMPLE, SamplingParams
 
@@ -154,8 +154,8 @@ class ModelDrafter:
         at = (head - self.base)[:, None]
         token = sampling.sample(law, self.noise.gather(1, at))  # [B, 1]
         head += 1
-        tape.tokens.scatter_(1, head[:, None], token)
-        probs.scatter_(1, at[..., None].expand_as(law), law)
+        put(tape.tokens, head[:, None], token)
+        put(probs, at, law)
         length.copy_(head)
 
 
@@ -278,12 +278,12 @@ class Speculator:
         verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u, sample_u)
         num_emitted = torch.minimum(verdict.num_accepted + 1, self.limit - start)  # cut at a limit fixed beforehand
 
-        tape.tokens.scatter_(1, position, verdict.tokens)
+        put(tape.tokens, position, verdict.tokens)
         if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
             place = (position - 1 - self.base[:, None]).clamp(max=probs.shape[1] - 1)
-            probs.scatter_(1, place[..., None].expand_as(law), law)
+            put(probs, place, law)
             missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)[:, None]
-            tape.origin.scatter_(1, position, torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, missed))
+            put(tape.origin, position, torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, missed))
         if self.level == FULL:
             self.outbox[:, self.rows : self.rows + n] = tape.origin.gather(1, position[:, :n])
         if self.keep_queries:

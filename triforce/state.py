@@ -204,7 +204,7 @@ class State:
         blocks = cache.prefill_blocks(row, start, stop, self.settings.prefill_chunk_size, keep_queries=True,
                                       level=self._prefill_level, on_layer=on_layer)
         try:
-            self.target.prefill(self.tape.tokens[row, None, start:stop], blocks, on_progress)
+            self.target.prefill(self.tape.tokens[row, None, start:stop], blocks, on_progress, cache_only=True)
         finally:
             if offload is not None:
                 offload.close_work()
