@@ -146,7 +146,6 @@ class TargetCache:
         near = [torch.zeros(2, batch, config.n_kv_head, before + slots, config.head_dim, device=device, dtype=dtype)
                 for _ in layers]  # K, then V
         self.near = near if before else None
-        self.side_stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
         self.tail = [kv[:, :, :, before:] for kv in near]
         self.tail_k, self.tail_v = [kv[0] for kv in self.tail], [kv[1] for kv in self.tail]
         # What retrieval scores: the mean key of every chunk, and the queries of the block that was last verified.
@@ -227,19 +226,24 @@ class TargetCache:
 
 
 def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, rows: int, tail_slots: int,
-                     config: ModelConfig):
-    """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, T].
+                     config: ModelConfig, view_len: Tensor | None, near: int):
+    """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, near + T].
 
     Values have angles, too, of 0: all heads of a token are turned in one go.
+
+    Args:
+        view_len, near: of a view that lies before the tail, [B], and its capacity. None, 0: there is none.
     """
     positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
     turned, still = config.n_head + config.n_kv_head, config.n_kv_head
     cos, sin = (torch.cat([table[:, None].expand(-1, turned, -1, -1),
                            torch.full_like(table, value)[:, None].expand(-1, still, -1, -1)], 1)
                 for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
-    slots = positions - prefix_len[:, None]
-    tail = torch.arange(tail_slots, device=start.device)
-    return cos, sin, slots, attention.fold_mask(tail <= slots[..., None], config.n_head // config.n_kv_head)
+    slots, group = positions - prefix_len[:, None], config.n_head // config.n_kv_head
+    bias = attention.fold_mask(torch.arange(tail_slots, device=start.device) <= slots[..., None], group)
+    if near:
+        bias = torch.cat([_view_bias(view_len, 0, near, rows, group), bias], -1)
+    return cos, sin, slots + near, bias
 
 
 def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int) -> Tensor:
@@ -261,14 +265,12 @@ class TargetBlock:
         self.dense_len, self.max_len, self.starts = dense_len, max_len, starts = extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         tail_slots = cache.tail_k[0].shape[2]
-        self.cos, self.sin, self.slots, self.tail_bias = compiled(_target_geometry)(
-            cache.rope, start, cache.full.len, rows, tail_slots, cache.config)
         self.near = cache.near if view.lies_near else None
+        self.cos, self.sin, self.slots, self.seen_bias = compiled(_target_geometry)(
+            cache.rope, start, cache.full.len, rows, tail_slots, cache.config,
+            None if self.near is None else view.len, 0 if self.near is None else view.k[0].shape[2])
         self.ragged_bias = None
-        if self.near is not None:
-            budget = view.k[0].shape[2]
-            self.tail_bias = torch.cat([_view_bias(view.len, 0, budget, rows, cache.group), self.tail_bias], -1)
-        elif max_len > dense_len:
+        if self.near is None and max_len > dense_len:
             first = 0 if starts else dense_len
             self.ragged_bias = _view_bias(view.len - view.starts if starts else view.len, first,
                                           first + max_len - dense_len, rows, cache.group)
@@ -283,29 +285,25 @@ class TargetLayer:
     def __init__(self, block: TargetBlock, i: int):
         cache, config = block.cache, block.cache.config
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
-        self.cos, self.sin, self.slots, self.tail_bias = block.cos, block.sin, block.slots, block.tail_bias
-        self.tail = cache.tail[i]
-        self.seen = cache.tail[i] if block.near is None else block.near[i]  # what `write` attends over
+        self.cos, self.sin, self.slots, self.seen_bias = block.cos, block.sin, block.slots, block.seen_bias
+        self.seen = cache.tail[i] if block.near is None else block.near[i]  # where `write` writes, and attends
         self.queries = cache.queries[i] if block.keep_queries else None
-        resident = block.near is None and i < len(block.view.k)
-        self.side_by_side = resident and cache.side_stream is not None and block.compiled is not eager
         self._block, self._i = block, i
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
-        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the tail, K and V written.
-
-        The latter is left to `read` where that looks at tail and prefix side by side.
-        """
-        rotated = rotate(heads, self.cos, self.sin)
-        q, kv = rotated[:, : self.n_head], rotated[:, self.n_head :].unflatten(1, (2, -1))  # [B, 2, K, M, D]
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the tail, K and V written."""
+        sizes = [self.n_head, 2 * self.n_kv_head]
+        if torch.compiler.is_compiling():  # two kernels; of the shorter form the compiler makes a third, for both
+            (q, kv), cos, sin = (x.split(sizes, dim=1) for x in (heads, self.cos, self.sin))
+            q, kv = rotate(q, cos[0], sin[0]), rotate(kv, cos[1], sin[1])
+        else:
+            q, kv = rotate(heads, self.cos, self.sin).split(sizes, dim=1)
         if self.queries is not None:
             self.queries[:, :, : q.shape[2]] = q
-        put(self.tail, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3)
+        kv = kv.unflatten(1, (2, -1))  # [B, 2, K, M, D]
+        put(self.seen, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3)
         q = attention.fold(q, self.n_kv_head)
-        return q, [] if self.side_by_side else [self.look_near(q)]
-
-    def look_near(self, q: Tensor) -> attention.State:
-        return attention.masked(q, self.seen[0], self.seen[1], self.tail_bias, no_empty_rows=True)
+        return q, [attention.masked(q, self.seen[0], self.seen[1], self.seen_bias, no_empty_rows=True)]
 
     def read(self, q: Tensor) -> list:
         """What the queries see in the view: a state over its dense part, one over its ragged part, where there are."""
@@ -314,19 +312,6 @@ class TargetLayer:
             return []
         if self._i >= len(block.view.k):
             return self._read_pieces(q)
-        if not self.side_by_side:
-            return self._read_prefix(q)
-        # A few small kernels, beside the one that reads the prefix: in a graph they cost nothing there.
-        stream, side = torch.cuda.current_stream(q.device), block.cache.side_stream
-        side.wait_stream(stream)
-        with torch.cuda.stream(side):
-            tail = block.compiled(TargetLayer.look_near)(self, q)
-        states = self._read_prefix(q)
-        stream.wait_stream(side)
-        return [tail, *states]
-
-    def _read_prefix(self, q: Tensor) -> list:
-        block = self._block
         k, v, dense = block.view.k[self._i], block.view.v[self._i], block.dense_len
         states = []
         if block.ragged_bias is not None:
