@@ -239,12 +239,11 @@ def run(args) -> None:
     machine = {**on_chip.about(engine, args), "prefill_chunk_size": args.prefill_chunk_size,
                "flush_interval": args.flush_interval, "memory_cap_gib": args.memory_cap}
     for ids in prompts:
-        rows = [measure(engine, ids, resident, args) for resident in args.resident]
-        if args.peers:
-            rows[0] |= peers(engine, ids, args)
-        for row in rows:
-            report(f"{args.shape} (widened), {len(ids):,} tokens, {row['resident']} resident layers", row, machine,
-                   args.out)
+        for resident in args.resident:
+            row = measure(engine, ids, resident, args)
+            if args.peers and resident == args.resident[0]:
+                row |= peers(engine, ids, args)
+            report(f"{args.shape} (widened), {len(ids):,} tokens, {resident} resident layers", row, machine, args.out)
 
 
 def main() -> None:
