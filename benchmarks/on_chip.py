@@ -111,7 +111,7 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
     target = widen(tiny.target, SHAPES[args.shape], positions=max(args.contexts) + 4096, device=device, dtype=dtype,
                    group=group)
     draft = widen(tiny.draft, SHAPES["llama-68m"], vocab_size=target.config.vocab_size, device=device, dtype=dtype)
-    settings = Settings(gamma=args.block_size - 1, gamma_inner=3, auto=True, block_size=args.block_size,
+    settings = Settings(gamma=args.block_size - 1, gamma_inner=4, auto=True, block_size=args.block_size,
                         chunk_size=args.chunk_size, **{"prefill_chunk_size": 8192, **more})
     drafting = fp8_copy(target) if args.draft_dtype else None
     return Engine(target, None, draft, drafting=drafting, settings=settings), tiny.tokenizer

@@ -120,10 +120,14 @@ class FullView(View):
 
     @property
     def extent(self) -> tuple[int, int, tuple[int, ...]]:
+        return self.extent_after(0)
+
+    def extent_after(self, more: int) -> tuple[int, int, tuple[int, ...]]:
+        """`extent`, once each row has so many tokens more."""
         if self._batch_extent is None:
-            return super().extent
+            return min(self.lens) + more, max(self.lens) + more, ()
         dense, longest, starts = self._batch_extent
-        grown = max(length - start for length, start in zip(self.lens, starts or [dense] * len(self.lens), strict=True))
+        grown = more + max(n - start for n, start in zip(self.lens, starts or [dense] * len(self.lens), strict=True))
         return dense, min(longest, dense + max(-(-grown // GROWTH), 1) * GROWTH), starts
 
 

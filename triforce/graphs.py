@@ -96,20 +96,30 @@ class Graphed:
         if torch.cuda.is_current_stream_capturing():  # part of a longer graph
             self.function(*args)
             return
-        key = tuple((arg.data_ptr(), arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
-        # Of lengths, kernels depend on which of the stretches between them are empty.
-        lengths = args[: self.num_lengths]
-        kind = tuple(a < b for a, b in zip((0, *lengths), lengths, strict=False)) + key[self.num_lengths :]
+        key, kind = self._key(args)
         if self.calls[kind] < self.warm_up:  # compiles, loads kernels, sizes workspaces: none of it can be recorded
             self.calls[kind] += 1
             self.function(*args)
             return
-        if key not in self.graphs:
+        self.prepare(*args)
+        self.graphs.move_to_end(key)
+        self.graphs[key].replay()
+
+    def prepare(self, *args) -> None:
+        """Records a call, if it is warmed up and new. The device goes on with what it has to do."""
+        key, kind = self._key(args)
+        if key not in self.graphs and self.calls[kind] >= self.warm_up:
             self.graphs[key] = self._record(args)
             if len(self.graphs) > KEPT_GRAPHS:
                 self.graphs.popitem(last=False)
-        self.graphs.move_to_end(key)
-        self.graphs[key].replay()
+
+    def _key(self, args) -> tuple[tuple, tuple]:
+        """What the graph of a call depends on, and what decides which kernels the call runs."""
+        key = tuple((arg.data_ptr(), arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
+        # Of lengths, kernels depend on which of the stretches between them are empty.
+        lengths = args[: self.num_lengths]
+        kind = tuple(a < b for a, b in zip((0, *lengths), lengths, strict=False)) + key[self.num_lengths :]
+        return key, kind
 
     def _record(self, args) -> torch.cuda.CUDAGraph:
         # torch.cuda.graph() would empty the allocator's cache and collect garbage each time.

@@ -23,7 +23,7 @@ from . import sampling
 from .acceptance import verify_chain
 from .cache import TargetBlock, TargetCache, View
 from .draft_memory import DraftMemory
-from .graphs import Compiler, put
+from .graphs import Compiler, Graphed, put
 from .model import Transformer
 from .sampling import ACCEPT, SAMPLE, SamplingParams
 
@@ -195,7 +195,7 @@ class Speculator:
         self.speculate = True
         # Steps of no more rows than may be drafted, instead of M: on a CPU a padded row costs.
         self.tight = False
-        self._nothing = tape.buffer()
+        self._nothing, self._checked = tape.buffer(), tape.buffer()
         self.compiled = compiler.level(f"level{level}_rows{rows}")
         # What streams from the host takes a second, beside which enqueueing it anew takes nothing: no graph.
         self.step = self._step if view.offload is not None else self.compiled.step(self._step, num_lengths=2)
@@ -214,7 +214,13 @@ class Speculator:
         if self.speculate and self.drafter is not None:
             self.asked.fill_(self.drafter.gamma)
             num_drafted = self.drafter.propose(self.length, self.rows - 1, self.draft_probs)
-        self.step(*self.view.extent, self._rows_of(num_drafted), num_drafted, probs)
+        self._checked.copy_(num_drafted)  # one place for all drafters: else each would have a graph of its own
+        self.step(*self.view.extent, self._rows_of(num_drafted), self._checked, probs)
+
+    def look_ahead(self, extent: tuple) -> None:
+        """Prepares `round` for another extent of the view, while the device is busy with the present one."""
+        if isinstance(self.step, Graphed):
+            self.step.prepare(*extent, self.rows, self._checked, None)
 
     def _rows_of(self, num_drafted: Tensor) -> int:
         """Rows of the step that checks these. The controller goes by how long rounds take, so of tokens that are

@@ -302,6 +302,9 @@ class State:
         if gathers:
             self.retrieval.gathered()
         self.num_forwards += 1
+        interval, full = self.settings.flush_interval, self.cache.full
+        if any(interval <= 2 * (now - before) for now, before in zip(self.lens, full.lens, strict=True)):
+            level.look_ahead(full.extent_after(interval))  # the next flush is near
         boxes = read(level.outbox)
         if steered and self.target.group is None:  # ranks must choose alike, and their clocks differ
             self.controller.timed(plan, (time.perf_counter() - begun) * 1e3)
@@ -324,7 +327,7 @@ class State:
                 if self._meters and self._meters[row] is not None:
                     self._meters[row].update(emitted[row])
             due = self._rebuild[row].update(num_emitted, num_accepted, num_drafted)
-            if self.lens[row] - self.cache.full.lens[row] == self.settings.flush_interval:
+            if self.lens[row] - full.lens[row] == interval:
                 self._flush(row)
             if due and plan.retrieval and self.retrieval.renews and self.retrieval.selected[row]:
                 self.retrieval.rebuild(row, at_once=False)
