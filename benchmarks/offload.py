@@ -208,22 +208,24 @@ def peers(engine: Engine, ids: list[int], args) -> dict[str, float]:
 
 def plot(path: str) -> None:
     """Time per token against context and against resident layers."""
-    plt, rows = pyplot(), read_rows(path)
+    plt, rows = pyplot(), [row for row in read_rows(path) if not row["memory_cap_gib"]]
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     kinds = [("autoregression_tbt_ms", "s--", "autoregression"),
              ("cpu_attention_token_ms", "v:", "attention on the CPU"),
              ("transformers_tbt_ms", "^:", "transformers, offloaded cache"), ("tbt_ms", "o-", "speculation")]
-    longest = max((row["context"] for row in rows if row["resident"]), default=max(row["context"] for row in rows))
+    contexts = [row["context"] for row in rows]
+    swept = max(contexts, key=contexts.count)  # where the most numbers of resident layers were tried
     for axis, key, chosen in ((axes[0], "context", [r for r in rows if r["resident"] == 0]),
-                              (axes[1], "resident", [r for r in rows if r["context"] == longest])):
+                              (axes[1], "resident", [r for r in rows if r["context"] == swept])):
         for shape in sorted({row["shape"] for row in chosen}):
-            for name, style, label in kinds:
-                points = sorted((row[key], row[name]) for row in chosen if row["shape"] == shape and name in row)
+            scale, own = 1000 if key == "context" else 1, [row for row in chosen if row["shape"] == shape]
+            for i, (name, style, label) in enumerate(kinds):
+                points = sorted((row[key] / scale, row[name]) for row in own if name in row)
                 if points:
-                    axis.plot(*zip(*points, strict=True), style, label=f"{label}, {shape}")
+                    axis.plot(*zip(*points, strict=True), style, color=f"C{i}", label=f"{label}, {shape}")
         axis.set(yscale="log", ylabel="ms per token")
-    axes[0].set(xlabel="context, tokens (all layers in host memory)")
-    axes[1].set(xlabel=f"resident layers, at {longest:,} tokens")
+    axes[0].set(xlabel="context, thousand tokens (all layers in host memory)")
+    axes[1].set(xlabel=f"resident layers, at {swept:,} tokens")
     axes[0].legend(fontsize=7)
     save(figure, path, rows)
 

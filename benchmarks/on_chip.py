@@ -241,7 +241,7 @@ def plot(path: str) -> None:
             if theirs:
                 axes[0].plot(*zip(*theirs, strict=True), "^:", label=f"{model}: transformers")
     axes[0].set(xlabel="context, thousand tokens", ylabel="ms per token", ylim=(0, None))
-    axes[0].legend(fontsize=7, loc="upper left")
+    axes[0].legend(fontsize=7)  # where there is room
     names = [("verify_ms", "full verify"), ("retrieval_ms", "retrieval step"), ("draft_next_ms", "draft step"),
              ("rebuild_ms", "rebuild")]
     labels = [f"{row['context'] // 1000}K{' fp8' if row['draft_dtype'] else ''}\n{(row['shape'] or 'tiny')[6:]}"

@@ -90,8 +90,8 @@ def test_greedy_bits_in_bf16(which, request):
 
 
 def test_graphs_are_captured_and_nothing_recompiles(random_models):
-    """1,000 tokens more and another temperature compile nothing; each new prefix length records one graph, ahead of time
-    and beside a round of the device."""
+    """1,000 tokens more and another temperature compile nothing; each new prefix length records one graph, ahead of
+    time and beside a round of the device."""
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()

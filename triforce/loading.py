@@ -44,7 +44,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         gamma: tokens proposed per verify over the full cache, at most block_size - 1. "auto": chosen from round to
             round by measured step times and observed acceptance, and so is which levels draft at all. The output's
             law is the same; but as times vary, a seed gives the same text again only with a number here.
-        gamma_inner: tokens that the draft proposes per verify over the retrieval view. None: 2; at most 4 with "auto".
+        gamma_inner: tokens that the draft proposes per verify over the retrieval view. None: 2; with "auto" at
+            most 4, on a CPU 3.
         draft_cache: which tokens of the cache the target drafts with: "retrieval", those that the newest ones attend
             to, chosen anew again and again; "snapkv", those that the prompt's end attends to; "streaming", the first
             and the newest. With draft=False this is MagicDec's self-speculation. With retrieval=False it says what the
@@ -85,7 +86,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     ngram = draft == "ngram" or auto and drafts and draft is not False
     gamma = max(block_size - 1, 1) if auto else gamma
     if gamma_inner is None:
-        gamma_inner = min(4 if auto else 2, max(block_size - 1, 1))
+        most = 4 if device.type == "cuda" else 3  # a CPU's step takes longer for each row more
+        gamma_inner = min(most if auto else 2, max(block_size - 1, 1))
     known = Settings.__dataclass_fields__.keys() - {"auto", "ngram"}  # gamma="auto" and draft="ngram" say so
     for name in settings:
         if name not in known:
