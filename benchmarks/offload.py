@@ -258,7 +258,7 @@ def main() -> None:
     p.add_argument("--block-size", type=int, default=64)
     p.add_argument("--chunk-size", type=int, default=8)
     p.add_argument("--prefill-chunk-size", type=int, default=8192)
-    p.add_argument("--flush-interval", type=int, default=128)
+    p.add_argument("--flush-interval", type=int, default=256)
     p.add_argument("--draft-dtype", choices=["fp8"])
     p.add_argument("--temperature", type=float, default=0.6)
     p.add_argument("--top-p", type=float, default=0.9)

@@ -225,13 +225,14 @@ def plot(path: str) -> None:
     plt, rows = pyplot(), read_rows(path)
     rows.sort(key=lambda row: row["context"])
     groups: dict[str, list[dict]] = {}
+    several = len({row.get("commit") for row in rows}) > 1  # of other commits, other code and another pair
     for row in rows:
-        name = (row["shape"] or row["checkpoint"]) + (", fp8 drafting" if row["draft_dtype"] else "")
-        groups.setdefault(name, []).append(row)
+        name = (row["shape"] or row["checkpoint"]) + (f" at {row['commit'].split()[-1]}" if several else "")
+        groups.setdefault(name + (", fp8 drafting" if row["draft_dtype"] else ""), []).append(row)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     drawn = set()
     for name, group in groups.items():
-        xs, model = [row["context"] / 1000 for row in group], group[0]["shape"] or group[0]["checkpoint"]
+        xs, model = [row["context"] / 1000 for row in group], name.removesuffix(", fp8 drafting")
         axes[0].plot(xs, [row["tbt_ms"] for row in group], "o-", label=f"{name}: speculation")
         if model not in drawn:
             drawn.add(model)
@@ -241,7 +242,7 @@ def plot(path: str) -> None:
             if theirs:
                 axes[0].plot(*zip(*theirs, strict=True), "^:", label=f"{model}: transformers")
     axes[0].set(xlabel="context, thousand tokens", ylabel="ms per token", ylim=(0, None))
-    axes[0].legend(fontsize=7)  # where there is room
+    axes[0].legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=2)
     names = [("verify_ms", "full verify"), ("retrieval_ms", "retrieval step"), ("draft_next_ms", "draft step"),
              ("rebuild_ms", "rebuild")]
     labels = [f"{row['context'] // 1000}K{' fp8' if row['draft_dtype'] else ''}\n{(row['shape'] or 'tiny')[6:]}"
@@ -251,7 +252,7 @@ def plot(path: str) -> None:
         axes[1].bar([x + i * width for x in range(len(rows))], [row.get(key, 0) for row in rows], width, label=label)
     axes[1].set_xticks([x + 1.5 * width for x in range(len(rows))], labels, fontsize=7)
     axes[1].set(ylabel="ms a step", yscale="log")
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=4)
     save(figure, path, rows)
 
 

@@ -118,7 +118,7 @@ def test_graphs_are_captured_and_nothing_recompiles(random_models):
     print(f"compiled graphs {compiled}; a round {usual * 1e3:.2f} ms, the round after a flush {after * 1e3:.2f} ms: "
           f"the slowest of the others {max(between) * 1e3:.2f} ms")
     assert counters["stats"]["unique_graphs"] == compiled
-    steps = [state.outer.step, state.inner._proposing]  # the latter holds all retrieval and draft steps of a round
+    steps = [state.outer.step, state.inner._drafting_round]  # the latter: a retrieval step, and those of its draft
     print("graphs recorded:", [len(step.graphs) for step in steps])
     assert all(step.graphs for step in steps) and state.num_flushes <= len(state.outer.step.graphs) <= 32
 
@@ -147,6 +147,22 @@ def test_offsets_and_batches_in_bf16(random_models):
     on = engine.generate(prompts, 300, temperature=0.0)
     off = engine.generate(prompts, 300, temperature=0.0, speculate=False)
     assert [a.tokens for a in on] == [b.tokens for b in off]
+
+
+def test_views_of_a_batch_hold_what_was_selected(random_models):
+    """View and tail share their storage: compiled copies must not take one row's or one layer's place for another's."""
+    engine = Engine(random_models[0], None, random_models[1], settings=Settings(prefill_chunk_size=2048), budget=512,
+                    max_batch_size=2)
+    prompts = [random_prompt(3000, vocab_size=VOCAB), random_prompt(1700, seed=2, vocab_size=VOCAB)]
+    state = engine.prepare(prompts, 64, temperature=0.0, top_p=None, top_k=None, min_p=None, seed=[1, 2])
+    full, view = state.cache.full, state.retrieval
+    for _ in range(3):  # compiled, recorded, replayed
+        for row in range(2):
+            view.rebuild(row)
+            for i in range(state.target.config.n_layer):
+                at = view.positions(row, i)[..., None].expand(-1, -1, state.target.config.head_dim)
+                for whole, chosen in ((full.k, view.k), (full.v, view.v)):
+                    assert torch.equal(chosen[i][row][:, : view.held], whole[i][row].gather(1, at))
 
 
 def test_compiled_noise_is_the_same_noise(random_models):

@@ -157,12 +157,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> State:
 
 def _weighted_sum(weights: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, K, R, S] @ [B, K, S, D], on a GPU by parts of S: the whole of a head would occupy one processor."""
-    parts = SPLIT if v.is_cuda and v.shape[2] >= 256 * SPLIT and v.shape[2] % (8 * SPLIT) == 0 else 1
-    if parts == 1 or not v.is_contiguous():
+    if not v.is_cuda or v.shape[2] <= 1024 or v.shape[2] % (8 * SPLIT):
         return _matmul(weights, v, dtype)
-    weights = weights.unflatten(-1, (parts, -1)).transpose(2, 3).flatten(1, 2)  # [B, K * parts, R, S / parts]
-    v = v.unflatten(2, (parts, -1)).flatten(1, 2)
-    return _matmul(weights, v, dtype).unflatten(1, (-1, parts)).sum(2)
+    weights = weights.unflatten(-1, (SPLIT, -1)).transpose(2, 3).flatten(1, 2)  # [B, K * SPLIT, R, S / SPLIT]
+    v = v.unflatten(2, (SPLIT, -1)).flatten(1, 2)
+    return _matmul(weights, v, dtype).unflatten(1, (-1, SPLIT)).sum(2)
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -295,7 +295,8 @@ class TargetLayer:
         self._block, self._i = block, i
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
-        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the tail, K and V written."""
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the tail, or, where it lies
+        before that, in view and tail; K and V are written."""
         sizes = [self.n_head, 2 * self.n_kv_head]
         if torch.compiler.is_compiling():  # two kernels; of the shorter form the compiler makes a third, for both
             (q, kv), cos, sin = (x.split(sizes, dim=1) for x in (heads, self.cos, self.sin))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-KEPT_GRAPHS = 32  # per step; one is recorded for each new prefix length and each plan of drafting
+KEPT_GRAPHS = 32  # per step; one is recorded for each new prefix length, and for each way to draft
 
 
 def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:

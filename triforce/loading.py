@@ -39,7 +39,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         max_seq_len: most tokens of prompt and output. None: sized by the first call, and grown when a call needs it.
         max_batch_size: prompts that run side by side; more are served group by group.
         budget: tokens of the view that drafts, or a fraction of the prompt (0.1). None: 1/32 of the prompt, in steps of
-            256, between 1024 and 4096.
+            256, between 1024 and 4096; with offload 1/16, up to 8192.
         chunk_size: tokens that are retrieved together.
         gamma: tokens proposed per verify over the full cache, at most block_size - 1. "auto": chosen from round to
             round by measured step times and observed acceptance, and so is which levels draft at all. The output's

@@ -43,7 +43,8 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     block = settings.block_size
     chunk = min(settings.prefill_chunk_size, capacity)
     per_chunk_token = 4 * target.ffn_dim + 8 * target.n_head * target.head_dim
-    prefill = (capacity * target.dim + chunk * per_chunk_token) * itemsize
+    embedded = 1 if target.num_shards == 1 else 2  # ranks add up what each knows of the words
+    prefill = (capacity * embedded * target.dim + chunk * per_chunk_token) * itemsize
     levels = 2 if draft is not None else 1
     laws = batch * target.vocab_size * 4 * block * (4 + levels)
     layers = target.n_layer if num_resident_layers is None else num_resident_layers

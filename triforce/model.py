@@ -423,18 +423,17 @@ class Transformer(nn.Module):
             hidden states [B, S, dim], normalised; None with `cache_only`.
         """
         x = self.embedding(tokens)
-        whole = len(self.layers) - cache_only
-        work = sum(stop * stop - start * start for start, stop, _ in blocks) * max(whole, 1)
+        work = sum(stop * stop - start * start for start, stop, _ in blocks) * len(self.layers)
         done = 0
         for i, layer in enumerate(self.layers):
             for start, stop, kv in blocks:
-                if i < whole:
-                    x[:, start:stop] = layer(x[:, start:stop], kv.layer(i), kv.compiled)
-                    done += stop * stop - start * start
-                else:
+                if cache_only and i == len(self.layers) - 1:
                     layer.cache(x[:, start:stop], kv.layer(i), kv.compiled)
+                else:
+                    x[:, start:stop] = layer(x[:, start:stop], kv.layer(i), kv.compiled)
+                done += stop * stop - start * start
                 if on_progress is not None:
-                    on_progress(min(done / work, 1.0))
+                    on_progress(done / work)
         return None if cache_only else self.norm(x)
 
     @classmethod

@@ -174,7 +174,6 @@ class Speculator:
     """
 
     settled_count = False
-    RECORDED_ROUNDS = 16  # a graph of sixty rounds is 50,000 nodes
 
     def __init__(self, model: Transformer, cache: TargetCache, view: View, tape: Tape, *, level: int, rows: int,
                  drafters: tuple[Drafter, ...] = (), dense: bool = True, gamma: int = 0, rounds: int = 0,
@@ -195,13 +194,15 @@ class Speculator:
         self.speculate = True
         # Steps of no more rows than may be drafted, instead of M: on a CPU a padded row costs.
         self.tight = False
-        self._nothing, self._checked = tape.buffer(), tape.buffer()
+        self._nothing = tape.buffer()
+        # How many were drafted, for `step`: one place for all drafters, or each would have graphs of its own.
+        self.checked = tape.buffer()
         self.compiled = compiler.level(f"level{level}_rows{rows}")
         # What streams from the host takes a second, beside which enqueueing it anew takes nothing: no graph.
         self.step = self._step if view.offload is not None else self.compiled.step(self._step, num_lengths=2)
         self.on_piece = None  # see TargetBlock
-        # What is tried for a round or two is not worth a graph of its own: its steps are graphs.
-        self._proposing = self.compiled.step(self._propose, num_lengths=2, warm_up=4)
+        # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
+        self._drafting_round = self.compiled.step(self._round, num_lengths=2, warm_up=4)
 
     def round(self, probs: Tensor | None = None) -> None:
         """Emits 1 to M tokens a row (none where `limit` is reached): on the tape, and in `outbox`.
@@ -214,13 +215,13 @@ class Speculator:
         if self.speculate and self.drafter is not None:
             self.asked.fill_(self.drafter.gamma)
             num_drafted = self.drafter.propose(self.length, self.rows - 1, self.draft_probs)
-        self._checked.copy_(num_drafted)  # one place for all drafters: else each would have a graph of its own
-        self.step(*self.view.extent, self._rows_of(num_drafted), self._checked, probs)
+        self.checked.copy_(num_drafted)
+        self.step(*self.view.extent, self._rows_of(num_drafted), self.checked, probs)
 
     def look_ahead(self, extent: tuple) -> None:
         """Prepares `round` for another extent of the view, while the device is busy with the present one."""
         if isinstance(self.step, Graphed):
-            self.step.prepare(*extent, self.rows, self._checked, None)
+            self.step.prepare(*extent, self.rows, self.checked, None)
 
     def _rows_of(self, num_drafted: Tensor) -> int:
         """Rows of the step that checks these. The controller goes by how long rounds take, so of tokens that are
@@ -234,22 +235,19 @@ class Speculator:
         return 1 + min(self.drafter.gamma, self.rows - 1)
 
     def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
-        # A few rounds are one graph, whose arguments are all that they depend on; of many, each step is one.
-        propose = self._proposing if self.rounds <= self.RECORDED_ROUNDS else self._propose
-        source = self.drafters.index(self.drafter) if self.speculate and self.drafter is not None else -1
-        gamma_inner = self.drafter.gamma if source >= 0 else 0
         torch.add(start, min(self.gamma, n), out=self.limit)
-        propose(*self.view.extent, start, probs, self.rounds, source, gamma_inner)
-        return self.num_drafted
-
-    def _propose(self, dense_len: int, max_len: int, starts: tuple, start: Tensor, probs: Tensor | None, rounds: int,
-                 source: int, gamma_inner: int) -> None:
-        """Drafts from start on, up to `limit`."""
         self.base.copy_(start)
         self.length.copy_(start)
-        for _ in range(rounds):
-            self.round(probs)
+        source = self.drafters.index(self.drafter) if self.speculate and self.drafter is not None else -1
+        for _ in range(self.rounds):
+            self._drafting_round(*self.view.extent, probs, source, self.drafter.gamma if source >= 0 else 0)
         torch.sub(self.length, start, out=self.num_drafted)
+        return self.num_drafted
+
+    def _round(self, dense_len: int, max_len: int, starts: tuple, probs: Tensor | None, source: int,
+               gamma_inner: int) -> None:
+        """`round`, with all that its graph depends on as arguments."""
+        self.round(probs)
 
     def commit(self, length: Tensor) -> None:
         for drafter in self.drafters:

@@ -136,6 +136,7 @@ class State:
         self.lens = [0] * batch  # tokens with exact K/V, as the host knows them
         self.known = [0] * batch  # tokens on the tape
         self.prompt_end = [0] * batch  # lens when the last prefill ended
+        self._ends = [0] * batch  # what lens will not exceed
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
         self._prompt_queries: list[torch.Tensor] = []
         self._prompt_weight: torch.Tensor | None = None
@@ -282,6 +283,7 @@ class State:
     def close_row(self, row: int) -> None:
         """The row is finished: later rounds emit nothing for it."""
         self.outer.limit[row].fill_(self.lens[row])
+        self._ends[row] = self.lens[row]
         if self._meters:
             self._meters[row] = None
 
@@ -303,8 +305,9 @@ class State:
             self.retrieval.gathered()
         self.num_forwards += 1
         interval, full = self.settings.flush_interval, self.cache.full
-        if any(interval <= 2 * (now - before) for now, before in zip(self.lens, full.lens, strict=True)):
-            level.look_ahead(full.extent_after(interval))  # the next flush is near
+        if any(start + interval // 2 <= now and start + interval < end
+               for start, now, end in zip(full.lens, self.lens, self._ends, strict=True)):
+            level.look_ahead(full.extent_after(interval))  # a flush is near, and something will come after it
         boxes = read(level.outbox)
         if steered and self.target.group is None:  # ranks must choose alike, and their clocks differ
             self.controller.timed(plan, (time.perf_counter() - begun) * 1e3)
@@ -360,7 +363,8 @@ class State:
 
     def _open(self, max_new_tokens: int) -> None:
         interval = self.settings.flush_interval
-        longest = max(self.lens) + max_new_tokens
+        self._ends = [length + max_new_tokens for length in self.lens]
+        longest = max(self._ends)
         max_len = min(-(-longest // interval) * interval, self.capacity)
         self.cache.full.fix_extent(max_len)
         if "model" in self.sources:
