@@ -102,6 +102,9 @@ def fixed(engine: Engine, plan: Plan) -> None:
 
 def load(args, group=None, **more) -> tuple[Engine, object]:
     """more: settings of a widened shape that have no flag here."""
+    if min(args.plain_tokens, args.max_new_tokens) < 2:
+        raise SystemExit(f"--plain-tokens ({args.plain_tokens}) and --max-new-tokens ({args.max_new_tokens}) must be "
+                         "at least 2: a time per token lies between two")
     if args.shape is None:
         engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype, group=group)
         return engine, engine.tokenizer
