@@ -96,6 +96,8 @@ def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args,
 
 
 def run(args) -> None:
+    if args.quote:
+        raise SystemExit(f"--quote {args.quote} ends a single prompt; a batch takes stretches of the text, drop it")
     group, args.device = from_environment(args.device)
     cap_memory(args.memory_cap)
     base, tokenizer = on_chip.load(args, group, prefill_chunk_size=args.prefill_chunk_size)

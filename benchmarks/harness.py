@@ -42,8 +42,7 @@ def read_prompts(tokenizer, args) -> list[list[int]]:
     if max(args.contexts) > len(ids):
         raise SystemExit(f"the text has {len(ids):,} tokens, fewer than --contexts {max(args.contexts):,}; give a "
                          "longer one")
-    quote = getattr(args, "quote", 0)
-    return [ids[: context - quote] + ids[context // 2 :][:quote] for context in args.contexts]
+    return [ids[: context - args.quote] + ids[context // 2 :][: args.quote] for context in args.contexts]
 
 
 def report(title: str, row: dict, machine: dict, out: str | None) -> None:

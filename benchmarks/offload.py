@@ -255,6 +255,7 @@ def main() -> None:
     p.add_argument("--budget", type=int, default=4096)
     p.add_argument("--resident", type=int, nargs="+", default=[0], help="layers that stay on the device, one run each")
     p.add_argument("--text", help="a file to continue; default: CPython's language reference")
+    p.add_argument("--quote", type=int, default=0, help="end the prompt with so many tokens of its middle: recall")
     p.add_argument("--block-size", type=int, default=64)
     p.add_argument("--chunk-size", type=int, default=8)
     p.add_argument("--prefill-chunk-size", type=int, default=8192)

@@ -230,7 +230,7 @@ def plot(path: str) -> None:
     groups: dict[str, list[dict]] = {}
     several = len({row.get("commit") for row in rows}) > 1  # of other commits, other code and another pair
     for row in rows:
-        name = (row["shape"] or row["checkpoint"]) + (f" at {row['commit'].split()[-1]}" if several else "")
+        name = (row["shape"] or row["checkpoint"]) + (f" at {row.get('commit', 'present')}" if several else "")
         groups.setdefault(name + (", fp8 drafting" if row["draft_dtype"] else ""), []).append(row)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     drawn = set()
@@ -294,7 +294,7 @@ def about(engine: Engine, args) -> dict[str, object]:
             "checkpoint": None if args.shape else args.checkpoint, "widened": args.shape is not None,
             "dtype": str(engine.target.dtype).removeprefix("torch."), "draft_dtype": args.draft_dtype,
             "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
-            "temperature": args.temperature, "top_p": args.top_p, "quote": getattr(args, "quote", 0)}
+            "temperature": args.temperature, "top_p": args.top_p, "quote": args.quote}
 
 
 def run(args) -> None:

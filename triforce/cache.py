@@ -447,7 +447,7 @@ class StreamingCache:
                  slack: int, device, dtype):
         self.config = config
         capacity = -(-(num_sink + window_size + slack) // 8) * 8  # a multiple of what tensor cores load at a time
-        self.num_sink, self.window_size, self.slack = num_sink, window_size, capacity - num_sink - window_size
+        self.num_sink, self.window_size = num_sink, window_size
         shape = (batch, config.n_kv_head, capacity, config.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]

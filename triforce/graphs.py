@@ -101,7 +101,8 @@ class Graphed:
             self.calls[kind] += 1
             self.function(*args)
             return
-        self.prepare(*args)
+        if key not in self.graphs:
+            self._keep(key, args)
         self.graphs.move_to_end(key)
         self.graphs[key].replay()
 
@@ -109,9 +110,12 @@ class Graphed:
         """Records a call, if it is warmed up and new. The device goes on with what it has to do."""
         key, kind = self._key(args)
         if key not in self.graphs and self.calls[kind] >= self.warm_up:
-            self.graphs[key] = self._record(args)
-            if len(self.graphs) > KEPT_GRAPHS:
-                self.graphs.popitem(last=False)
+            self._keep(key, args)
+
+    def _keep(self, key: tuple, args) -> None:
+        self.graphs[key] = self._record(args)
+        if len(self.graphs) > KEPT_GRAPHS:
+            self.graphs.popitem(last=False)
 
     def _key(self, args) -> tuple[tuple, tuple]:
         """What the graph of a call depends on, and what decides which kernels the call runs."""
