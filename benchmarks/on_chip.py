@@ -24,10 +24,12 @@ import torch
 
 import triforce
 from triforce.calibration import measure, milliseconds
-from triforce.controller import Plan
+from triforce.controller import Controller, Plan
 from triforce.engine import Engine
+from triforce.graphs import Compiler
 from triforce.model import Transformer
 from triforce.quantize import fp8_copy
+from triforce.speculation import FULL, Speculator
 from triforce.state import Settings, State
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -43,14 +45,18 @@ def step_times(engine: Engine, state: State, max_new_tokens: int) -> dict[str, f
         rows["retrieval_ms"] = costs.retrieval[max(costs.retrieval)]
     if "model" in costs.sources:
         rows["draft_first_ms"], rows["draft_next_ms"] = costs.sources["model"]
-    device, here = engine.device, state.outer.length.clone()
-
-    def one_row():
-        state.outer.length.copy_(here)
-        state.one_row.round()
-
+    device, outer, here = engine.device, state.outer, state.outer.length.clone()
+    compiler = Compiler(engine.compile, device)
+    widths = {"one_row_ms": state.one_row, "verify_8_rows_ms": Speculator(
+        engine.target, state.cache, state.cache.full, state.tape, level=FULL, rows=8, keep_queries=True,
+        position=(outer.length, outer.limit), compiler=compiler)}
     with torch.inference_mode():
-        rows["one_row_ms"] = milliseconds(one_row, device, repeats=7, warm_up=3, group=engine.target.group)
+        for name, level in widths.items():
+            def step(level=level):
+                outer.length.copy_(here)
+                level.round()
+
+            rows[name] = milliseconds(step, device, repeats=7, warm_up=3, group=engine.target.group)
         if state.retrieval is not None:
             rows["rebuild_ms"] = milliseconds(lambda: state.retrieval.rebuild(0), device, repeats=5, warm_up=2,
                                               group=engine.target.group)
@@ -77,12 +83,47 @@ def decode(engine: Engine, ids: list[int], args, **how) -> dict[str, float]:
     return row | {f"acceptance_{name}": mean(values) for name, values in rates.items()}
 
 
-def planned_ms(controller) -> float:
-    """The steps of a round of the controller's last plan, by their own times."""
-    plan, costs = controller.plan, controller.costs
-    drafting = costs.drafting(plan.source, plan.gamma_inner if plan.retrieval else plan.gamma)
-    inner = plan.rounds * (drafting + max(costs.retrieval.values())) if plan.retrieval else drafting
-    return inner + max(costs.verify.values())
+class Rounds:
+    """While it is entered: what the steps of all rounds take by their own times, and what the levels accept."""
+
+    def __init__(self):
+        self.count, self.parts = 0, dict.fromkeys(("verify", "retrieval", "draft"), 0.0)
+        self.seen: dict[str, tuple[int, int]] = {}
+
+    def __enter__(self) -> "Rounds":
+        self.choose, self.update = choose, update = Controller.choose, Controller.update
+
+        def choosing(controller, **known):
+            plan = choose(controller, **known)
+            self.add(plan, controller.costs)
+            return plan
+
+        def updating(controller, num_tokens, **observed):
+            for name, (hits, tests) in observed.items():
+                before = self.seen.get(name, (0, 0))
+                self.seen[name] = before[0] + hits, before[1] + tests
+            update(controller, num_tokens, **observed)
+
+        Controller.choose, Controller.update = choosing, updating
+        return self
+
+    def __exit__(self, *args) -> None:
+        Controller.choose, Controller.update = self.choose, self.update
+
+    def add(self, plan: Plan, costs) -> None:
+        self.count += 1
+        plain = costs.plain is not None and plan.gamma == 0
+        self.parts["verify"] += costs.plain if plain else max(costs.verify.values())
+        if plan.retrieval:
+            self.parts["retrieval"] += plan.rounds * max(costs.retrieval.values())
+            self.parts["draft"] += plan.rounds * costs.drafting(plan.source, plan.gamma_inner)
+        else:
+            self.parts["draft"] += costs.drafting(plan.source, plan.gamma)
+
+    def row(self) -> dict[str, float]:
+        """Of a mean round; and the chance that a level keeps a token whose predecessors it kept."""
+        parts = {f"round_{name}_ms": ms / self.count for name, ms in self.parts.items()}
+        return parts | {f"rate_{name}": hits / tests for name, (hits, tests) in self.seen.items() if tests}
 
 
 def sweep_plans(block_size: int) -> list[Plan]:
@@ -198,11 +239,12 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     row["prefill_s"] = time.perf_counter() - begun
     row["budget"] = state.budget
     row |= step_times(engine, state, longest)
-    row |= decode(engine, ids, args)
-    chosen = engine._state.controller
-    row["plan"] = str(chosen.plan)
-    row |= {f"rate_{name}": rate.value for name, rate in chosen.rates.items()}
-    row["round_over_steps"] = row["tbt_ms"] * row["block_efficiency"] / planned_ms(chosen)
+    with Rounds() as rounds:
+        row |= decode(engine, ids, args)
+    row |= rounds.row()
+    row["plan"] = str(engine._state.controller.plan)  # the last one
+    row["round_ms"] = row["tbt_ms"] * row["block_efficiency"]
+    row["round_over_steps"] = row["round_ms"] / sum(value for name, value in rounds.row().items() if "_ms" in name)
     plain = decode(engine, ids, args, speculate=False, one_row=True)
     row["autoregression_tbt_ms"] = plain["tbt_ms"]
     row["speedup"] = plain["tbt_ms"] / row["tbt_ms"]
@@ -217,7 +259,7 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
         row["best_fixed_tbt_ms"] = best["tbt_ms"]
         engine.settings = replace(engine.settings, auto=True)
     if args.peers:
-        state = chosen = None  # 64 GB of K/V at 7B
+        state = None  # 64 GB of K/V at 7B
         engine.release()
         row |= transformers_times(engine, ids, args)
     return row

@@ -51,11 +51,12 @@ def all_reduce_us(group, dim: int, dtype: torch.dtype) -> dict[str, float]:
 
 
 def profile(engine, ids: list[int]) -> None:
-    """Prints the kernels of a verify and of a retrieval step."""
+    """Prints the kernels of a verify, of a retrieval step and of a rebuild."""
     state = engine.prepare([ids], 256, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=[0])
     outer, inner, here = state.outer, state.inner, state.outer.length.clone()
     print_kernels("full verify", same_step(outer, here, outer.rows, None), engine.device)
     print_kernels("retrieval step", same_step(inner, here, inner.rows, outer.draft_probs), engine.device)
+    print_kernels("rebuild", lambda: state.retrieval.rebuild(0), engine.device)
 
 
 def parser() -> argparse.ArgumentParser:

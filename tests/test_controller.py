@@ -86,6 +86,15 @@ def test_the_table_says_what_each_plan_takes():
     assert emitted(0.5, 0) == 1 and emitted(0.5, 2) == 1.75
 
 
+def test_rounds_without_drafts_have_a_price_of_their_own():
+    costs = Costs({16: 10.3}, {5: 5.5}, {"model": (0.3, 0.3)}, plain=9.6)
+    controller = Controller(costs, 15, 4)
+    assert time_of(controller, Plan(), {"retrieval": 0.9, "model": 0.5}) == 9.6
+    assert time_of(controller, Plan(1, "model"), {"retrieval": 0.9, "model": 0.5}) == pytest.approx(10.6 / 1.5)
+    chosen = settle(controller, {"retrieval": 0.02, "model": 0.02})
+    assert max(chosen, key=chosen.get) == Plan()
+
+
 def test_rounds_set_the_times_right():
     """Drafting that takes longer in its place than on its own is left alone, and taken up when it is fast again."""
     controller = Controller(GPU_128K, 7, 3)

@@ -3,8 +3,10 @@
     python -m pytest -m cuda -s tests/test_cuda.py
 """
 
+import gc
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from test_greedy import bits
 from triforce import sampling
 from triforce.engine import Engine
 from triforce.errors import UserError
+from triforce.graphs import Graphed
 from triforce.model import ModelConfig, Transformer
 from triforce.quantize import fp8_copy
 from triforce.state import Settings
@@ -149,6 +152,36 @@ def test_offsets_and_batches_in_bf16(random_models):
     assert [a.tokens for a in on] == [b.tokens for b in off]
 
 
+def test_garbage_waits_while_a_graph_is_recorded(random_models):
+    """What an engine leaves behind goes when Python sees fit: not in the middle of another's recording."""
+    ids, collections = random_prompt(2000, vocab_size=VOCAB), []
+
+    def generate():
+        engine = engine_for(random_models)
+        return engine.generate(ids, 200, temperature=0.0).tokens  # crosses a flush: a graph is recorded ahead
+
+    first = generate()
+    record = Graphed._record
+
+    def recorded(self, args):
+        function, self.function = self.function, lambda *args: ([[] for _ in range(50_000)], function(*args))
+        before = len(collections)
+        try:
+            return record(self, args)
+        finally:
+            self.function = function
+            assert len(collections) == before
+
+    gc.callbacks.append(watch := lambda phase, info: collections.append(phase))
+    try:
+        with mock.patch.object(Graphed, "_record", recorded):
+            assert generate() == first
+    finally:
+        gc.callbacks.remove(watch)
+    assert collections and gc.isenabled()
+
+
+@torch.inference_mode()
 def test_views_of_a_batch_hold_what_was_selected(random_models):
     """View and tail share their storage: compiled copies must not take one row's or one layer's place for another's."""
     engine = Engine(random_models[0], None, random_models[1], settings=Settings(prefill_chunk_size=2048), budget=512,

@@ -103,8 +103,10 @@ def test_auto_measures_and_keeps_the_bits(models, plain):
     """With its own measurements, which must leave no trace."""
     state = make_state(*models, [random_prompt(CONTEXT)], capacity=4096, ngram=True, budget=256, gamma=7, gamma_inner=3,
                        auto=True, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
-    assert state.controller.costs.verify and set(state.controller.costs.sources) == {"model", "ngram"}
     assert bits(state, NEW)[:2] == plain
+    assert state.controller.costs.verify and set(state.controller.costs.sources) == {"model", "ngram"}
+    state.rewind(1000)
+    assert bits(state, NEW)[:2] == plain  # the controller is there from the first round on
     state.rewind(1000)
     assert bits(state, NEW, speculate=False)[:2] == plain
 

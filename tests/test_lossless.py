@@ -164,13 +164,33 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     monkeypatch.setattr(Controller, "choose", chosen)
 
     def steer(state):
-        state.set_tight(True)
+        state.set_padding(False, tight=True)
         state.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=1)
 
     found, _, _ = distances(models, gamma=3, gamma_inner=1, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=3,
                             sampling={"top_k": 2})
     assert len(seen) == 3
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
+
+
+def test_rounds_of_one_row_do_not_bias(models, monkeypatch):
+    """Where the controller does not draft, the step is not padded; and the view is rebuilt by what it asked."""
+    def chosen(self, **known):
+        self.turn = getattr(self, "turn", 0) + 1
+        return Plan() if self.turn % 2 == 0 else Plan(2, "model", True, 1, 1)
+
+    monkeypatch.setattr(Controller, "choose", chosen)
+    monkeypatch.setattr(Controller, "timed", lambda *args: None)
+
+    def steer(state):
+        state.set_padding(False, tight=False)
+        assert state.plain is state.one_row
+        state.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}, plain=2.0), max_gamma=3,
+                                      max_inner=1)
+
+    found, _, _ = distances(models, gamma=3, gamma_inner=1, batch=1, prompts=PROMPTS[:1], prepare=steer, horizon=3,
+                            rebuild_interval=1)
+    assert max(found) < 1e-6
 
 
 def test_enumeration_sees_a_biased_inner_level(models):

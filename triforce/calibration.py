@@ -73,6 +73,8 @@ def measure(state) -> Costs:
         return sorted({rows for rows in (1, 2, 3, 4, 6, 8, 16, 32) if rows < level.rows} | {level.rows})
 
     costs = Costs({rows: timed(outer, rows) for rows in sizes(outer)})
+    if state.plain is not outer:
+        costs.plain = timed(state.plain, 1)
     if inner is not None:
         costs.retrieval = {rows: timed(inner, rows) for rows in sizes(inner)}
     outer.length.copy_(here)

@@ -31,6 +31,7 @@ class Costs:
     verify: dict[int, float]  # by rows, over the full cache
     retrieval: dict[int, float] = field(default_factory=dict)  # by rows, over the retrieval view
     sources: dict[str, tuple[float, float]] = field(default_factory=dict)  # the first token of a proposal, each further
+    plain: float | None = None  # of a step that checks nothing, where that is not one of `verify`
 
     def drafting(self, source: str | None, count: int) -> float:
         if source is None or count == 0:
@@ -46,31 +47,29 @@ def emitted(rate, drafted):
 
 
 class Rate:
-    """An acceptance rate that forgets: the last hundred tests or so count, on top of a prior worth twenty.
+    """An acceptance rate that forgets: the last hundred tests or so count, and at first a prior worth twenty.
 
-    What lies idle is forgotten as well, token by token, so that a level that did badly once gets another chance.
+    What lies idle returns to its prior, token by token, so that a level that did badly once gets another chance.
     """
 
-    MEMORY, IDLE_MEMORY, PRIOR_WEIGHT = 0.99, 0.998, 20.0
+    MEMORY, IDLE_MEMORY, PRIOR_WEIGHT = 0.99, 0.996, 20.0
 
     def __init__(self, prior: float):
-        self.prior, self.hits, self.tests, self.age = prior, 0.0, 0.0, 0
+        self.prior, self.hits, self.tests, self.age = prior, self.PRIOR_WEIGHT * prior, self.PRIOR_WEIGHT, 0
 
     def update(self, hits: int, tests: int) -> None:
-        self._forget(self.MEMORY**tests)
-        self.hits, self.tests, self.age = self.hits + hits, self.tests + tests, 0
+        kept = self.MEMORY**tests
+        self.hits, self.tests, self.age = kept * self.hits + hits, kept * self.tests + tests, 0
 
     def idle(self, num_tokens: int) -> None:
-        self._forget(self.IDLE_MEMORY**num_tokens)
+        kept = self.IDLE_MEMORY**num_tokens
+        back = (1 - kept) * self.PRIOR_WEIGHT
+        self.hits, self.tests = kept * self.hits + back * self.prior, kept * self.tests + back
         self.age += num_tokens
-
-    def _forget(self, factor: float) -> None:
-        self.hits, self.tests = factor * self.hits, factor * self.tests
 
     @property
     def value(self) -> float:
-        rate = (self.hits + self.PRIOR_WEIGHT * self.prior) / (self.tests + self.PRIOR_WEIGHT)
-        return min(rate, 0.98)
+        return min(self.hits / self.tests, 0.98)
 
 
 class Controller:
@@ -118,6 +117,8 @@ class Controller:
         of_source, of_checker = chance[self._source], chance[self._checker]
         drafted = np.minimum(self._rounds * emitted(of_source, self._inner), self._gamma)
         verify = np.interp(1 + drafted, *self._verify)
+        if self.costs.plain is not None:
+            verify[self._gamma == 0] = self.costs.plain
         return self._drafting + verify, emitted(of_checker, drafted)
 
     def _tabulate(self) -> None:

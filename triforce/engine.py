@@ -193,7 +193,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         max_new_tokens = outputs[0].max_new_tokens
-        state = self.prepare(ids, max_new_tokens, on_prefill, **sampling)
+        state = self.prepare(ids, max_new_tokens, on_prefill, speculate, **sampling)
         serving = self._serving = object()
         seconds, first_round, ttft = 0.0, [], 0.0
         ended: list[tuple[int, float] | None] = [None] * len(ids)  # rounds and decode seconds until a row's end
@@ -202,7 +202,7 @@ class Engine:
             if self._serving is not serving:
                 raise UserError("another generation has begun on this engine and taken over its caches; finish or "
                                 "close a stream first, or load a second engine")
-            started = time.perf_counter()
+            started, timing = time.perf_counter(), state.timing_seconds
             emitted = state.round(speculate, one_row)
             if not any(emitted[row] for row, output in enumerate(outputs) if output.finish_reason is None):
                 raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
@@ -216,7 +216,7 @@ class Engine:
             if not first_round:
                 first_round, ttft = [len(output.tokens) for output in outputs], now - begun
             else:
-                seconds += now - started
+                seconds += now - started - (state.timing_seconds - timing)
             for row, output in enumerate(outputs):
                 if output.finish_reason is not None and ended[row] is None:
                     ended[row] = state.num_forwards, seconds
@@ -232,32 +232,34 @@ class Engine:
             results.append(Generation(output.text, output.tokens, output.finish_reason, Stats(
                 prompt_len=len(ids[row]), new_tokens=len(output.tokens), ttft=ttft,
                 tbt=row_seconds / later if later else 0.0, acceptance_rate=levels[row],
-                block_efficiency=len(output.tokens) / forwards, target_forwards=forwards,
+                timing=state.timing_seconds, block_efficiency=len(output.tokens) / forwards, target_forwards=forwards,
                 retrieval_rebuilds=state.retrieval.num_rebuilds if state.retrieval else 0, flushes=state.num_flushes,
                 peak_memory=memory.peak(self.device), seed=sampling["seed"][row])))
         return results
 
-    def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, **sampling) -> State:
+    def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, speculate: bool = True,
+                **sampling) -> State:
         """A State with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
 
         Args:
+            speculate: see `State.begin`.
             sampling: temperature, top_p, top_k, min_p, seed: see `SamplingParams.set`.
         """
         state = self._state_for(len(ids), max(map(len, ids)), max_new_tokens)
         state.params.set(specialize=not self.compile, **sampling)
         # Greedy output is promised to be the same bits; drawn tokens follow the same law from steps of any size.
         # Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends.
-        state.set_tight(self.device.type == "cpu" and not self.compile and not state.params.uses.greedy
-                        and self.target.group is None)
+        loose = not state.params.greedy and self.target.group is None
+        state.set_padding(not loose, tight=loose and self.device.type == "cpu" and not self.compile)
         if state.prompts == ids:
-            state.rewind(max_new_tokens)
+            state.rewind(max_new_tokens, speculate)
             return state
         state.reset()
         for row, prompt in enumerate(ids):
             def report(share, row=row):
                 on_prefill((row + share) / len(ids))
             state.prefill(row, prompt, on_prefill and report)
-        state.begin(max_new_tokens)
+        state.begin(max_new_tokens, speculate)
         state.prompts = ids
         return state
 

@@ -6,6 +6,9 @@ whose replay costs the host microseconds. Between the pieces stand calls of fixe
 change: so nothing is compiled anew when the context grows.
 """
 
+import gc
+import importlib
+import threading
 import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -14,6 +17,11 @@ import torch
 from torch import Tensor
 
 KEPT_GRAPHS = 32  # per step; one is recorded for each new prefix length, and for each way to draft
+
+
+def import_compiler() -> None:
+    """Starts to import the compiler, which takes seconds: beside the reading of weights, that is."""
+    threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",)).start()
 
 
 def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:
@@ -126,14 +134,20 @@ class Graphed:
         return key, kind
 
     def _record(self, args) -> torch.cuda.CUDAGraph:
-        # torch.cuda.graph() would empty the allocator's cache and collect garbage each time.
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        # torch.cuda.graph() would empty the allocator's cache and collect garbage each time. Here garbage waits: what
+        # an engine that is gone has left, its graphs above all, cannot be freed while this one records.
+        graph, stream, collects = torch.cuda.CUDAGraph(), torch.cuda.Stream(), gc.isenabled()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                self.function(*args)
-            finally:
-                graph.capture_end()
+        gc.disable()
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    self.function(*args)
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
         return graph

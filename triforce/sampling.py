@@ -39,6 +39,7 @@ class SamplingParams:
     min_p: Tensor  # [B] float32 in [0, 1); 0 keeps all
     seed: Tensor  # [B] int64
     uses: Uses = Uses()
+    greedy: bool = False  # any row
 
     @classmethod
     def allocate(cls, batch: int, device) -> "SamplingParams":
@@ -68,10 +69,11 @@ class SamplingParams:
             target = getattr(self, name)
             target.copy_(torch.tensor(column, dtype=target.dtype))
             columns[name] = column
+        self.greedy = 0.0 in columns.get("temperature", [])
         hot = any(columns.get("temperature", [1.0]))
         top_k = any(columns.get("top_k", [0]))
         self.uses = Uses() if not specialize else Uses(
-            greedy=0.0 in columns.get("temperature", []), hot=hot, top_k=hot and top_k,
+            greedy=self.greedy, hot=hot, top_k=hot and top_k,
             top_p=hot and any(p < 1 for p in columns.get("top_p", [])), min_p=hot and any(columns.get("min_p", [])))
 
 

@@ -125,11 +125,14 @@ class State:
                                 dense=use_retrieval or "model" in self.sources, keep_queries=True,
                                 keep_logits=settings.keep_logits, compiler=compiler)
         self.one_row = Speculator(target, self.cache, self.cache.full, self.tape, level=FULL, rows=1,
-                                  position=(self.outer.length, self.outer.limit), compiler=compiler)
+                                  keep_queries=True, position=(self.outer.length, self.outer.limit), compiler=compiler)
+        self.plain = self.outer  # what takes the rounds in which the controller does not draft
         self.plan = Plan(settings.gamma if self.outer.drafters else 0, next(iter(self.sources), None), use_retrieval,
                          settings.gamma_inner if sources else 0, self.inner.rounds if use_retrieval else 0)
         self.controller: Controller | None = None
         self._costs: dict[tuple, Costs] = {}
+        self._untimed: tuple | None = None  # where the steps are still to be timed, which `_costs` will remember
+        self.timing_seconds = 0.0  # spent on that since `begin` or `rewind`
         self._drafted_to = [0] * batch  # tokens of each row that the draft model has seen for certain
         self._draft_left_out = False  # of the last round
         self._meters: list[NgramMeter | None] = []  # of each row that is not finished
@@ -213,17 +216,21 @@ class State:
             self.retrieval.rebuild(row)
 
     @torch.inference_mode()
-    def begin(self, max_new_tokens: int) -> None:
-        """Called when all rows are prefilled: remembers this point for `rewind`, and opens the rows."""
+    def begin(self, max_new_tokens: int, speculate: bool = True) -> None:
+        """Called when all rows are prefilled: remembers this point for `rewind`, and opens the rows.
+
+        Args:
+            speculate: False: all rounds will be without speculation, and nothing is made ready for it.
+        """
         self._prompt_queries = [q.clone() for q in self.cache.queries]
         self._prompt_weight = self.cache.query_weight.clone()
         if self._pack:
             self.cache.full.pack()
         self._open(max_new_tokens)
-        self._plan_ahead(max_new_tokens)
+        self._plan_ahead(speculate)
 
     @torch.inference_mode()
-    def rewind(self, max_new_tokens: int) -> None:
+    def rewind(self, max_new_tokens: int, speculate: bool = True) -> None:
         """Back to where `begin` was called: the next rounds are those of a fresh prefill, bit for bit."""
         for q, kept in zip(self.cache.queries, self._prompt_queries, strict=True):
             q.copy_(kept)
@@ -235,25 +242,50 @@ class State:
                 source.rewind(row, self.prompt_end[row])
             self._start(row, self.prompt_end[row])
         self._open(max_new_tokens)
-        self._plan_ahead(max_new_tokens)
+        self._plan_ahead(speculate)
 
-    def set_tight(self, tight: bool) -> None:
-        """Steps of just the rows that are drafted, not padded to M: faster on a CPU; the same law, other bits."""
+    def set_padding(self, padded: bool, tight: bool) -> None:
+        """Which steps are padded to all M rows: the same law, other bits.
+
+        Args:
+            padded: those that check nothing; False: they have one row.
+            tight: False: all others. True: they have just the rows that are drafted, which is faster on a CPU.
+        """
+        self.plain = self.outer if padded or tight else self.one_row
         for level in (self.outer, self.inner):
             if level is not None:
                 level.tight = tight
 
-    def _plan_ahead(self, max_new_tokens: int) -> None:
-        """With `auto`: measures the steps, unless they have been at about this length, and starts a controller."""
-        if not self.settings.auto or not self.outer.drafters:
+    def _plan_ahead(self, speculate: bool) -> None:
+        """With `auto`: starts a controller, if the steps have been timed at about this length. Otherwise the second
+        round will time them, and compile what they are made of: the first token need not wait for that."""
+        self.controller, self._meters, self._untimed = None, [], None
+        if not speculate or not self.settings.auto or not self.outer.drafters:
             return
-        key = self.outer.tight, -(-max(self.lens) // 4096), -(-min(self.lens) // 4096)
-        if key not in self._costs:
-            costs, group = measure(self), self.target.group
-            self._costs[key] = costs if group is None else group.agree(costs)  # or each rank would choose for itself
-            self.rewind(max_new_tokens)
-            return
-        self.controller = Controller(self._costs[key], self.outer.rows - 1, self.inner.rows - 1 if self.inner else 0)
+        key = self.outer.tight, self.plain is self.outer, -(-max(self.lens) // 4096), -(-min(self.lens) // 4096)
+        if key in self._costs:
+            self._steer(self._costs[key])
+        else:
+            self._untimed = key
+
+    def _time_steps(self) -> None:
+        """Times the steps where the rows stand, leaves no trace of that, and starts a controller."""
+        begun, cache, group = time.perf_counter(), self.cache, self.target.group
+        levels = [level for level in (self.outer, self.inner, self.one_row) if level is not None]
+        touched = [self.outer.length, self.outer.limit, cache.query_weight, *cache.queries,
+                   *(level.totals for level in levels)]
+        before = [x.clone() for x in touched]
+        costs = measure(self)
+        for x, value in zip(touched, before, strict=True):
+            x.copy_(value)
+        self._draft_left_out = True  # of the rounds until now; and it has drafted for nothing
+        self._costs[self._untimed] = costs if group is None else group.agree(costs)  # or each would choose for itself
+        self._steer(self._costs[self._untimed])
+        self._untimed = None
+        self.timing_seconds += time.perf_counter() - begun
+
+    def _steer(self, costs: Costs) -> None:
+        self.controller = Controller(costs, self.outer.rows - 1, self.inner.rows - 1 if self.inner else 0)
         if "ngram" in self.sources:
             self._meters = [NgramMeter(self.tape.tokens[row, : self.known[row]].tolist()) for row in range(self.batch)]
 
@@ -290,12 +322,14 @@ class State:
     @torch.inference_mode()
     def round(self, speculate: bool = True, one_row: bool = False) -> list[list[int]]:
         """One verify and all that is drafted for it. Returns each row's new tokens; the one host sync is here."""
-        level = self.one_row if one_row else self.outer
+        if speculate and self._untimed is not None and self.num_forwards > 0:
+            self._time_steps()
         steered = speculate and self.controller is not None
-        plan = Plan() if not speculate else self.plan
+        plan = Plan() if not speculate or self._untimed is not None else self.plan
         if steered:
             rates = [meter.rate for meter in self._meters if meter is not None]
             plan = self.controller.choose(ngram=statistics.fmean(rates or [0.0]))
+        level = self.one_row if one_row else self.plain if speculate and plan.gamma == 0 else self.outer
         begun = time.perf_counter()
         self.follow(plan)
         gathers = level is self.outer and self.retrieval is not None and self.retrieval.awaits_pieces
@@ -374,7 +408,7 @@ class State:
         for level in (self.outer, self.inner, self.one_row):
             if level is not None:
                 level.totals.zero_()
-        self.num_forwards = self.num_flushes = 0
+        self.num_forwards, self.num_flushes, self.timing_seconds = 0, 0, 0.0
         if self.retrieval is not None:
             self.retrieval.num_rebuilds = 0
 
