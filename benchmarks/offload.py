@@ -208,7 +208,7 @@ def peers(engine: Engine, ids: list[int], args) -> dict[str, float]:
 
 def plot(path: str) -> None:
     """Time per token against context and against resident layers."""
-    plt, rows = pyplot(), [row for row in read_rows(path) if not row["memory_cap_gib"]]
+    plt, rows = pyplot(), read_rows(path)
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     kinds = [("autoregression_tbt_ms", "s--", "autoregression"),
              ("cpu_attention_token_ms", "v:", "attention on the CPU"),
@@ -217,12 +217,16 @@ def plot(path: str) -> None:
     swept = max(contexts, key=contexts.count)  # where the most numbers of resident layers were tried
     for axis, key, chosen in ((axes[0], "context", [r for r in rows if r["resident"] == 0]),
                               (axes[1], "resident", [r for r in rows if r["context"] == swept])):
+        scale = 1000 if key == "context" else 1
         for shape in sorted({row["shape"] for row in chosen}):
-            scale, own = 1000 if key == "context" else 1, [row for row in chosen if row["shape"] == shape]
+            own = [row for row in chosen if row["shape"] == shape]
             for i, (name, style, label) in enumerate(kinds):
-                points = sorted((row[key] / scale, row[name]) for row in own if name in row)
-                if points:
-                    axis.plot(*zip(*points, strict=True), style, color=f"C{i}", label=f"{label}, {shape}")
+                for j, budget in enumerate(sorted({row["budget"] for row in own}) if name == "tbt_ms" else [None]):
+                    points = sorted((row[key] / scale, row[name]) for row in own
+                                    if name in row and budget in (None, row["budget"]))
+                    if points:
+                        what = f"{label}, {shape}" + (f", budget {budget:,}" if budget else "")
+                        axis.plot(*zip(*points, strict=True), style, color=f"C{i + j}", label=what)
         axis.set(yscale="log", ylabel="ms per token")
     axes[0].set(xlabel="context, thousand tokens (all layers in host memory)")
     axes[1].set(xlabel=f"resident layers, at {swept:,} tokens")

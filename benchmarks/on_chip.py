@@ -266,39 +266,69 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
 
 
 def plot(path: str) -> None:
-    """Time per token against context, and the steps of each context as bars, from a file of JSON lines."""
+    """From a file of JSON lines: time per token against context, the steps, a mean round, and what a budget gives."""
     plt, rows = pyplot(), read_rows(path)
-    rows.sort(key=lambda row: row["context"])
+    rows.sort(key=lambda row: (row["context"], row["budget"]))
     groups: dict[str, list[dict]] = {}
     several = len({row.get("commit") for row in rows}) > 1  # of other commits, other code and another pair
     for row in rows:
         name = (row["shape"] or row["checkpoint"]) + (f" at {row.get('commit', 'present')}" if several else "")
         groups.setdefault(name + (", fp8 drafting" if row["draft_dtype"] else ""), []).append(row)
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
+    figure, axes = plt.subplots(2, 2, figsize=(12, 9))
+    against_context(axes[0, 0], groups)
+    labels = [f"{row['context'] // 1000}K{' fp8' if row['draft_dtype'] else ''}\n{(row['shape'] or 'tiny')[6:]}"
+              for row in rows]
+    names = [("verify_ms", "full verify"), ("retrieval_ms", "retrieval step"), ("draft_next_ms", "draft step"),
+             ("rebuild_ms", "rebuild")]
+    for i, (key, label) in enumerate(names):
+        axes[0, 1].bar([x + i * 0.2 for x in range(len(rows))], [row.get(key, 0) for row in rows], 0.2, label=label)
+    axes[0, 1].set_xticks([x + 0.3 for x in range(len(rows))], labels, fontsize=6)
+    axes[0, 1].set(ylabel="ms a step", yscale="log")
+    timed = [i for i, row in enumerate(rows) if "round_verify_ms" in row]
+    below = [0.0] * len(timed)
+    for key, label in (("verify", "its verify"), ("retrieval", "its retrieval steps"), ("draft", "its draft steps")):
+        parts = [rows[i][f"round_{key}_ms"] for i in timed]
+        axes[1, 0].bar(range(len(timed)), parts, 0.6, bottom=below, label=label)
+        below = [a + b for a, b in zip(below, parts, strict=True)]
+    axes[1, 0].plot(range(len(timed)), [rows[i]["round_ms"] for i in timed], "k_", ms=22, label="as it took")
+    axes[1, 0].set_xticks(range(len(timed)), [labels[i] for i in timed], fontsize=6)
+    axes[1, 0].set(ylabel="ms a round, by the steps' own times")
+    against_budget(axes[1, 1], groups)
+    for axis in axes.flat:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=3)
+        else:
+            axis.set_visible(False)
+    save(figure, path, rows)
+
+
+def against_context(axis, groups: dict[str, list[dict]]) -> None:
     drawn = set()
     for name, group in groups.items():
         xs, model = [row["context"] / 1000 for row in group], name.removesuffix(", fp8 drafting")
-        axes[0].plot(xs, [row["tbt_ms"] for row in group], "o-", label=f"{name}: speculation")
+        axis.plot(xs, [row["tbt_ms"] for row in group], "o-", label=f"{name}: speculation")
         if model not in drawn:
             drawn.add(model)
-            axes[0].plot(xs, [row["autoregression_tbt_ms"] for row in group], "s--", label=f"{model}: autoregression")
+            axis.plot(xs, [row["autoregression_tbt_ms"] for row in group], "s--", label=f"{model}: autoregression")
             timed = [row for row in group if "transformers_tbt_ms" in row]
             theirs = [(row["context"] / 1000, row["transformers_tbt_ms"]) for row in timed]
             if theirs:
-                axes[0].plot(*zip(*theirs, strict=True), "^:", label=f"{model}: transformers")
-    axes[0].set(xlabel="context, thousand tokens", ylabel="ms per token", ylim=(0, None))
-    axes[0].legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=2)
-    names = [("verify_ms", "full verify"), ("retrieval_ms", "retrieval step"), ("draft_next_ms", "draft step"),
-             ("rebuild_ms", "rebuild")]
-    labels = [f"{row['context'] // 1000}K{' fp8' if row['draft_dtype'] else ''}\n{(row['shape'] or 'tiny')[6:]}"
-              for row in rows]
-    width = 0.2
-    for i, (key, label) in enumerate(names):
-        axes[1].bar([x + i * width for x in range(len(rows))], [row.get(key, 0) for row in rows], width, label=label)
-    axes[1].set_xticks([x + 1.5 * width for x in range(len(rows))], labels, fontsize=7)
-    axes[1].set(ylabel="ms a step", yscale="log")
-    axes[1].legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=4)
-    save(figure, path, rows)
+                axis.plot(*zip(*theirs, strict=True), "^:", label=f"{model}: transformers")
+    axis.set(xlabel="context, thousand tokens", ylabel="ms per token", ylim=(0, None))
+
+
+def against_budget(axis, groups: dict[str, list[dict]]) -> None:
+    """Speed-up, and how often the full cache keeps what a view of it drafted."""
+    for name, group in groups.items():
+        for context in sorted({row["context"] for row in group}):
+            own = [row for row in group if row["context"] == context and "rate_retrieval" in row]
+            budgets = [row["budget"] for row in own]
+            if len(set(budgets)) < 2:
+                continue
+            line = axis.plot(budgets, [row["speedup"] for row in own], "o-", label=f"{name}, {context:,}: speed-up")[0]
+            axis.plot(budgets, [row["rate_retrieval"] for row in own], "s--", color=line.get_color(),
+                      label=f"{name}, {context:,}: kept of what is drafted")
+    axis.set(xlabel="budget, tokens", ylim=(0, None))
 
 
 def parser() -> argparse.ArgumentParser:
