@@ -8,6 +8,7 @@ from test_greedy import bits
 
 import triforce
 from triforce import memory
+from triforce.controller import Plan
 from triforce.errors import UserError
 from triforce.model import ModelConfig
 from triforce.offload import PIECE_BYTES, Offload, piece_tokens
@@ -51,6 +52,36 @@ def test_one_piece_gives_the_bits_of_a_resident_prefix(models):
         for layers in (0, 1):
             state = state_of(models, num_resident_layers=layers, piece_tokens=2048, **more)
             assert bits(state, NEW, **how)[:2] == resident
+
+
+def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
+    """Also by one of one row, in a round without drafts, or it would bring what was newest before a flush."""
+    state = state_of(models, num_resident_layers=0, sampling={"temperature": 0.8})
+    state.set_padding(False, tight=False)
+
+    class DraftsUntilDue:
+        def choose(self, **known):
+            return Plan() if state.retrieval.awaits_pieces else Plan(3, "model", True, 1, 2)
+
+        def timed(self, plan, milliseconds): ...
+
+        def update(self, num_tokens, **observed): ...
+
+    state.controller, plain = DraftsUntilDue(), 0
+    for _ in range(80):
+        awaited, flushes = state.retrieval.awaits_pieces, state.num_flushes
+        (tokens,) = state.round()
+        assert not (awaited and state.retrieval.awaits_pieces)
+        if awaited and state.num_flushes == flushes:
+            plain += 1
+            assert len(tokens) == 1
+            view, (length,) = state.retrieval, state.cache.full.lens
+            for i in range(state.target.config.n_layer):
+                at, whole = view.positions(0, i), state.cache.full.load(i, 0, 0, length)
+                for chosen, own in zip(whole, (view.k, view.v), strict=True):
+                    rows = at[..., None].expand(-1, -1, chosen.shape[-1])
+                    assert torch.equal(own[i][0][:, : view.held], chosen.gather(1, rows))
+    assert plain >= 2 and state.num_flushes >= 1
 
 
 def test_pieces_give_the_logits_of_a_resident_prefix(models):

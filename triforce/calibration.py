@@ -1,6 +1,8 @@
 """Times each step of a State where it stands, for the controller. Knows nothing of choices: it reports milliseconds.
 
-What it runs overwrites the newest tokens' K/V and the tape behind them: the caller rewinds.
+What it runs writes K/V from the pending token on, in the draft's cache, too, and tokens behind it: the rounds to come
+write all of that anew. Lengths, limits, the queries that were kept and the counters are left changed: the caller puts
+them back, or rewinds, and has the draft take in what it had not seen.
 """
 
 import statistics
@@ -64,7 +66,7 @@ def measure(state) -> Costs:
 
     def timed(level, rows: int) -> float:
         warm_up = 1 if level.view.offload is not None else recorded
-        call = same_step(level, here, rows, None if level is outer else outer.draft_probs)
+        call = same_step(level, here, rows, outer.draft_probs if level is inner else None)
         return milliseconds(call, device, warm_up=warm_up, group=group)
 
     def sizes(level) -> list[int]:

@@ -12,7 +12,6 @@ class Stats:
     prompt_len: int
     new_tokens: int = 0
     ttft: float = 0.0  # from the call to the first token: prefill and the first round
-    timing: float = 0.0  # after the first token, once per engine and length: steps timed, on a GPU compiled, for "auto"
     tbt: float = 0.0  # decode seconds per token emitted after the first round, without `timing`
     acceptance_rate: dict[str, float] = field(default_factory=dict)  # accepted / drafted, by the level that checks
     block_efficiency: float = 0.0  # tokens emitted per forward pass of the target over its full cache
@@ -21,6 +20,9 @@ class Stats:
     flushes: int = 0
     peak_memory: int = 0  # bytes: allocated on the GPU, or resident on the CPU
     seed: int = 0
+    # With gamma="auto", after the first token: the steps were timed, and on a GPU compiled. Once for each length (in
+    # steps of 4,096 tokens), number of rows, and greedy or not.
+    timing: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -33,7 +35,7 @@ class Stats:
             ("prompt tokens", f"{self.prompt_len:,}"),
             ("new tokens", f"{self.new_tokens:,}"),
             ("time to first token", f"{self.ttft:.2f} s"),
-            ("timing the steps", f"{self.timing:.2f} s"),
+            ("timing the steps", f"{self.timing:.2f} s" if self.timing else "-"),
             ("time per token", f"{self.tbt * 1e3:.2f} ms"),
             ("tokens per second", f"{self.tokens_per_second:.1f}"),
             *rates,

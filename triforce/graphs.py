@@ -6,6 +6,7 @@ whose replay costs the host microseconds. Between the pieces stand calls of fixe
 change: so nothing is compiled anew when the context grows.
 """
 
+import contextlib
 import gc
 import importlib
 import threading
@@ -19,9 +20,17 @@ from torch import Tensor
 KEPT_GRAPHS = 32  # per step; one is recorded for each new prefix length, and for each way to draft
 
 
-def import_compiler() -> None:
-    """Starts to import the compiler, which takes seconds: beside the reading of weights, that is."""
-    threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",)).start()
+@contextlib.contextmanager
+def compiler_imported(wanted: bool):
+    """Imports the compiler, which takes seconds, beside what is done within: weights are read, mostly."""
+    thread = threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",))
+    if wanted:
+        thread.start()
+    try:
+        yield
+    finally:
+        if wanted:
+            thread.join()  # an import that outlives its process ends in a traceback
 
 
 def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:

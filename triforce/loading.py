@@ -8,7 +8,7 @@ from . import checkpoint as ckpt
 from . import draft_memory, memory
 from .engine import Engine
 from .errors import UserError
-from .graphs import import_compiler
+from .graphs import compiler_imported
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup
 from .quantize import check_fp8, fp8_bytes, fp8_copy
@@ -132,11 +132,10 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         check_fp8(device)
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), "no --draft-dtype"))
     memory.check(parts, device)
-    if compile or compile is None and device.type == "cuda":
-        import_compiler()
-    target = ckpt.load_model(folder, device, chosen, group)
-    draft_group = subgroup(group, draft_ranks) if draft_ranks is not None and len(draft_ranks) > 1 else None
-    draft_model = None if draft_config is None else ckpt.load_model(draft_folder, device, chosen, draft_group)
+    with compiler_imported(device.type == "cuda" if compile is None else compile):
+        target = ckpt.load_model(folder, device, chosen, group)
+        draft_group = subgroup(group, draft_ranks) if draft_ranks is not None and len(draft_ranks) > 1 else None
+        draft_model = None if draft_config is None else ckpt.load_model(draft_folder, device, chosen, draft_group)
     if not compile:
         for model in (target, draft_model):
             if model is not None:

@@ -25,6 +25,8 @@ from .retrieval import RetrievalView
 from .sampling import SamplingParams
 from .speculation import ACCEPTED, FULL, MISSED, RETRIEVAL, ModelDrafter, Speculator, Tape
 
+WORTH_TIMING = 16  # tokens that are still to come: for fewer, no steps are timed
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -257,8 +259,8 @@ class State:
                 level.tight = tight
 
     def _plan_ahead(self, speculate: bool) -> None:
-        """With `auto`: starts a controller, if the steps have been timed at about this length. Otherwise the second
-        round will time them, and compile what they are made of: the first token need not wait for that."""
+        """With `auto`: starts a controller, if the steps have been timed at about this length. Otherwise the first
+        round is plain, and the next one times them, and compiles their pieces: the first token need not wait."""
         self.controller, self._meters, self._untimed = None, [], None
         if not speculate or not self.settings.auto or not self.outer.drafters:
             return
@@ -278,7 +280,7 @@ class State:
         costs = measure(self)
         for x, value in zip(touched, before, strict=True):
             x.copy_(value)
-        self._draft_left_out = True  # of the rounds until now; and it has drafted for nothing
+        self._draft_left_out = True  # it has seen no token since the prompt, and has drafted for nothing
         self._costs[self._untimed] = costs if group is None else group.agree(costs)  # or each would choose for itself
         self._steer(self._costs[self._untimed])
         self._untimed = None
@@ -323,16 +325,21 @@ class State:
     def round(self, speculate: bool = True, one_row: bool = False) -> list[list[int]]:
         """One verify and all that is drafted for it. Returns each row's new tokens; the one host sync is here."""
         if speculate and self._untimed is not None and self.num_forwards > 0:
-            self._time_steps()
+            if max(end - now for end, now in zip(self._ends, self.lens, strict=True)) >= WORTH_TIMING:
+                self._time_steps()
         steered = speculate and self.controller is not None
         plan = Plan() if not speculate or self._untimed is not None else self.plan
         if steered:
             rates = [meter.rate for meter in self._meters if meter is not None]
             plan = self.controller.choose(ngram=statistics.fmean(rates or [0.0]))
-        level = self.one_row if one_row else self.plain if speculate and plan.gamma == 0 else self.outer
+        level = self.outer  # without speculation, too: it is the comparison, to the bit
+        if one_row:
+            level = self.one_row
+        elif speculate and plan.gamma == 0:
+            level = self.plain
         begun = time.perf_counter()
         self.follow(plan)
-        gathers = level is self.outer and self.retrieval is not None and self.retrieval.awaits_pieces
+        gathers = self.retrieval is not None and self.retrieval.awaits_pieces
         level.on_piece = self.retrieval.gather if gathers else None
         level.round()
         if gathers:
