@@ -5,7 +5,8 @@
     python benchmarks/offload.py --plot results.jsonl
 
 Shapes, texts and the widened pair are those of on_chip.py. `--peers` adds attention on the CPU, where the cache lies,
-beside the bandwidth of its memory, and transformers with its offloaded cache. One JSON line per run.
+beside the bandwidth of its memory, two ways to rebuild the view, and transformers with its offloaded cache. One JSON
+line per run.
 """
 
 import argparse
@@ -54,8 +55,8 @@ def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[flo
 
 
 def cpu_attention(state: State) -> dict[str, float]:
-    """One token's attention on the CPU, layer by layer where the prefix lies, the fastest of three ways; and how fast
-    the same cores read memory."""
+    """One token's attention on the CPU, layer by layer where the prefix lies, the fastest of three ways; how fast the
+    same cores read memory; and a whole block's attention, to see whether they could take part of a verify."""
     offload, config = state.cache.full.offload, state.cache.config
     length, group = state.cache.full.lens[0], state.cache.group
     layers = list(offload.layers)[:4]  # gigabytes: no cache holds them
@@ -75,11 +76,14 @@ def cpu_attention(state: State) -> dict[str, float]:
         scores = (q @ k.transpose(1, 2)).float() * config.head_dim**-0.5
         return scores.softmax(-1).to(v.dtype) @ v
 
+    def flash(i, q):
+        k, v = heads[i]
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[None], k[None], v[None])
+
     ways = {
         "tokens in order, as they stream": lambda i: plain(*offload.host[i][:, 0, :length].transpose(1, 2)),
         "head by head": lambda i: plain(*heads[i]),
-        "head by head, flash": lambda i: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[None], heads[i][0][None], heads[i][1][None]),
+        "head by head, flash": lambda i: flash(i, q),
     }
     size = heads[layers[0]].nbytes
     timed = {}
@@ -91,9 +95,47 @@ def cpu_attention(state: State) -> dict[str, float]:
     best = min(timed, key=timed.get)
     flat = {i: heads[i].view(torch.int64).flatten() for i in layers}
     read = seconds(lambda i: flat[i].sum())
-    return {"cpu_attention_ms_a_layer": timed[best] * 1e3, "cpu_attention_way": best,
+    block = q.repeat(1, state.outer.rows, 1)
+    return {"cpu_attention_block_ms_a_layer": seconds(lambda i: flash(i, block)) * 1e3,
+            "cpu_attention_ms_a_layer": timed[best] * 1e3, "cpu_attention_way": best,
             "cpu_attention_gb_s": size / timed[best] / 1e9, "host_memory_gb_s": size / read / 1e9,
             "cpu_attention_token_ms": timed[best] * 1e3 * config.n_layer, "cpu_threads": torch.get_num_threads()}
+
+
+def rebuild_ways(state: State) -> dict[str, float]:
+    """A rebuild of the view: picked out of what a verify streams past, or gathered on the host and copied."""
+    outer, view, offload = state.outer, state.retrieval, state.cache.full.offload
+
+    def verify(gathers: bool) -> float:
+        outer.speculate, outer.on_piece = False, view.gather if gathers else None
+        if gathers:
+            view.rebuild(0, at_once=False)
+        begun = wait()
+        outer.round()
+        seconds = wait() - begun
+        outer.on_piece = None
+        view.gathered()
+        return seconds * 1e3
+
+    def from_host() -> None:
+        for i in offload.layers:
+            at = view.positions(0, i).cpu()[None, ..., None].expand(2, -1, -1, view.k[i].shape[-1])
+            torch.gather(offload.host[i][:, 0].transpose(1, 2), 2, at, out=pinned)
+            for target, source in zip((view.k[i], view.v[i]), pinned, strict=True):
+                target[0, :, : view.held].copy_(source, non_blocking=True)
+            torch.cuda.synchronize()  # before `pinned` is overwritten
+
+    pinned = torch.empty(2, view.k[0].shape[1], view.held, view.k[0].shape[-1], dtype=view.k[0].dtype,
+                         pin_memory=True)
+    with torch.inference_mode():
+        verify(True)
+        row = {"verify_plain_ms": verify(False), "verify_gathering_ms": verify(True)}
+        from_host()
+        begun = wait()
+        from_host()
+        row["rebuild_from_host_ms"] = (wait() - begun) * 1e3
+    state.rewind(8)
+    return row
 
 
 def transformers_offloaded(engine: Engine, ids: list[int], tokens: int = 2) -> dict[str, float]:
@@ -185,6 +227,7 @@ def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[
     if args.timeline and resident == args.resident[0]:
         row |= timeline(state, args.timeline)
     if args.peers and resident == args.resident[0]:
+        row |= rebuild_ways(state)
         row |= cpu_attention(state)
     return row
 
