@@ -31,6 +31,8 @@ WAYS = {"retrieval": (False, True, "retrieval"), "snapkv": (False, True, "snapkv
         "draft over snapkv": (True, False, "snapkv"), "draft over full": (True, False, "full"),
         "hierarchy": (True, True, "retrieval"), "hierarchy over streaming": (True, True, "streaming")}
 
+MARKERS = "ov^Dsp*h"  # one a way: their lines may lie upon each other
+
 
 def bandwidth_gb_s(device: torch.device) -> float:
     """What a copy of 4 GB moves, reads and writes."""
@@ -156,7 +158,8 @@ def plot(path: str) -> None:
                     points[row["batch"]] = max(points.get(row["batch"], 0), row["tokens_per_second"])
             if points:  # no line across a size that was not measured
                 ys = [points.get(batch, float("nan")) for batch in batches]
-                axis.plot(batches, ys, "s--" if way == "autoregression" else "o-", label=way)
+                style = "s--" if way == "autoregression" else f"{MARKERS[list(WAYS).index(way)]}-"
+                axis.plot(batches, ys, style, label=way, fillstyle="none", ms=8)
         axis.set(xlabel="sequences", ylabel="tokens per second", title=f"{context:,} tokens each", ylim=(0, None))
         axis.legend(fontsize=8)
     save(figure, path, rows)

@@ -273,7 +273,8 @@ def plot(path: str) -> None:
         axis.set(yscale="log", ylabel="ms per token")
     axes[0].set(xlabel="context, thousand tokens (all layers in host memory)")
     axes[1].set(xlabel=f"resident layers, at {swept:,} tokens")
-    axes[0].legend(fontsize=7)
+    for axis in axes:
+        axis.legend(fontsize=7)
     save(figure, path, rows)
 
 

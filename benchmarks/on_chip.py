@@ -276,7 +276,7 @@ def plot(path: str) -> None:
         groups.setdefault(name + (", fp8 drafting" if row["draft_dtype"] else ""), []).append(row)
     figure, axes = plt.subplots(2, 2, figsize=(12, 9))
     against_context(axes[0, 0], groups)
-    labels = [f"{row['context'] // 1000}K{' fp8' if row['draft_dtype'] else ''}\n{(row['shape'] or 'tiny')[6:]}"
+    labels = [f"{row['context']:,}{' fp8' if row['draft_dtype'] else ''}\n{row['shape'] or row['checkpoint']}"
               for row in rows]
     names = [("verify_ms", "full verify"), ("retrieval_ms", "retrieval step"), ("draft_next_ms", "draft step"),
              ("rebuild_ms", "rebuild")]
@@ -292,7 +292,7 @@ def plot(path: str) -> None:
         below = [a + b for a, b in zip(below, parts, strict=True)]
     axes[1, 0].plot(range(len(timed)), [rows[i]["round_ms"] for i in timed], "k_", ms=22, label="as it took")
     axes[1, 0].set_xticks(range(len(timed)), [labels[i] for i in timed], fontsize=6)
-    axes[1, 0].set(ylabel="ms a round, by the steps' own times")
+    axes[1, 0].set(ylabel="ms a round: its steps by their own times")
     against_budget(axes[1, 1], groups)
     for axis in axes.flat:
         if axis.get_legend_handles_labels()[0]:
@@ -337,7 +337,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shape", choices=sorted(SHAPES))
     p.add_argument("--device")
     p.add_argument("--contexts", type=int, nargs="+", default=[16384])
-    p.add_argument("--budgets", type=int, nargs="+", help="default: 1/32 of the context")
+    p.add_argument("--budgets", type=int, nargs="+",
+                   help="default: 1/32 of the context, 1,024 to 4,096; batch.py: 512")
     p.add_argument("--text", help="a file to continue; default: CPython's language reference")
     p.add_argument("--quote", type=int, default=0, help="end the prompt with so many tokens of its middle: recall")
     p.add_argument("--block-size", type=int, default=16)

@@ -62,7 +62,8 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("--gamma", type=_gamma, default="auto", help="tokens proposed per full verify (default: auto)")
     spec.add_argument("--gamma-inner", type=int,
                       help="tokens drafted per retrieval verify (default 2; auto: up to 4, on a CPU 3)")
-    spec.add_argument("--block-size", type=int, help="rows of a full verify (default 8)")
+    spec.add_argument("--block-size", type=int, help="rows of a full verify (default: 8 on a CPU, 16 on a GPU, "
+                      "fewer for batches, 64 with --offload)")
     spec.add_argument("--draft-cache",
                       help="the tokens that the target drafts with: retrieval (default), snapkv, streaming; with "
                            "--no-retrieval those that the draft keeps: streaming (default), snapkv, full")
