@@ -123,7 +123,7 @@ def rebuild_ways(state: State) -> dict[str, float]:
             torch.gather(offload.host[i][:, 0].transpose(1, 2), 2, at, out=pinned)
             for target, source in zip((view.k[i], view.v[i]), pinned, strict=True):
                 target[0, :, : view.held].copy_(source, non_blocking=True)
-            torch.cuda.synchronize()  # before `pinned` is overwritten
+            wait()  # before `pinned` is overwritten
 
     pinned = torch.empty(2, view.k[0].shape[1], view.held, view.k[0].shape[-1], dtype=view.k[0].dtype,
                          pin_memory=True)

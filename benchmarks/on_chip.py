@@ -114,11 +114,9 @@ class Rounds:
         self.count += 1
         plain = costs.plain is not None and plan.gamma == 0
         self.parts["verify"] += costs.plain if plain else max(costs.verify.values())
-        if plan.retrieval:
-            self.parts["retrieval"] += plan.rounds * max(costs.retrieval.values())
-            self.parts["draft"] += plan.rounds * costs.drafting(plan.source, plan.gamma_inner)
-        else:
-            self.parts["draft"] += costs.drafting(plan.source, plan.gamma)
+        retrieval, draft = costs.before_verify(plan)
+        self.parts["retrieval"] += retrieval
+        self.parts["draft"] += draft
 
     def row(self) -> dict[str, float]:
         """Of a mean round; and the chance that a level keeps a token whose predecessors it kept."""
@@ -244,7 +242,7 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     row |= rounds.row()
     row["plan"] = str(engine._state.controller.plan)  # the last one
     row["round_ms"] = row["tbt_ms"] * row["block_efficiency"]
-    row["round_over_steps"] = row["round_ms"] / sum(value for name, value in rounds.row().items() if "_ms" in name)
+    row["round_over_steps"] = row["round_ms"] * rounds.count / sum(rounds.parts.values())
     plain = decode(engine, ids, args, speculate=False, one_row=True)
     row["autoregression_tbt_ms"] = plain["tbt_ms"]
     row["speedup"] = plain["tbt_ms"] / row["tbt_ms"]

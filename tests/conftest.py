@@ -37,6 +37,15 @@ def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=
     return state
 
 
+def assert_view_holds_its_selection(state, row: int) -> None:
+    """Each layer's view holds the K/V of the prefix at the positions that it says."""
+    view, full = state.retrieval, state.cache.full
+    for i in range(state.target.config.n_layer):
+        at = view.positions(row, i)[..., None].expand(-1, -1, state.target.config.head_dim)
+        for whole, held in zip(full.load(i, row, 0, full.lens[row]), (view.k, view.v), strict=True):
+            assert torch.equal(held[i][row][:, : view.held], whole.gather(1, at))
+
+
 def run_rounds(state, count: int, **how) -> list[list[int]]:
     """Rounds until every row has `count` tokens; returns the first `count` of each."""
     rows = [[] for _ in range(state.batch)]

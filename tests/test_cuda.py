@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import random_prompt
+from conftest import assert_view_holds_its_selection, random_prompt
 from test_greedy import bits
 
 from triforce import sampling
@@ -188,14 +188,10 @@ def test_views_of_a_batch_hold_what_was_selected(random_models):
                     max_batch_size=2)
     prompts = [random_prompt(3000, vocab_size=VOCAB), random_prompt(1700, seed=2, vocab_size=VOCAB)]
     state = engine.prepare(prompts, 64, temperature=0.0, top_p=None, top_k=None, min_p=None, seed=[1, 2])
-    full, view = state.cache.full, state.retrieval
     for _ in range(3):  # compiled, recorded, replayed
         for row in range(2):
-            view.rebuild(row)
-            for i in range(state.target.config.n_layer):
-                at = view.positions(row, i)[..., None].expand(-1, -1, state.target.config.head_dim)
-                for whole, chosen in ((full.k, view.k), (full.v, view.v)):
-                    assert torch.equal(chosen[i][row][:, : view.held], whole[i][row].gather(1, at))
+            state.retrieval.rebuild(row)
+            assert_view_holds_its_selection(state, row)
 
 
 def test_compiled_noise_is_the_same_noise(random_models):

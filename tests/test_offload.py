@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, run_rounds
+from conftest import assert_view_holds_its_selection, make_state, random_pair, random_prompt, run_rounds
 from test_cache import positions_in_view
 from test_greedy import bits
 
@@ -75,12 +75,7 @@ def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
         if awaited and state.num_flushes == flushes:
             plain += 1
             assert len(tokens) == 1
-            view, (length,) = state.retrieval, state.cache.full.lens
-            for i in range(state.target.config.n_layer):
-                at, whole = view.positions(0, i), state.cache.full.load(i, 0, 0, length)
-                for chosen, own in zip(whole, (view.k, view.v), strict=True):
-                    rows = at[..., None].expand(-1, -1, chosen.shape[-1])
-                    assert torch.equal(own[i][0][:, : view.held], chosen.gather(1, rows))
+            assert_view_holds_its_selection(state, 0)
     assert plain >= 2 and state.num_flushes >= 1
 
 

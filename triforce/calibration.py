@@ -1,8 +1,7 @@
 """Times each step of a State where it stands, for the controller. Knows nothing of choices: it reports milliseconds.
 
 What it runs writes K/V from the pending token on, in the draft's cache, too, and tokens behind it: the rounds to come
-write all of that anew. Lengths, limits, the queries that were kept and the counters are left changed: the caller puts
-them back, or rewinds, and has the draft take in what it had not seen.
+write all of that anew. What else it changes it puts back.
 """
 
 import statistics
@@ -60,6 +59,19 @@ def same_step(level, here: torch.Tensor, rows: int, probs: torch.Tensor | None):
 @torch.inference_mode()
 def measure(state) -> Costs:
     """Costs of every step that a plan of `state` can take."""
+    outer, inner, cache = state.outer, state.inner, state.cache
+    touched = [outer.length, outer.limit, cache.query_weight, *cache.queries,
+               *(level.totals for level in (outer, inner, state.one_row) if level is not None)]
+    if "model" in state.sources:
+        touched.append(state.sources["model"].length)
+    before = [x.clone() for x in touched]
+    costs = _measure(state)
+    for x, value in zip(touched, before, strict=True):
+        x.copy_(value)
+    return costs
+
+
+def _measure(state) -> Costs:
     outer, inner, device, group = state.outer, state.inner, state.target.device, state.target.group
     here = outer.length.clone()
     recorded = 3 if device.type == "cuda" else 1  # a graph is warmed up, then recorded, then replayed

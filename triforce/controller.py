@@ -39,6 +39,13 @@ class Costs:
         first, further = self.sources[source]
         return first + (count - 1) * further
 
+    def before_verify(self, plan: Plan) -> tuple[float, float]:
+        """Of a round: the retrieval level's steps, and those of the source."""
+        if not plan.retrieval:
+            return 0.0, self.drafting(plan.source, plan.gamma)
+        step = np.interp(1 + plan.gamma_inner, *zip(*sorted(self.retrieval.items()), strict=True))
+        return plan.rounds * step, plan.rounds * self.drafting(plan.source, plan.gamma_inner)
+
 
 def emitted(rate, drafted):
     """Expected tokens of a round that checks so many drafted ones, each kept with this chance if those before it were:
@@ -126,7 +133,6 @@ class Controller:
         costs, plans = self.costs, self.plans
         number = {name: i for i, name in enumerate(self._names)} | {None: len(self._names)}
         self._verify = np.array(sorted(costs.verify.items())).T  # rows, milliseconds
-        retrieval = np.array(sorted(costs.retrieval.items())).T
         self._gamma = np.array([plan.gamma for plan in plans])
         # A plan without a retrieval level is one round in which all that is asked for is drafted.
         self._rounds = np.array([plan.rounds if plan.retrieval else plan.gamma for plan in plans])
@@ -134,9 +140,7 @@ class Controller:
         self._source = np.array([number[plan.source] for plan in plans])
         self._checker = np.array([number["retrieval" if plan.retrieval else plan.source] for plan in plans])
         self._uses = {name: (self._source == i) | (self._checker == i) for name, i in number.items() if name}
-        self._drafting = np.array([
-            plan.rounds * (costs.drafting(plan.source, plan.gamma_inner) + np.interp(1 + plan.gamma_inner, *retrieval))
-            if plan.retrieval else costs.drafting(plan.source, plan.gamma) for plan in plans])
+        self._drafting = np.array([sum(costs.before_verify(plan)) for plan in plans])
         self._number = {plan: i for i, plan in enumerate(plans)}
         # Plans of the same levels are of one kind: what a step costs after the others, that it did not on its own.
         kinds = list(dict.fromkeys((plan.source, plan.retrieval) for plan in plans))

@@ -71,6 +71,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         UserError: the checkpoint, a setting or the machine does not fit; the text says how to mend it.
     """
     device = _device(device)
+    compile = device.type == "cuda" if compile is None else compile
     folder = ckpt.resolve(checkpoint)
     if draft == "ngram":
         draft_folder = None
@@ -132,7 +133,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         check_fp8(device)
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), "no --draft-dtype"))
     memory.check(parts, device)
-    with compiler_imported(device.type == "cuda" if compile is None else compile):
+    with compiler_imported(compile):
         target = ckpt.load_model(folder, device, chosen, group)
         draft_group = subgroup(group, draft_ranks) if draft_ranks is not None and len(draft_ranks) > 1 else None
         draft_model = None if draft_config is None else ckpt.load_model(draft_folder, device, chosen, draft_group)

@@ -271,16 +271,8 @@ class State:
             self._untimed = key
 
     def _time_steps(self) -> None:
-        """Times the steps where the rows stand, leaves no trace of that, and starts a controller."""
-        begun, cache, group = time.perf_counter(), self.cache, self.target.group
-        levels = [level for level in (self.outer, self.inner, self.one_row) if level is not None]
-        touched = [self.outer.length, self.outer.limit, cache.query_weight, *cache.queries,
-                   *(level.totals for level in levels)]
-        before = [x.clone() for x in touched]
-        costs = measure(self)
-        for x, value in zip(touched, before, strict=True):
-            x.copy_(value)
-        self._draft_left_out = True  # it has seen no token since the prompt, and has drafted for nothing
+        """Times the steps where the rows stand, and starts a controller."""
+        begun, costs, group = time.perf_counter(), measure(self), self.target.group
         self._costs[self._untimed] = costs if group is None else group.agree(costs)  # or each would choose for itself
         self._steer(self._costs[self._untimed])
         self._untimed = None
