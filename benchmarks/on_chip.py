@@ -365,7 +365,8 @@ def about(engine: Engine, args) -> dict[str, object]:
             "checkpoint": None if args.shape else args.checkpoint, "widened": args.shape is not None,
             "dtype": str(engine.target.dtype).removeprefix("torch."), "draft_dtype": args.draft_dtype,
             "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
-            "temperature": args.temperature, "top_p": args.top_p, "quote": args.quote}
+            "temperature": args.temperature, "top_p": args.top_p, "quote": args.quote, "seeds": args.seeds,
+            "text": Path(args.text).name if args.text else "CPython's language reference"}
 
 
 def run(args) -> None:
