@@ -101,7 +101,7 @@ def run(args) -> None:
     if args.quote:
         raise SystemExit(f"--quote {args.quote} ends a single prompt; a batch takes stretches of the text, drop it")
     if args.warm_up < 8:
-        raise SystemExit(f"--warm-up {args.warm_up}: steps are timed and graphs recorded in the first rounds; at least 8")
+        raise SystemExit(f"--warm-up {args.warm_up}: the first rounds time steps and record graphs; take at least 8")
     group, args.device = from_environment(args.device)
     cap_memory(args.memory_cap)
     base, tokenizer = on_chip.load(args, group, prefill_chunk_size=args.prefill_chunk_size)

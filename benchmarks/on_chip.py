@@ -11,6 +11,7 @@ acceptance are those of the small trained model. Prints a table for each context
 """
 
 import argparse
+import contextlib
 import json
 import platform
 import sys
@@ -64,17 +65,20 @@ def step_times(engine: Engine, state: State, max_new_tokens: int) -> dict[str, f
     return rows
 
 
-def decode(engine: Engine, ids: list[int], args, **how) -> dict[str, float]:
+def decode(engine: Engine, ids: list[int], args, watch=None, **how) -> dict[str, float]:
     """Generations after a warm-up of the same kind, on the same prefill: means over the seeds, and all their times.
 
-    A text drawn from a small model may loop, and loops flatter acceptance: hence several, with their spread.
+    A text drawn from a small model may loop, and loops flatter acceptance: hence several, with their spread. watch: is
+    entered for all but the warm-up.
     """
     options = {"temperature": args.temperature, "top_p": args.top_p, "ignore_eos": True, **how}
     speculate = how.get("speculate", True)
     count = args.max_new_tokens if speculate else args.plain_tokens
     warm_up = args.warm_up if speculate else min(count, 8)
     engine.generate(ids, warm_up, seed=0, **options)
-    runs = [engine.generate(ids, count, seed=seed, **options).stats for seed in range(args.seeds if speculate else 1)]
+    seeds = range(args.seeds if speculate else 1)
+    with watch or contextlib.nullcontext():
+        runs = [engine.generate(ids, count, seed=seed, **options).stats for seed in seeds]
     row = {"tbt_ms": mean(run.tbt * 1e3 for run in runs), "tbt_ms_by_seed": [round(run.tbt * 1e3, 2) for run in runs],
            "block_efficiency": mean(run.block_efficiency for run in runs),
            "rebuilds": sum(run.retrieval_rebuilds for run in runs), "peak_memory_gib": runs[-1].peak_memory / 2**30}
@@ -84,14 +88,22 @@ def decode(engine: Engine, ids: list[int], args, **how) -> dict[str, float]:
 
 
 class Rounds:
-    """While it is entered: what the steps of all rounds take by their own times, and what the levels accept."""
+    """While it is entered: what the rounds that a controller plans take, what their steps take by their own times, and
+    what the levels accept."""
 
     def __init__(self):
-        self.count, self.parts = 0, dict.fromkeys(("verify", "retrieval", "draft"), 0.0)
+        self.count, self.ms, self.parts = 0, 0.0, dict.fromkeys(("verify", "retrieval", "draft"), 0.0)
         self.seen: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> "Rounds":
-        self.choose, self.update = choose, update = Controller.choose, Controller.update
+        self.originals = run, choose, update = State.round, Controller.choose, Controller.update
+
+        def running(state, *args, **how):
+            count, begun = self.count, time.perf_counter()
+            emitted = run(state, *args, **how)  # waits for the device
+            if self.count > count:
+                self.ms += (time.perf_counter() - begun) * 1e3
+            return emitted
 
         def choosing(controller, **known):
             plan = choose(controller, **known)
@@ -104,30 +116,28 @@ class Rounds:
                 self.seen[name] = before[0] + hits, before[1] + tests
             update(controller, num_tokens, **observed)
 
-        Controller.choose, Controller.update = choosing, updating
+        State.round, Controller.choose, Controller.update = running, choosing, updating
         return self
 
     def __exit__(self, *args) -> None:
-        Controller.choose, Controller.update = self.choose, self.update
+        State.round, Controller.choose, Controller.update = self.originals
 
     def add(self, plan: Plan, costs) -> None:
         self.count += 1
-        plain = costs.plain is not None and plan.gamma == 0
-        self.parts["verify"] += costs.plain if plain else max(costs.verify.values())
-        retrieval, draft = costs.before_verify(plan)
-        self.parts["retrieval"] += retrieval
-        self.parts["draft"] += draft
+        steps = costs.checking(plan), *costs.before_verify(plan)
+        self.parts = {name: ms + step for (name, ms), step in zip(self.parts.items(), steps, strict=True)}
 
     def row(self) -> dict[str, float]:
         """Of a mean round; and the chance that a level keeps a token whose predecessors it kept."""
         parts = {f"round_{name}_ms": ms / self.count for name, ms in self.parts.items()}
+        parts |= {"round_ms": self.ms / self.count, "round_over_steps": self.ms / sum(self.parts.values())}
         return parts | {f"rate_{name}": hits / tests for name, (hits, tests) in self.seen.items() if tests}
 
 
 def sweep_plans(block_size: int) -> list[Plan]:
-    """Fixed settings: the draft alone, the retrieval level alone, and the hierarchy."""
+    """Fixed settings: looking up alone, the draft alone, the retrieval level alone, and the hierarchy."""
     gammas = [gamma for gamma in (3, 6, 10, 15) if gamma < block_size]
-    plans = [Plan(gamma, "model") for gamma in (2, 3, 5)]
+    plans = [Plan(gamma, "ngram") for gamma in gammas] + [Plan(gamma, "model") for gamma in (2, 3, 5, 8)]
     plans += [Plan(gamma, None, True, 0, gamma) for gamma in gammas[:3]]
     return plans + [Plan(gamma, "model", True, inner, -(-gamma // 2)) for gamma in gammas for inner in (1, 2, 3)]
 
@@ -154,7 +164,7 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
                    group=group)
     draft = widen(tiny.draft, SHAPES["llama-68m"], vocab_size=target.config.vocab_size, device=device, dtype=dtype)
     settings = Settings(gamma=args.block_size - 1, gamma_inner=4, auto=True, block_size=args.block_size,
-                        chunk_size=args.chunk_size, **{"prefill_chunk_size": 8192, **more})
+                        chunk_size=args.chunk_size, ngram=True, **{"prefill_chunk_size": 8192, **more})
     drafting = fp8_copy(target) if args.draft_dtype else None
     return Engine(target, None, draft, drafting=drafting, settings=settings), tiny.tokenizer
 
@@ -237,12 +247,10 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     row["prefill_s"] = time.perf_counter() - begun
     row["budget"] = state.budget
     row |= step_times(engine, state, longest)
-    with Rounds() as rounds:
-        row |= decode(engine, ids, args)
+    rounds = Rounds()
+    row |= decode(engine, ids, args, rounds)
     row |= rounds.row()
     row["plan"] = str(engine._state.controller.plan)  # the last one
-    row["round_ms"] = row["tbt_ms"] * row["block_efficiency"]
-    row["round_over_steps"] = row["round_ms"] * rounds.count / sum(rounds.parts.values())
     plain = decode(engine, ids, args, speculate=False, one_row=True)
     row["autoregression_tbt_ms"] = plain["tbt_ms"]
     row["speedup"] = plain["tbt_ms"] / row["tbt_ms"]

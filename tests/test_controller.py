@@ -1,5 +1,6 @@
 """The controller finds the cheapest plan, learns rates, and comes back to what it left."""
 
+import itertools
 import random
 import time
 
@@ -80,8 +81,11 @@ def test_the_table_says_what_each_plan_takes():
     assert time_of(controller, Plan(2, "model"), rates) == pytest.approx(two)
     alone = (3 * 5.0 + 28) / (1 + 0.8 + 0.64 + 0.512)
     assert time_of(controller, Plan(3, None, True, 0, 3), rates) == pytest.approx(alone)
-    drafted = 2 * (1 + 0.5 + 0.25)  # of at most 5
-    hierarchy = (2 * (1.5 + 1.2 + 6.0) + 28) / ((1 - 0.8 ** (drafted + 1)) / 0.2)
+    drafted = {}  # of at most 5, with their chances: in either round 1, 2 or 3
+    for one, two in itertools.product(((1, 0.5), (2, 0.25), (3, 0.25)), repeat=2):
+        count = min(one[0] + two[0], 5)
+        drafted[count] = drafted.get(count, 0) + one[1] * two[1]
+    hierarchy = (2 * (1.5 + 1.2 + 6.0) + 28) / sum(chance * emitted(0.8, count) for count, chance in drafted.items())
     assert time_of(controller, Plan(5, "model", True, 2, 2), rates) == pytest.approx(hierarchy)
     assert emitted(0.5, 0) == 1 and emitted(0.5, 2) == 1.75
 

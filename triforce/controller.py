@@ -39,6 +39,12 @@ class Costs:
         first, further = self.sources[source]
         return first + (count - 1) * further
 
+    def checking(self, plan: Plan) -> float:
+        """Of a round: its verify."""
+        if plan.gamma == 0 and self.plain is not None:
+            return self.plain
+        return np.interp(1 + plan.gamma, *zip(*sorted(self.verify.items()), strict=True))
+
     def before_verify(self, plan: Plan) -> tuple[float, float]:
         """Of a round: the retrieval level's steps, and those of the source."""
         if not plan.retrieval:
@@ -53,13 +59,27 @@ def emitted(rate, drafted):
     return (1 - rate ** (drafted + 1)) / (1 - rate)
 
 
+def at_least(rate: float, max_inner: int, max_gamma: int) -> np.ndarray:
+    """The chance that a level emits j tokens or more in so many rounds, if each time `inner` tokens are drafted for it
+    and kept at this rate: entry (inner - 1, rounds, j) of [max_inner, max_gamma + 1, max_gamma + 1]."""
+    inner, kept = np.arange(1, max_inner + 1)[:, None], np.arange(max_inner + 1)
+    chance = np.where(kept < inner, (1 - rate) * rate**kept, (kept == inner) * rate**kept)  # of keeping just so many
+    exactly = np.zeros((max_gamma + 1, max_inner, max_gamma + 1))  # by rounds; the last entry: max_gamma or more
+    exactly[0, :, 0] = 1
+    for before, after in zip(exactly, exactly[1:], strict=False):
+        for k in range(min(max_inner + 1, max_gamma)):  # so many kept, and one of its own
+            after[:, k + 1 :] += chance[:, k, None] * before[:, : max_gamma - k]
+        after[:, -1] = 1 - after[:, :-1].sum(1)
+    return exactly[..., ::-1].cumsum(-1)[..., ::-1].transpose(1, 0, 2)
+
+
 class Rate:
-    """An acceptance rate that forgets: the last hundred tests or so count, and at first a prior worth twenty.
+    """An acceptance rate that forgets: the last hundred tests or so count, and at first a prior worth eight.
 
     What lies idle returns to its prior, token by token, so that a level that did badly once gets another chance.
     """
 
-    MEMORY, IDLE_MEMORY, PRIOR_WEIGHT = 0.99, 0.996, 20.0
+    MEMORY, IDLE_MEMORY, PRIOR_WEIGHT = 0.99, 0.996, 8.0
 
     def __init__(self, prior: float):
         self.prior, self.hits, self.tests, self.age = prior, self.PRIOR_WEIGHT * prior, self.PRIOR_WEIGHT, 0
@@ -99,7 +119,7 @@ class Controller:
         self._names = levels
         self.plans = list(self._candidates(max_gamma, max_inner))
         self._now = 0  # no speculation
-        self._tabulate()
+        self._tabulate(max_gamma, max_inner)
 
     def _candidates(self, max_gamma: int, max_inner: int) -> Iterable[Plan]:
         yield Plan()
@@ -115,32 +135,36 @@ class Controller:
 
     def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
         """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""
-        times, tokens = self._rounds_of(rates)
-        return times * self._slower[self._kind] / tokens
+        return self._round * self._slower[self._kind] / self._tokens(rates)
 
-    def _rounds_of(self, rates: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
-        """A round of each plan: the sum of its steps' milliseconds, and the tokens that it is expected to emit."""
+    def _tokens(self, rates: dict[str, float]) -> np.ndarray:
+        """How many tokens a round of each plan is expected to emit."""
         chance = np.array([*(rates[name] for name in self._names), 0.0])
-        of_source, of_checker = chance[self._source], chance[self._checker]
-        drafted = np.minimum(self._rounds * emitted(of_source, self._inner), self._gamma)
-        verify = np.interp(1 + drafted, *self._verify)
-        if self.costs.plain is not None:
-            verify[self._gamma == 0] = self.costs.plain
-        return self._drafting + verify, emitted(of_checker, drafted)
+        tokens = emitted(chance[self._checker], self._gamma)  # if all of gamma is drafted
+        for name, (which, *entry) in self._hierarchies.items():  # the level in between may draft fewer
+            key = name, round(rates[name], 2)
+            if key not in self._at_least:
+                self._at_least[key] = at_least(key[1], *self._sizes)
+            known = self._at_least[key]
+            # Token j + 1 is emitted if j or more are drafted, and all of them kept.
+            tokens[which] = (known * rates["retrieval"] ** np.arange(known.shape[2])).cumsum(2)[tuple(entry)]
+        return tokens
 
-    def _tabulate(self) -> None:
+    def _tabulate(self, max_gamma: int, max_inner: int) -> None:
         """What all plans have in common over time, as arrays: there are thousands of them for large blocks."""
         costs, plans = self.costs, self.plans
         number = {name: i for i, name in enumerate(self._names)} | {None: len(self._names)}
-        self._verify = np.array(sorted(costs.verify.items())).T  # rows, milliseconds
         self._gamma = np.array([plan.gamma for plan in plans])
-        # A plan without a retrieval level is one round in which all that is asked for is drafted.
-        self._rounds = np.array([plan.rounds if plan.retrieval else plan.gamma for plan in plans])
-        self._inner = np.array([plan.gamma_inner if plan.retrieval and plan.source else 0 for plan in plans])
-        self._source = np.array([number[plan.source] for plan in plans])
+        self._round = np.array([costs.checking(plan) + sum(costs.before_verify(plan)) for plan in plans])  # in ms
+        source = np.array([number[plan.source] for plan in plans])
         self._checker = np.array([number["retrieval" if plan.retrieval else plan.source] for plan in plans])
-        self._uses = {name: (self._source == i) | (self._checker == i) for name, i in number.items() if name}
-        self._drafting = np.array([sum(costs.before_verify(plan)) for plan in plans])
+        self._uses = {name: (source == i) | (self._checker == i) for name, i in number.items() if name}
+        self._sizes, self._at_least = (max_inner, max_gamma), {}
+        self._hierarchies = {}  # by source: its plans with a level in between, and for each its entry of `at_least`
+        for name in costs.sources if costs.retrieval else ():
+            which = [i for i, plan in enumerate(plans) if plan.retrieval and plan.source == name]
+            entries = [(plans[i].gamma_inner - 1, plans[i].rounds, plans[i].gamma) for i in which]
+            self._hierarchies[name] = np.array(which), *np.array(entries).T
         self._number = {plan: i for i, plan in enumerate(plans)}
         # Plans of the same levels are of one kind: what a step costs after the others, that it did not on its own.
         kinds = list(dict.fromkeys((plan.source, plan.retrieval) for plan in plans))
@@ -151,7 +175,7 @@ class Controller:
     def timed(self, plan: Plan, milliseconds: float) -> None:
         """How long a round of a plan took, to correct what the steps' own times say of that kind of plan."""
         i = self._number[plan]
-        self._timed.append((self._kind[i], milliseconds / self._rounds_of(self._chances)[0][i]))
+        self._timed.append((self._kind[i], milliseconds / self._round[i]))
         ratios: list[list[float]] = [[] for _ in self._slower]
         for kind, ratio in self._timed:
             ratios[kind].append(ratio)
@@ -162,7 +186,7 @@ class Controller:
 
     def choose(self, **known: float) -> Plan:
         """known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source."""
-        rates = self._chances = {name: rate.value for name, rate in self.rates.items()} | known
+        rates = {name: rate.value for name, rate in self.rates.items()} | known
         times = self.times_per_token(rates)
         best = int(times.argmin())
         if times[best] > self.STAY * times[self._now]:
@@ -170,8 +194,9 @@ class Controller:
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
             if rate.age >= self.PROBE_AFTER and not self._uses[name][best]:
                 hopes = np.where(self._uses[name], self.times_per_token(rates | {name: 0.95}), np.inf)
-                if hopes.min() < 0.9 * times[best]:
-                    return self.plans[int(hopes.argmin())]
+                worth = hopes < 0.9 * times[best]
+                if worth.any():  # by the shortest round that could
+                    return self.plans[int(np.where(worth, self._round, np.inf).argmin())]
         self._now = best
         return self.plans[best]
 
