@@ -74,12 +74,14 @@ def at_least(rate: float, max_inner: int, max_gamma: int) -> np.ndarray:
 
 
 class Rate:
-    """An acceptance rate that forgets: the last hundred tests or so count, and at first a prior worth eight.
+    """An acceptance rate that forgets: the last hundred tests or so count, and at first a prior worth twenty.
 
-    What lies idle returns to its prior, token by token, so that a level that did badly once gets another chance.
+    It is given the benefit of the doubt, half of a standard deviation: by an estimate that chance made too low a level
+    would be left alone, and nothing would set it right. What lies idle returns to its prior, token by token, so that
+    what did badly once gets another chance.
     """
 
-    MEMORY, IDLE_MEMORY, PRIOR_WEIGHT = 0.99, 0.996, 8.0
+    MEMORY, IDLE_MEMORY, PRIOR_WEIGHT, DOUBT = 0.99, 0.998, 20.0, 0.5
 
     def __init__(self, prior: float):
         self.prior, self.hits, self.tests, self.age = prior, self.PRIOR_WEIGHT * prior, self.PRIOR_WEIGHT, 0
@@ -96,7 +98,8 @@ class Rate:
 
     @property
     def value(self) -> float:
-        return min(self.hits / self.tests, 0.98)
+        mean = self.hits / self.tests
+        return min(mean + self.DOUBT * (mean * (1 - mean) / self.tests) ** 0.5, 0.98)
 
 
 class Controller:
@@ -109,7 +112,7 @@ class Controller:
 
     PRIORS = {"retrieval": 0.9, "model": 0.5}  # the chances of "ngram" are told from round to round
     STAY = 0.97  # another plan must be this much better than the present one
-    PROBE_AFTER = 128  # tokens; what has not been tried for so long may have become better
+    PROBE_AFTER = 64  # tokens; what has not been tried for so long may have become better
     TIMED, REMEMBERED = 3, 64  # so many rounds of a kind of plan, of the last so many, say what it takes
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int):
