@@ -291,9 +291,11 @@ def run(args) -> None:
     for ids in prompts:
         for resident in args.resident:
             row = measure(engine, ids, resident, args)
+            title = f"{args.shape} (widened), {len(ids):,} tokens, {resident} resident layers"
+            report(title, row, machine, args.out)
             if args.peers and resident == args.resident[0]:
-                row |= peers(engine, ids, args)
-            report(f"{args.shape} (widened), {len(ids):,} tokens, {resident} resident layers", row, machine, args.out)
+                same = {key: row[key] for key in ("context", "resident", "budget")}
+                report(f"{title}: peers", same | peers(engine, ids, args), machine, args.out)
 
 
 def main() -> None:

@@ -256,6 +256,7 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     row["speedup"] = plain["tbt_ms"] / row["tbt_ms"]
     if args.sweep:
         row["sweep"] = []
+        print(f"    {row['tbt_ms']:8.2f} ms  auto", flush=True)
         for plan in sweep_plans(args.block_size):
             fixed(engine, plan)
             row["sweep"].append({"plan": str(plan), **decode(engine, ids, args)})
