@@ -90,6 +90,8 @@ def save(figure, path: str, rows: list[dict]) -> None:
     """Beside the file of its rows, under a title that says what ran them."""
     what = "trained tiny pair widened to the shape" if rows[0]["widened"] else rows[0]["checkpoint"]
     dates = ", ".join(sorted({row["date"] for row in rows}))
+    if "commit" in rows[0]:
+        what += "; at " + ", ".join(sorted({row["commit"] for row in rows}))
     figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, {dates}; {what}", fontsize=9)
     figure.tight_layout()
     figure.savefig(Path(path).with_suffix(".png"), dpi=120)

@@ -275,21 +275,21 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
 def plot(path: str) -> None:
     """From a file of JSON lines: time per token against context, the steps, a mean round, and what a budget gives."""
     plt, rows = pyplot(), read_rows(path)
-    rows.sort(key=lambda row: (row["context"], row["budget"]))
+    rows.sort(key=lambda row: (row["shape"] or row["checkpoint"], row["context"], row["budget"]))
     groups: dict[str, list[dict]] = {}
-    several = len({row.get("commit") for row in rows}) > 1  # of other commits, other code and another pair
     for row in rows:
-        name = (row["shape"] or row["checkpoint"]) + (f" at {row.get('commit', 'present')}" if several else "")
+        name = row["shape"] or row["checkpoint"]
         groups.setdefault(name + (", fp8 drafting" if row["draft_dtype"] else ""), []).append(row)
     figure, axes = plt.subplots(2, 2, figsize=(12, 9))
     against_context(axes[0, 0], groups)
-    labels = [f"{row['context']:,}{' fp8' if row['draft_dtype'] else ''}\n{row['shape'] or row['checkpoint']}"
-              for row in rows]
+    slanted = {"fontsize": 6, "rotation": 30, "ha": "right"}
+    labels = [f"{row['shape'] or row['checkpoint']}, {row['context']:,}, budget {row['budget']:,}"
+              f"{', fp8' if row['draft_dtype'] else ''}" for row in rows]
     names = [("verify_ms", "full verify"), ("retrieval_ms", "retrieval step"), ("draft_next_ms", "draft step"),
              ("rebuild_ms", "rebuild")]
     for i, (key, label) in enumerate(names):
         axes[0, 1].bar([x + i * 0.2 for x in range(len(rows))], [row.get(key, 0) for row in rows], 0.2, label=label)
-    axes[0, 1].set_xticks([x + 0.3 for x in range(len(rows))], labels, fontsize=6)
+    axes[0, 1].set_xticks([x + 0.3 for x in range(len(rows))], labels, **slanted)
     axes[0, 1].set(ylabel="ms a step", yscale="log")
     timed = [i for i, row in enumerate(rows) if "round_verify_ms" in row]
     below = [0.0] * len(timed)
@@ -298,20 +298,24 @@ def plot(path: str) -> None:
         axes[1, 0].bar(range(len(timed)), parts, 0.6, bottom=below, label=label)
         below = [a + b for a, b in zip(below, parts, strict=True)]
     axes[1, 0].plot(range(len(timed)), [rows[i]["round_ms"] for i in timed], "k_", ms=22, label="as it took")
-    axes[1, 0].set_xticks(range(len(timed)), [labels[i] for i in timed], fontsize=6)
+    axes[1, 0].set_xticks(range(len(timed)), [labels[i] for i in timed], **slanted)
     axes[1, 0].set(ylabel="ms a round: its steps by their own times")
     against_budget(axes[1, 1], groups)
     for axis in axes.flat:
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=3)
+            below = -0.16 if axis.get_xlabel() else -0.36  # under the slanted labels
+            axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, below), ncol=3)
         else:
             axis.set_visible(False)
     save(figure, path, rows)
 
 
 def against_context(axis, groups: dict[str, list[dict]]) -> None:
+    """With the best of the budgets that were tried."""
     drawn = set()
-    for name, group in groups.items():
+    for name, rows in groups.items():
+        best = {row["context"]: row for row in sorted(rows, key=lambda row: row["speedup"])}
+        group = [best[context] for context in sorted(best)]
         xs, model = [row["context"] / 1000 for row in group], name.removesuffix(", fp8 drafting")
         axis.plot(xs, [row["tbt_ms"] for row in group], "o-", label=f"{name}: speculation")
         if model not in drawn:

@@ -133,6 +133,7 @@ def plot(path: str) -> None:
     for axis, what in zip(axes, ("ms per full verify", "ms per token"), strict=True):
         axis.set(xlabel="GPUs", ylabel=what, xscale="log", ylim=(0, None))
         axis.set_xticks(sorted({row["gpus"] for row in rows}), sorted({row["gpus"] for row in rows}))
+        axis.minorticks_off()
         axis.legend(fontsize=6)
     save(figure, path, rows)
 
