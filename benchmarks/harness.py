@@ -92,6 +92,7 @@ def save(figure, path: str, rows: list[dict]) -> None:
     dates = ", ".join(sorted({row["date"] for row in rows}))
     if "commit" in rows[0]:
         what += "; at " + ", ".join(sorted({row["commit"] for row in rows}))
-    figure.suptitle(f"{rows[0]['device']}, torch {rows[0]['torch']}, {dates}; {what}", fontsize=9)
+    parts = f"{rows[0]['device']}, torch {rows[0]['torch']}, {dates}", what
+    figure.suptitle(("; " if figure.get_figwidth() > 9 else "\n").join(parts), fontsize=9)
     figure.tight_layout()
     figure.savefig(Path(path).with_suffix(".png"), dpi=120)

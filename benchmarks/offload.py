@@ -286,8 +286,7 @@ def run(args) -> None:
     engine.budget = args.budget
     stage("loaded")
     prompts = read_prompts(tokenizer, args)
-    machine = {**on_chip.about(engine, args), "prefill_chunk_size": args.prefill_chunk_size,
-               "flush_interval": args.flush_interval, "memory_cap_gib": args.memory_cap}
+    machine = {**on_chip.about(engine, args), "flush_interval": args.flush_interval}
     for ids in prompts:
         for resident in args.resident:
             row = measure(engine, ids, resident, args)

@@ -284,13 +284,14 @@ def plot(path: str) -> None:
     against_context(axes[0, 0], groups)
     slanted = {"fontsize": 6, "rotation": 30, "ha": "right"}
     labels = [f"{row['shape'] or row['checkpoint']}, {row['context']:,}, budget {row['budget']:,}"
-              f"{', fp8' if row['draft_dtype'] else ''}" for row in rows]
-    names = [("verify_ms", "full verify"), ("retrieval_ms", "retrieval step"), ("draft_next_ms", "draft step"),
-             ("rebuild_ms", "rebuild")]
-    for i, (key, label) in enumerate(names):
-        axes[0, 1].bar([x + i * 0.2 for x in range(len(rows))], [row.get(key, 0) for row in rows], 0.2, label=label)
+              f"{', fp8' if row['draft_dtype'] else ''}, chunks of {row['chunk_size']}" for row in rows]
+    steps = {"full verify": ("verify_ms",), "retrieval step": ("retrieval_ms",), "rebuild": ("rebuild_ms",),
+             "draft step, of two": ("draft_first_ms", "draft_next_ms")}
+    for i, (label, keys) in enumerate(steps.items()):
+        times = [mean(row.get(key, 0.0) for key in keys) for row in rows]
+        axes[0, 1].bar([x + i * 0.2 for x in range(len(rows))], times, 0.2, label=label)
     axes[0, 1].set_xticks([x + 0.3 for x in range(len(rows))], labels, **slanted)
-    axes[0, 1].set(ylabel="ms a step", yscale="log")
+    axes[0, 1].set(ylabel="ms a step (logarithmic)", yscale="log", ylim=(0.1, None))
     timed = [i for i, row in enumerate(rows) if "round_verify_ms" in row]
     below = [0.0] * len(timed)
     for key, label in (("verify", "its verify"), ("retrieval", "its retrieval steps"), ("draft", "its draft steps")):
@@ -303,8 +304,7 @@ def plot(path: str) -> None:
     against_budget(axes[1, 1], groups)
     for axis in axes.flat:
         if axis.get_legend_handles_labels()[0]:
-            below = -0.16 if axis.get_xlabel() else -0.36  # under the slanted labels
-            axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, below), ncol=3)
+            axis.legend(fontsize=6, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=3)
         else:
             axis.set_visible(False)
     save(figure, path, rows)
@@ -339,7 +339,7 @@ def against_budget(axis, groups: dict[str, list[dict]]) -> None:
             line = axis.plot(budgets, [row["speedup"] for row in own], "o-", label=f"{name}, {context:,}: speed-up")[0]
             axis.plot(budgets, [row["rate_retrieval"] for row in own], "s--", color=line.get_color(),
                       label=f"{name}, {context:,}: kept of what is drafted")
-    axis.set(xlabel="budget, tokens", ylim=(0, None))
+    axis.set(xlabel="budget, tokens", ylabel="speed-up, and a share", ylim=(0, None))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -379,7 +379,8 @@ def about(engine: Engine, args) -> dict[str, object]:
             "dtype": str(engine.target.dtype).removeprefix("torch."), "draft_dtype": args.draft_dtype,
             "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
             "temperature": args.temperature, "top_p": args.top_p, "quote": args.quote, "seeds": args.seeds,
-            "text": Path(args.text).name if args.text else "CPython's language reference"}
+            "text": Path(args.text).name if args.text else "CPython's language reference",
+            "prefill_chunk_size": engine.settings.prefill_chunk_size, "memory_cap_gib": args.memory_cap}
 
 
 def run(args) -> None:

@@ -130,7 +130,7 @@ def plot(path: str) -> None:
         line = axes[1].plot(gpus, [row["tbt_ms"] for row in group], "o-", label=f"{label}: speculation")[0]
         axes[1].plot(gpus, [row["autoregression_tbt_ms"] for row in group], "s--", color=line.get_color(),
                      label=f"{label}: autoregression")
-    for axis, what in zip(axes, ("ms per full verify", "ms per token"), strict=True):
+    for axis, what in zip(axes, ("ms per full verify of a whole block", "ms per token"), strict=True):
         axis.set(xlabel="GPUs", ylabel=what, xscale="log", ylim=(0, None))
         axis.set_xticks(sorted({row["gpus"] for row in rows}), sorted({row["gpus"] for row in rows}))
         axis.minorticks_off()
