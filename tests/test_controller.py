@@ -1,12 +1,13 @@
 """The controller finds the cheapest plan, learns rates, and comes back to what it left."""
 
 import itertools
+import math
 import random
 import time
 
 import pytest
 
-from triforce.controller import Controller, Costs, Plan, emitted
+from triforce.controller import Controller, Costs, Plan, Rate, at_least, emitted
 
 GPU_128K = Costs({8: 20.1}, {4: 5.0}, {"model": (0.25, 0.2)})
 
@@ -88,6 +89,21 @@ def test_the_table_says_what_each_plan_takes():
     hierarchy = (2 * (1.5 + 1.2 + 6.0) + 28) / sum(chance * emitted(0.8, count) for count, chance in drafted.items())
     assert time_of(controller, Plan(5, "model", True, 2, 2), rates) == pytest.approx(hierarchy)
     assert emitted(0.5, 0) == 1 and emitted(0.5, 2) == 1.75
+
+
+@pytest.mark.parametrize("inner, rounds", [(1, 1), (1, 5), (3, 2), (3, 4)])
+def test_how_much_is_drafted_has_the_law_of_its_rounds(inner, rounds):
+    kept = [(k + 1, 0.6**k * (0.4 if k < inner else 1)) for k in range(inner + 1)]  # tokens of a round, their chance
+    ways = [tuple(zip(*way, strict=True)) for way in itertools.product(kept, repeat=rounds)]
+    for j, chance in enumerate(at_least(0.6, 3, 7)[inner - 1, rounds]):
+        assert chance == pytest.approx(sum(math.prod(chances) for counts, chances in ways if sum(counts) >= j))
+
+
+def test_what_is_hardly_known_has_the_benefit_of_the_doubt():
+    rate = Rate(0.5)
+    hoped = rate.value
+    rate.update(500, 1000)
+    assert 0.5 < rate.value < hoped < 0.6
 
 
 def test_rounds_without_drafts_have_a_price_of_their_own():
