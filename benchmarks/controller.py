@@ -1,0 +1,90 @@
+"""How near the controller comes to the best fixed plan: simulated texts, on any machine, in a minute.
+
+    python benchmarks/controller.py
+
+Steps take what they took on an H200 or a CPU; levels keep what is drafted with given chances, less in the hard
+stretches that each text has. Prints, for each, the time per token by the controller over that of the best fixed plan.
+"""
+
+import argparse
+import random
+from statistics import mean
+
+from triforce.controller import Controller, Costs, Plan
+
+COSTS = {
+    "7B, 128K, one GPU": Costs({16: 20.5}, {5: 5.5}, {"model": (0.26, 0.225)}, plain=19.9),
+    "7B, 128K, one GPU, fp8": Costs({16: 20.5}, {5: 4.1}, {"model": (0.26, 0.225)}, plain=19.9),
+    "7B, 128K, two GPUs": Costs({16: 11.9}, {5: 4.2}, {"model": (0.26, 0.227)}),
+    "7B, 64K": Costs({16: 13.2}, {5: 4.95}, {"model": (0.26, 0.22)}, plain=12.9),
+    "8B, 32K": Costs({16: 6.6}, {5: 4.9}, {"model": (0.3, 0.3)}, plain=6.1),
+    "tiny, 16K, a CPU": Costs({1: 26, 2: 30, 3: 34, 4: 38, 6: 45, 8: 50}, {1: 6, 3: 7.5, 5: 9}, {"model": (1.9, 1.4)}),
+}
+RATES = [(0.93, 0.69), (0.95, 0.66), (0.93, 0.4), (0.9, 0.85), (0.96, 0.6), (0.85, 0.3), (0.3, 0.1)]
+MAX_GAMMA, MAX_INNER = 15, 4
+
+
+def kept(rng: random.Random, rate: float, count: int) -> int:
+    """Of so many drafted tokens, those before the first that is not kept."""
+    return next((i for i in range(count) if rng.random() >= rate), count)
+
+
+def time_per_token(costs: Costs, of_retrieval: float, of_model: float, tokens: int, seed: int,
+                   plan: Plan | None = None) -> float:
+    """Of one text; plan: a fixed one. None: the controller's."""
+    rng, controller = random.Random(seed), Controller(costs, MAX_GAMMA, MAX_INNER)
+    spent, emitted, hard = 0.0, 0, 0
+    while emitted < tokens:
+        now = plan or controller.choose()
+        if hard <= 0 and rng.random() < 0.05:
+            hard = rng.randint(5, 20)
+        less = 0.25 if hard > 0 else -0.03
+        retrieval, model = min(max(of_retrieval - 0.6 * less, 0.02), 0.985), min(max(of_model - less, 0.02), 0.97)
+        seen = {}
+        if now.retrieval and now.source:
+            origins = ""  # k: kept by the retrieval level; m: its own, where the draft missed; b: a bonus
+            for _ in range(now.rounds):
+                count = kept(rng, model, now.gamma_inner)
+                origins += "k" * count + ("m" if count < now.gamma_inner else "b")
+            origins = origins[: now.gamma]
+            count, drafted = kept(rng, retrieval, len(origins)), len(origins)
+            hits, misses = origins[:count].count("k"), origins[:count].count("m")
+            seen = {"model": (hits, hits + misses), "retrieval": (count, count + (count < drafted))}
+        else:
+            count = kept(rng, retrieval if now.retrieval else model, now.gamma)
+            if now.gamma:
+                seen["retrieval" if now.retrieval else "model"] = count, count + (count < now.gamma)
+        spent += costs.checking(now) + sum(costs.before_verify(now))
+        emitted += count + 1
+        hard -= count + 1
+        controller.update(count + 1, **seen)
+    return spent / emitted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=192, help="of each text")
+    parser.add_argument("--texts", type=int, default=40)
+    args = parser.parse_args()
+    print(f"{'acceptance: retrieval, draft':<32}" + "".join(f"{f'{a}, {b}':>12}" for a, b in RATES))
+    ratios = []
+    for name, costs in COSTS.items():
+        line = []
+        for a, b in RATES:
+            controller = Controller(costs, MAX_GAMMA, MAX_INNER)
+            # The best for these rates as they are said to be, and for some near them: stretches change the mean.
+            times = [controller.times_per_token({"retrieval": min(a - 0.6 * d, 0.97), "model": min(b - d, 0.95)})
+                     for d in (0, 0.03, -0.03, 0.06)]
+            plans = {controller.plans[int(time.argmin())] for time in times}
+
+            def over_texts(plan, costs=costs, a=a, b=b):
+                return mean(time_per_token(costs, a, b, args.tokens, seed, plan) for seed in range(args.texts))
+
+            line.append(over_texts(None) / min(over_texts(plan) for plan in plans))
+        print(f"{name:<32}" + "".join(f"{ratio:>12.3f}" for ratio in line), flush=True)
+        ratios += line
+    print(f"mean {mean(ratios):.3f}, worst {max(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()
