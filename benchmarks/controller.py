@@ -29,35 +29,44 @@ def kept(rng: random.Random, rate: float, count: int) -> int:
     return next((i for i in range(count) if rng.random() >= rate), count)
 
 
-def time_per_token(costs: Costs, of_retrieval: float, of_model: float, tokens: int, seed: int,
-                   plan: Plan | None = None) -> float:
+def one_round(rng: random.Random, plan: Plan, rates: dict[str, float]) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Tokens that a round emits if the levels keep with these chances, and (hits, tests) by level, as a controller is
+    told: of tokens that were kept, and of the first that was not."""
+    drafted, seen = plan.gamma, {}
+    if plan.retrieval and plan.source:
+        origins = ""  # k: kept by the retrieval level; m: its own, where the draft missed; b: a bonus
+        for _ in range(plan.rounds):
+            count = kept(rng, rates[plan.source], plan.gamma_inner)
+            origins += "k" * count + ("m" if count < plan.gamma_inner else "b")
+        origins = origins[: plan.gamma]
+        drafted = len(origins)
+    if plan.gamma == 0:
+        return 1, seen
+    checked = "retrieval" if plan.retrieval else plan.source
+    count = kept(rng, rates[checked], drafted)
+    seen[checked] = count, count + (count < drafted)
+    if plan.retrieval and plan.source:
+        hits = origins[:count].count("k")
+        seen[plan.source] = hits, hits + origins[:count].count("m")
+    return count + 1, seen
+
+
+def time_per_token(costs: Costs, rates: tuple[float, float], tokens: int, seed: int, plan: Plan | None = None) -> float:
     """Of one text; plan: a fixed one. None: the controller's."""
-    rng, controller = random.Random(seed), Controller(costs, MAX_GAMMA, MAX_INNER)
+    rng, controller = random.Random(seed), None if plan else Controller(costs, MAX_GAMMA, MAX_INNER)
     spent, emitted, hard = 0.0, 0, 0
     while emitted < tokens:
         now = plan or controller.choose()
         if hard <= 0 and rng.random() < 0.05:
             hard = rng.randint(5, 20)
         less = 0.25 if hard > 0 else -0.03
-        retrieval, model = min(max(of_retrieval - 0.6 * less, 0.02), 0.985), min(max(of_model - less, 0.02), 0.97)
-        seen = {}
-        if now.retrieval and now.source:
-            origins = ""  # k: kept by the retrieval level; m: its own, where the draft missed; b: a bonus
-            for _ in range(now.rounds):
-                count = kept(rng, model, now.gamma_inner)
-                origins += "k" * count + ("m" if count < now.gamma_inner else "b")
-            origins = origins[: now.gamma]
-            count, drafted = kept(rng, retrieval, len(origins)), len(origins)
-            hits, misses = origins[:count].count("k"), origins[:count].count("m")
-            seen = {"model": (hits, hits + misses), "retrieval": (count, count + (count < drafted))}
-        else:
-            count = kept(rng, retrieval if now.retrieval else model, now.gamma)
-            if now.gamma:
-                seen["retrieval" if now.retrieval else "model"] = count, count + (count < now.gamma)
+        count, seen = one_round(rng, now, {"retrieval": min(max(rates[0] - 0.6 * less, 0.02), 0.985),
+                                           "model": min(max(rates[1] - less, 0.02), 0.97)})
         spent += costs.checking(now) + sum(costs.before_verify(now))
-        emitted += count + 1
-        hard -= count + 1
-        controller.update(count + 1, **seen)
+        emitted += count
+        hard -= count
+        if controller is not None:
+            controller.update(count, **seen)
     return spent / emitted
 
 
@@ -69,16 +78,15 @@ def main() -> None:
     print(f"{'acceptance: retrieval, draft':<32}" + "".join(f"{f'{a}, {b}':>12}" for a, b in RATES))
     ratios = []
     for name, costs in COSTS.items():
-        line = []
+        line, controller = [], Controller(costs, MAX_GAMMA, MAX_INNER)
         for a, b in RATES:
-            controller = Controller(costs, MAX_GAMMA, MAX_INNER)
             # The best for these rates as they are said to be, and for some near them: stretches change the mean.
             times = [controller.times_per_token({"retrieval": min(a - 0.6 * d, 0.97), "model": min(b - d, 0.95)})
                      for d in (0, 0.03, -0.03, 0.06)]
             plans = {controller.plans[int(time.argmin())] for time in times}
 
-            def over_texts(plan, costs=costs, a=a, b=b):
-                return mean(time_per_token(costs, a, b, args.tokens, seed, plan) for seed in range(args.texts))
+            def over_texts(plan, costs=costs, rates=(a, b)):
+                return mean(time_per_token(costs, rates, args.tokens, seed, plan) for seed in range(args.texts))
 
             line.append(over_texts(None) / min(over_texts(plan) for plan in plans))
         print(f"{name:<32}" + "".join(f"{ratio:>12.3f}" for ratio in line), flush=True)

@@ -90,8 +90,9 @@ def save(figure, path: str, rows: list[dict]) -> None:
     """Beside the file of its rows, under a title that says what ran them."""
     what = "trained tiny pair widened to the shape" if rows[0]["widened"] else rows[0]["checkpoint"]
     dates = ", ".join(sorted({row["date"] for row in rows}))
-    if "commit" in rows[0]:
-        what += "; at " + ", ".join(sorted({row["commit"] for row in rows}))
+    commits = sorted({row["commit"] for row in rows if "commit" in row})  # new rows have none yet
+    if commits:
+        what += "; at " + ", ".join(commits)
     parts = f"{rows[0]['device']}, torch {rows[0]['torch']}, {dates}", what
     figure.suptitle(("; " if figure.get_figwidth() > 9 else "\n").join(parts), fontsize=9)
     figure.tight_layout()

@@ -5,8 +5,8 @@
     python benchmarks/offload.py --plot results.jsonl
 
 Shapes, texts and the widened pair are those of on_chip.py. `--peers` adds attention on the CPU, where the cache lies,
-beside the bandwidth of its memory, two ways to rebuild the view, and transformers with its offloaded cache. One JSON
-line per run.
+beside the bandwidth of its memory, two ways to rebuild the view, and, in a line of their own, a resident prefill and
+transformers with its offloaded cache. One JSON line per run.
 """
 
 import argparse
@@ -256,7 +256,7 @@ def plot(path: str) -> None:
     kinds = [("autoregression_tbt_ms", "s--", "autoregression"),
              ("cpu_attention_token_ms", "v:", "attention on the CPU"),
              ("transformers_tbt_ms", "^:", "transformers, offloaded cache"), ("tbt_ms", "o-", "speculation")]
-    contexts = [row["context"] for row in rows]
+    contexts = [row["context"] for row in rows if "tbt_ms" in row]  # not those of the peers alone
     swept = max(contexts, key=contexts.count)  # where the most numbers of resident layers were tried
     for axis, key, chosen in ((axes[0], "context", [r for r in rows if r["resident"] == 0]),
                               (axes[1], "resident", [r for r in rows if r["context"] == swept])):

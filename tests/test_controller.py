@@ -3,11 +3,16 @@
 import itertools
 import math
 import random
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from triforce.controller import Controller, Costs, Plan, Rate, at_least, emitted
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from controller import one_round  # noqa: E402
+
+from triforce.controller import Controller, Costs, Plan, Rate, at_least, emitted  # noqa: E402
 
 GPU_128K = Costs({8: 20.1}, {4: 5.0}, {"model": (0.25, 0.2)})
 
@@ -15,28 +20,10 @@ GPU_128K = Costs({8: 20.1}, {4: 5.0}, {"model": (0.25, 0.2)})
 def settle(controller: Controller, rates: dict[str, float], rounds: int = 400, seed: int = 0) -> dict[Plan, int]:
     """Rounds against levels that accept with the given chances; counts the plans of the second half."""
     rng, chosen = random.Random(seed), {}
-
-    def chain(rate, count):
-        kept = next((i for i in range(count) if rng.random() >= rate), count)
-        return kept, kept + (kept < count)
-
     for i in range(rounds):
         plan = controller.choose()
-        observed, drafted = {}, plan.gamma
-        if plan.retrieval and plan.source:
-            drafted = 0
-            hits = tests = 0
-            for _ in range(plan.rounds):
-                kept, tested = chain(rates[plan.source], plan.gamma_inner)
-                drafted, hits, tests = drafted + kept + 1, hits + kept, tests + tested
-            drafted = min(drafted, plan.gamma)
-            observed[plan.source] = hits, tests
-        kept = 0
-        if plan.gamma:
-            name = "retrieval" if plan.retrieval else plan.source
-            kept, tested = chain(rates[name], drafted)
-            observed[name] = kept, tested
-        controller.update(kept + 1, **observed)
+        num_tokens, observed = one_round(rng, plan, rates)
+        controller.update(num_tokens, **observed)
         if 2 * i >= rounds:
             chosen[plan] = chosen.get(plan, 0) + 1
     return chosen
