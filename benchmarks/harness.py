@@ -10,6 +10,7 @@ import torch
 
 from triforce.calibration import milliseconds
 from triforce.cli import default_document
+from triforce.errors import UserError
 from triforce.parallel import leave
 
 
@@ -19,8 +20,11 @@ def run_or_plot(run, plot, args) -> None:
         plot(args.plot)
         return
     silent = int(os.environ.get("RANK", 0)) > 0
-    with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
-        run(args)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
+            run(args)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
     leave()
 
 

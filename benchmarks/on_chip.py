@@ -155,7 +155,8 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
         raise SystemExit(f"--plain-tokens ({args.plain_tokens}) and --max-new-tokens ({args.max_new_tokens}) must be "
                          "at least 2: a time per token lies between two")
     if args.shape is None:
-        engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype, group=group)
+        engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype,
+                               block_size=args.block_size, chunk_size=args.chunk_size, group=group)
         return engine, engine.tokenizer
     tiny = triforce.load("tiny", device="cpu", compile=True)  # compile=True: weights stay unpacked
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -163,7 +164,8 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
     target = widen(tiny.target, SHAPES[args.shape], positions=max(args.contexts) + 4096, device=device, dtype=dtype,
                    group=group)
     draft = widen(tiny.draft, SHAPES["llama-68m"], vocab_size=target.config.vocab_size, device=device, dtype=dtype)
-    settings = Settings(gamma=args.block_size - 1, gamma_inner=4, auto=True, block_size=args.block_size,
+    block_size = args.block_size or 16
+    settings = Settings(gamma=block_size - 1, gamma_inner=4, auto=True, block_size=block_size,
                         chunk_size=args.chunk_size, ngram=True, **{"prefill_chunk_size": 8192, **more})
     drafting = fp8_copy(target) if args.draft_dtype else None
     return Engine(target, None, draft, drafting=drafting, settings=settings), tiny.tokenizer
@@ -257,7 +259,7 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     if args.sweep:
         row["sweep"] = []
         print(f"    {row['tbt_ms']:8.2f} ms  auto", flush=True)
-        for plan in sweep_plans(args.block_size):
+        for plan in sweep_plans(engine.settings.block_size):
             fixed(engine, plan)
             row["sweep"].append({"plan": str(plan), **decode(engine, ids, args)})
             print(f"    {row['sweep'][-1]['tbt_ms']:8.2f} ms  {plan}", flush=True)
@@ -352,7 +354,7 @@ def parser() -> argparse.ArgumentParser:
                    help="default: 1/32 of the context, 1,024 to 4,096; batch.py: 512")
     p.add_argument("--text", help="a file to continue; default: CPython's language reference")
     p.add_argument("--quote", type=int, default=0, help="end the prompt with so many tokens of its middle: recall")
-    p.add_argument("--block-size", type=int, default=16)
+    p.add_argument("--block-size", type=int, help="default: for a shape 16, for a checkpoint as load chooses")
     p.add_argument("--chunk-size", type=int, default=8)
     p.add_argument("--draft-dtype", choices=["fp8"])
     p.add_argument("--temperature", type=float, default=0.6)

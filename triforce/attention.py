@@ -47,6 +47,31 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
     return _kernel(q)(q, k, v, False)
 
 
+def spans(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether `up_to` has a kernel there."""
+    return device.type == "cuda" and _is_half(dtype) and head_dim % 8 == 0 and head_dim <= 256
+
+
+def up_to(q: Tensor, k: Tensor, v: Tensor, length: Tensor, bound: int, ends: Tensor) -> State:
+    """`partial` over the first `length` keys, a number that the device alone knows: a graph of it outlives the length.
+
+    The kernel is the one for sequences of any lengths, which splits long keys over a GPU only where each sequence has
+    one query, of more heads than the keys have: so the rows are given as those heads.
+
+    Args:
+        q: [1, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
+        length: [1], int32. bound: at least as much; what lies between the two costs as much as keys do.
+        ends: [2], int32: 0 and 1, where the one query begins and ends.
+    """
+    rows = q.shape[2]
+    if rows == 1:
+        q = q.expand(-1, -1, 2, -1)
+    out, lse = torch.ops.aten._flash_attention_forward(
+        q.flatten(1, 2), k[0].transpose(0, 1), v[0].transpose(0, 1), ends, ends, 1, bound, 0.0, False, False,
+        seqused_k=length)[:2]
+    return out.reshape(q.shape)[:, :, :rows], lse.reshape(q.shape[:3])[:, :, :rows]
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
     """Causal attention of a chunk on itself: q, k, v [B, H, M, D], row i sees keys 0 to i."""
     return _kernel(q)(q, k, v, True)
@@ -93,10 +118,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
 def _kernel(q: Tensor):
     """The fastest kernel for these rows. A decoding step has few rows, a prefill chunk thousands."""
     rows, head_dim = q.shape[2:]
-    half = q.dtype in (torch.bfloat16, torch.float16)
+    half = _is_half(q.dtype)
     if q.device.type == "cuda" and head_dim % 8 == 0 and head_dim <= 256:
         if half:  # measured on an H200: cuDNN is 1.7 times faster on 8,192 rows, flash reads at full bandwidth on 16
             return _cudnn if rows >= 512 and head_dim <= 128 and _has_cudnn_attention(q.device) else _flash_cuda

@@ -25,6 +25,7 @@ from .offload import Offload
 from .packed import MIN_ROWS, MIN_TOKENS, PackedPrefix
 
 GROWTH = 1024  # tokens of a batch's masked part that are attended to together
+STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kernel reads the length on the device
 
 
 class View:
@@ -34,6 +35,7 @@ class View:
     to is its `extent`.
     """
 
+    bounded = False  # its length is read on the device, and `extent` says but what it does not exceed
     lies_near = False  # its storage is followed by the tail: see TargetCache.near
     offload: Offload | None = None  # what keeps the layers that `k` and `v` lack
     packed: list[PackedPrefix] | None = None  # per layer: its first tokens once more, for blocks of several rows
@@ -47,8 +49,8 @@ class View:
             self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         else:
             self.k, self.v = ([kv[half, :, :, :capacity] for kv in storage] for half in range(2))
-        self.lens = [0] * batch
-        self.len = torch.zeros(batch, dtype=torch.int64, device=device)  # [B], the same on the device
+        self.capacity, self.lens = capacity, [0] * batch
+        self.len = torch.zeros(batch, dtype=torch.int32, device=device)  # [B], the same on the device
 
     def set_len(self, row: int, length: int) -> None:
         self.lens[row] = length
@@ -75,6 +77,8 @@ class FullView(View):
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, offload: Offload | None):
         super().__init__(config, batch, capacity, device, dtype, num_layers=offload and offload.num_resident)
         self.offload = offload
+        self.bounded = batch == 1 and offload is None and attention.spans(self.len.device, dtype, config.head_dim)
+        self.ends = torch.arange(2, dtype=torch.int32, device=device)  # see `attention.up_to`
         self.starts = torch.zeros_like(self.len)  # what `extent` says of them, on the device
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
@@ -124,6 +128,9 @@ class FullView(View):
 
     def extent_after(self, more: int) -> tuple[int, int, tuple[int, ...]]:
         """`extent`, once each row has so many tokens more."""
+        if self.bounded:
+            bound = min(-(-(self.lens[0] + more) // STRIDE) * STRIDE, self.capacity)
+            return bound, bound, ()
         if self._batch_extent is None:
             return min(self.lens) + more, max(self.lens) + more, ()
         dense, longest, starts = self._batch_extent
@@ -326,7 +333,9 @@ class TargetLayer:
             packed = block.view.packed[self._i]
             states.append(packed.partial(q))
             start = packed.length
-        if dense > start:
+        if block.view.bounded and dense > 0:
+            states.append(attention.up_to(q, k, v, block.view.len, dense, block.view.ends))
+        elif dense > start:
             states.append(attention.partial(q, k[:, :, start:dense], v[:, :, start:dense]))
         if block.starts:
             rows = [attention.partial(q[row, None], k[row, None, :, dense:stop], v[row, None, :, dense:stop])

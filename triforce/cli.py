@@ -153,7 +153,7 @@ def read_prompts(path: str) -> list[str]:
 def build_prompt(args, tokenizer, document: str | None = None):
     """The prompt's ids: the document, cut to --prompt-len tokens, then the question; or both as a user's message."""
     document = read_document(args) if document is None else document
-    if not document:
+    if not document.strip():
         raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
     ids = tokenizer.encode(document)
     length = args.prompt_len

@@ -145,10 +145,10 @@ class Controller:
         chance = np.array([*(rates[name] for name in self._names), 0.0])
         tokens = emitted(chance[self._checker], self._gamma)  # if all of gamma is drafted
         for name, (which, *entry) in self._hierarchies.items():  # the level in between may draft fewer
-            key = name, round(rates[name], 2)
-            if key not in self._at_least:
-                self._at_least[key] = at_least(key[1], *self._sizes)
-            known = self._at_least[key]
+            rate = round(rates[name], 2)
+            if rate not in self._at_least:
+                self._at_least[rate] = at_least(rate, *self._sizes)
+            known = self._at_least[rate]
             # Token j + 1 is emitted if j or more are drafted, and all of them kept.
             tokens[which] = (known * rates["retrieval"] ** np.arange(known.shape[2])).cumsum(2)[tuple(entry)]
         return tokens

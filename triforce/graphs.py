@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-KEPT_GRAPHS = 32  # per step; one is recorded for each new prefix length, and for each way to draft
+KEPT_GRAPHS = 32  # per step; one for each extent of a view, and for each way to draft
 
 
 @contextlib.contextmanager
