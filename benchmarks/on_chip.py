@@ -31,7 +31,7 @@ from triforce.graphs import Compiler
 from triforce.model import Transformer
 from triforce.quantize import fp8_copy
 from triforce.speculation import FULL, Speculator
-from triforce.state import Settings, State
+from triforce.state import WORTH_TIMING, Settings, State
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
@@ -151,9 +151,10 @@ def fixed(engine: Engine, plan: Plan) -> None:
 
 def load(args, group=None, **more) -> tuple[Engine, object]:
     """more: settings of a widened shape that have no flag here."""
-    if min(args.plain_tokens, args.max_new_tokens) < 2:
-        raise SystemExit(f"--plain-tokens ({args.plain_tokens}) and --max-new-tokens ({args.max_new_tokens}) must be "
-                         "at least 2: a time per token lies between two")
+    if args.plain_tokens < 2 or args.max_new_tokens < 2 * WORTH_TIMING:
+        raise SystemExit(f"--plain-tokens ({args.plain_tokens}) must be at least 2, for a time per token lies between "
+                         f"two, and --max-new-tokens ({args.max_new_tokens}) at least {2 * WORTH_TIMING}, for with "
+                         "fewer there may be no plan")
     if args.shape is None:
         engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype,
                                block_size=args.block_size, chunk_size=args.chunk_size, group=group)

@@ -102,6 +102,13 @@ def test_rounds_without_drafts_have_a_price_of_their_own():
     assert max(chosen, key=chosen.get) == Plan()
 
 
+def test_what_hardly_gains_is_left_alone():
+    """Self-speculation where a drafting step takes nearly as long as a verify: it may gain 3%, or lose 15."""
+    costs = Costs({4: 6.6}, {1: 5.2}, plain=6.35)
+    for rate in (0.9, 0.8, 0.5):
+        assert set(settle(Controller(costs, 3, 0), {"retrieval": rate})) == {Plan()}
+
+
 def test_rounds_set_the_times_right():
     """Drafting that takes longer in its place than on its own is left alone, and taken up when it is fast again."""
     controller = Controller(GPU_128K, 7, 3)

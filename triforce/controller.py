@@ -74,14 +74,14 @@ def at_least(rate: float, max_inner: int, max_gamma: int) -> np.ndarray:
 
 
 class Rate:
-    """An acceptance rate that forgets: the last hundred tests or so count, and at first a prior worth twenty.
+    """An acceptance rate that forgets: the last hundred tests or so count, and at first a prior worth ten.
 
     It is given the benefit of the doubt, half of a standard deviation: by an estimate that chance made too low a level
     would be left alone, and nothing would set it right. What lies idle returns to its prior, token by token, so that
     what did badly once gets another chance.
     """
 
-    MEMORY, IDLE_MEMORY, PRIOR_WEIGHT, DOUBT = 0.99, 0.998, 20.0, 0.5
+    MEMORY, IDLE_MEMORY, PRIOR_WEIGHT, DOUBT = 0.99, 0.998, 10.0, 0.5
 
     def __init__(self, prior: float):
         self.prior, self.hits, self.tests, self.age = prior, self.PRIOR_WEIGHT * prior, self.PRIOR_WEIGHT, 0
@@ -112,6 +112,7 @@ class Controller:
 
     PRIORS = {"retrieval": 0.9, "model": 0.5}  # the chances of "ngram" are told from round to round
     STAY = 0.97  # another plan must be this much better than the present one
+    CERTAIN = 0.97  # and any this much better than no speculation: its time is known, theirs are estimates
     PROBE_AFTER = 64  # tokens; what has not been tried for so long may have become better
     TIMED, REMEMBERED = 3, 64  # so many rounds of a kind of plan, of the last so many, say what it takes
 
@@ -191,6 +192,7 @@ class Controller:
         """known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source."""
         rates = {name: rate.value for name, rate in self.rates.items()} | known
         times = self.times_per_token(rates)
+        times[0] *= self.CERTAIN
         best = int(times.argmin())
         if times[best] > self.STAY * times[self._now]:
             best = self._now
