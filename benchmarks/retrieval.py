@@ -4,65 +4,114 @@
 
 Uses the embedded pair: acceptance is a matter of the model and the text, not of the size of its body. The level drafts
 alone, one token a verify, so that the rate is kept / checked tokens, over several seeds. Times are those of a rebuild
-for this small model: compare them with each other only.
+for this small model: compare them with each other only. Variants by layer give some layers more of the same number of
+chunks than others.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import platform
 import sys
 from datetime import date
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import triforce
+from triforce.cache import TargetLayer
 from triforce.calibration import milliseconds
+from triforce.retrieval import RetrievalView, plan_view
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import read_text  # noqa: E402
 
+# The tiny target has 8 layers; shares of a variant sum to 8, and none exceeds MOST.
+MOST = 2
 VARIANTS = [
     {}, {"rebuild_interval": 8}, {"rebuild_interval": 32}, {"rebuild_interval": 256}, {"chunk_size": 4},
     {"chunk_size": 16}, {"chunk_size": 32}, {"recent": 0.0625}, {"recent": 0.125}, {"recent": 0.5}, {"recent": 0.95},
+    {"by layer": (1,) * 8}, {"by layer": (2, 2, *(2 / 3,) * 6)}, {"by layer": (*(2 / 3,) * 6, 2, 2)},
+    {"by layer": (1.7, 1.5, 1.3, 1.1, 0.9, 0.7, 0.5, 0.3)}, {"by layer": (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7)},
 ]
+
+
+@contextlib.contextmanager
+def by_layer(shares: tuple[float, ...], num_selected: int):
+    """Of a view's selected chunks, layer i sees the best `shares[i] * num_selected`, the others are masked."""
+    hidden: dict[int, torch.Tensor] = {}
+    rebuild, init = RetrievalView.rebuild, TargetLayer.__init__
+
+    def rebuilding(view, row, at_once=True):
+        rebuild(view, row, at_once)
+        for i, share in enumerate(shares):
+            scores = view._scores(row, i)
+            ranks = scores.argsort(-1, descending=True).argsort(-1).gather(1, view._chunks[row, i])  # [K, chunks]
+            seen = torch.ones(len(scores), view.cache.near[i].shape[3], dtype=torch.bool)  # [K, view and tail]
+            start = view.held - view.num_selected * view.select_size
+            seen[:, start : view.held] = (ranks < share * num_selected).repeat_interleave(view.select_size, 1)
+            hidden[i] = torch.where(seen, 0.0, float("-inf"))[None, :, None]
+
+    def beginning(layer, block, i):
+        init(layer, block, i)
+        if block.near is not None and hidden:
+            layer.seen_bias = block.seen_bias + hidden[i]
+
+    with mock.patch.object(RetrievalView, "rebuild", rebuilding), mock.patch.object(TargetLayer, "__init__", beginning):
+        yield
+
+
+def measure(ids: list[int], variant: dict, budget: int, args) -> tuple[float, int, float, triforce.Engine]:
+    """Acceptance, how many tokens were checked, milliseconds of a rebuild."""
+    settings, patches = dict(variant), contextlib.nullcontext()
+    shares = settings.pop("by layer", None)
+    if shares:
+        window, chunks = plan_view(budget, 8, 128)
+        patches = by_layer(shares, chunks)
+        budget += MOST * chunks * 8 - chunks * 8
+        settings["recent"] = window / budget
+    engine = triforce.load("tiny", draft=False, gamma=1, block_size=8, budget=budget, device="cpu" if shares else None,
+                           compile=args.compile, **settings)
+    accepted = tested = 0
+    with patches:
+        for seed in range(args.seeds):
+            engine.generate(ids, args.max_new_tokens, seed=seed, ignore_eos=True)
+            kept, drafted = engine._state.outer.totals[0].tolist()
+            accepted, tested = accepted + kept, tested + drafted
+    with torch.inference_mode():
+        rebuild = milliseconds(lambda: engine._state.retrieval.rebuild(0), engine.device, repeats=9, warm_up=3)
+    return accepted / tested, tested, rebuild, engine
+
+
+def run(args) -> None:
+    tokenizer = triforce.load("tiny", draft=False).tokenizer
+    ids = tokenizer.encode(read_text(args.text))[: args.context]
+    print(f"{'setting':<72}{'acceptance':>12}{'+-':>8}{'rebuild ms':>12}")
+    for variant in VARIANTS:
+        rate, tested, rebuild, engine = measure(ids, variant, args.budget, args)
+        row = {"date": str(date.today()), "torch": torch.__version__, "context": len(ids), "budget": args.budget,
+               "device": torch.cuda.get_device_name() if engine.device.type == "cuda" else platform.machine(),
+               "setting": variant, "acceptance": rate, "error": math.sqrt(rate * (1 - rate) / tested),
+               "rebuild_ms": rebuild}
+        name = ", ".join(f"{key} {value}" for key, value in variant.items()) or "default"
+        print(f"{name:<72}{rate:>12.4f}{row['error']:>8.4f}{rebuild:>12.2f}", flush=True)
+        if args.out:
+            with open(args.out, "a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--text", help="a file to continue; default: CPython's language reference")
     p.add_argument("--context", type=int, default=16384)
-    p.add_argument("--budget", type=int)
+    p.add_argument("--budget", type=int, default=1024)
     p.add_argument("--seeds", type=int, default=8)
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--compile", action=argparse.BooleanOptionalAction)
     p.add_argument("--out", help="append JSON lines to this file")
-    args = p.parse_args()
-    text = read_text(args.text)
-    print(f"{'setting':<28}{'acceptance':>12}{'+-':>8}{'rebuild ms':>12}")
-    for variant in VARIANTS:
-        engine = triforce.load("tiny", draft=False, gamma=1, block_size=8, budget=args.budget, compile=args.compile,
-                               **variant)
-        ids = engine.tokenizer.encode(text)[: args.context]
-        accepted = tested = 0
-        for seed in range(args.seeds):
-            engine.generate(ids, args.max_new_tokens, seed=seed, ignore_eos=True)
-            kept, drafted = engine._state.outer.totals[0].tolist()
-            accepted, tested = accepted + kept, tested + drafted
-        rate = accepted / tested
-        with torch.inference_mode():
-            rebuild = milliseconds(lambda e=engine: e._state.retrieval.rebuild(0), engine.device, repeats=9, warm_up=3)
-        row = {"date": str(date.today()), "torch": torch.__version__, "context": len(ids),
-               "budget": engine._state.budget,
-               "device": torch.cuda.get_device_name() if engine.device.type == "cuda" else platform.machine(),
-               "setting": variant, "acceptance": rate, "error": math.sqrt(rate * (1 - rate) / tested),
-               "rebuild_ms": rebuild}
-        name = ", ".join(f"{key} {value}" for key, value in variant.items()) or "default"
-        print(f"{name:<28}{rate:>12.4f}{row['error']:>8.4f}{rebuild:>12.2f}", flush=True)
-        if args.out:
-            with open(args.out, "a") as file:
-                file.write(json.dumps(row) + "\n")
+    run(p.parse_args())
 
 
 if __name__ == "__main__":

@@ -131,6 +131,16 @@ def test_gathering_takes_what_was_selected(models, piece):
         assert state.retrieval.k[1][0].abs().sum(-1).min() > 0
 
 
+def test_a_view_of_what_streams_past_is_renewed_with_every_verify(models):
+    """It costs no pass of its own there. A resident one is renewed every 64 tokens, if acceptance holds."""
+    for layers, often in ((0, True), (None, False)):
+        state = state_of(models, [random_prompt(900)], rebuild_interval=None, num_resident_layers=layers)
+        before = state.retrieval.num_rebuilds
+        run_rounds(state, 60)
+        rounds, rebuilds = state.num_forwards, state.retrieval.num_rebuilds - before
+        assert rebuilds == rounds if often else rebuilds < rounds / 2
+
+
 def same_views(state, resident):
     for mine, other in zip((*state.retrieval.k, *state.retrieval.v), (*resident.retrieval.k, *resident.retrieval.v),
                            strict=True):

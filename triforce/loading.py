@@ -212,6 +212,8 @@ def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budge
     for name in ("block_size", "gamma", "gamma_inner", "chunk_size", "flush_interval", "rebuild_interval",
                  "draft_window", "prefill_chunk_size"):
         value = getattr(settings, name)
+        if name == "rebuild_interval" and value is None:
+            continue
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{name} ({value!r}) must be a whole number, at least 1")
     piece = settings.piece_tokens

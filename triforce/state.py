@@ -42,7 +42,9 @@ class Settings:
     draft_cache: str = "retrieval"
     recent: float = 0.25  # share of the retrieval budget that goes to the newest tokens of the prefix
     flush_interval: int = 128  # tokens between two flushes of the tail
-    rebuild_interval: int = 64  # tokens between two scheduled rebuilds of the retrieval view
+    # Tokens between two scheduled rebuilds of the retrieval view. None: 64; with offload 1, after each verify, for what
+    # the next one streams past is gathered at no cost.
+    rebuild_interval: int | None = None
     ngram: bool = False  # draft by looking up, instead of by a model or, with auto, besides it
     draft_sink: int = 4
     draft_window: int = 256
@@ -145,7 +147,8 @@ class State:
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
         self._prompt_queries: list[torch.Tensor] = []
         self._prompt_weight: torch.Tensor | None = None
-        self._rebuild = [RebuildPolicy(settings.rebuild_interval) for _ in range(batch)]
+        self._rebuild_interval = settings.rebuild_interval or (64 if offload is None else 1)
+        self._rebuild = [RebuildPolicy(self._rebuild_interval) for _ in range(batch)]
         self.num_forwards = 0
         self.num_flushes = 0
 
@@ -392,7 +395,7 @@ class State:
         self.lens[row] = length
         self.outer.length[row].fill_(length)
         self._drafted_to[row] = length  # the drafters have taken it in
-        self._rebuild[row] = RebuildPolicy(self.settings.rebuild_interval)
+        self._rebuild[row] = RebuildPolicy(self._rebuild_interval)
 
     def _open(self, max_new_tokens: int) -> None:
         interval = self.settings.flush_interval
