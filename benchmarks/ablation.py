@@ -159,7 +159,7 @@ def plot(path: str) -> None:
         axis.plot([row[key] for row in points], [row["speedup"] for row in points], "o-", label="speed-up")
         axis.plot([row[key] for row in points], [row.get("acceptance_full", 0) for row in points], "s--",
                   label="acceptance at full")
-        axis.set(xlabel=key.replace("_", " "), ylim=(0, None), title=part)
+        axis.set(xlabel=key.replace("_", " "), ylim=(0, 1.4 * max(row["speedup"] for row in points)), title=part)
     points = of("attention", "layer")
     if points:
         xs, budget, context = [row["layer"] for row in points], points[0]["budget"], points[0]["context"]
@@ -171,11 +171,12 @@ def plot(path: str) -> None:
     lines = (("fresh", "each token's own top"), ("first", "the first token's top"), ("view", "the first view"))
     for key, label in lines if points else ():
         axes[1, 2].plot([row["age"] for row in points], [row[key] for row in points], "o-", label=label)
-    axes[1, 2].set(xlabel="tokens later", ylabel="share of attention", xscale="log", ylim=(0, 1), title="how it ages")
+    axes[1, 2].set(xlabel="tokens later", ylabel="share of attention", xscale="log", ylim=(0, 1.25),
+                   title="how it ages")
     for axis in axes.flat:
         labelled = axis.get_legend_handles_labels()[0]
         if labelled:
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=8, loc="lower left" if axis is axes[0, 1] else "upper right")
         axis.set_visible(bool(labelled or axis.patches))
     save(figure, path, rows)
 

@@ -153,17 +153,20 @@ def plot(path: str) -> None:
     figure, axes = plt.subplots(1, len(contexts), figsize=(max(5 * len(contexts), 7), 4), squeeze=False)
     for axis, context in zip(axes[0], contexts, strict=True):
         batches = sorted({row["batch"] for row in rows if row["context"] == context})
-        for way in ("autoregression", *WAYS):
+        most = 0.0
+        for i, way in enumerate(("autoregression", *WAYS)):
             points: dict[int, float] = {}
             for row in rows:
                 if row["context"] == context and row["way"] == way:
                     points[row["batch"]] = max(points.get(row["batch"], 0), row["tokens_per_second"])
             if points:  # no line across a size that was not measured
                 ys = [points.get(batch, float("nan")) for batch in batches]
-                style = "s--" if way == "autoregression" else f"{MARKERS[list(WAYS).index(way)]}-"
-                axis.plot(batches, ys, style, label=way, fillstyle="none", ms=8)
-        axis.set(xlabel="sequences", ylabel="tokens per second", title=f"{context:,} tokens each", ylim=(0, None))
-        axis.legend(fontsize=8)
+                style = ("s" + MARKERS)[i] + ("--" if i == 0 else "-")
+                axis.plot(batches, ys, style, label=way, fillstyle="none", ms=8, color=f"C{i}")
+                most = max(most, *points.values())
+        axis.set(xlabel="sequences", ylabel="tokens per second", title=f"{context:,} tokens each",
+                 xlim=(0, 1.05 * max(batches)), ylim=(0, 1.1 * most))
+        axis.legend(fontsize=8, loc="lower right" if len(batches) > 1 else "lower left")
     save(figure, path, rows)
 
 

@@ -82,7 +82,10 @@ def print_kernels(title: str, call, device, top: int = 14) -> None:
 
 
 def pyplot():
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("plots need matplotlib, which is not installed; pip install -e '.[bench]'") from None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt

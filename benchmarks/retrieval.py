@@ -33,7 +33,7 @@ MOST = 2
 VARIANTS = [
     {}, {"rebuild_interval": 8}, {"rebuild_interval": 32}, {"rebuild_interval": 256}, {"chunk_size": 4},
     {"chunk_size": 16}, {"chunk_size": 32}, {"recent": 0.0625}, {"recent": 0.125}, {"recent": 0.5}, {"recent": 0.95},
-    {"by layer": (1,) * 8}, {"by layer": (2, 2, *(2 / 3,) * 6)}, {"by layer": (*(2 / 3,) * 6, 2, 2)},
+    {"by layer": (1,) * 8}, {"by layer": (2, 2, *(0.667,) * 6)}, {"by layer": (*(0.667,) * 6, 2, 2)},
     {"by layer": (1.7, 1.5, 1.3, 1.1, 0.9, 0.7, 0.5, 0.3)}, {"by layer": (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.7)},
 ]
 
