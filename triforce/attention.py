@@ -48,12 +48,13 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
 
 
 def spans(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `up_to` has a kernel there."""
-    return device.type == "cuda" and _is_half(dtype) and head_dim % 8 == 0 and head_dim <= 256
+    """Whether `up_to` has a kernel there that is tested."""
+    return device.type == "cuda" and _is_half(dtype) and head_dim in (64, 128)
 
 
 def up_to(q: Tensor, k: Tensor, v: Tensor, length: Tensor, bound: int, ends: Tensor) -> State:
-    """`partial` over the first `length` keys, a number that the device alone knows: a graph of it outlives the length.
+    """`partial` over the first `length` keys, a number that the device alone knows: a graph of it stays valid as
+    the length grows.
 
     The kernel is the one for sequences of any lengths, which splits long keys over a GPU only where each sequence has
     one query, of more heads than the keys have: so the rows are given as those heads.

@@ -35,7 +35,7 @@ class View:
     to is its `extent`.
     """
 
-    bounded = False  # its length is read on the device, and `extent` says but what it does not exceed
+    bounded = False  # its length is read on the device, and `extent` is only an upper bound
     lies_near = False  # its storage is followed by the tail: see TargetCache.near
     offload: Offload | None = None  # what keeps the layers that `k` and `v` lack
     packed: list[PackedPrefix] | None = None  # per layer: its first tokens once more, for blocks of several rows
@@ -58,9 +58,10 @@ class View:
 
     @property
     def extent(self) -> tuple[int, int, tuple[int, ...]]:
-        """(dense, longest, starts). The first `dense` positions are seen by every row and go through one fused kernel;
-        the others, `longest - dense` of them, are masked per row. starts: empty, or per row where its masked ones
-        begin; those between `dense` and there go through the fused kernel row by row."""
+        """(dense, longest, starts). The first `dense` positions (where `bounded`, those that are there) are seen by
+        every row and go through one fused kernel; the others, `longest - dense` of them, are masked per row. starts:
+        empty, or per row where its masked ones begin; those between `dense` and there go through the fused kernel row
+        by row."""
         return min(self.lens), max(self.lens), ()
 
 

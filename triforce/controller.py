@@ -112,7 +112,7 @@ class Controller:
 
     PRIORS = {"retrieval": 0.9, "model": 0.5}  # the chances of "ngram" are told from round to round
     STAY = 0.97  # another plan must be this much better than the present one
-    CERTAIN = 0.97  # and any this much better than no speculation: its time is known, theirs are estimates
+    CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
     PROBE_AFTER = 64  # tokens; what has not been tried for so long may have become better
     TIMED, REMEMBERED = 3, 64  # so many rounds of a kind of plan, of the last so many, say what it takes
 

@@ -3,7 +3,7 @@
 A step is one pass over all layers. Compiling it whole takes half a minute at 32 layers; here only its few different
 pieces are compiled (a layer's two halves, once for all layers) and the sequence of them is recorded as one CUDA graph,
 whose replay costs the host microseconds. Between the pieces stand calls of fixed kernels, which see the lengths that
-change: so nothing is compiled anew when the context grows.
+change, or read them on the device: so nothing is compiled anew when the context grows.
 """
 
 import contextlib

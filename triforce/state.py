@@ -42,8 +42,8 @@ class Settings:
     draft_cache: str = "retrieval"
     recent: float = 0.25  # share of the retrieval budget that goes to the newest tokens of the prefix
     flush_interval: int = 128  # tokens between two flushes of the tail
-    # Tokens between two scheduled rebuilds of the retrieval view. None: 64; with offload 1, after each verify, for what
-    # the next one streams past is gathered at no cost.
+    # Tokens between two scheduled rebuilds of the retrieval view. None: 64; for one offloaded row 1, after each verify,
+    # for beside the next one's copies gathering takes no time (measured with all layers offloaded).
     rebuild_interval: int | None = None
     ngram: bool = False  # draft by looking up, instead of by a model or, with auto, besides it
     draft_sink: int = 4
@@ -147,7 +147,7 @@ class State:
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
         self._prompt_queries: list[torch.Tensor] = []
         self._prompt_weight: torch.Tensor | None = None
-        self._rebuild_interval = settings.rebuild_interval or (64 if offload is None else 1)
+        self._rebuild_interval = settings.rebuild_interval or (1 if offload is not None and batch == 1 else 64)
         self._rebuild = [RebuildPolicy(self._rebuild_interval) for _ in range(batch)]
         self.num_forwards = 0
         self.num_flushes = 0
