@@ -26,7 +26,7 @@ from triforce.calibration import milliseconds
 from triforce.retrieval import RetrievalView, plan_view
 
 sys.path.insert(0, str(Path(__file__).parent))
-from harness import read_text  # noqa: E402
+from harness import read_text, run_or_plot  # noqa: E402
 
 # The tiny target has 8 layers; shares of a variant sum to 8, and none exceeds MOST.
 MOST = 2
@@ -111,7 +111,8 @@ def main() -> None:
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--compile", action=argparse.BooleanOptionalAction)
     p.add_argument("--out", help="append JSON lines to this file")
-    run(p.parse_args())
+    p.set_defaults(plot=None)
+    run_or_plot(run, None, p.parse_args())
 
 
 if __name__ == "__main__":
