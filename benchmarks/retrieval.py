@@ -70,7 +70,7 @@ def measure(ids: list[int], variant: dict, budget: int, args) -> tuple[float, in
     if shares:
         window, chunks = plan_view(budget, 8, 128)
         patches = by_layer(shares, chunks)
-        budget += MOST * chunks * 8 - chunks * 8
+        budget += (MOST - 1) * chunks * 8
         settings["recent"] = window / budget
     engine = triforce.load("tiny", draft=False, gamma=1, block_size=8, budget=budget, device="cpu" if shares else None,
                            compile=args.compile, **settings)

@@ -49,7 +49,7 @@ class View:
             self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         else:
             self.k, self.v = ([kv[half, :, :, :capacity] for kv in storage] for half in range(2))
-        self.capacity, self.lens = capacity, [0] * batch
+        self.lens = [0] * batch
         self.len = torch.zeros(batch, dtype=torch.int32, device=device)  # [B], the same on the device
 
     def set_len(self, row: int, length: int) -> None:
@@ -130,7 +130,7 @@ class FullView(View):
     def extent_after(self, more: int) -> tuple[int, int, tuple[int, ...]]:
         """`extent`, once each row has so many tokens more."""
         if self.bounded:
-            bound = min(-(-(self.lens[0] + more) // STRIDE) * STRIDE, self.capacity)
+            bound = min(-(-(self.lens[0] + more) // STRIDE) * STRIDE, self.k[0].shape[2])
             return bound, bound, ()
         if self._batch_extent is None:
             return min(self.lens) + more, max(self.lens) + more, ()

@@ -209,16 +209,15 @@ def _check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfi
 
 
 def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budget) -> None:
-    for name in ("block_size", "gamma", "gamma_inner", "chunk_size", "flush_interval", "rebuild_interval",
-                 "draft_window", "prefill_chunk_size"):
+    for name in ("block_size", "gamma", "gamma_inner", "chunk_size", "flush_interval", "draft_window",
+                 "prefill_chunk_size"):
         value = getattr(settings, name)
-        if name == "rebuild_interval" and value is None:
-            continue
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{name} ({value!r}) must be a whole number, at least 1")
-    piece = settings.piece_tokens
-    if piece is not None and (not isinstance(piece, int) or piece < 1):
-        raise UserError(f"piece_tokens ({piece!r}) must be a whole number, at least 1; try 2048")
+    for name, usual in (("rebuild_interval", 64), ("piece_tokens", 2048)):
+        value = getattr(settings, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError(f"{name} ({value!r}) must be a whole number, at least 1; try {usual}")
     if not isinstance(max_batch_size, int) or max_batch_size < 1:
         raise UserError(f"max_batch_size ({max_batch_size!r}) must be a whole number, at least 1")
     if budget is not None and not isinstance(budget, (int, float)):
