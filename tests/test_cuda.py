@@ -136,10 +136,11 @@ def test_attention_up_to_a_length_on_the_device(heads, rows, dim, dtype):
     q = torch.randn(1, heads, rows, dim, **make)
     k, v = torch.randn(2, 1, heads, 4096, dim, **make)
     length, ends = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([300], [0, 1]))
-    attention.up_to(q, k, v, length, 2048, ends)
+    args = attention.as_one_query(q), rows, k, v, length, 2048, ends
+    attention.up_to(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = attention.up_to(q, k, v, length, 2048, ends)
+        out, lse = attention.up_to(*args)
     for count in (1, 128, 1000, 1537, 2048):
         length.fill_(count)
         graph.replay()

@@ -52,7 +52,12 @@ def spans(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return device.type == "cuda" and _is_half(dtype) and head_dim in (64, 128)
 
 
-def up_to(q: Tensor, k: Tensor, v: Tensor, length: Tensor, bound: int, ends: Tensor) -> State:
+def as_one_query(q: Tensor) -> Tensor:
+    """[1, K, R, D] -> [1, K * R', D], contiguous: the rows as `up_to` takes them, R' of a KV head, at least 2."""
+    return (q.expand(-1, -1, 2, -1) if q.shape[2] == 1 else q).flatten(1, 2)
+
+
+def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, length: Tensor, bound: int, ends: Tensor) -> State:
     """`partial` over the first `length` keys, a number that the device alone knows: a graph of it stays valid as
     the length grows.
 
@@ -60,17 +65,14 @@ def up_to(q: Tensor, k: Tensor, v: Tensor, length: Tensor, bound: int, ends: Ten
     one query, of more heads than the keys have: so the rows are given as those heads.
 
     Args:
-        q: [1, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
+        q: what `as_one_query` makes of [1, K, rows, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
         length: [1], int32. bound: at least as much; what lies between the two costs as much as keys do.
         ends: [2], int32: 0 and 1, where the one query begins and ends.
     """
-    rows = q.shape[2]
-    if rows == 1:
-        q = q.expand(-1, -1, 2, -1)
     out, lse = torch.ops.aten._flash_attention_forward(
-        q.flatten(1, 2), k[0].transpose(0, 1), v[0].transpose(0, 1), ends, ends, 1, bound, 0.0, False, False,
-        seqused_k=length)[:2]
-    return out.reshape(q.shape)[:, :, :rows], lse.reshape(q.shape[:3])[:, :, :rows]
+        q, k[0].transpose(0, 1), v[0].transpose(0, 1), ends, ends, 1, bound, 0.0, False, False, seqused_k=length)[:2]
+    out, lse = out.reshape(1, k.shape[1], -1, k.shape[3]), lse.reshape(1, k.shape[1], -1)
+    return out[:, :, :rows], lse[:, :, :rows]
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> State:

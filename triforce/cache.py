@@ -25,7 +25,13 @@ from .offload import Offload
 from .packed import MIN_ROWS, MIN_TOKENS, PackedPrefix
 
 GROWTH = 1024  # tokens of a batch's masked part that are attended to together
+ALIGNED = 32  # tokens: tensor cores load 8 at a time, for each part of `attention.SPLIT`
 STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kernel reads the length on the device
+
+
+def aligned(tokens: int) -> int:
+    """So many tokens or a few more, over which a GPU's products are fast."""
+    return -(-tokens // ALIGNED) * ALIGNED
 
 
 class View:
@@ -150,11 +156,11 @@ class TargetCache:
         self.capacity, self.flush_interval, self.chunk_size = capacity, flush_interval, chunk_size
         self.full = FullView(config, batch, capacity, device, dtype, offload)
         # The tail has room for a block that starts just before a flush, and for a drafting level that runs ahead.
-        slots = flush_interval + 2 * block_size
+        slots = aligned(flush_interval + 2 * block_size)
         layers = range(config.n_layer)
         # A retrieval view of `budget` tokens lies right before the tail, so that one call attends over both. (In bf16
         # on a CPU, the kernel for unmasked keys is worth more than that.)
-        before = budget if torch.device(device).type == "cuda" or dtype == torch.float32 else 0
+        before = aligned(budget) if torch.device(device).type == "cuda" or dtype == torch.float32 else 0
         near = [torch.zeros(2, batch, config.n_kv_head, before + slots, config.head_dim, device=device, dtype=dtype)
                 for _ in layers]  # K, then V
         self.near = near if before else None
@@ -273,7 +279,7 @@ class TargetBlock:
 
         on_piece: called with (layer, number, piece) for what `Offload.pieces` streams past, before it is overwritten.
         """
-        self.cache, self.view = cache, view
+        self.cache, self.view, self.rows = cache, view, rows
         self.dense_len, self.max_len, self.starts = dense_len, max_len, starts = extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         tail_slots = cache.tail_k[0].shape[2]
@@ -300,11 +306,12 @@ class TargetLayer:
         self.cos, self.sin, self.slots, self.seen_bias = block.cos, block.sin, block.slots, block.seen_bias
         self.seen = cache.tail[i] if block.near is None else block.near[i]  # where `write` writes, and attends
         self.queries = cache.queries[i] if block.keep_queries else None
+        self.one_query = block.view.bounded
         self._block, self._i = block, i
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
-        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the tail, or, where it lies
-        before that, in view and tail; K and V are written."""
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], or as `attention.up_to` takes them, and what they
+        see in the tail, or, where it lies before that, in view and tail; K and V are written."""
         sizes = [self.n_head, 2 * self.n_kv_head]
         if torch.compiler.is_compiling():  # two kernels; of the shorter form the compiler makes a third, for both
             (q, kv), cos, sin = (x.split(sizes, dim=1) for x in (heads, self.cos, self.sin))
@@ -316,7 +323,10 @@ class TargetLayer:
         kv = kv.unflatten(1, (2, -1))  # [B, 2, K, M, D]
         put(self.seen, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3)
         q = attention.fold(q, self.n_kv_head)
-        return q, [attention.masked(q, self.seen[0], self.seen[1], self.seen_bias, no_empty_rows=True)]
+        if self.one_query:
+            q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
+        states = [attention.masked(q, self.seen[0], self.seen[1], self.seen_bias, no_empty_rows=True)]
+        return attention.as_one_query(q) if self.one_query else q, states
 
     def read(self, q: Tensor) -> list:
         """What the queries see in the view: a state over its dense part, one over its ragged part, where there are."""
@@ -334,8 +344,9 @@ class TargetLayer:
             packed = block.view.packed[self._i]
             states.append(packed.partial(q))
             start = packed.length
-        if block.view.bounded and dense > 0:
-            states.append(attention.up_to(q, k, v, block.view.len, dense, block.view.ends))
+        if self.one_query and dense > 0:
+            states.append(attention.up_to(q, block.rows * block.cache.group, k, v, block.view.len, dense,
+                                          block.view.ends))
         elif dense > start:
             states.append(attention.partial(q, k[:, :, start:dense], v[:, :, start:dense]))
         if block.starts:

@@ -5,6 +5,7 @@ fast: the choice depends on tokens that were kept and on the first rejection of 
 acceptance is exact whatever was drafted.
 """
 
+import functools
 import statistics
 from collections import deque
 from collections.abc import Iterable
@@ -59,6 +60,7 @@ def emitted(rate, drafted):
     return (1 - rate ** (drafted + 1)) / (1 - rate)
 
 
+@functools.lru_cache(maxsize=128)  # it takes longer than all else in a choice, and the device waits for those
 def at_least(rate: float, max_inner: int, max_gamma: int) -> np.ndarray:
     """The chance that a level emits j tokens or more in so many rounds, if each time `inner` tokens are drafted for it
     and kept at this rate: entry (inner - 1, rounds, j) of [max_inner, max_gamma + 1, max_gamma + 1]."""
@@ -146,10 +148,7 @@ class Controller:
         chance = np.array([*(rates[name] for name in self._names), 0.0])
         tokens = emitted(chance[self._checker], self._gamma)  # if all of gamma is drafted
         for name, (which, *entry) in self._hierarchies.items():  # the level in between may draft fewer
-            rate = round(rates[name], 2)
-            if rate not in self._at_least:
-                self._at_least[rate] = at_least(rate, *self._sizes)
-            known = self._at_least[rate]
+            known = at_least(round(rates[name], 2), *self._sizes)
             # Token j + 1 is emitted if j or more are drafted, and all of them kept.
             tokens[which] = (known * rates["retrieval"] ** np.arange(known.shape[2])).cumsum(2)[tuple(entry)]
         return tokens
@@ -163,7 +162,7 @@ class Controller:
         source = np.array([number[plan.source] for plan in plans])
         self._checker = np.array([number["retrieval" if plan.retrieval else plan.source] for plan in plans])
         self._uses = {name: (source == i) | (self._checker == i) for name, i in number.items() if name}
-        self._sizes, self._at_least = (max_inner, max_gamma), {}
+        self._sizes = max_inner, max_gamma
         self._hierarchies = {}  # by source: its plans with a level in between, and for each its entry of `at_least`
         for name in costs.sources if costs.retrieval else ():
             which = [i for i, plan in enumerate(plans) if plan.retrieval and plan.source == name]

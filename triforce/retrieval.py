@@ -21,7 +21,7 @@ Shapes: B batch, L layers, K KV heads, G query heads per KV head, M rows of quer
 import torch
 from torch import Tensor
 
-from .cache import TargetCache, View
+from .cache import TargetCache, View, aligned
 from .errors import UserError
 from .graphs import Compiler
 
@@ -52,7 +52,7 @@ def plan_view(budget: int, chunk_size: int, flush_interval: int, recent: float =
 class RetrievalView(View):
     def __init__(self, cache: TargetCache, *, budget: int, chunk_size: int, recent: float = 0.25,
                  kind: str = "retrieval", batch: int, device, dtype, compiler: Compiler):
-        super().__init__(cache.config, batch, budget, device, dtype, cache.near)
+        super().__init__(cache.config, batch, aligned(budget), device, dtype, cache.near)
         self.lies_near = cache.near is not None
         self.cache, self.budget, self.chunk_size, self.kind = cache, budget, chunk_size, kind
         self.renews = kind == "retrieval"

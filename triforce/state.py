@@ -42,9 +42,7 @@ class Settings:
     draft_cache: str = "retrieval"
     recent: float = 0.25  # share of the retrieval budget that goes to the newest tokens of the prefix
     flush_interval: int = 128  # tokens between two flushes of the tail
-    # Tokens between two scheduled rebuilds of the retrieval view. None: 64; for one offloaded row 1, after each verify,
-    # for beside the next one's copies gathering takes no time (measured with all layers offloaded).
-    rebuild_interval: int | None = None
+    rebuild_interval: int | None = None  # tokens between two rebuilds of the retrieval view; None: see `State`
     ngram: bool = False  # draft by looking up, instead of by a model or, with auto, besides it
     draft_sink: int = 4
     draft_window: int = 256
@@ -147,10 +145,17 @@ class State:
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
         self._prompt_queries: list[torch.Tensor] = []
         self._prompt_weight: torch.Tensor | None = None
-        self._rebuild_interval = settings.rebuild_interval or (1 if offload is not None and batch == 1 else 64)
+        self._rebuild_interval = settings.rebuild_interval or self._usual_rebuild_interval()
         self._rebuild = [RebuildPolicy(self._rebuild_interval) for _ in range(batch)]
         self.num_forwards = 0
         self.num_flushes = 0
+
+    def _usual_rebuild_interval(self) -> int:
+        """The newest selection drafts best. Offloaded, it takes no time: it is gathered beside the next verify's
+        copies. Of many rows each is rebuilt on its own, and on a CPU a rebuild takes as long as a token."""
+        if self.batch == 1 and self.cache.full.offload is not None:
+            return 1
+        return 16 if self.batch == 1 and self.target.device.type == "cuda" else 64
 
     def _draft_memory(self, draft: Transformer, compiler: Compiler) -> DraftMemory:
         settings, tokens = self.settings, self.tape.tokens
