@@ -152,10 +152,13 @@ class State:
 
     def _usual_rebuild_interval(self) -> int:
         """The newest selection drafts best. Offloaded, it takes no time: it is gathered beside the next verify's
-        copies. Of many rows each is rebuilt on its own, and on a CPU a rebuild takes as long as a token."""
+        copies. On a GPU it takes the longer the more chunks there are. Of many rows each is rebuilt on its own, and on
+        a CPU a rebuild takes as long as a token."""
         if self.batch == 1 and self.cache.full.offload is not None:
             return 1
-        return 16 if self.batch == 1 and self.target.device.type == "cuda" else 64
+        if self.batch == 1 and self.target.device.type == "cuda":
+            return max(16, 256 // self.settings.chunk_size)
+        return 64
 
     def _draft_memory(self, draft: Transformer, compiler: Compiler) -> DraftMemory:
         settings, tokens = self.settings, self.tape.tokens
