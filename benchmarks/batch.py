@@ -178,7 +178,7 @@ def main() -> None:
     p.add_argument("--gammas", type=int, nargs="*", default=[1, 2, 3])
     p.add_argument("--rounds", type=int, default=48, help="timed in each setting")
     p.add_argument("--prefill-chunk-size", type=int, default=8192)
-    p.set_defaults(contexts=[32768], block_size=4, warm_up=12)
+    p.set_defaults(contexts=[32768], block_size=4, warm_up=32)
     run_or_plot(run, plot, p.parse_args())
 
 
