@@ -2,6 +2,8 @@
 
     python benchmarks/batch.py --shape llama-3.1-8b --contexts 32768 --batches 1 4 8 16 --text book.txt --out rows.jsonl
     torchrun --nproc-per-node 8 benchmarks/batch.py --shape llama-3.1-8b --contexts 102400 --batches 32 ...
+    torchrun --nproc-per-node 8 benchmarks/batch.py --shape llama-2-7b --contexts 16000 --batches 64 --ways draft \\
+                                                    --draft-shape tinyllama-1.1b --draft-ranks 0 1 2 3 --gammas 3 ...
     python benchmarks/batch.py --plot rows.jsonl
 
 Each row of a batch continues another stretch of the text. Throughput is that of `--rounds` rounds of all rows, from a
@@ -56,7 +58,8 @@ def throughput(state, rounds: int, warm_up: int, limit: int, **how) -> dict[str,
 
 def ways_of(base: Engine, args) -> list[str]:
     """Those of args.ways that there are weights for."""
-    return [way for way in args.ways if base.draft is not None or not WAYS[way][0]]
+    drafts = base.draft is not None or base.draft_ranks is not None  # the latter: perhaps on another rank
+    return [way for way in args.ways if drafts or not WAYS[way][0]]
 
 
 def engine_of(base: Engine, way: str) -> Engine:
@@ -64,7 +67,8 @@ def engine_of(base: Engine, way: str) -> Engine:
     drafts, view, cache = WAYS[way]
     settings = replace(base.settings, retrieval=view, draft_cache=cache, ngram=False)
     return Engine(base.target, None, base.draft if drafts else None, drafting=base.drafting if view else None,
-                  settings=settings, max_batch_size=128, compile=base.compile)
+                  settings=settings, max_batch_size=128, compile=base.compile,
+                  draft_ranks=base.draft_ranks if drafts else None)
 
 
 def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args, autoregression: bool) -> list[dict]:

@@ -4,13 +4,13 @@
     python benchmarks/offload.py --shape llama-2-7b --contexts 122880 --resident 0 16 --peers --timeline verify.png
     python benchmarks/offload.py --plot results.jsonl
 
-Shapes, texts and the widened pair are those of on_chip.py. `--peers` adds attention on the CPU, where the cache lies,
-beside the bandwidth of its memory, two ways to rebuild the view, and, in a line of their own, a resident prefill and
-transformers with its offloaded cache. One JSON line per run.
+Flags, shapes, texts and the widened pair are those of on_chip.py. `--peers` adds attention on the CPU, where the cache
+lies, beside the bandwidth of its memory, two ways to rebuild the view, and, in a line of their own, a resident prefill
+and transformers with its offloaded cache. One JSON line per run.
 """
 
-import argparse
 import gc
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -23,7 +23,6 @@ from triforce.state import State
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
 from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
-from widen import SHAPES  # noqa: E402
 
 STARTED = time.perf_counter()
 
@@ -280,48 +279,36 @@ def plot(path: str) -> None:
 
 
 def run(args) -> None:
-    args.device = args.checkpoint = None
+    if not torch.cuda.is_available():
+        raise SystemExit("this measures a GPU and its bus, and there is none")
+    if args.checkpoint:
+        raise SystemExit(f"--checkpoint {args.checkpoint}: here are shapes only (--shape); for a checkpoint, take "
+                         "generate.py --offload --compare")
     cap_memory(args.memory_cap)
     engine, tokenizer = on_chip.load(args, prefill_chunk_size=args.prefill_chunk_size,
                                      flush_interval=args.flush_interval)
-    engine.budget = args.budget
     stage("loaded")
     prompts = read_prompts(tokenizer, args)
     machine = {**on_chip.about(engine, args), "flush_interval": args.flush_interval}
-    for ids in prompts:
-        for resident in args.resident:
-            row = measure(engine, ids, resident, args)
-            title = f"{args.shape} (widened), {len(ids):,} tokens, {resident} resident layers"
-            report(title, row, machine, args.out)
-            if args.peers and resident == args.resident[0]:
-                same = {key: row[key] for key in ("context", "resident", "budget")}
-                report(f"{title}: peers", same | peers(engine, ids, args), machine, args.out)
+    for ids, budget, resident in itertools.product(prompts, args.budgets, args.resident):
+        engine.budget = budget
+        row = measure(engine, ids, resident, args)
+        title = f"{args.shape} (widened), {len(ids):,} tokens, {resident} resident layers"
+        report(title, row, machine, args.out)
+        if args.peers and resident == args.resident[0]:
+            same = {key: row[key] for key in ("context", "resident", "budget")}
+            report(f"{title}: peers", same | peers(engine, ids, args), machine, args.out)
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--shape", choices=sorted(SHAPES), default="llama-2-7b")
-    p.add_argument("--contexts", type=int, nargs="+", default=[122880])
-    p.add_argument("--budget", type=int, default=4096)
+    p = on_chip.parser()
+    p.description = __doc__
     p.add_argument("--resident", type=int, nargs="+", default=[0], help="layers that stay on the device, one run each")
-    p.add_argument("--text", help="a file to continue; default: CPython's language reference")
-    p.add_argument("--quote", type=int, default=0, help="end the prompt with so many tokens of its middle: recall")
-    p.add_argument("--block-size", type=int, default=64)
-    p.add_argument("--chunk-size", type=int, default=8)
     p.add_argument("--prefill-chunk-size", type=int, default=8192)
     p.add_argument("--flush-interval", type=int, default=256)
-    p.add_argument("--draft-dtype", choices=["fp8"])
-    p.add_argument("--temperature", type=float, default=0.6)
-    p.add_argument("--top-p", type=float, default=0.9)
-    p.add_argument("--seeds", type=int, default=2, help="generations per figure")
-    p.add_argument("--max-new-tokens", type=int, default=256)
-    p.add_argument("--plain-tokens", type=int, default=6, help="tokens of the autoregressive run")
-    p.add_argument("--warm-up", type=int, default=64)
-    p.add_argument("--peers", action="store_true")
     p.add_argument("--timeline", help="draw one verify to this file")
-    p.add_argument("--memory-cap", type=float, help="GiB of GPU memory that this process may allocate")
-    p.add_argument("--out", help="append JSON lines to this file")
-    p.add_argument("--plot", help="draw such a file and do nothing else")
+    p.set_defaults(shape="llama-2-7b", checkpoint=None, contexts=[122880], budgets=[4096], block_size=64, seeds=2,
+                   plain_tokens=6, warm_up=64)
     run_or_plot(run, plot, p.parse_args())
 
 

@@ -28,7 +28,9 @@ from triforce.calibration import measure, milliseconds
 from triforce.controller import Controller, Plan
 from triforce.engine import Engine
 from triforce.graphs import Compiler
+from triforce.loading import check_draft_ranks
 from triforce.model import Transformer
+from triforce.parallel import subgroup
 from triforce.quantize import fp8_copy
 from triforce.speculation import FULL, Speculator
 from triforce.state import WORTH_TIMING, Settings, State
@@ -157,19 +159,31 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
                          "fewer there may be no plan")
     if args.shape is None:
         engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype,
-                               block_size=args.block_size, chunk_size=args.chunk_size, group=group)
+                               block_size=args.block_size, chunk_size=args.chunk_size, group=group,
+                               draft_ranks=args.draft_ranks)
         return engine, engine.tokenizer
     tiny = triforce.load("tiny", device="cpu", compile=True)  # compile=True: weights stay unpacked
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    target = widen(tiny.target, SHAPES[args.shape], positions=max(args.contexts) + 4096, device=device, dtype=dtype,
-                   group=group)
-    draft = widen(tiny.draft, SHAPES["llama-68m"], vocab_size=target.config.vocab_size, device=device, dtype=dtype)
+    shape = SHAPES[args.shape]
+    draft = widened_draft(tiny.draft, args, group, vocab_size=shape.vocab_size, device=device, dtype=dtype)
+    target = widen(tiny.target, shape, positions=max(args.contexts) + 4096, device=device, dtype=dtype, group=group)
     block_size = args.block_size or 16
     settings = Settings(gamma=block_size - 1, gamma_inner=4, auto=True, block_size=block_size,
                         chunk_size=args.chunk_size, ngram=True, **{"prefill_chunk_size": 8192, **more})
     drafting = fp8_copy(target) if args.draft_dtype else None
-    return Engine(target, None, draft, drafting=drafting, settings=settings), tiny.tokenizer
+    engine = Engine(target, None, draft, drafting=drafting, settings=settings, draft_ranks=args.draft_ranks)
+    return engine, tiny.tokenizer
+
+
+def widened_draft(small: Transformer, args, group, **how) -> Transformer | None:
+    """The draft of a widened shape: whole, or of --draft-ranks this rank's share; None on a rank without one."""
+    shape, ranks = SHAPES[args.draft_shape], args.draft_ranks
+    if ranks is None:
+        return widen(small, shape, **how)
+    mine = check_draft_ranks(ranks, group, shape)
+    part = subgroup(group, ranks) if len(ranks) > 1 else None  # all ranks call it
+    return None if mine is None else widen(small, shape, group=part, **how)
 
 
 def transformers_model(target: Transformer):
@@ -349,6 +363,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", default="tiny")
     p.add_argument("--shape", choices=sorted(SHAPES))
+    p.add_argument("--draft-shape", choices=sorted(SHAPES), default="llama-68m", help="of the draft, with --shape")
+    p.add_argument("--draft-ranks", type=int, nargs="+", help="under torchrun: the ranks that hold the draft")
     p.add_argument("--device")
     p.add_argument("--contexts", type=int, nargs="+", default=[16384])
     p.add_argument("--budgets", type=int, nargs="+",
@@ -379,6 +395,7 @@ def about(engine: Engine, args) -> dict[str, object]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {"date": str(date.today()), "device": name, "torch": torch.__version__, "shape": args.shape,
             "checkpoint": None if args.shape else args.checkpoint, "widened": args.shape is not None,
+            "draft_shape": args.draft_shape if args.shape else None, "draft_ranks": args.draft_ranks,
             "dtype": str(engine.target.dtype).removeprefix("torch."), "draft_dtype": args.draft_dtype,
             "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
             "temperature": args.temperature, "top_p": args.top_p, "quote": args.quote, "seeds": args.seeds,

@@ -76,6 +76,8 @@ def run(args) -> None:
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     if not torch.cuda.is_available() and (args.offload or args.profile or args.memory_cap):
         raise SystemExit("--offload, --profile and --memory-cap measure a GPU, and there is none; drop them")
+    if args.offload and args.peers:
+        raise SystemExit("--peers beside --offload are those of one GPU; take offload.py --peers")
     cap_memory(args.memory_cap)
     engine, tokenizer = on_chip.load(args, group, prefill_chunk_size=args.prefill_chunk_size,
                                      flush_interval=args.flush_interval)

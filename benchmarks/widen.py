@@ -21,6 +21,7 @@ SHAPES = {
     "llama-3.1-8b": ModelConfig(128256, 4096, 32, 32, 8, 128, 14336),
     "llama-3.1-70b": ModelConfig(128256, 8192, 80, 64, 8, 128, 28672),
     "llama-68m": ModelConfig(32000, 768, 2, 12, 12, 64, 3072),
+    "tinyllama-1.1b": ModelConfig(32000, 2048, 22, 32, 4, 64, 5632),
 }
 PADDING_LOGIT = -200.0  # below this in float32 no probability is left
 

@@ -3,16 +3,18 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
 from conftest import random_pair, random_prompt  # noqa: E402
+from on_chip import widened_draft  # noqa: E402
 from widen import SHAPES, widen  # noqa: E402
 
 import triforce  # noqa: E402
-from triforce.checkpoint import TINY, load_model  # noqa: E402
+from triforce.checkpoint import TINY, load_model, tiny_draft  # noqa: E402
 from triforce.engine import Engine  # noqa: E402
 from triforce.model import ModelConfig, Transformer  # noqa: E402
 from triforce.parallel import from_environment, shard  # noqa: E402
@@ -80,6 +82,11 @@ def main() -> None:
     assert len(part.layers) == 9 and part.layers[8].attention.qkv.weight.shape == (24 // group.size * 128, 384)
     expected, found = (Engine(m, None, settings=Settings(retrieval=False)).logits([ids[0]]) for m in (small, part))
     torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
+
+    draft_args = SimpleNamespace(draft_shape="llama-68m", draft_ranks=ranks)
+    how = {"vocab_size": 4999, "device": "cpu", "dtype": torch.float32}
+    draft = widened_draft(load_model(tiny_draft(), "cpu", torch.float32), draft_args, group, **how)
+    assert (draft is not None) == (group.rank in ranks) and (draft is None or draft.config.n_head == 12 // len(ranks))
 
     # A rank that goes astray is noticed by all.
     try:

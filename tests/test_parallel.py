@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from triforce.errors import UserError
-from triforce.loading import _check_draft_ranks
+from triforce.loading import check_draft_ranks
 from triforce.model import ModelConfig
 from triforce.parallel import Group, shard_config
 
@@ -55,15 +55,15 @@ def test_uneven_shares_are_refused():
 
 def test_draft_ranks_are_checked():
     config, group = ModelConfig(64, 32, 2, 12, 6, 8, 48), Group(1, 4, "")
-    assert _check_draft_ranks([0, 1], group, config).n_kv_head == 3
-    assert _check_draft_ranks([0], group, config) is None
+    assert check_draft_ranks([0, 1], group, config).n_kv_head == 3
+    assert check_draft_ranks([0], group, config) is None
     for ranks, message in (([1], "rank 0"), ([0, 4], "0 to 3"), ([], "rank 0"), ([0, 1, 2, 3], "4 ranks cannot share")):
         with pytest.raises(UserError, match=message):
-            _check_draft_ranks(ranks, group, config)
+            check_draft_ranks(ranks, group, config)
     with pytest.raises(UserError, match="start with torchrun"):
-        _check_draft_ranks([0], None, config)
+        check_draft_ranks([0], None, config)
     with pytest.raises(UserError, match="add --draft"):
-        _check_draft_ranks([0], group, None)
+        check_draft_ranks([0], group, None)
 
 
 def read(path: Path) -> str:

@@ -19,6 +19,8 @@ from triforce.checkpoint import TINY, load_model, tiny_draft  # noqa: E402
     ("target", replace(SHAPES["llama-3.1-8b"], vocab_size=5000, dim=384, n_layer=8, n_head=16, n_kv_head=4,
                        ffn_dim=704)),
     ("draft", replace(SHAPES["llama-68m"], vocab_size=5000, dim=256, n_head=4, n_kv_head=4, ffn_dim=1024)),
+    ("draft", replace(SHAPES["tinyllama-1.1b"], vocab_size=5000, dim=256, n_layer=3, n_head=8, n_kv_head=2,
+                      ffn_dim=1024)),
 ])
 def test_logits_agree(part, shape):
     small = load_model(TINY / "target" if part == "target" else tiny_draft(), "cpu", torch.float32)

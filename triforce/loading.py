@@ -127,7 +127,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
     local = shard_config(configs[0], group)
     if draft_ranks is not None:
-        draft_config = _check_draft_ranks(draft_ranks, group, draft_config)
+        draft_config = check_draft_ranks(draft_ranks, group, draft_config)
     parts = memory.weight_parts(local, draft_config, chosen.itemsize)
     if draft_dtype:
         check_fp8(device)
@@ -195,7 +195,7 @@ def _check_offload(offload, num_resident_layers, resident_memory) -> None:
         raise UserError(f"num_resident_layers ({num_resident_layers!r}) must be a whole number, at least 0")
 
 
-def _check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig | None) -> ModelConfig | None:
+def check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig | None) -> ModelConfig | None:
     """What this rank holds of the draft. Every rank checks all of it: one that raised alone would leave the others."""
     if group is None:
         raise UserError("draft_ranks says which of several ranks run the draft, and there is one; start with torchrun")
