@@ -1,6 +1,7 @@
 """What the benchmarks share: the text that they continue, their tables, their lines of JSON, their plots."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -17,8 +18,15 @@ from triforce.parallel import leave
 def run_or_plot(run, plot, args) -> None:
     """Draws the file of --plot, or calls run(args): under torchrun on each rank, of which only the first speaks."""
     if args.plot:
-        plot(args.plot)
+        try:
+            plot(args.plot)
+        except OSError as error:
+            raise SystemExit(f"--plot {args.plot}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise SystemExit(f"--plot {args.plot}: not the rows of this benchmark ({type(error).__name__}: {error})"
+                             ) from None
         return
+    check(args)
     silent = int(os.environ.get("RANK", 0)) > 0
     try:
         with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
@@ -26,6 +34,21 @@ def run_or_plot(run, plot, args) -> None:
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
     leave()
+
+
+def check(args) -> None:
+    """What would otherwise end in a traceback, perhaps after minutes."""
+    for name in ("contexts", "context", "batches", "seeds", "rounds", "peer_tokens", "max_new_tokens", "warm_up"):
+        values = getattr(args, name, 1)
+        for value in values if isinstance(values, list) else [values]:
+            if value < 1:
+                raise SystemExit(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if not 0 <= getattr(args, "quote", 0) < min(getattr(args, "contexts", [1])):
+        raise SystemExit(f"--quote {args.quote}: must be less than the context ({min(args.contexts)})")
+    if getattr(args, "memory_cap", None) and not torch.cuda.is_available():
+        raise SystemExit(f"--memory-cap {args.memory_cap} limits a GPU, and there is none; drop it")
+    if getattr(args, "peers", False) and importlib.util.find_spec("transformers") is None:
+        raise SystemExit("--peers needs transformers, which is not installed; pip install transformers")
 
 
 def cap_memory(gib: float | None) -> None:
@@ -36,7 +59,10 @@ def cap_memory(gib: float | None) -> None:
 
 def read_text(path: str | None) -> str:
     """A file, or CPython's language reference."""
-    return Path(path).read_text(encoding="utf-8", errors="replace") if path else default_document()
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace") if path else default_document()
+    except OSError as error:
+        raise UserError(f"--text {path}: {error.strerror}; give a text file") from None
 
 
 def read_prompts(tokenizer, args) -> list[list[int]]:

@@ -407,6 +407,8 @@ def run(args) -> None:
     cap_memory(args.memory_cap)
     begun = time.perf_counter()
     engine, tokenizer = load(args)
+    if args.peers and engine.target.output.weight is None:
+        raise SystemExit("--peers shares the weights with transformers, and on a CPU they are packed; take a GPU")
     prompts = read_prompts(tokenizer, args)
     machine = {**about(engine, args), "load_s": time.perf_counter() - begun}
     rows = []

@@ -141,8 +141,8 @@ def test_short_prefix_is_taken_whole_and_outgrows_the_budget(pair):
 @pytest.mark.parametrize("budget,chunk,interval,text", [
     (4100, 8, 128, "budget (4100) must be a multiple of chunk_size (8); try 4096"),
     (64, 8, 128, "budget (64) must be at least 144"),
-    (100, 8, 128, "budget (100) must be a multiple of chunk_size (8); try 144"),
-    (4096, 7, 128, "chunk_size (7) must divide 128"),
+    (100, 8, 128, "budget (100) must be at least 144"),
+    (4096, 7, 128, "chunk_size (7) must divide flush_interval (128)"),
 ])
 def test_budgets_that_do_not_fit(budget, chunk, interval, text):
     with pytest.raises(UserError) as error:

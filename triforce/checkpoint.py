@@ -35,6 +35,8 @@ def resolve(checkpoint: str | Path) -> Path:
     """
     if checkpoint == "tiny":
         return TINY / "target"
+    if not isinstance(checkpoint, (str, Path)) or not str(checkpoint):
+        raise UserError(f"no such checkpoint: {checkpoint!r}; give a folder, a repository id (owner/name) or 'tiny'")
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         return path

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--dtype", help="float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
     model.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on for CUDA")
     model.add_argument("--max-seq-len", type=int, help="most tokens of prompt and output (default: as needed)")
-    model.add_argument("--offload", nargs="?", const=True, default=False, choices=[True, "auto"], metavar="auto",
+    model.add_argument("--offload", nargs="?", const=True, default=False, choices=["auto"], metavar="auto",
                        help="keep the KV cache in host memory; 'auto': only what does not fit the device")
     model.add_argument("--num-resident-layers", type=int,
                        help="of an offloaded cache, on the device (alias --on-chip)")
@@ -332,6 +332,9 @@ def answer(args, group, sampling: dict, wants_comparison: bool) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line. Exit status: 0; 1 if the greedy check fails; 2 for a user's mistake; 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, open(os.devnull, "w"))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -7,6 +7,7 @@ call takes over if they are large enough.
 """
 
 import gc
+import inspect
 import logging
 import operator
 import random
@@ -125,6 +126,8 @@ class Engine:
         """Ids of a prompt in any of the forms that `generate` takes."""
         if isinstance(prompt, str):
             ids = self._tokenizer().encode(prompt) if prompt else []
+        elif isinstance(prompt, (bytes, bytearray)):
+            raise UserError("a prompt of bytes could be text or ids; decode it: prompt.decode()")
         elif isinstance(prompt, Sequence) and prompt and all(isinstance(item, dict) for item in prompt):
             ids = self._tokenizer().apply_chat_template(prompt, chat_template)
         else:
@@ -136,8 +139,11 @@ class Engine:
 
     def _serve(self, prompts, max_new_tokens: int, *, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=None,
                stop=None, ignore_eos=False, speculate=True, one_row=False, chat_template=None,
-               on_prefill=None) -> Iterator[tuple[int, str]]:
+               on_prefill=None, **unknown) -> Iterator[tuple[int, str]]:
         """Checks everything, then gives a generator: of (index of the prompt, piece of text), then of the results."""
+        if unknown:
+            known = list(inspect.signature(self._serve).parameters)[1:-1]
+            raise UserError(f"{', '.join(unknown)} is no option here; options are {', '.join(known)}")
         try:
             max_new_tokens = operator.index(max_new_tokens)
         except TypeError:
@@ -355,9 +361,12 @@ class Engine:
         if self.max_seq_len is not None:
             limit, what = self.max_seq_len, f"max_seq_len ({self.max_seq_len})"
         if prompt_len + max_new_tokens > limit:
-            room = limit - max_new_tokens
-            remedy = f"cut the prompt to {room} tokens (--prompt-len {room})" if room > 0 else \
-                f"ask for fewer than {limit} new tokens"
+            excess, ways = prompt_len + max_new_tokens - limit, []
+            if prompt_len > excess:
+                ways.append(f"cut the prompt by {excess} tokens to {prompt_len - excess} (--prompt-len)")
+            if limit > prompt_len:
+                ways.append(f"ask for at most {limit - prompt_len} new ones")
+            remedy = " or ".join(ways) or f"cut the prompt below {limit} tokens and ask for fewer new ones"
             raise UserError(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 

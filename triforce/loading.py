@@ -103,10 +103,11 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     shape = Settings(gamma=gamma, gamma_inner=gamma_inner, block_size=block_size, retrieval=retrieval, auto=auto,
                      chunk_size=chunk_size, ngram=ngram, draft_cache=draft_cache, **settings)
     if draft_cache == "snapkv" and offload and retrieval:
-        raise UserError("draft_cache 'snapkv' chooses from a cache on the device; use 'retrieval' with offload")
+        raise UserError("draft_cache 'snapkv' chooses from a cache on the device; use 'retrieval' or 'streaming' with "
+                        "offload")
     if given and not retrieval and draft_folder is None:
         raise UserError(f"draft_cache ({draft_cache!r}) is what a target or a draft model drafts with, and neither "
-                        "does; leave it out, or retrieval=False")
+                        "does; leave out draft_cache, or retrieval=False (--draft-cache, --no-retrieval)")
     _check_settings(shape, drafts, max_batch_size, budget)
 
     tokenizer = Tokenizer(folder)
@@ -243,7 +244,8 @@ def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budge
     kinds, whose = (VIEWS, "with") if settings.retrieval else (draft_memory.KINDS, "without")
     if settings.draft_cache not in kinds:
         raise UserError(f"draft_cache ({settings.draft_cache!r}) {whose} a retrieval level must be one of "
-                        f"{', '.join(kinds)}")
+                        f"{', '.join(kinds)}" + (" (it is for a draft without one: --no-retrieval)"
+                                                 if settings.draft_cache in draft_memory.KINDS else ""))
     if settings.has_view:
         plan_view(budget if isinstance(budget, int) else interval + 2 * settings.chunk_size, settings.chunk_size,
                   interval, settings.recent)

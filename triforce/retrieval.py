@@ -36,14 +36,14 @@ def plan_view(budget: int, chunk_size: int, flush_interval: int, recent: float =
         UserError: the budget is not a multiple of chunk_size, or too small for a sink, a window and one chunk.
     """
     if chunk_size < 1 or flush_interval % chunk_size:
-        raise UserError(f"chunk_size ({chunk_size}) must divide {flush_interval}; try 8")
+        raise UserError(f"chunk_size ({chunk_size}) must divide flush_interval ({flush_interval}); try 8")
     smallest = flush_interval + 2 * chunk_size
-    if budget % chunk_size:
-        rounded = max(budget // chunk_size * chunk_size, smallest)
-        raise UserError(f"budget ({budget}) must be a multiple of chunk_size ({chunk_size}); try {rounded}")
     if budget < smallest:
         raise UserError(f"budget ({budget}) must be at least {smallest}: a sink chunk of {chunk_size}, a recent window "
                         f"of {flush_interval} and one chunk of {chunk_size}")
+    if budget % chunk_size:
+        raise UserError(f"budget ({budget}) must be a multiple of chunk_size ({chunk_size}); try "
+                        f"{budget // chunk_size * chunk_size}")
     most = (budget - 2 * chunk_size) // flush_interval  # leaves a sink chunk and a selected one
     window_size = min(max(int(budget * recent) // flush_interval, 1), most) * flush_interval
     return window_size, (budget - chunk_size - window_size) // chunk_size
