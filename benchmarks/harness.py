@@ -22,7 +22,7 @@ def run_or_plot(run, plot, args) -> None:
             plot(args.plot)
         except OSError as error:
             raise SystemExit(f"--plot {args.plot}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise SystemExit(f"--plot {args.plot}: not the rows of this benchmark ({type(error).__name__}: {error})"
                              ) from None
         return

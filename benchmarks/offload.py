@@ -279,8 +279,10 @@ def plot(path: str) -> None:
 
 
 def run(args) -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("this measures a GPU and its bus, and there is none")
+    if not torch.cuda.is_available() or args.device == "cpu":
+        raise SystemExit("this measures a GPU and its bus; on a CPU there is none")
+    if args.sweep:
+        raise SystemExit("--sweep is on_chip.py's; drop it")
     if args.checkpoint:
         raise SystemExit(f"--checkpoint {args.checkpoint}: here are shapes only (--shape); for a checkpoint, take "
                          "generate.py --offload --compare")

@@ -74,8 +74,8 @@ def parser() -> argparse.ArgumentParser:
 def run(args) -> None:
     group, args.device = from_environment(args.device)
     rank, size = (0, 1) if group is None else (group.rank, group.size)
-    if not torch.cuda.is_available() and (args.offload or args.profile or args.memory_cap):
-        raise SystemExit("--offload, --profile and --memory-cap measure a GPU, and there is none; drop them")
+    if not torch.cuda.is_available() and (args.offload or args.profile):
+        raise SystemExit("--offload and --profile measure a GPU, and there is none; drop them")
     if args.offload and args.peers:
         raise SystemExit("--peers beside --offload are those of one GPU; take offload.py --peers")
     cap_memory(args.memory_cap)

@@ -175,7 +175,7 @@ def test_parts_of_the_plan_are_what_is_allocated(models):
         assert state.cache.full.offload.nbytes == host.bytes
         parts = memory.cache_parts(config, None, Settings(flush_interval=64), batch=1, capacity=2048, budget=256,
                                    itemsize=4, num_resident_layers=resident)
-        tail = (64 + 16) * config.kv_elements_per_token * 4
+        tail = sum(kv.nbytes for kv in state.cache.tail)
         assert parts[0].bytes == resident * host.bytes // (2 - resident) + tail
 
 

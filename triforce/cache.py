@@ -25,7 +25,7 @@ from .offload import Offload
 from .packed import MIN_ROWS, MIN_TOKENS, PackedPrefix
 
 GROWTH = 1024  # tokens of a batch's masked part that are attended to together
-ALIGNED = 32  # tokens: tensor cores load 8 at a time, for each part of `attention.SPLIT`
+ALIGNED = 8 * attention.SPLIT  # tokens: tensor cores load 8 at a time, of each part of a product
 STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kernel reads the length on the device
 
 

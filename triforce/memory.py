@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from .cache import aligned
 from .errors import UserError
 from .model import ModelConfig
 from .offload import STAGING_BUFFERS, piece_tokens
@@ -49,7 +50,8 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     laws = batch * target.vocab_size * 4 * block * (4 + levels)
     layers = target.n_layer if num_resident_layers is None else num_resident_layers
     sizes = {"batch": batch, "capacity": capacity, "itemsize": itemsize}
-    kv = prefix_bytes(target, layers, **sizes) + per_token * (settings.flush_interval + 2 * block)
+    tail, view = aligned(settings.flush_interval + 2 * block), aligned(budget)
+    kv = prefix_bytes(target, layers, **sizes) + per_token * tail
     parts = [
         Part("KV cache" if layers == target.n_layer else f"tail, KV cache of {layers} resident layers", kv,
              "--offload, --max-seq-len" if layers else "--max-seq-len"),
@@ -59,7 +61,7 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     if settings.scores_chunks:
         parts.append(Part("chunk keys", per_token * capacity // 2 // settings.chunk_size, "--chunk-size"))
     if settings.retrieval:
-        parts.append(Part("retrieval view", per_token * budget, "--budget"))
+        parts.append(Part("retrieval view", per_token * view, "--budget"))
     if layers < target.n_layer:
         one_layer = per_token // target.n_layer
         piece = settings.piece_tokens or piece_tokens(one_layer, settings.flush_interval, capacity)
@@ -69,7 +71,7 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     if draft is not None:
         tokens = settings.draft_sink + settings.draft_window + max(64, 2 * block)
         if settings.drafts_over != "streaming":
-            tokens = capacity + settings.flush_interval + 2 * block + (budget if settings.has_view else 0)
+            tokens = capacity + tail + (view if settings.has_view else 0)
         parts.append(Part("draft cache", batch * tokens * draft.kv_elements_per_token * itemsize,
                           "" if settings.drafts_over == "streaming" else "--draft-cache streaming"))
     if settings.draft_cache == "snapkv":  # scores, their softmax and what of it counts, one layer at a time
