@@ -87,7 +87,7 @@ def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args,
         plain = throughput(state, args.rounds, args.warm_up, limit, speculate=False, one_row=True)
         config, weights = engine.target.config, sum(p.nbytes for p in engine.target.parameters())
         kv = 2 * sum(state.lens) * config.n_layer * config.n_kv_head * config.head_dim * engine.target.dtype.itemsize
-        moved = (weights + kv) / 1e9
+        moved = (weights + kv) / 1e9  # by each GPU: a rank's config and parameters are its own
         rows.append({**common, "way": "autoregression", "plan": "", **plain, "moved_gb": moved,
                      "moved_gb_s": moved * plain["tokens_per_second"] / len(prompts)})
     chosen = throughput(state, args.rounds, args.warm_up, limit)
@@ -131,46 +131,67 @@ def run(args) -> None:
                             report(title, row, common, args.out)
 
 
-def table(rows: list[dict]) -> list[str]:
-    """The best plan of each way at each size, over autoregression."""
-    plain = {(row["context"], row["batch"], row["gpus"]): row for row in rows if row["way"] == "autoregression"}
-    best: dict[tuple, dict] = {}
+def sizes(rows: list[dict]) -> list[tuple]:
+    """What a row may be compared within: (shape, GPUs, context)."""
+    return sorted({(str(row["shape"]), row["gpus"], row["context"]) for row in rows})
+
+
+def of_size(rows: list[dict], size: tuple) -> list[dict]:
+    return [row for row in rows if (str(row["shape"]), row["gpus"], row["context"]) == size]
+
+
+def best_plans(rows: list[dict]) -> dict[tuple[int, str], dict]:
+    """Of rows of one size: (batch, way) -> the fastest."""
+    best: dict[tuple[int, str], dict] = {}
     for row in rows:
-        key = row["context"], row["batch"], row["gpus"], row["way"]
+        key = row["batch"], row["way"]
         if key not in best or row["tokens_per_second"] > best[key]["tokens_per_second"]:
             best[key] = row
-    lines = ["context batch GPUs  way             plan     budget  tokens/s  ms/token  of autoregression  bandwidth"]
-    for key, row in sorted(best.items()):
-        one = plain.get(key[:3])
-        times = f"{row['tokens_per_second'] / one['tokens_per_second']:.2f}" if one else ""
-        timed = "moved_gb_s" in row and "bandwidth_gb_s" in row
-        share = f"{row['moved_gb_s'] / row['bandwidth_gb_s']:.0%}" if timed else ""
-        lines.append(f"{row['context']:>7}{row['batch']:>6}{row['gpus']:>5}  {row['way']:<16}{row['plan']:<9}"
-                     f"{row['budget']:>6}{row['tokens_per_second']:>10.1f}{row['tbt_ms']:>10.2f}{times:>19}{share:>11}")
+    return best
+
+
+def table(rows: list[dict]) -> list[str]:
+    """The best plan of each way at each size, over autoregression."""
+    lines = []
+    for size in sizes(rows):
+        shape, gpus, context = size
+        lines += [f"{shape}, {context:,} tokens, GPUs: {gpus}",
+                  " batch  way                     plan    budget tokens/s ms/token speed-up bandwidth"]
+        best = best_plans(of_size(rows, size))
+        for (batch, way), row in sorted(best.items()):
+            one = best.get((batch, "autoregression"))
+            times = f"{row['tokens_per_second'] / one['tokens_per_second']:.2f}" if one else ""
+            timed = "moved_gb_s" in row and "bandwidth_gb_s" in row
+            share = f"{row['moved_gb_s'] / row['bandwidth_gb_s']:.0%}" if timed else ""
+            lines.append(f"{batch:>6}  {way:<24}{row['plan']:<8}{row['budget']:>6}{row['tokens_per_second']:>9.1f}"
+                         f"{row['tbt_ms']:>9.2f}{times:>9}{share:>10}")
     return lines
 
 
 def plot(path: str) -> None:
+    """Throughput of each way against batch size, a panel for each size."""
     rows, plt = read_rows(path), pyplot()
     print("\n".join(table(rows)))
-    contexts = sorted({row["context"] for row in rows})
-    figure, axes = plt.subplots(1, len(contexts), figsize=(max(5 * len(contexts), 7), 4), squeeze=False)
-    for axis, context in zip(axes[0], contexts, strict=True):
-        batches = sorted({row["batch"] for row in rows if row["context"] == context})
-        most = 0.0
+    panels = sizes(rows)
+    columns = min(len(panels), 3)
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(max(5 * columns, 7), 4 * lines), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (shape, gpus, context) in zip(axes.flat, panels, strict=False):
+        best = best_plans(of_size(rows, (shape, gpus, context)))
+        batches = sorted({batch for batch, _ in best})
         for i, way in enumerate(("autoregression", *WAYS)):
-            points: dict[int, float] = {}
-            for row in rows:
-                if row["context"] == context and row["way"] == way:
-                    points[row["batch"]] = max(points.get(row["batch"], 0), row["tokens_per_second"])
-            if points:  # no line across a size that was not measured
-                ys = [points.get(batch, float("nan")) for batch in batches]
+            if any(name == way for _, name in best):  # no line across a size that was not measured
+                ys = [best[batch, way]["tokens_per_second"] if (batch, way) in best else float("nan")
+                      for batch in batches]
                 style = ("s" + MARKERS)[i] + ("--" if i == 0 else "-")
                 axis.plot(batches, ys, style, label=way, fillstyle="none", ms=8, color=f"C{i}")
-                most = max(most, *points.values())
-        axis.set(xlabel="sequences", ylabel="tokens per second", title=f"{context:,} tokens each",
-                 xlim=(0, 1.05 * max(batches)), ylim=(0, 1.1 * most))
-        axis.legend(fontsize=8, loc="lower right" if len(batches) > 1 else "lower left")
+        most = max(row["tokens_per_second"] for row in best.values())
+        where = f"{gpus} GPU" + ("s" if gpus > 1 else "")
+        axis.set(xlabel="sequences", ylabel="tokens per second", xlim=(0, 1.05 * max(batches)), ylim=(0, 1.5 * most))
+        axis.set_title(f"{shape}, {context:,} tokens each, {where}", fontsize=10)
+        axis.legend(fontsize=8, loc="upper left", ncols=2)
     save(figure, path, rows)
 
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from controller import one_round  # noqa: E402
 
 from triforce.controller import Controller, Costs, Plan, Rate, at_least, emitted  # noqa: E402
+from triforce.state import Tally  # noqa: E402
 
 GPU_128K = Costs({8: 20.1}, {4: 5.0}, {"model": (0.25, 0.2)})
 
@@ -124,6 +125,20 @@ def test_rounds_set_the_times_right():
     for _ in range(Controller.REMEMBERED):
         controller.timed(first, own)
     assert controller.choose() == first
+
+
+def test_many_rows_try_what_lies_idle_no_oftener_than_one():
+    """A draft that is never right, on the tally of a batch: each test of it costs a round, of however many rows."""
+    tried = {}
+    for rows in (1, 32):
+        controller, tried[rows] = Controller(Costs({4: 10.0}, {}, {"model": (0.3, 0.3)}), 3, 0), 0
+        for i in range(600):
+            plan, seen = controller.choose(), Tally()
+            tried[rows] += plan.gamma > 0 and i >= 100
+            for _ in range(rows):
+                seen.add(plan, 1, 0, plan.gamma, [])
+            controller.update(seen.tokens_a_row, **seen.counts)
+    assert 0 < tried[32] <= tried[1]
 
 
 def test_what_the_caller_knows_counts():

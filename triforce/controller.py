@@ -92,7 +92,7 @@ class Rate:
         kept = self.MEMORY**tests
         self.hits, self.tests, self.age = kept * self.hits + hits, kept * self.tests + tests, 0
 
-    def idle(self, num_tokens: int) -> None:
+    def idle(self, num_tokens: float) -> None:
         kept = self.IDLE_MEMORY**num_tokens
         back = (1 - kept) * self.PRIOR_WEIGHT
         self.hits, self.tests = kept * self.hits + back * self.prior, kept * self.tests + back
@@ -115,7 +115,7 @@ class Controller:
     PRIORS = {"retrieval": 0.9, "model": 0.5}  # the chances of "ngram" are told from round to round
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
-    PROBE_AFTER = 64  # tokens; what has not been tried for so long may have become better
+    PROBE_AFTER = 64  # tokens of a row; what has not been tried for so long may have become better
     TIMED, REMEMBERED = 3, 64  # so many rounds of a kind of plan, of the last so many, say what it takes
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int):
@@ -209,8 +209,11 @@ class Controller:
         """What was chosen last, other than to try something."""
         return self.plans[self._now]
 
-    def update(self, num_tokens: int, **observed: tuple[int, int]) -> None:
-        """After a round: tokens kept, and by level (hits, tests)."""
+    def update(self, num_tokens: float, **observed: tuple[int, int]) -> None:
+        """After a round: tokens kept in the mean of the rows, and by level (hits, tests) of all rows.
+
+        What lies idle ages with the text, not with the number of rows: or else many rows would try it all the time.
+        """
         for name, rate in self.rates.items():
             hits, tests = observed.get(name, (0, 0))
             if tests:

@@ -380,7 +380,7 @@ class State:
                 self.retrieval.rebuild(row, at_once=False)
                 self._rebuild[row].rebuilt()
         if steered:
-            self.controller.update(seen.tokens, **seen.counts)
+            self.controller.update(seen.tokens_a_row, **seen.counts)
         return emitted
 
     def acceptance_rates(self) -> list[dict[str, float]]:
@@ -437,7 +437,11 @@ class Tally:
     """What a round showed of each level's acceptance, over its rows: kept tokens and first rejections only."""
 
     def __init__(self):
-        self.tokens, self.counts = 0, {}
+        self.tokens, self.rows, self.counts = 0, 0, {}
+
+    @property
+    def tokens_a_row(self) -> float:
+        return self.tokens / max(self.rows, 1)
 
     def observe(self, name: str, hits: int, tests: int) -> None:
         known = self.counts.get(name, (0, 0))
@@ -445,6 +449,7 @@ class Tally:
 
     def add(self, plan: Plan, num_emitted: int, num_accepted: int, num_drafted: int, origins: list[int]) -> None:
         self.tokens += num_emitted
+        self.rows += 1
         checked = "retrieval" if plan.retrieval else plan.source
         if checked is not None and checked != "ngram":  # that one's rates are kept by its meter
             self.observe(checked, num_accepted, num_accepted + (num_accepted < num_drafted))
