@@ -54,7 +54,7 @@ def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[flo
 
 
 def cpu_attention(state: State) -> dict[str, float]:
-    """One token's attention on the CPU, layer by layer where the prefix lies, the fastest of three ways; how fast the
+    """One token's attention on the CPU, layer by layer where the prefix lies, the fastest of four ways; how fast the
     same cores read memory; and a whole block's attention, to see whether they could take part of a verify."""
     offload, config = state.cache.full.offload, state.cache.config
     length, group = state.cache.full.lens[0], state.cache.group
@@ -79,10 +79,22 @@ def cpu_attention(state: State) -> dict[str, float]:
         k, v = heads[i]
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[None], k[None], v[None])
 
+    def with_threads(number, call):
+        def run(i):
+            torch.set_num_threads(number)
+            try:
+                call(i)
+            finally:
+                torch.set_num_threads(threads)
+        return run
+
+    threads = torch.get_num_threads()
+    even = max(n for n in range(1, threads + 1) if config.n_kv_head % n == 0)  # or some wait while others have two
     ways = {
         "tokens in order, as they stream": lambda i: plain(*offload.host[i][:, 0, :length].transpose(1, 2)),
         "head by head": lambda i: plain(*heads[i]),
         "head by head, flash": lambda i: flash(i, q),
+        f"head by head, flash, {even} threads": with_threads(even, lambda i: flash(i, q)),
     }
     size = heads[layers[0]].nbytes
     timed = {}
@@ -98,7 +110,7 @@ def cpu_attention(state: State) -> dict[str, float]:
     return {"cpu_attention_block_ms_a_layer": seconds(lambda i: flash(i, block)) * 1e3,
             "cpu_attention_ms_a_layer": timed[best] * 1e3, "cpu_attention_way": best,
             "cpu_attention_gb_s": size / timed[best] / 1e9, "host_memory_gb_s": size / read / 1e9,
-            "cpu_attention_token_ms": timed[best] * 1e3 * config.n_layer, "cpu_threads": torch.get_num_threads()}
+            "cpu_attention_token_ms": timed[best] * 1e3 * config.n_layer, "cpu_threads": threads}
 
 
 def rebuild_ways(state: State) -> dict[str, float]:

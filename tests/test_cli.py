@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from triforce import acceptance, cli
+from triforce.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--prompt", "The sea was calm and the wind", "--max-new-tokens", "12", "--device", "cpu", "--gamma", "6"]
@@ -59,6 +61,12 @@ def test_prompts_from_files_and_stdin(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["stats"]["prompt_len"] > 102
     piped = run("--prompt-file", "-", "--max-new-tokens", "4", "--device", "cpu", stdin="Once upon a time")
     assert piped.returncode == 0 and piped.stdout
+    document.write_bytes("\ufeffOnce upon\r\na time\rthere".encode())
+    with open(document) as stdin, mock.patch.object(sys, "stdin", stdin):
+        assert cli.read_document(cli.parser().parse_args(["--prompt-file", "-"])) == "Once upon\na time\nthere"
+    assert cli.read_document(cli.parser().parse_args(["--prompt-file", str(document)])) == "Once upon\na time\nthere"
+    with mock.patch.object(sys, "stdin", None), pytest.raises(UserError, match="standard input, and that is closed"):
+        cli.read_document(cli.parser().parse_args(["--prompt-file", "-"]))
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
     assert cli.main(["--prompt", "Hello", "--chat", "--chat-template", str(template), *common]) == 0

@@ -42,6 +42,8 @@ def test_seeds(tiny_engine):
     assert tiny_engine.generate(TEXT, 30, seed=6, ignore_eos=True).tokens != first
     drawn = tiny_engine.generate(TEXT, 30, ignore_eos=True)
     assert tiny_engine.generate(TEXT, 30, seed=drawn.stats.seed, ignore_eos=True).tokens == drawn.tokens
+    for seed in (torch.tensor([5]), [torch.tensor(5)], torch.tensor(5), 5.0):  # and NumPy's
+        assert tiny_engine.generate(TEXT, 30, seed=seed, ignore_eos=True).tokens == first
 
 
 def test_exactly_max_new_tokens_at_every_length(tiny_engine):
@@ -105,6 +107,9 @@ def test_a_second_generation_ends_an_unfinished_stream(tiny_engine):
     out = tiny_engine.generate(TEXT, 8, seed=2)
     with pytest.raises(triforce.UserError, match="another generation has begun"):
         list(stream)
+    assert tiny_engine.generate(TEXT, 8, seed=2).tokens == out.tokens
+    with pytest.raises(triforce.UserError, match="another generation has begun"):  # not even in the midst of a prefill
+        tiny_engine.generate(TEXT * 2, 8, on_prefill=lambda share: tiny_engine.generate("Others", 1))
     assert tiny_engine.generate(TEXT, 8, seed=2).tokens == out.tokens
 
 
@@ -274,6 +279,8 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"dtype": "int7"}, "dtype 'int7' is unknown"),
     ({"colour": "red"}, "colour is not a setting"),
     ({"block_size": 0}, "block_size (0) must be a whole number, at least 1"),
+    ({"block_size": "8"}, "block_size ('8') must be a whole number, at least 1"),
+    ({"device": []}, "device [] is unknown"),
     ({"gamma": 2.5}, "gamma (2.5) must be a whole number"),
     ({"gamma": 500}, "try --gamma 7"),
     ({"max_seq_len": 1}, "max_seq_len (1) must be a whole number, at least 2"),
@@ -284,6 +291,14 @@ def test_mistakes_in_loading(options, text):
     with pytest.raises(triforce.UserError) as error:
         triforce.load("tiny", **{"device": "cpu", **options})
     assert text in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rows_of_a_block_come_in_fours():
+    """Or their bits would depend on their place: see test_rows.py."""
+    for asked, got in ((1, 1), (2, 4), (8, 8), (9, 12)):
+        engine = triforce.load("tiny", device="cpu", block_size=asked, **({"gamma": 1} if asked > 1 else
+                                                                          {"draft": False, "retrieval": False}))
+        assert engine.settings.block_size == got
 
 
 def copy_of_tiny(folder, part="target", **config):

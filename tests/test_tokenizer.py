@@ -141,6 +141,9 @@ def test_chat_templates_from_files_and_arguments(folders, tmp_path):
     assert ours.apply_chat_template(messages) == ours.encode("from jinja")
     with pytest.raises(UserError, match="rejects the messages: no system"):
         ours.apply_chat_template(messages, "{{ raise_exception('no system') }}")
+    for broken in ("{{ 1 / 0 }}", "{{ range(10**9) }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"):
+        with pytest.raises(UserError, match="rejects"):
+            ours.apply_chat_template(messages, broken)
     with pytest.raises(UserError, match="rejects"):
         ours.apply_chat_template(messages, "{{ ''.__class__.__mro__[1].__subclasses__() }}")  # the sandbox holds
     for bad in ([], ["hi"], [{"content": "x"}]):

@@ -118,7 +118,10 @@ def read_document(args) -> str:
     if args.prompt_file is None:
         return default_document()
     if args.prompt_file == "-":
-        return sys.stdin.buffer.read().decode("utf-8", errors="replace")
+        if sys.stdin is None:
+            raise UserError("--prompt-file - reads standard input, and that is closed; name a file")
+        text = sys.stdin.buffer.read().decode("utf-8-sig", errors="replace")
+        return text.replace("\r\n", "\n").replace("\r", "\n")  # as a file is read
     return _read("--prompt-file", args.prompt_file)
 
 

@@ -158,9 +158,10 @@ class Engine:
         ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
         for prompt in ids:
             self.check_len(len(prompt), max_new_tokens)
+        temperature, top_p, top_k, min_p, seed = map(_as_numbers, (temperature, top_p, top_k, min_p, seed))
         if not isinstance(seed, (list, tuple)):
             begin = self._agreed(random.getrandbits(32)) if seed is None else seed
-            if hasattr(begin, "__index__") or isinstance(begin, float) and begin.is_integer():  # numpy's integers, 2.0
+            if isinstance(begin, float) and begin.is_integer():
                 begin = int(begin)
             seed = [begin + i for i in range(len(ids))] if isinstance(begin, int) else [begin] * len(ids)
         sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
@@ -199,8 +200,10 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         max_new_tokens = outputs[0].max_new_tokens
-        state = self.prepare(ids, max_new_tokens, on_prefill, speculate, **sampling)
         serving = self._serving = object()
+        state = self.prepare(ids, max_new_tokens, on_prefill, speculate, **sampling)
+        if self._serving is None:  # new buffers were made
+            self._serving = serving
         seconds, first_round, ttft = 0.0, [], 0.0
         ended: list[tuple[int, float] | None] = [None] * len(ids)  # rounds and decode seconds until a row's end
         levels: list[dict[str, float]] = [{} for _ in ids]
@@ -396,6 +399,13 @@ def _is_batch(prompt) -> bool:
     if isinstance(prompt, (list, tuple)):
         return len(prompt) > 0 and (isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) == 1)
     return getattr(prompt, "ndim", 0) == 2
+
+
+def _as_numbers(value):
+    """A setting, or a list of one a prompt, without the types of NumPy and PyTorch."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_as_numbers(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _as_ids(prompt) -> list[int]:

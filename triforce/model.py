@@ -17,6 +17,7 @@ from . import attention
 from .errors import UserError
 from .packed import multiply, pack, packs
 
+SHARE = 32768  # elements: a CPU's loop shares no fewer out to several threads
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -317,6 +318,15 @@ class Attention(nn.Module):
         return y if self.group is None else self.group.all_reduce(y)
 
 
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, [B, M, F]. On a CPU a few whole rows at a time: PyTorch shares what is larger out to threads in
+    mid-row, and rounds the ends of a share in another way, so that a row's bits would depend on its place."""
+    rows = max(SHARE // gate.shape[-1], 1)
+    if gate.device.type != "cpu" or gate.shape[0] * gate.shape[1] <= rows:
+        return F.silu(gate) * up
+    return torch.cat([F.silu(part) for part in gate.flatten(0, 1).split(rows)]).view(up.shape) * up
+
+
 class MLP(nn.Module):
     group = None
 
@@ -327,7 +337,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y = self.down(F.silu(gate) * up)
+        y = self.down(gated(gate, up))
         return y if self.group is None else self.group.all_reduce(y)
 
 

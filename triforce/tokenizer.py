@@ -112,8 +112,6 @@ class Tokenizer:
         Raises:
             UserError: there is no template, or it rejects the messages.
         """
-        from jinja2 import TemplateError
-
         source = self.chat_template() if template is None else template
         if source is None:
             raise UserError(f"{self.folder} has no chat template (a base model?); give one with --chat-template FILE, "
@@ -124,8 +122,8 @@ class Tokenizer:
         try:
             text = chat_environment().from_string(source).render(
                 messages=messages, add_generation_prompt=True, tools=None, documents=None, **self.special_tokens)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            raise UserError(f"the chat template rejects the messages: {error}") from None
+        except Exception as error:  # a template is a program of others: it may divide by zero, or recurse
+            raise UserError(f"the chat template rejects the messages: {str(error) or type(error).__name__}") from None
         return self.encode(text, bos=False)  # a template spells its own bos
 
     def chat_template(self) -> str | None:

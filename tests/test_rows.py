@@ -1,0 +1,90 @@
+"""A row of a step has the same bits wherever in the block it lies, on any number of a CPU's threads.
+
+With speculation a token is checked in some row of a block, without it in the first: that both have the same logits to
+the bit rests on this. Each test gives all rows the same numbers and wants the same from each.
+"""
+
+import pytest
+import torch
+from conftest import make_state, random_prompt
+from test_greedy import bits
+from torch import nn
+
+from triforce import attention
+from triforce.model import Linear, ModelConfig, Transformer, gated
+from triforce.packed import PackedPrefix
+
+ROWS = (4, 8, 12, 16, 36, 64)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(params=[1, 2, 3, 4, 8], autouse=True)
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def rows_of(*shape: int, rows: int, dtype=torch.float32) -> torch.Tensor:
+    """[*shape[:-1], rows, shape[-1]]: random numbers, the same in each row."""
+    return torch.randn(*shape[:-1], 1, shape[-1]).to(dtype).expand(*shape[:-1], rows, -1).contiguous()
+
+
+def same(y: torch.Tensor, dim: int = 2) -> bool:
+    return torch.equal(y, y.narrow(dim, 0, 1).expand_as(y))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ffn_dim", [704, 1408, 5632, 8960, 11008, 14336])
+def test_the_gate(ffn_dim, dtype):
+    for rows in ROWS:
+        gate, up = rows_of(1, 2 * ffn_dim, rows=rows, dtype=dtype).chunk(2, -1)
+        y = gated(gate, up)
+        assert same(y, 1)
+        torch.testing.assert_close(y, nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(64, 64), (256, 256), (256, 1408), (576, 960), (896, 1151)])
+def test_products(sizes, dtype):
+    layer = Linear(*sizes, True).to(dtype)
+    for packed in (False, True):
+        if packed and dtype == torch.float32:
+            layer.pack(8)
+        for rows in ROWS:
+            with torch.inference_mode():
+                assert same(layer(rows_of(1, sizes[0], rows=rows, dtype=dtype)), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 1, 64), (3, 3, 64), (2, 7, 64), (8, 4, 128)])
+def test_attention(heads, dtype):
+    num, group, dim = heads
+    for rows in ROWS:
+        for length in (1, 7, 100, 1000):
+            q = rows_of(1, num, dim, rows=group * rows, dtype=dtype)
+            k, v = torch.randn(2, 1, num, length, dim).to(dtype)
+            bias = torch.zeros(1, 1, group * rows, length)
+            bias[..., 1::2] = float("-inf")
+            states = [attention.partial(q, k, v), attention.masked(q, k, v, bias, True)]
+            if dtype == torch.float32:
+                states.append(PackedPrefix(k[0], v[0]).partial(q))
+            states += [attention.merge(states[0], states[-1]), (attention.join(states), states[0][1])]
+            assert all(same(out) and same(lse) for out, lse in states)
+
+
+@pytest.mark.parametrize("config", [
+    {"n_head": 9, "n_kv_head": 3, "ffn_dim": 192},  # as many heads as SmolLM2 has
+    {"n_head": 2, "n_kv_head": 2, "ffn_dim": 8960},
+])
+def test_logits_with_speculation_on_and_off(config):
+    target = Transformer.random(ModelConfig(vocab_size=1000, dim=64, n_layer=1, head_dim=32,
+                                            max_position_embeddings=4096, **config), std=0.2)
+    runs = []
+    for retrieval in (True, False):
+        state = make_state(target, None, [random_prompt(300, vocab_size=1000)], vocab_size=1000, retrieval=retrieval,
+                           gamma=7, keep_logits=True)
+        runs.append(bits(state, 80, speculate=retrieval))
+    assert runs[0][:2] == runs[1][:2]
+    assert runs[0][2]["full"] >= 10  # and drafts were rejected on the way
