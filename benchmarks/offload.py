@@ -286,7 +286,9 @@ def plot(path: str) -> None:
     axes[0].set(xlabel="context, thousand tokens (all layers in host memory)")
     axes[1].set(xlabel=f"resident layers, at {swept:,} tokens")
     for axis in axes:
-        axis.legend(fontsize=7)
+        low, high = axis.get_ylim()
+        axis.set_ylim(low * (low / high) ** 0.4)  # room for the legend
+        axis.legend(fontsize=7, loc="lower right")
     save(figure, path, rows)
 
 
