@@ -35,7 +35,7 @@ class Settings:
     gamma: int = 6  # tokens proposed per verify over the full cache
     gamma_inner: int = 2  # tokens that the draft proposes per verify over the retrieval view
     auto: bool = False  # choose both, and which levels draft, from round to round; gamma_inner is then the most
-    block_size: int = 8  # M, the rows of every verify
+    block_size: int = 8  # M, the rows of every verify; a multiple of 4, or on a CPU bits depend on the row
     retrieval: bool = True
     chunk_size: int = 8
     # What drafts attend to: the target to a view (retrieval.py), or without one the draft model (draft_memory.py).
