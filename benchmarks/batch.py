@@ -131,33 +131,23 @@ def run(args) -> None:
                             report(title, row, common, args.out)
 
 
-def sizes(rows: list[dict]) -> list[tuple]:
-    """What a row may be compared within: (shape, GPUs, context)."""
-    return sorted({(str(row["shape"]), row["gpus"], row["context"]) for row in rows})
-
-
-def of_size(rows: list[dict], size: tuple) -> list[dict]:
-    return [row for row in rows if (str(row["shape"]), row["gpus"], row["context"]) == size]
-
-
-def best_plans(rows: list[dict]) -> dict[tuple[int, str], dict]:
-    """Of rows of one size: (batch, way) -> the fastest."""
-    best: dict[tuple[int, str], dict] = {}
+def by_size(rows: list[dict]) -> list[tuple[tuple, dict[tuple[int, str], dict]]]:
+    """For each (shape, GPUs, context), within which rows may be compared: (batch, way) -> the fastest row."""
+    best: dict[tuple, dict[tuple[int, str], dict]] = {}
     for row in rows:
+        of_size = best.setdefault((str(row["shape"]), row["gpus"], row["context"]), {})
         key = row["batch"], row["way"]
-        if key not in best or row["tokens_per_second"] > best[key]["tokens_per_second"]:
-            best[key] = row
-    return best
+        if key not in of_size or row["tokens_per_second"] > of_size[key]["tokens_per_second"]:
+            of_size[key] = row
+    return sorted(best.items(), key=lambda item: item[0])
 
 
 def table(rows: list[dict]) -> list[str]:
     """The best plan of each way at each size, over autoregression."""
     lines = []
-    for size in sizes(rows):
-        shape, gpus, context = size
+    for (shape, gpus, context), best in by_size(rows):
         lines += [f"{shape}, {context:,} tokens, GPUs: {gpus}",
                   " batch  way                     plan    budget tokens/s ms/token speed-up bandwidth"]
-        best = best_plans(of_size(rows, size))
         for (batch, way), row in sorted(best.items()):
             one = best.get((batch, "autoregression"))
             times = f"{row['tokens_per_second'] / one['tokens_per_second']:.2f}" if one else ""
@@ -172,14 +162,13 @@ def plot(path: str) -> None:
     """Throughput of each way against batch size, a panel for each size."""
     rows, plt = read_rows(path), pyplot()
     print("\n".join(table(rows)))
-    panels = sizes(rows)
+    panels = by_size(rows)
     columns = min(len(panels), 3)
     lines = -(-len(panels) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(max(5 * columns, 7), 4 * lines), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    for axis, (shape, gpus, context) in zip(axes.flat, panels, strict=False):
-        best = best_plans(of_size(rows, (shape, gpus, context)))
+    for axis, ((shape, gpus, context), best) in zip(axes.flat, panels, strict=False):
         batches = sorted({batch for batch, _ in best})
         for i, way in enumerate(("autoregression", *WAYS)):
             if any(name == way for _, name in best):  # no line across a size that was not measured

@@ -79,30 +79,23 @@ def cpu_attention(state: State) -> dict[str, float]:
         k, v = heads[i]
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[None], k[None], v[None])
 
-    def with_threads(number, call):
-        def run(i):
-            torch.set_num_threads(number)
-            try:
-                call(i)
-            finally:
-                torch.set_num_threads(threads)
-        return run
-
     threads = torch.get_num_threads()
     even = max(n for n in range(1, threads + 1) if config.n_kv_head % n == 0)  # or some wait while others have two
     ways = {
-        "tokens in order, as they stream": lambda i: plain(*offload.host[i][:, 0, :length].transpose(1, 2)),
-        "head by head": lambda i: plain(*heads[i]),
-        "head by head, flash": lambda i: flash(i, q),
-        f"head by head, flash, {even} threads": with_threads(even, lambda i: flash(i, q)),
+        "tokens in order, as they stream": (threads, lambda i: plain(*offload.host[i][:, 0, :length].transpose(1, 2))),
+        "head by head": (threads, lambda i: plain(*heads[i])),
+        "head by head, flash": (threads, lambda i: flash(i, q)),
+        f"head by head, flash, {even} threads": (even, lambda i: flash(i, q)),
     }
     size = heads[layers[0]].nbytes
     timed = {}
-    for name, call in ways.items():
+    for name, (number, call) in ways.items():
+        torch.set_num_threads(number)
         call(layers[0])
         timed[name] = seconds(call)
         print(f"    cpu attention, {name}: {timed[name] * 1e3:.0f} ms a layer, {size / timed[name] / 1e9:.0f} GB/s",
               flush=True)
+    torch.set_num_threads(threads)
     best = min(timed, key=timed.get)
     flat = {i: heads[i].view(torch.int64).flatten() for i in layers}
     read = seconds(lambda i: flat[i].sum())

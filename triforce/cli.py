@@ -120,8 +120,8 @@ def read_document(args) -> str:
     if args.prompt_file == "-":
         if sys.stdin is None:
             raise UserError("--prompt-file - reads standard input, and that is closed; name a file")
-        text = sys.stdin.buffer.read().decode("utf-8-sig", errors="replace")
-        return text.replace("\r\n", "\n").replace("\r", "\n")  # as a file is read
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")  # as a file is read
+        return sys.stdin.read()
     return _read("--prompt-file", args.prompt_file)
 
 

@@ -189,7 +189,7 @@ class Engine:
 
     def release(self) -> None:
         """Frees the buffers of the last conversation."""
-        self._state = self._serving = None
+        self._state = None
         gc.collect()  # compiled steps make reference cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -202,13 +202,11 @@ class Engine:
         max_new_tokens = outputs[0].max_new_tokens
         serving = self._serving = object()
         state = self.prepare(ids, max_new_tokens, on_prefill, speculate, **sampling)
-        if self._serving is None:  # new buffers were made
-            self._serving = serving
         seconds, first_round, ttft = 0.0, [], 0.0
         ended: list[tuple[int, float] | None] = [None] * len(ids)  # rounds and decode seconds until a row's end
         levels: list[dict[str, float]] = [{} for _ in ids]
         while any(output.finish_reason is None for output in outputs):
-            if self._serving is not serving:
+            if self._serving is not serving or self._state is not state:
                 raise UserError("another generation has begun on this engine and taken over its caches; finish or "
                                 "close a stream first, or load a second engine")
             started, timing = time.perf_counter(), state.timing_seconds

@@ -52,9 +52,9 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
             and the newest. With draft=False this is MagicDec's self-speculation. With retrieval=False it says what the
             draft model keeps: "streaming" (the default), "snapkv", with a view of `budget` tokens, or "full". The last
             two are for drafts that are at home in texts of this length.
-        block_size: rows of every verify, rounded up to a multiple of 4. None: 8; 16 on CUDA, where padding costs
-            little, fewer for a batch of more than 4 (64 rows in all, at least 4 each and as many as gamma wants), and
-            64 with offload, where a verify takes as long as its copies; 1 where nothing drafts.
+        block_size: rows of every verify, on a CPU rounded up to a multiple of 4. None: 8; 16 on CUDA, where padding
+            costs little, fewer for a batch of more than 4 (64 rows in all, at least 4 each and as many as gamma wants),
+            and 64 with offload, where a verify takes as long as its copies; 1 where nothing drafts.
         draft_dtype: "fp8": the retrieval level drafts with a copy of the target's weights in fp8. The output stays
             exact. It takes a byte more per weight, and a GPU of compute capability 8.9 or later.
         offload: True: the KV cache lies in pinned host memory and streams through the device, so that a context need
@@ -83,7 +83,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     if block_size is None:
         block_size = _default_block(device, offload, max_batch_size, gamma) if drafts else 1
     _check_whole("block_size", block_size)
-    if block_size > 1:  # a CPU's products have the same bits in each row of a multiple of 4, and not of 5 or 6
+    if block_size > 1 and device.type == "cpu":  # its products have the same bits in each of 4 or 8 rows, not of 5 or 6
         block_size = -(-block_size // 4) * 4
     given = draft_cache is not None
     draft_cache = draft_cache if given else "retrieval" if retrieval else "streaming"
@@ -212,19 +212,18 @@ def check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig
     return part if group.rank in ranks else None
 
 
-def _check_whole(name: str, value) -> None:
+def _check_whole(name: str, value, usual: int | None = None) -> None:
     if not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} ({value!r}) must be a whole number, at least 1")
+        remedy = "" if usual is None else f"; try {usual}"
+        raise UserError(f"{name} ({value!r}) must be a whole number, at least 1{remedy}")
 
 
 def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budget) -> None:
-    for name in ("gamma", "gamma_inner", "chunk_size", "flush_interval", "draft_window",
-                 "prefill_chunk_size"):
+    for name in ("gamma", "gamma_inner", "chunk_size", "flush_interval", "draft_window", "prefill_chunk_size"):
         _check_whole(name, getattr(settings, name))
     for name, usual in (("rebuild_interval", 64), ("piece_tokens", 2048)):
-        value = getattr(settings, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UserError(f"{name} ({value!r}) must be a whole number, at least 1; try {usual}")
+        if getattr(settings, name) is not None:
+            _check_whole(name, getattr(settings, name), usual)
     _check_whole("max_batch_size", max_batch_size)
     if budget is not None and not isinstance(budget, (int, float)):
         raise UserError(f"budget ({budget!r}) must be a number of tokens, or a fraction of the prompt; try 4096 or 0.1")
