@@ -158,29 +158,55 @@ def table(rows: list[dict]) -> list[str]:
     return lines
 
 
+def of_gpus(number: int) -> str:
+    return f"{number} GPU" + ("s" if number > 1 else "")
+
+
+def draw_lines(axis, best: dict[tuple[int, str], dict], styles: dict[str, tuple[str, str]]) -> None:
+    """Throughput against batch size; no line across a size that was not measured."""
+    batches = sorted({batch for batch, _ in best})
+    for way, (color, marker) in styles.items():
+        if any(name == way for _, name in best):
+            ys = [best[batch, way]["tokens_per_second"] if (batch, way) in best else float("nan") for batch in batches]
+            dashes = "--" if way == "autoregression" else "-"
+            axis.plot(batches, ys, marker + dashes, label=way, fillstyle="none", ms=8, color=color)
+    axis.set(xlabel="sequences", xlim=(0, 1.05 * max(batches)))
+
+
+def draw_bars(axis, sizes: list[tuple[tuple, dict[tuple[int, str], dict]]], styles: dict[str, tuple[str, str]]) -> None:
+    """What was measured with one number of sequences only, side by side."""
+    labels, most = [], max(len(best) for _, best in sizes)
+    for x, ((shape, gpus, context), best) in enumerate(sizes):
+        batch = next(iter(best))[0]
+        labels.append(f"{batch} x {context:,}\n{shape}\n{of_gpus(gpus)}")
+        ways = [way for way in styles if (batch, way) in best]
+        for i, way in enumerate(ways):
+            axis.bar(x + (i - (len(ways) - 1) / 2) * 0.8 / most, best[batch, way]["tokens_per_second"], 0.7 / most,
+                     color=styles[way][0], label=way)
+    axis.set_xticks(range(len(sizes)), labels, fontsize=8)
+
+
 def plot(path: str) -> None:
-    """Throughput of each way against batch size, a panel for each size."""
+    """Throughput of each way: a panel for each size with several batches, one for all others."""
     rows, plt = read_rows(path), pyplot()
     print("\n".join(table(rows)))
-    panels = by_size(rows)
-    columns = min(len(panels), 3)
-    lines = -(-len(panels) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(max(5 * columns, 7), 4 * lines), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, ((shape, gpus, context), best) in zip(axes.flat, panels, strict=False):
-        batches = sorted({batch for batch, _ in best})
-        for i, way in enumerate(("autoregression", *WAYS)):
-            if any(name == way for _, name in best):  # no line across a size that was not measured
-                ys = [best[batch, way]["tokens_per_second"] if (batch, way) in best else float("nan")
-                      for batch in batches]
-                style = ("s" + MARKERS)[i] + ("--" if i == 0 else "-")
-                axis.plot(batches, ys, style, label=way, fillstyle="none", ms=8, color=f"C{i}")
-        most = max(row["tokens_per_second"] for row in best.values())
-        where = f"{gpus} GPU" + ("s" if gpus > 1 else "")
-        axis.set(xlabel="sequences", ylabel="tokens per second", xlim=(0, 1.05 * max(batches)), ylim=(0, 1.5 * most))
-        axis.set_title(f"{shape}, {context:,} tokens each, {where}", fontsize=10)
-        axis.legend(fontsize=8, loc="upper left", ncols=2)
+    sizes = by_size(rows)
+    several = [size for size in sizes if len({batch for batch, _ in size[1]}) > 1]
+    single = [size for size in sizes if size not in several]
+    styles = {way: (f"C{i}", mark) for i, (way, mark) in enumerate(zip(("autoregression", *WAYS), "s" + MARKERS,
+                                                                      strict=True))}
+    panels = len(several) + bool(single)
+    figure, axes = plt.subplots(1, panels, figsize=(max(6 * panels, 7), 4.5), squeeze=False)
+    for axis, ((shape, gpus, context), best) in zip(axes.flat, several, strict=False):
+        draw_lines(axis, best, styles)
+        axis.set_title(f"{shape}, {context:,} tokens each, {of_gpus(gpus)}", fontsize=10)
+    if single:
+        draw_bars(axes.flat[-1], single, styles)
+    for axis in axes.flat:
+        axis.set(ylabel="tokens per second", ylim=(0, 1.35 * axis.get_ylim()[1]))
+        handles, labels = axis.get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True))  # bars of one way are several
+        axis.legend(named.values(), named.keys(), fontsize=8, loc="upper left", ncols=2)
     save(figure, path, rows)
 
 
