@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, random_prompt
@@ -183,8 +184,6 @@ def test_statistics_of_a_batch_are_each_rows_own(tiny_engine):
 
 
 def test_arrays_are_batches_or_prompts_by_their_shape(pair):
-    import numpy as np
-
     target, draft = pair
     engine = Engine(target, None, draft, settings=Settings(flush_interval=16, chunk_size=4), budget=64)
     rows = np.array([random_prompt(20), random_prompt(20, seed=1)])
@@ -374,9 +373,25 @@ def test_planned_bytes_are_those_allocated(pair, settings):
     state = engine.prepare([random_prompt(500)], 100, temperature=0.0, top_p=1.0, top_k=None, min_p=None, seed=[0])
     parts = memory.cache_parts(target.config, draft.config, engine.settings, batch=1, capacity=state.capacity,
                                budget=64, itemsize=4)
-    planned = sum(part.bytes for part in parts if part.name in ("KV cache", "chunk keys", "retrieval view",
-                                                                "draft cache"))
+    planned = sum(part.bytes for part in parts if part.name in ("KV cache", "tail", "chunk keys",
+                                                                "retrieval view", "draft cache"))
     assert abs(state.nbytes - planned) < 0.03 * planned
+
+
+def test_settings_may_be_of_numpy():
+    engine = triforce.load("tiny", device="cpu", offload=True, num_resident_layers=np.int64(2), gamma=np.int32(3),
+                           max_seq_len=np.int64(2048), flush_interval=np.int64(64), budget=np.float64(0.5))
+    assert engine.num_resident_layers == 2 and engine.settings.flush_interval == 64
+    assert all(type(value) is int for value in (engine.max_seq_len, engine.settings.gamma))
+    assert len(engine.generate(TEXT, 8, temperature=0.0, ignore_eos=True).tokens) == 8
+
+
+def test_release_in_mid_stream_is_said(tiny_engine):
+    stream = tiny_engine.stream(TEXT, 60, temperature=0.0, ignore_eos=True)
+    next(stream)
+    tiny_engine.release()
+    with pytest.raises(triforce.UserError, match="was released"):
+        list(stream)
 
 
 def test_state_grows_with_the_prompt_and_is_kept(tiny_engine):
@@ -390,6 +405,7 @@ def test_state_grows_with_the_prompt_and_is_kept(tiny_engine):
 
 
 @pytest.mark.parametrize("options,message", [
+    ({"gamma": "Auto"}, "gamma ('Auto') must be a whole number, at least 1, or 'auto'"),
     ({"recent": 1.0}, "recent (1.0) must be a share"), ({"recent": "x"}, "recent ('x') must be a share"),
     ({"draft_cache": "full"}, "draft_cache ('full') with a retrieval level must be one of retrieval, snapkv"),
     ({"draft_cache": "retrieval", "retrieval": False}, "without a retrieval level must be one of streaming, snapkv"),

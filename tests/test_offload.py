@@ -1,5 +1,9 @@
 """A prefix in host memory, streamed in pieces, against the same prefix on the device."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 from conftest import assert_view_holds_its_selection, make_state, random_pair, random_prompt, run_rounds
@@ -176,7 +180,7 @@ def test_parts_of_the_plan_are_what_is_allocated(models):
         parts = memory.cache_parts(config, None, Settings(flush_interval=64), batch=1, capacity=2048, budget=256,
                                    itemsize=4, num_resident_layers=resident)
         tail = sum(kv.nbytes for kv in state.cache.tail)
-        assert parts[0].bytes == resident * host.bytes // (2 - resident) + tail
+        assert parts[0].bytes == resident * host.bytes // (2 - resident) and parts[1].bytes == tail
 
 
 def test_load_offloads(caplog):
@@ -198,7 +202,8 @@ def test_load_offloads(caplog):
     ({"offload": True, "num_resident_layers": 9}, "8 layers"),
     ({"offload": True, "num_resident_layers": -1}, "at least 0"),
     ({"offload": True, "num_resident_layers": 1, "resident_memory": "1GB"}, "give one"),
-    ({"offload": True, "resident_memory": "some"}, "20GiB"), ({"offload": True, "piece_tokens": 0}, "at least 1")])
+    ({"offload": True, "resident_memory": "some"}, "20GiB"), ({"offload": True, "resident_memory": "9" * 400}, "20GiB"),
+    ({"offload": True, "piece_tokens": 0}, "at least 1")])
 def test_bad_settings_are_named(options, words):
     with pytest.raises(UserError, match=words):
         triforce.load("tiny", device="cpu", **options)
@@ -207,13 +212,17 @@ def test_bad_settings_are_named(options, words):
 def test_too_little_host_memory_is_said_before_anything_is_allocated(monkeypatch):
     engine = triforce.load("tiny", device="cpu", offload=True)
     monkeypatch.setattr(memory, "available", lambda device: 10**6)
-    with pytest.raises(UserError, match="KV cache of 8 layers .* GiB .*--num-resident-layers"):
+    with pytest.raises(UserError, match="KV cache of 8 layers .* GiB .*--max-seq-len") as error:
         engine.generate(random_prompt(100), max_new_tokens=4)
+    for flag in ("--num-resident-layers", "--offload"):  # here the host is the device
+        assert flag not in str(error.value)
     monkeypatch.undo()
     assert len(engine.generate(random_prompt(100), max_new_tokens=4, ignore_eos=True).tokens) == 4
 
 
-def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
+def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error):
     engine = triforce.load("tiny", device="cpu", offload=True, gamma=3)
     prompt = random_prompt(300)
     whole = engine.generate(prompt, max_new_tokens=20, temperature=0).tokens
@@ -221,14 +230,34 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch):
 
     def fails(self, *args, **kw):
         rounds.append(1)
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr("triforce.state.State.round", fails)
-    with pytest.raises(UserError, match="ran out of memory.*--offload"):
+    with pytest.raises(UserError, match="ran out of memory.*--max-seq-len"):
         engine.generate(prompt, max_new_tokens=20, temperature=0)
     assert rounds and engine._state is None
     monkeypatch.undo()
     assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole
+
+
+def test_memory_that_the_system_refuses_is_no_traceback():
+    """The address space of the process is bounded, as batch schedulers do."""
+    code = ("import resource, triforce, triforce.memory\n"
+            "engine = triforce.load('tiny', device='cpu', offload=True, max_seq_len=131072)\n"
+            "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+            "hard = resource.getrlimit(resource.RLIMIT_AS)[1]\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, hard))\n"
+            "for available in (triforce.memory.available, lambda device: None):\n"  # refused before and in the middle
+            "    triforce.memory.available = available\n"
+            "    try:\n        engine.generate([5] * 300, 4)\n"
+            "    except triforce.UserError as error:\n        print(error)\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (hard, hard))\n"
+            "print(len(engine.generate([5] * 300, 4, ignore_eos=True).tokens))\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    before, middle, after = done.stdout.splitlines()
+    assert re.match(r"this needs .* GiB are free: KV cache of 8 layers in host memory", before)
+    assert "ran out of memory" in middle and after == "4"
 
 
 def test_a_prefill_that_is_broken_off_leaves_nothing_behind():

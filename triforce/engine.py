@@ -158,7 +158,7 @@ class Engine:
         ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
         for prompt in ids:
             self.check_len(len(prompt), max_new_tokens)
-        temperature, top_p, top_k, min_p, seed = map(_as_numbers, (temperature, top_p, top_k, min_p, seed))
+        temperature, top_p, top_k, min_p, seed = map(as_numbers, (temperature, top_p, top_k, min_p, seed))
         if not isinstance(seed, (list, tuple)):
             begin = self._agreed(random.getrandbits(32)) if seed is None else seed
             if isinstance(begin, float) and begin.is_integer():
@@ -178,12 +178,15 @@ class Engine:
             outputs = [RowOutput(self.tokenizer, eos_ids, stops, max_new_tokens) for _ in ids[group]]
             try:
                 done = yield from self._run(ids[group], outputs, picked, speculate, one_row, on_prefill, first)
-            except torch.OutOfMemoryError:
-                done = None
+            except (RuntimeError, MemoryError) as error:
+                if not memory.ran_out(error):
+                    raise
+                done, where = None, self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
             if done is None:  # here, where no traceback holds on to the buffers any more
                 self.release()
-                raise UserError(f"{self.device} ran out of memory; leave more of it free, or ask for less: --offload, "
-                                "a smaller --prefill-chunk-size, --max-seq-len or --budget")
+                offload = "" if self.offload or self.device.type == "cpu" else "--offload, "
+                raise UserError(f"{where} ran out of memory; leave more of it free, or ask for less: {offload}"
+                                "a smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size")
             results += done
         return results
 
@@ -206,6 +209,8 @@ class Engine:
         ended: list[tuple[int, float] | None] = [None] * len(ids)  # rounds and decode seconds until a row's end
         levels: list[dict[str, float]] = [{} for _ in ids]
         while any(output.finish_reason is None for output in outputs):
+            if self._state is None:
+                raise UserError("the engine was released while this generation was under way; begin another one")
             if self._serving is not serving or self._state is not state:
                 raise UserError("another generation has begun on this engine and taken over its caches; finish or "
                                 "close a stream first, or load a second engine")
@@ -311,7 +316,8 @@ class Engine:
             resident = self._agreed(resident or 0)
         host = memory.host_part(config, 0 if resident is None else config.n_layer - resident, **sizes)
         if self.device.type == "cpu":
-            memory.check([host, *parts(resident)], self.device)
+            memory.check([host, *parts(resident)], self.device,
+                         of_no_use=("--offload", "--num-resident-layers"))  # either way it is the same memory
         else:
             memory.check(parts(resident), self.device)
             memory.check([host], torch.device("cpu"))
@@ -399,11 +405,11 @@ def _is_batch(prompt) -> bool:
     return getattr(prompt, "ndim", 0) == 2
 
 
-def _as_numbers(value):
+def as_numbers(value):
     """A setting, or a list of one a prompt, without the types of NumPy and PyTorch."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    return [_as_numbers(one) for one in value] if isinstance(value, (list, tuple)) else value
+    return [as_numbers(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _as_ids(prompt) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 
 from . import checkpoint as ckpt
 from . import draft_memory, memory
-from .engine import Engine
+from .engine import Engine, as_numbers
 from .errors import UserError
 from .graphs import compiler_imported
 from .model import ModelConfig
@@ -72,6 +72,10 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     """
     device = _device(device)
     compile = device.type == "cuda" if compile is None else compile
+    max_seq_len, max_batch_size, budget, chunk_size = map(as_numbers, (max_seq_len, max_batch_size, budget, chunk_size))
+    gamma, gamma_inner, block_size = map(as_numbers, (gamma, gamma_inner, block_size))
+    num_resident_layers, resident_memory = map(as_numbers, (num_resident_layers, resident_memory))
+    settings = {name: as_numbers(value) for name, value in settings.items()}
     folder = ckpt.resolve(checkpoint)
     if draft == "ngram":
         draft_folder = None
@@ -88,6 +92,8 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     given = draft_cache is not None
     draft_cache = draft_cache if given else "retrieval" if retrieval else "streaming"
     auto = gamma == "auto"
+    if isinstance(gamma, str) and not auto:
+        raise UserError(f"gamma ({gamma!r}) must be a whole number, at least 1, or 'auto'")
     ngram = draft == "ngram" or auto and drafts and draft is not False
     gamma = max(block_size - 1, 1) if auto else gamma
     if gamma_inner is None:
@@ -191,8 +197,8 @@ def _check_offload(offload, num_resident_layers, resident_memory) -> None:
     if offload not in (False, True, "auto"):
         raise UserError(f"offload ({offload!r}) must be True, False or 'auto'")
     if not offload and (num_resident_layers is not None or resident_memory is not None):
-        raise UserError("num_resident_layers and resident_memory say what stays on the device while the rest is "
-                        "offloaded; add offload=True (--offload)")
+        raise UserError("num_resident_layers and resident_memory (--num-resident-layers, --resident-memory) say what "
+                        "stays on the device while the rest is offloaded; add offload=True (--offload)")
     if num_resident_layers is not None and resident_memory is not None:
         raise UserError("num_resident_layers and resident_memory were both given; give one")
     if num_resident_layers is not None and (not isinstance(num_resident_layers, int) or num_resident_layers < 0):

@@ -3,6 +3,7 @@
 import re
 import resource
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from .state import Settings
 class Part:
     name: str
     bytes: int
-    remedy: str = ""  # the flag that makes it smaller
+    remedy: str = ""  # the flags that make it smaller, with commas between them
 
 
 def weight_parts(target: ModelConfig, draft: ModelConfig | None, itemsize: int) -> list[Part]:
@@ -51,23 +52,25 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     layers = target.n_layer if num_resident_layers is None else num_resident_layers
     sizes = {"batch": batch, "capacity": capacity, "itemsize": itemsize}
     tail, view = aligned(settings.flush_interval + 2 * block), aligned(budget)
-    kv = prefix_bytes(target, layers, **sizes) + per_token * tail
+    several = ", --batch-size" if batch > 1 else ""
+    offloads = layers < target.n_layer
     parts = [
-        Part("KV cache" if layers == target.n_layer else f"tail, KV cache of {layers} resident layers", kv,
-             "--offload, --max-seq-len" if layers else "--max-seq-len"),
+        Part(f"KV cache of {layers} resident layers" if offloads else "KV cache", prefix_bytes(target, layers, **sizes),
+             ("--num-resident-layers" if offloads else "--offload") + ", --max-seq-len" + several),
+        Part("tail", per_token * tail, "flush_interval" + several),
         Part("prefill activations", prefill, "--prefill-chunk-size"),
-        Part("logits and probabilities", laws),
+        Part("logits and probabilities", laws, several[2:]),
     ]
     if settings.scores_chunks:
         parts.append(Part("chunk keys", per_token * capacity // 2 // settings.chunk_size, "--chunk-size"))
     if settings.retrieval:
         parts.append(Part("retrieval view", per_token * view, "--budget"))
-    if layers < target.n_layer:
+    if offloads:
         one_layer = per_token // target.n_layer
-        piece = settings.piece_tokens or piece_tokens(one_layer, settings.flush_interval, capacity)
+        piece = piece_tokens(one_layer, settings.flush_interval, capacity, settings.piece_tokens)
         work = prefix_bytes(target, 1, **{**sizes, "batch": 1})  # a prompt is prefilled at a time
         parts.append(Part("a layer's KV during prefill", work, "--max-seq-len"))
-        parts.append(Part("staging buffers", STAGING_BUFFERS * piece * one_layer))
+        parts.append(Part("staging buffers", STAGING_BUFFERS * piece * one_layer, "piece_tokens" + several))
     if draft is not None:
         tokens = settings.draft_sink + settings.draft_window + max(64, 2 * block)
         if settings.drafts_over != "streaming":
@@ -83,7 +86,7 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
 def host_part(config: ModelConfig, num_layers: int, **sizes: int) -> Part:
     """The prefix of so many offloaded layers, in host memory. sizes: see `prefix_bytes`."""
     return Part(f"KV cache of {num_layers} layers in host memory", prefix_bytes(config, num_layers, **sizes),
-                "--num-resident-layers, --max-seq-len")
+                "--num-resident-layers, --max-seq-len" + (", --batch-size" if sizes["batch"] > 1 else ""))
 
 
 def fitting_layers(config: ModelConfig, parts: list[Part], device: torch.device, resident_memory: int | None,
@@ -100,7 +103,7 @@ def parse_size(size: int | str, name: str) -> int:
     """Bytes of a number, or of a text such as "20GiB" or "512 MB"."""
     if isinstance(size, int) and size >= 0:
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(size).lower())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(size).lower())
     if match is None:
         raise UserError(f"{name} ({size!r}) must be a number of bytes or a size such as '20GiB'")
     number, unit, binary = match.groups()
@@ -116,12 +119,20 @@ def available(device: torch.device) -> int | None:
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             free.append(int(line.split()[1]) * 1024)
+    granted, size = resource.getrlimit(resource.RLIMIT_AS)[0], _lines("/proc/self/statm")
+    if granted != resource.RLIM_INFINITY and size:
+        free.append(granted - int(size[0].split()[0]) * resource.getpagesize())
     # A container may be granted less than its machine has; the page cache that it holds can be had back.
     limit, used, stat = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
     if limit and used and limit[0].isdigit():
         cached = sum(int(line.split()[1]) for line in stat if line.startswith(("inactive_file ", "active_file ")))
         free.append(int(limit[0]) - int(used[0]) + cached)
-    return min(free, default=None)
+    return max(min(free), 0) if free else None
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether memory was refused. The CPU's allocator raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _lines(path: str) -> list[str]:
@@ -131,14 +142,17 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def check(parts: list[Part], device: torch.device, hint: str = "") -> None:
-    """Raises UserError, with every part and its flag, if the parts do not fit the device."""
+def check(parts: list[Part], device: torch.device, of_no_use: Collection[str] = ()) -> None:
+    """Raises UserError, with every part and its flags but those of no use, if the parts do not fit the device."""
     free, needed = available(device), sum(part.bytes for part in parts)
     if free is None or needed <= free:
         return
-    listed = ", ".join(f"{part.name} {_gib(part.bytes)}" + (f" ({part.remedy})" if part.remedy else "")
-                       for part in parts if part.bytes >= 2**20)
-    raise UserError(f"this needs {_gib(needed)} of memory on {device} and {_gib(free)} are free: {listed}{hint}")
+    listed = []
+    for part in sorted(parts, key=lambda part: -part.bytes):
+        flags = ", ".join(flag for flag in part.remedy.split(", ") if flag and flag not in of_no_use)
+        if part.bytes >= 2**20:
+            listed.append(f"{part.name} {_gib(part.bytes)}" + (f" ({flags})" if flags else ""))
+    raise UserError(f"this needs {_gib(needed)} of memory on {device} and {_gib(free)} are free: {', '.join(listed)}")
 
 
 def peak(device: torch.device) -> int:

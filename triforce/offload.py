@@ -24,9 +24,9 @@ PIECE_BYTES = 32 * 2**20  # from 8 MB on, copies run at the bus's full speed (me
 STAGING_BUFFERS = 3
 
 
-def piece_tokens(bytes_per_token: int, interval: int, capacity: int) -> int:
-    """Tokens of a piece: the most whole flush intervals that PIECE_BYTES hold, at least one."""
-    return min(max(PIECE_BYTES // (bytes_per_token * interval), 1) * interval, capacity)
+def piece_tokens(bytes_per_token: int, interval: int, capacity: int, wanted: int | None = None) -> int:
+    """Tokens of a piece: as many as wanted, else the most whole flush intervals that PIECE_BYTES hold, at least one."""
+    return min(wanted or max(PIECE_BYTES // (bytes_per_token * interval), 1) * interval, capacity)
 
 
 class Offload:
@@ -45,7 +45,7 @@ class Offload:
         self.layers = range(num_resident, config.n_layer)
         token = (config.n_kv_head, config.head_dim)
         bytes_per_token = batch * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
-        self.piece = piece or piece_tokens(bytes_per_token, interval, capacity)
+        self.piece = piece_tokens(bytes_per_token, interval, capacity, piece)
         self.on_cuda = self.device.type == "cuda"
         self.host: dict[int, Tensor] = {}  # by layer: K and V, [2, B, S, K, D]
         self._pins = Pins() if self.on_cuda else None
