@@ -133,10 +133,10 @@ def plot(path: str) -> None:
         axes[1].plot(gpus, [row["autoregression_tbt_ms"] for row in group], "s--", color=line.get_color(),
                      label=f"{label}: autoregression")
     for axis, what in zip(axes, ("ms per full verify of a whole block", "ms per token"), strict=True):
-        axis.set(xlabel="GPUs", ylabel=what, xscale="log", ylim=(0, None))
+        axis.set(xlabel="GPUs", ylabel=what, xscale="log", ylim=(0, 1.3 * axis.get_ylim()[1]))
         axis.set_xticks(sorted({row["gpus"] for row in rows}), sorted({row["gpus"] for row in rows}))
         axis.minorticks_off()
-        axis.legend(fontsize=6)
+        axis.legend(fontsize=6, loc="upper right")
     save(figure, path, rows)
 
 
