@@ -80,12 +80,11 @@ def cpu_attention(state: State) -> dict[str, float]:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[None], k[None], v[None])
 
     threads = torch.get_num_threads()
-    even = [n for n in range(1, threads + 1) if config.n_kv_head % n == 0][-2:]  # or some wait while others have two
+    even = [n for n in range(1, threads + 1) if config.n_kv_head % n == 0]  # or some wait while others have two
     ways = {
         "tokens in order, as they stream": (threads, lambda i: plain(*offload.host[i][:, 0, :length].transpose(1, 2))),
         "head by head": (threads, lambda i: plain(*heads[i])),
-        "head by head, flash": (threads, lambda i: flash(i, q)),
-    } | {f"head by head, flash, {n} threads": (n, lambda i: flash(i, q)) for n in even}
+    } | {f"head by head, flash, {n} threads": (n, lambda i: flash(i, q)) for n in {threads, *even[-2:]}}
     size = heads[layers[0]].nbytes
     timed = {}
     for name, (number, call) in ways.items():

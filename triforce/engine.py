@@ -176,18 +176,18 @@ class Engine:
             picked = {name: value[group] if isinstance(value, (list, tuple)) else value
                       for name, value in sampling.items()}
             outputs = [RowOutput(self.tokenizer, eos_ids, stops, max_new_tokens) for _ in ids[group]]
+            where = None
             try:
-                done = yield from self._run(ids[group], outputs, picked, speculate, one_row, on_prefill, first)
+                results += yield from self._run(ids[group], outputs, picked, speculate, one_row, on_prefill, first)
             except (RuntimeError, MemoryError) as error:
                 if not memory.ran_out(error):
                     raise
-                done, where = None, self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
-            if done is None:  # here, where no traceback holds on to the buffers any more
+                where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
+            if where is not None:  # here, where no traceback holds on to the buffers any more
                 self.release()
                 offload = "" if self.offload or self.device.type == "cpu" else "--offload, "
                 raise UserError(f"{where} ran out of memory; leave more of it free, or ask for less: {offload}"
                                 "a smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size")
-            results += done
         return results
 
     def release(self) -> None:
@@ -315,12 +315,12 @@ class Engine:
                 resident = memory.fitting_layers(config, parts(0), self.device, self.resident_memory, **sizes)
             resident = self._agreed(resident or 0)
         host = memory.host_part(config, 0 if resident is None else config.n_layer - resident, **sizes)
-        if self.device.type == "cpu":
-            memory.check([host, *parts(resident)], self.device,
-                         of_no_use=("--offload", "--num-resident-layers"))  # either way it is the same memory
+        of_no_use = ("--batch-size",) if batch == 1 else ()
+        if self.device.type == "cpu":  # the same memory, wherever a layer lies
+            memory.check([host, *parts(resident)], self.device, (*of_no_use, "--offload", "--num-resident-layers"))
         else:
-            memory.check(parts(resident), self.device)
-            memory.check([host], torch.device("cpu"))
+            memory.check(parts(resident), self.device, of_no_use)
+            memory.check([host], torch.device("cpu"), of_no_use)
         if resident is not None:
             log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", resident, config.n_layer, self.device,
                      host.bytes / 2**30)

@@ -141,7 +141,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     parts = memory.weight_parts(local, draft_config, chosen.itemsize)
     if draft_dtype:
         check_fp8(device)
-        parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), "no --draft-dtype"))
+        parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))
     memory.check(parts, device)
     with compiler_imported(compile):
         target = ckpt.load_model(folder, device, chosen, group)

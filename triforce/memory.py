@@ -20,13 +20,13 @@ from .state import Settings
 class Part:
     name: str
     bytes: int
-    remedy: str = ""  # the flags that make it smaller, with commas between them
+    remedies: tuple[str, ...] = ()  # what makes it smaller: flags, or names of settings
 
 
 def weight_parts(target: ModelConfig, draft: ModelConfig | None, itemsize: int) -> list[Part]:
-    parts = [Part("target weights", target.num_parameters * itemsize, "--dtype")]
+    parts = [Part("target weights", target.num_parameters * itemsize, ("--dtype",))]
     if draft is not None:
-        parts.append(Part("draft weights", draft.num_parameters * itemsize, "--draft none"))
+        parts.append(Part("draft weights", draft.num_parameters * itemsize, ("--draft none",)))
     return parts
 
 
@@ -52,41 +52,40 @@ def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     layers = target.n_layer if num_resident_layers is None else num_resident_layers
     sizes = {"batch": batch, "capacity": capacity, "itemsize": itemsize}
     tail, view = aligned(settings.flush_interval + 2 * block), aligned(budget)
-    several = ", --batch-size" if batch > 1 else ""
     offloads = layers < target.n_layer
     parts = [
         Part(f"KV cache of {layers} resident layers" if offloads else "KV cache", prefix_bytes(target, layers, **sizes),
-             ("--num-resident-layers" if offloads else "--offload") + ", --max-seq-len" + several),
-        Part("tail", per_token * tail, "flush_interval" + several),
-        Part("prefill activations", prefill, "--prefill-chunk-size"),
-        Part("logits and probabilities", laws, several[2:]),
+             ("--num-resident-layers" if offloads else "--offload", "--max-seq-len", "--batch-size")),
+        Part("tail", per_token * tail, ("flush_interval", "--batch-size")),
+        Part("prefill activations", prefill, ("--prefill-chunk-size",)),
+        Part("logits and probabilities", laws, ("--batch-size",)),
     ]
     if settings.scores_chunks:
-        parts.append(Part("chunk keys", per_token * capacity // 2 // settings.chunk_size, "--chunk-size"))
+        parts.append(Part("chunk keys", per_token * capacity // 2 // settings.chunk_size, ("--chunk-size",)))
     if settings.retrieval:
-        parts.append(Part("retrieval view", per_token * view, "--budget"))
+        parts.append(Part("retrieval view", per_token * view, ("--budget",)))
     if offloads:
         one_layer = per_token // target.n_layer
         piece = piece_tokens(one_layer, settings.flush_interval, capacity, settings.piece_tokens)
         work = prefix_bytes(target, 1, **{**sizes, "batch": 1})  # a prompt is prefilled at a time
-        parts.append(Part("a layer's KV during prefill", work, "--max-seq-len"))
-        parts.append(Part("staging buffers", STAGING_BUFFERS * piece * one_layer, "piece_tokens" + several))
+        parts.append(Part("a layer's KV during prefill", work, ("--max-seq-len",)))
+        parts.append(Part("staging buffers", STAGING_BUFFERS * piece * one_layer, ("piece_tokens", "--batch-size")))
     if draft is not None:
         tokens = settings.draft_sink + settings.draft_window + max(64, 2 * block)
         if settings.drafts_over != "streaming":
             tokens = capacity + tail + (view if settings.has_view else 0)
         parts.append(Part("draft cache", batch * tokens * draft.kv_elements_per_token * itemsize,
-                          "" if settings.drafts_over == "streaming" else "--draft-cache streaming"))
+                          () if settings.drafts_over == "streaming" else ("--draft-cache streaming",)))
     if settings.draft_cache == "snapkv":  # scores, their softmax and what of it counts, one layer at a time
         chooser = target if settings.retrieval else draft
-        parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * block * capacity * 4, "--draft-cache"))
+        parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * block * capacity * 4, ("--draft-cache",)))
     return parts
 
 
 def host_part(config: ModelConfig, num_layers: int, **sizes: int) -> Part:
     """The prefix of so many offloaded layers, in host memory. sizes: see `prefix_bytes`."""
     return Part(f"KV cache of {num_layers} layers in host memory", prefix_bytes(config, num_layers, **sizes),
-                "--num-resident-layers, --max-seq-len" + (", --batch-size" if sizes["batch"] > 1 else ""))
+                ("--num-resident-layers", "--max-seq-len", "--batch-size"))
 
 
 def fitting_layers(config: ModelConfig, parts: list[Part], device: torch.device, resident_memory: int | None,
@@ -143,15 +142,15 @@ def _lines(path: str) -> list[str]:
 
 
 def check(parts: list[Part], device: torch.device, of_no_use: Collection[str] = ()) -> None:
-    """Raises UserError, with every part and its flags but those of no use, if the parts do not fit the device."""
+    """Raises UserError, with every part and its remedies but those of no use, if the parts do not fit the device."""
     free, needed = available(device), sum(part.bytes for part in parts)
     if free is None or needed <= free:
         return
     listed = []
     for part in sorted(parts, key=lambda part: -part.bytes):
-        flags = ", ".join(flag for flag in part.remedy.split(", ") if flag and flag not in of_no_use)
+        remedies = ", ".join(remedy for remedy in part.remedies if remedy not in of_no_use)
         if part.bytes >= 2**20:
-            listed.append(f"{part.name} {_gib(part.bytes)}" + (f" ({flags})" if flags else ""))
+            listed.append(f"{part.name} {_gib(part.bytes)}" + (f" ({remedies})" if remedies else ""))
     raise UserError(f"this needs {_gib(needed)} of memory on {device} and {_gib(free)} are free: {', '.join(listed)}")
 
 
