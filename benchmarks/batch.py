@@ -135,7 +135,8 @@ def by_size(rows: list[dict]) -> list[tuple[tuple, dict[tuple[int, str], dict]]]
     """For each (shape, GPUs, context), within which rows may be compared: (batch, way) -> the fastest row."""
     best: dict[tuple, dict[tuple[int, str], dict]] = {}
     for row in rows:
-        of_size = best.setdefault((str(row["shape"]), row["gpus"], row["context"]), {})
+        shape = f"{row['shape']}, shares of {row['share_of']}" if "share_of" in row else str(row["shape"])
+        of_size = best.setdefault((shape, row["gpus"], row["context"]), {})
         key = row["batch"], row["way"]
         if key not in of_size or row["tokens_per_second"] > of_size[key]["tokens_per_second"]:
             of_size[key] = row

@@ -25,6 +25,7 @@ import torch
 
 import triforce
 from triforce.calibration import measure, milliseconds
+from triforce.checkpoint import TINY, read_config
 from triforce.controller import Controller, Plan
 from triforce.engine import Engine
 from triforce.graphs import Compiler
@@ -37,6 +38,7 @@ from triforce.state import WORTH_TIMING, Settings, State
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
+from shares import first_draft_ranks, first_ranks, holds_whole  # noqa: E402
 from widen import SHAPES, widen  # noqa: E402
 
 
@@ -157,6 +159,10 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
         raise SystemExit(f"--plain-tokens ({args.plain_tokens}) must be at least 2, for a time per token lies between "
                          f"two, and --max-new-tokens ({args.max_new_tokens}) at least {2 * WORTH_TIMING}, for with "
                          "fewer there may be no plan")
+    if args.share_of:
+        if args.shape is None:
+            raise SystemExit(f"--share-of {args.share_of} leaves out ranks, and a checkpoint needs all; add --shape")
+        group = first_ranks(group, args.share_of)
     if args.shape is None:
         engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype,
                                block_size=args.block_size, chunk_size=args.chunk_size, group=group,
@@ -182,7 +188,8 @@ def widened_draft(small: Transformer, args, group, **how) -> Transformer | None:
     if ranks is None:
         return widen(small, shape, **how)
     mine = check_draft_ranks(ranks, group, shape)
-    part = subgroup(group, ranks) if len(ranks) > 1 else None  # all ranks call it
+    divide = first_draft_ranks if args.share_of else subgroup
+    part = divide(group, ranks) if len(ranks) > 1 else None  # all ranks call it
     return None if mine is None else widen(small, shape, group=part, **how)
 
 
@@ -365,6 +372,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shape", choices=sorted(SHAPES))
     p.add_argument("--draft-shape", choices=sorted(SHAPES), default="llama-68m", help="of the draft, with --shape")
     p.add_argument("--draft-ranks", type=int, nargs="+", help="under torchrun: the ranks that hold the draft")
+    p.add_argument("--share-of", type=int, help="under torchrun, with --shape: the first of so many ranks")
     p.add_argument("--device")
     p.add_argument("--contexts", type=int, nargs="+", default=[16384])
     p.add_argument("--budgets", type=int, nargs="+",
@@ -389,6 +397,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def share_of(target: Transformer) -> dict[str, object]:
+    """How many ranks there would be of such shares, and whether those that run hold all of the trained model: if not,
+    times are right, and text and acceptance are nobody's."""
+    small = read_config(TINY / "target")
+    return {"share_of": target.group.size, "whole_text": holds_whole(small, target.config, target.group.present)}
+
+
 def about(engine: Engine, args) -> dict[str, object]:
     """What ran a row."""
     device = engine.device
@@ -396,6 +411,7 @@ def about(engine: Engine, args) -> dict[str, object]:
     return {"date": str(date.today()), "device": name, "torch": torch.__version__, "shape": args.shape,
             "checkpoint": None if args.shape else args.checkpoint, "widened": args.shape is not None,
             "draft_shape": args.draft_shape if args.shape else None, "draft_ranks": args.draft_ranks,
+            **(share_of(engine.target) if args.share_of else {}),
             "dtype": str(engine.target.dtype).removeprefix("torch."), "draft_dtype": args.draft_dtype,
             "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
             "temperature": args.temperature, "top_p": args.top_p, "quote": args.quote, "seeds": args.seeds,

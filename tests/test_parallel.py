@@ -26,7 +26,7 @@ def run(command: list[str], **kw) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, **kw)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, 4, 8])
 def test_ranks_compute_what_one_computes(count):
     done = torchrun(count, "tests/parallel_worker.py")
     assert done.returncode == 0, done.stderr[-3000:]
