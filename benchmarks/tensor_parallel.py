@@ -7,8 +7,8 @@
     python benchmarks/tensor_parallel.py --plot results.jsonl
 
 Flags, shapes and figures are those of on_chip.py, with --offload those of offload.py. Every rank runs the same; the
-first one reports. `--share-of 8` has each do the work of one of eight, of which only the first run (shares.py). `--plot`
-prints each row beside that of fewer GPUs, and draws them.
+first one reports. `--share-of 8` has each do the work of one of eight, of which only the first run: see shares.py.
+`--plot` prints each row beside that of fewer GPUs, and draws them.
 """
 
 import argparse

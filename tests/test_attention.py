@@ -69,3 +69,11 @@ def test_masked_keys_contribute_exactly_nothing():
         assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1])
     nothing = attention.masked(q, k, v, torch.full((1, 1, 3, 9), float("-inf")))
     assert (nothing[0] == 0).all() and (nothing[1] == float("-inf")).all()
+
+
+def test_many_sequences_are_given_to_the_kernel_in_parts_that_it_splits():
+    """132 processors: it splits the keys of up to 211 heads, and parts occupy each processor once."""
+    assert attention.sequences_a_call(26, 8, 16, 132) == 26
+    assert attention.sequences_a_call(27, 8, 16, 132) == 16
+    assert attention.sequences_a_call(64, 8, 65, 132) == 8  # two blocks of rows
+    assert attention.sequences_a_call(3, 200, 1, 132) == 1

@@ -127,6 +127,18 @@ def test_graphs_are_captured_and_nothing_recompiles(random_models):
     assert all(step.graphs for step in steps) and len(state.outer.step.graphs) <= 1300 // STRIDE + 3
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_attention_of_many_sequences(rows):
+    """In several calls: 40 sequences of 8 heads are more than the kernel splits the keys of."""
+    q = torch.randn(40, 8, rows, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(40, 8, 2100, 128, device="cuda", dtype=torch.bfloat16)[:, :, :2080] for _ in range(2))
+    out, lse = attention.partial(q, k, v)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    scores = (q.double() @ k.double().transpose(-1, -2)) * 128**-0.5
+    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("heads,rows,dim", [(4, 1, 64), (4, 8, 128), (2, 64, 128), (1, 5, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_up_to_a_length_on_the_device(heads, rows, dim, dtype):
