@@ -159,6 +159,13 @@ def table(rows: list[dict]) -> list[str]:
     return lines
 
 
+def rounds(rows: list[dict]) -> list[str]:
+    """What a round takes by each fixed plan, whatever it says."""
+    return [f"{row['shape']}, shares of {row['share_of']}: {row['batch']} x {row['context']:,} tokens, {row['way']} "
+            f"{row['plan']}: {row['tbt_ms'] * row['tokens_per_verify']:.1f} ms a round"
+            for row in rows if row["plan"] != "auto"]
+
+
 def of_gpus(number: int) -> str:
     return f"{number} GPU" + ("s" if number > 1 else "")
 
@@ -179,7 +186,8 @@ def draw_bars(axis, sizes: list[tuple[tuple, dict[tuple[int, str], dict]]], styl
     labels, most = [], max(len(best) for _, best in sizes)
     for x, ((shape, gpus, context), best) in enumerate(sizes):
         batch = next(iter(best))[0]
-        labels.append(f"{batch} x {context:,}\n{shape}\n{of_gpus(gpus)}")
+        shares = shape.replace(", ", "\n")
+        labels.append(f"{batch} x {context:,}\n{shares}\n{of_gpus(gpus)}")
         ways = [way for way in styles if (batch, way) in best]
         for i, way in enumerate(ways):
             axis.bar(x + (i - (len(ways) - 1) / 2) * 0.8 / most, best[batch, way]["tokens_per_second"], 0.7 / most,
@@ -190,7 +198,9 @@ def draw_bars(axis, sizes: list[tuple[tuple, dict[tuple[int, str], dict]]], styl
 def plot(path: str) -> None:
     """Throughput of each way: a panel for each size with several batches, one for all others."""
     rows, plt = read_rows(path), pyplot()
-    print("\n".join(table(rows)))
+    costs = [row for row in rows if not row.get("whole_text", True)]  # of a text that is nobody's: see shares.py
+    rows = [row for row in rows if row not in costs]
+    print("\n".join(table(rows) + rounds(costs)))
     sizes = by_size(rows)
     several = [size for size in sizes if len({batch for batch, _ in size[1]}) > 1]
     single = [size for size in sizes if size not in several]
