@@ -2,6 +2,7 @@
 
     python benchmarks/batch.py --shape llama-3.1-8b --contexts 32768 --batches 1 4 8 16 --text book.txt --out rows.jsonl
     torchrun --nproc-per-node 8 benchmarks/batch.py --shape llama-3.1-8b --contexts 102400 --batches 32 ...
+    torchrun --nproc-per-node 2 benchmarks/batch.py --share-of 8 ...      # the work of the first two of eight ranks
     torchrun --nproc-per-node 8 benchmarks/batch.py --shape llama-2-7b --contexts 16000 --batches 64 --ways draft \\
                                                     --draft-shape tinyllama-1.1b --draft-ranks 0 1 2 3 --gammas 3 ...
     python benchmarks/batch.py --plot rows.jsonl
@@ -102,6 +103,8 @@ def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args,
 
 
 def run(args) -> None:
+    if args.sweep or args.peers:
+        raise SystemExit("--sweep and --peers are on_chip.py's; --gammas and --ways say here what is compared")
     if args.quote:
         raise SystemExit(f"--quote {args.quote} ends a single prompt; a batch takes stretches of the text, drop it")
     if args.warm_up < 8:
@@ -111,6 +114,7 @@ def run(args) -> None:
     base, tokenizer = on_chip.load(args, group, prefill_chunk_size=args.prefill_chunk_size)
     ids = tokenizer.encode(read_text(args.text))
     common = {"gpus": 1 if group is None else group.size, **on_chip.about(base, args)}
+    del common["seeds"]  # each row has one
     if base.device.type == "cuda":
         common["bandwidth_gb_s"] = bandwidth_gb_s(base.device)
     for context in args.contexts:
@@ -160,7 +164,7 @@ def table(rows: list[dict]) -> list[str]:
 
 
 def rounds(rows: list[dict]) -> list[str]:
-    """What a round takes by each fixed plan, whatever it says."""
+    """What a round takes by autoregression and by each fixed plan, whatever text it gives."""
     return [f"{row['shape']}, shares of {row['share_of']}: {row['batch']} x {row['context']:,} tokens, {row['way']} "
             f"{row['plan']}: {row['tbt_ms'] * row['tokens_per_verify']:.1f} ms a round"
             for row in rows if row["plan"] != "auto"]

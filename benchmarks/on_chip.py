@@ -159,7 +159,7 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
         raise SystemExit(f"--plain-tokens ({args.plain_tokens}) must be at least 2, for a time per token lies between "
                          f"two, and --max-new-tokens ({args.max_new_tokens}) at least {2 * WORTH_TIMING}, for with "
                          "fewer there may be no plan")
-    if args.share_of:
+    if args.share_of is not None:
         if args.shape is None:
             raise SystemExit(f"--share-of {args.share_of} leaves out ranks, and a checkpoint needs all; add --shape")
         group = first_ranks(group, args.share_of)
@@ -371,15 +371,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--checkpoint", default="tiny")
     p.add_argument("--shape", choices=sorted(SHAPES))
     p.add_argument("--draft-shape", choices=sorted(SHAPES), default="llama-68m", help="of the draft, with --shape")
-    p.add_argument("--draft-ranks", type=int, nargs="+", help="under torchrun: the ranks that hold the draft")
-    p.add_argument("--share-of", type=int, help="under torchrun, with --shape: the first of so many ranks")
+    p.add_argument("--draft-ranks", type=int, nargs="+", help="under torchrun: those that hold the draft, 0 and others")
+    p.add_argument("--share-of", type=int, help="under torchrun, with --shape: the work of the first of so many ranks")
     p.add_argument("--device")
     p.add_argument("--contexts", type=int, nargs="+", default=[16384])
     p.add_argument("--budgets", type=int, nargs="+",
                    help="default: 1/32 of the context, 1,024 to 4,096; batch.py: 512")
     p.add_argument("--text", help="a file to continue; default: CPython's language reference")
     p.add_argument("--quote", type=int, default=0, help="end the prompt with so many tokens of its middle: recall")
-    p.add_argument("--block-size", type=int, help="default: for a shape 16, for a checkpoint as load chooses")
+    p.add_argument("--block-size", type=int, help="default: 16 for a shape (batch.py: 4), else as load chooses")
     p.add_argument("--chunk-size", type=int, default=8)
     p.add_argument("--draft-dtype", choices=["fp8"])
     p.add_argument("--temperature", type=float, default=0.6)
@@ -387,7 +387,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=int, default=4, help="generations per figure")
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--plain-tokens", type=int, default=64, help="tokens of the autoregressive run")
-    p.add_argument("--warm-up", type=int, default=160, help="tokens generated before anything is timed")
+    p.add_argument("--warm-up", type=int, default=160, help="tokens before anything is timed; batch.py: rounds")
     p.add_argument("--sweep", action="store_true", help="fixed settings beside auto")
     p.add_argument("--peers", action="store_true", help="transformers on the same model")
     p.add_argument("--peer-tokens", type=int, default=24, help="tokens of each of transformers' runs")
@@ -398,7 +398,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def share_of(target: Transformer) -> dict[str, object]:
-    """How many ranks there would be of such shares, and whether those that run hold all of the trained model: if not,
+    """How many ranks there would be of such shares, and whether those that run hold all of the trained target: if not,
     times are right, and text and acceptance are nobody's."""
     small = read_config(TINY / "target")
     return {"share_of": target.group.size, "whole_text": holds_whole(small, target.config, target.group.present)}

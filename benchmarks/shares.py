@@ -25,8 +25,8 @@ class FirstRanks(Group):
     present: int = 1
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[N, ...] -> [size * N, ...]. Of a rank that is left out: logits that no word is drawn by, or, of what the
-        ranks compare, what rank 0 has."""
+        """[N, ...] -> [size * N, ...]. Of a rank that is left out: logits so low that no word is drawn from them,
+        or, of what the ranks compare, what rank 0 has."""
         parts = super().all_gather(x)
         absent = self.size - self.present
         shape = absent * x.shape[0], *x.shape[1:]
@@ -39,12 +39,12 @@ def first_ranks(group: Group | None, size: int) -> FirstRanks:
     """This rank among `size`.
 
     Raises:
-        UserError: so many ranks run, or more, or only one.
+        UserError: there is no group, or `size` does not exceed the ranks that run.
     """
     if group is None or size <= group.size:
         running = 1 if group is None else group.size
-        raise UserError(f"--share-of {size} stands for more ranks than run, and {running} do; start 2 or more with "
-                        f"torchrun, fewer than {size}, or drop it")
+        raise UserError(f"--share-of {size} stands for more ranks than run, and {running} do; start tensor_parallel.py "
+                        f"or batch.py with torchrun, 2 ranks or more and fewer than {size}, or drop it")
     return FirstRanks(group.rank, size, group.name, group.buffer, group.size)
 
 

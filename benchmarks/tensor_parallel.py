@@ -8,7 +8,7 @@
 
 Flags, shapes and figures are those of on_chip.py, with --offload those of offload.py. Every rank runs the same; the
 first one reports. `--share-of 8` has each do the work of one of eight, of which only the first run: see shares.py.
-`--plot` prints each row beside that of fewer GPUs, and draws them.
+`--plot` prints each row beside that of one GPU, and draws them.
 """
 
 import argparse
@@ -118,9 +118,9 @@ def relations(rows: list[dict]) -> list[str]:
         kind = f"{work(row)[0]} {row['context']:,}{' fp8' if row['draft_dtype'] else ''}"
         kind += " offloaded" if row["offload"] else ""
         kind += f", {row['gpus']} of" if "share_of" in row else ""
-        one_row = row.get("one_row_ms", 0.0)
+        one_row, said = row.get("one_row_ms", 0.0), f"{row['tbt_ms']:>11.2f}  {shares[1]}{row['speedup']:>21.2f}"
         lines.append(f"{kind:<34}{ranks(row):>4}{row['verify_ms']:>11.2f}  {shares[0]}{one_row:>10.2f}"
-                     f"{row['retrieval_ms']:>13.2f}{row['tbt_ms']:>11.2f}  {shares[1]}{row['speedup']:>21.2f}")
+                     f"{row['retrieval_ms']:>13.2f}{said if row.get('whole_text', True) else ''}")
     return lines
 
 

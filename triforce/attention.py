@@ -59,8 +59,9 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
 def sequences_a_call(batch: int, n_kv_head: int, rows: int, processors: int) -> int:
     """How many sequences to give to one call of the flash kernel: all, or so many that it splits their keys.
 
-    It does not where heads and blocks of 64 rows make 1.6 for each of a GPU's processors, and then reads at half the
-    speed: on an H200 2.5 TB/s, where parts that occupy each processor once are read at 3.7 to 4.0.
+    PyTorch has it split them only where it would otherwise have fewer than 1.6 blocks (a KV head and 64 rows) for each
+    of a GPU's processors. Unsplit keys are read at half the speed: on an H200 2.5 TB/s, where parts of one block a
+    processor are read at 3.7 to 4.0.
     """
     each = n_kv_head * -(-rows // 64)
     return batch if batch * each < 1.6 * processors else max(processors // each, 1)
