@@ -1,5 +1,7 @@
 """Partial states and their merge, against one softmax over all keys in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -77,3 +79,25 @@ def test_many_sequences_are_given_to_the_kernel_in_parts_that_it_splits():
     assert attention.sequences_a_call(27, 8, 16, 132) == 16
     assert attention.sequences_a_call(64, 8, 65, 132) == 8  # two blocks of rows
     assert attention.sequences_a_call(3, 200, 1, 132) == 1
+
+
+def test_parts_of_a_batch_are_put_together_in_order(monkeypatch):
+    """As on a GPU of 8 processors, by the kernel of this machine."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(11, 2, 3, 16), torch.randn(11, 2, 20, 16), torch.randn(11, 2, 20, 16)
+    calls = []
+
+    def kernel(q, k, v, is_causal):
+        calls.append(len(q))
+        return attention._plain(q, k, v, None)
+
+    monkeypatch.setattr(attention, "_flash_cuda", kernel)
+    monkeypatch.setattr(attention, "_kernel", lambda q: kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
+    whole = attention.partial(q, k, v)
+    assert calls == [11]  # short keys are not worth it
+    monkeypatch.setattr(attention, "LONG", 20)
+    parts = attention.partial(q, k, v)
+    assert calls[1:] == [4, 4, 3]
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other)
