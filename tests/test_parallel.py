@@ -23,7 +23,7 @@ def torchrun(count: int, *command: str, **kw) -> subprocess.CompletedProcess:
 
 
 def run(command: list[str], **kw) -> subprocess.CompletedProcess:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, **kw)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, **kw)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
