@@ -114,7 +114,7 @@ def run(args) -> None:
     base, tokenizer = on_chip.load(args, group, prefill_chunk_size=args.prefill_chunk_size)
     ids = tokenizer.encode(read_text(args.text))
     common = {"gpus": 1 if group is None else group.size, **on_chip.about(base, args)}
-    del common["seeds"]  # each row has one
+    del common["seeds"]  # each sequence has one
     if base.device.type == "cuda":
         common["bandwidth_gb_s"] = bandwidth_gb_s(base.device)
     for context in args.contexts:
@@ -203,7 +203,7 @@ def plot(path: str) -> None:
     """Throughput of each way: a panel for each size with several batches, one for all others."""
     rows, plt = read_rows(path), pyplot()
     costs = [row for row in rows if not row.get("whole_text", True)]  # of a text that is nobody's: see shares.py
-    rows = [row for row in rows if row not in costs]
+    rows = [row for row in rows if row.get("whole_text", True)]
     print("\n".join(table(rows) + rounds(costs)))
     sizes = by_size(rows)
     several = [size for size in sizes if len({batch for batch, _ in size[1]}) > 1]

@@ -38,7 +38,7 @@ from triforce.state import WORTH_TIMING, Settings, State
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
-from shares import first_draft_ranks, first_ranks, holds_whole  # noqa: E402
+from shares import FirstRanks, first_draft_ranks, first_ranks, holds_whole  # noqa: E402
 from widen import SHAPES, widen  # noqa: E402
 
 
@@ -188,7 +188,7 @@ def widened_draft(small: Transformer, args, group, **how) -> Transformer | None:
     if ranks is None:
         return widen(small, shape, **how)
     mine = check_draft_ranks(ranks, group, shape)
-    divide = first_draft_ranks if args.share_of else subgroup
+    divide = first_draft_ranks if isinstance(group, FirstRanks) else subgroup
     part = divide(group, ranks) if len(ranks) > 1 else None  # all ranks call it
     return None if mine is None else widen(small, shape, group=part, **how)
 

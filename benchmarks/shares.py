@@ -28,11 +28,8 @@ class FirstRanks(Group):
         """[N, ...] -> [size * N, ...]. Of a rank that is left out: logits so low that no word is drawn from them,
         or, of what the ranks compare, what rank 0 has."""
         parts = super().all_gather(x)
-        absent = self.size - self.present
-        shape = absent * x.shape[0], *x.shape[1:]
-        fill = x.new_full(shape, 2 * PADDING_LOGIT) if x.is_floating_point() else parts[: x.shape[0]].repeat(
-            absent, *[1] * (x.dim() - 1))
-        return torch.cat([parts, fill])
+        other = torch.full_like(x, 2 * PADDING_LOGIT) if x.is_floating_point() else parts[: len(x)]
+        return torch.cat([parts, *[other] * (self.size - self.present)])
 
 
 def first_ranks(group: Group | None, size: int) -> FirstRanks:

@@ -139,9 +139,9 @@ def plot(path: str) -> None:
         draw(axes[1], group, "tbt_ms", "o-", f"{label}: speculation", color)
         draw(axes[1], group, "autoregression_tbt_ms", "s--", f"{label}: autoregression", color)
     counts = sorted({ranks(row) for row in rows})
+    hollow = " (hollow: shares of so many, fewer ran)" if any("share_of" in row for row in rows) else ""
     for axis, what in zip(axes, ("ms per full verify of a whole block", "ms per token"), strict=True):
-        axis.set(xlabel="GPUs (hollow: shares of so many, of which two ran)", ylabel=what, xscale="log",
-                 ylim=(0, 1.3 * axis.get_ylim()[1]))
+        axis.set(xlabel=f"GPUs{hollow}", ylabel=what, xscale="log", ylim=(0, 1.3 * axis.get_ylim()[1]))
         axis.set_xticks(counts, counts)
         axis.minorticks_off()
         axis.legend(fontsize=6, loc="upper right")

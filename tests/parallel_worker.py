@@ -31,6 +31,10 @@ def engine_of(target, draft, **more) -> Engine:
     return Engine(target, None, draft, settings=Settings(**SETTINGS, **more), budget=64, **how)
 
 
+def logits_of(model, ids):
+    return Engine(model, None, settings=Settings(retrieval=False)).logits(ids)
+
+
 def every_kind_of_parameter(group) -> None:
     """Biases, and a vocabulary that does not divide."""
     config = ModelConfig(65, 32, 2, 8, 8 if group.size == 8 else 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
@@ -39,7 +43,7 @@ def every_kind_of_parameter(group) -> None:
         part = shard(whole, group)
         assert part.config.n_head == 8 // group.size and part.embedding.weight.shape[0] == -(-65 // group.size)
         ids = [random_prompt(50, vocab_size=65)]
-        expected, found = (Engine(m, None, settings=Settings(retrieval=False)).logits(ids) for m in (whole, part))
+        expected, found = logits_of(whole, ids), logits_of(part, ids)
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -110,13 +114,13 @@ def eight(group) -> None:
 
 
 def widened(group) -> None:
-    """The benchmarks' large model, made share by share; and with most of the shares left out."""
+    """The benchmarks' large model, made share by share; and with half of the shares left out."""
     small = load_model(TINY / "target", "cpu", torch.float32)
     shape = replace(SHAPES["llama-3.1-8b"], vocab_size=4999, dim=384, n_layer=9, n_head=16, n_kv_head=8, ffn_dim=704)
     part = widen(small, shape, dtype=torch.float32, group=group)
     assert len(part.layers) == 9 and part.layers[8].attention.qkv.weight.shape == (32 // group.size * 128, 384)
     ids = [random_prompt(200, vocab_size=4096)]
-    expected, found = (Engine(m, None, settings=Settings(retrieval=False)).logits(ids) for m in (small, part))
+    expected, found = logits_of(small, ids), logits_of(part, ids)
     torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
 
     first = first_ranks(group, 2 * group.size)
@@ -124,20 +128,20 @@ def widened(group) -> None:
     part = widen(small, wide, dtype=torch.float32, group=first)
     assert part.config.n_kv_head == 16 // first.size and holds_whole(small.config, part.config, group.size)
     assert not holds_whole(small.config, replace(part.config, n_kv_head=0), group.size)
-    found = Engine(part, None, settings=Settings(retrieval=False)).logits(ids)
+    found = logits_of(part, ids)
     assert found.shape[-1] == 9000 and (found[..., 4096:] < -200).all()
     torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
 
     how = {"vocab_size": 9000, "device": "cpu", "dtype": torch.float32}
     model = load_model(tiny_draft(), "cpu", torch.float32)
-    args = SimpleNamespace(draft_shape="llama-68m", draft_ranks=draft_ranks(group), share_of=None)
+    args = SimpleNamespace(draft_shape="llama-68m", draft_ranks=draft_ranks(group))
     draft = widened_draft(model, args, group, **how)
     assert (draft is not None) == (group.rank in args.draft_ranks)
     assert draft is None or draft.config.n_head == 12 // len(args.draft_ranks)
-    args.share_of, args.draft_ranks = first.size, [*range(3 * group.size // 2)]
+    args.draft_ranks = [*range(3 * group.size // 2)]
     draft = widened_draft(model, args, first, **how)
     assert draft.config.n_head == 12 // len(args.draft_ranks)
-    expected, found = (Engine(m, None, settings=Settings(retrieval=False)).logits(ids) for m in (model, draft))
+    expected, found = logits_of(model, ids), logits_of(draft, ids)
     torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
 
 

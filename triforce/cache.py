@@ -352,7 +352,7 @@ class TargetLayer:
         if block.starts:
             rows = [attention.partial(q[row, None], k[row, None, :, dense:stop], v[row, None, :, dense:stop])
                     for row, stop in enumerate(block.starts)]
-            states.append(tuple(torch.cat(parts) for parts in zip(*rows, strict=True)))
+            states.append(attention.beside(rows))
         return states
 
     def _ragged(self, q: Tensor, k: Tensor, v: Tensor) -> attention.State:
