@@ -5,13 +5,24 @@ is not at hand, `widen` puts the small model's weights into the top-left corner 
 elsewhere, and zeros wherever those would reach the residual stream. Logits agree up to rounding of the dtype. Every
 figure measured on such a model has to say so.
 
+    python benchmarks/widen.py --shape llama-2-7b --draft-shape llama-68m --out DIR --dtype float16
+
+writes the embedded pair so widened as two Hugging Face folders, DIR/target and DIR/draft, for whatever reads a folder.
+
 Shapes: d and D are the small and the large width, h and H their head dimensions.
 """
 
+import argparse
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
+from triforce.checkpoint import TINY, load_model, parse_dtype, places, tiny_draft
+from triforce.errors import UserError
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group, shard
 
@@ -39,14 +50,7 @@ def widen(small: Transformer, shape: ModelConfig, *, vocab_size: int | None = No
     Raises:
         ValueError: the small model does not fit into the shape.
     """
-    a = small.config
-    shape = replace(shape, vocab_size=vocab_size or shape.vocab_size, rope_theta=a.rope_theta,
-                    rope_scaling=a.rope_scaling, max_position_embeddings=max(a.max_position_embeddings, positions),
-                    norm_eps=a.norm_eps * a.dim / shape.dim, tie_word_embeddings=False)
-    fits = (a.dim < shape.dim, a.n_layer <= shape.n_layer, a.n_kv_head <= shape.n_kv_head, a.ffn_dim <= shape.ffn_dim,
-            a.n_head == a.n_kv_head, shape.head_dim in (a.head_dim, 2 * a.head_dim), a.vocab_size <= shape.vocab_size)
-    if not all(fits):
-        raise ValueError(f"a model of width {a.dim}, {a.n_layer} layers, {a.n_head} heads does not fit into {shape}")
+    shape = _fitted(small.config, shape, vocab_size, positions)
     if group is None:
         return _fill(small, shape, 0, seed, device, dtype)
     whole = None
@@ -58,6 +62,56 @@ def widen(small: Transformer, shape: ModelConfig, *, vocab_size: int | None = No
             whole.layers.append(part.layers[0])
     whole.config = replace(whole.config, n_layer=shape.n_layer)
     return whole
+
+
+def _fitted(a: ModelConfig, shape: ModelConfig, vocab_size: int | None, positions: int) -> ModelConfig:
+    """The shape with what a small model of config `a` needs of it."""
+    shape = replace(shape, vocab_size=vocab_size or shape.vocab_size, rope_theta=a.rope_theta,
+                    rope_scaling=a.rope_scaling, max_position_embeddings=max(a.max_position_embeddings, positions),
+                    norm_eps=a.norm_eps * a.dim / shape.dim, tie_word_embeddings=False)
+    fits = (a.dim < shape.dim, a.n_layer <= shape.n_layer, a.n_kv_head <= shape.n_kv_head, a.ffn_dim <= shape.ffn_dim,
+            a.n_head == a.n_kv_head, shape.head_dim in (a.head_dim, 2 * a.head_dim), a.vocab_size <= shape.vocab_size)
+    if not all(fits):
+        raise ValueError(f"a model of width {a.dim}, {a.n_layer} layers, {a.n_head} heads does not fit into {shape}")
+    return shape
+
+
+@torch.no_grad()
+def save(small_folder: Path, shape: ModelConfig, folder: Path, *, vocab_size: int | None = None, positions: int = 0,
+         seed: int = 0, device="cpu", dtype=torch.bfloat16) -> Path:
+    """`widen` of the checkpoint in small_folder, written as a Hugging Face folder, a layer at a time: one shard each.
+
+    Raises:
+        UserError: the folder holds a checkpoint already.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; choose another --out")
+    small = load_model(small_folder, device, torch.float32)
+    shape = _fitted(small.config, shape, vocab_size, positions)
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map = {}
+    for i in range(shape.n_layer):
+        part = _fill(small, replace(shape, n_layer=1), i, seed + i, device, dtype)
+        parameters, tensors = dict(part.named_parameters()), {}
+        for name, place in places(part.config).items():
+            if ".layers." in name or i == 0:  # what is not of a layer is the same in all parts
+                rows = parameters[place.parameter][place.start : place.start + place.shape[0]]
+                tensors[name.replace(".layers.0.", f".layers.{i}.")] = rows.cpu().contiguous()
+        file = f"model-{i + 1:05d}-of-{shape.n_layer:05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((small_folder / "config.json").read_text())
+    config |= {"hidden_size": shape.dim, "num_hidden_layers": shape.n_layer, "num_attention_heads": shape.n_head,
+               "num_key_value_heads": shape.n_kv_head, "head_dim": shape.head_dim, "intermediate_size": shape.ffn_dim,
+               "vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_position_embeddings,
+               "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": False,
+               "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in ("generation_config.json", "tokenizer.model", "tokenizer_config.json"):
+        shutil.copyfile(small_folder / name, folder / name)
+    return folder
 
 
 def _fill(small: Transformer, shape: ModelConfig, first: int, seed: int, device, dtype) -> Transformer:
@@ -115,3 +169,23 @@ def _fill(small: Transformer, shape: ModelConfig, first: int, seed: int, device,
         layer.mlp.gate_up.weight[shape.ffn_dim : shape.ffn_dim + a.ffn_dim, :d] = up.to(device, dtype)
         layer.mlp.down.weight[:d, : a.ffn_dim] = own.mlp.down.weight.to(device, dtype)
     return big
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes the embedded pair, widened to large shapes, as folders.")
+    parser.add_argument("--shape", default="llama-2-7b", choices=SHAPES)
+    parser.add_argument("--draft-shape", default="llama-68m", choices=SHAPES)
+    parser.add_argument("--out", type=Path, required=True, help="gets two folders, target and draft")
+    parser.add_argument("--dtype", default="bfloat16", help="float16, bfloat16 (default) or float32")
+    args = parser.parse_args()
+    how = {"device": "cuda" if torch.cuda.is_available() else "cpu", "vocab_size": SHAPES[args.shape].vocab_size}
+    try:
+        how["dtype"] = parse_dtype(args.dtype)
+        for name, small, shape in (("target", TINY / "target", args.shape), ("draft", tiny_draft(), args.draft_shape)):
+            print(f"{save(small, SHAPES[shape], args.out / name, **how)} holds {shape} in {args.dtype}", flush=True)
+    except (UserError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,8 @@
 """The fp8 copy: what it shares, how near its layers are, and where it is refused."""
 
 import pytest
+import torch
+from conftest import VOCAB, make_state, random_prompt, run_rounds
 
 import triforce
 from triforce.errors import UserError
@@ -22,6 +24,24 @@ def test_weights_are_near_and_the_rest_is_shared():
             restored = quantized.weight.float() * quantized.scale
             assert (restored - linear.weight).norm() / linear.weight.norm() < 0.04
             assert (quantized.scale_x is None) == (name in ("attention.out", "mlp.down"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_is_drafted_in_fp8_is_accepted(dtype):
+    """Also with a layer that adds nothing, as models have that were made deeper: its matrices are zeros."""
+    config = ModelConfig(VOCAB, 64, 3, 4, 2, 16, 128, max_position_embeddings=4096)
+    target = Transformer.random(config, std=0.1, dtype=dtype)
+    for linear in (target.layers[1].attention.out, target.layers[1].mlp.down):
+        linear.weight.zero_()
+    copy = fp8_copy(target)
+    assert all(x.float().isfinite().all() for x in copy.buffers())
+    rates = []
+    for drafting in (None, copy):
+        state = make_state(target, None, [random_prompt(200)], budget=512, drafting=drafting, gamma=4,
+                           sampling={"temperature": 0.8})
+        run_rounds(state, 80)
+        rates.append(state.acceptance_rates()[0]["full"])
+    assert rates[0] > 0.95 and rates[1] > 0.85
 
 
 def test_refused_without_the_hardware():

@@ -9,8 +9,9 @@ import torch
 from reference import DenseKV
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from widen import PADDING_LOGIT, SHAPES, widen  # noqa: E402
+from widen import PADDING_LOGIT, SHAPES, save, widen  # noqa: E402
 
+import triforce  # noqa: E402
 from triforce.checkpoint import TINY, load_model, tiny_draft  # noqa: E402
 
 
@@ -36,3 +37,21 @@ def test_a_model_that_does_not_fit_is_refused():
     small = load_model(TINY / "target", "cpu", torch.float32)
     with pytest.raises(ValueError, match="does not fit"):
         widen(small, SHAPES["llama-68m"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_folders_of_a_widened_pair_are_loaded_and_say_what_the_small_pair_says(tmp_path, dtype):
+    shape = replace(SHAPES["llama-2-7b"], vocab_size=4500, dim=384, n_layer=9, n_head=8, n_kv_head=8, ffn_dim=800)
+    draft = replace(SHAPES["llama-68m"], dim=256, n_head=4, n_kv_head=4, ffn_dim=1024)
+    how = {"vocab_size": 4500, "dtype": dtype}
+    target, drafts = (save(small, to, tmp_path / name, **how) for small, to, name in
+                      ((TINY / "target", shape, "target"), (tiny_draft(), draft, "draft")))
+    engine = triforce.load(target, draft=drafts, device="cpu", dtype="float32", gamma=6)
+    assert engine.target.config.n_layer == 9 and engine.draft.config.dim == 256
+    small = triforce.load("tiny", device="cpu")
+    ids = [engine.encode_prompt("It was the best of times, it was the worst of times. " * 5)]
+    close = {torch.float16: 0.05, torch.bfloat16: 0.5}[dtype]  # what the dtype rounds
+    torch.testing.assert_close(engine.logits(ids)[..., :4096], small.logits(ids), rtol=0, atol=close)
+    assert engine.generate(ids[0], 24, temperature=0.6, seed=0).stats.acceptance_rate["retrieval"] > 0.1
+    with pytest.raises(triforce.UserError, match="not empty"):
+        save(TINY / "target", shape, target)

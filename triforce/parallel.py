@@ -43,8 +43,9 @@ class Group:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, on each of them the same to the bit."""
-        if self.buffer is not None and x.numel() * x.element_size() <= ONE_SHOT_BYTES:
-            return one_shot_all_reduce(x.contiguous(), self.buffer, self.name)
+        wide = torch.float32 if x.dtype == torch.float16 else x.dtype  # PyTorch's one-shot sum knows no float16
+        if self.buffer is not None and x.numel() * wide.itemsize <= ONE_SHOT_BYTES:
+            return one_shot_all_reduce(x.to(wide).contiguous(), self.buffer, self.name).to(x.dtype)
         return collectives.wait_tensor(collectives.all_reduce(x, "sum", self.name))
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -29,7 +29,12 @@ class Float8Linear(nn.Module):
         super().__init__()
         weight = linear.weight.detach()
         scale = (weight.abs().amax().float() / LARGEST).clamp(min=1e-12)
-        self.register_buffer("weight", (weight / scale.to(weight.dtype)).clamp(-LARGEST, LARGEST).to(FP8))
+        quantized = torch.empty_like(weight, dtype=FP8)
+        # Divided in float32, where no scale rounds to zero (in float16 that of a matrix of zeros does, and 0 / 0 is
+        # nan), and by parts, since a whole matrix in float32 may be gigabytes.
+        for rows, given in zip(quantized.split(1024), weight.split(1024), strict=True):
+            rows.copy_((given.float() / scale).clamp(-LARGEST, LARGEST))
+        self.register_buffer("weight", quantized)
         self.register_buffer("scale", scale)
         self.bias = linear.bias
         largest_x = None if norm_weight is None else OUTLIERS * norm_weight.detach().abs().amax().float()
