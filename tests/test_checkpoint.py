@@ -239,7 +239,7 @@ def test_resolve(folder, tmp_path, monkeypatch):
             resolve(absent)
     with pytest.raises(UserError, match="is a file"):
         resolve(folder / "config.json")
-    with pytest.raises(UserError, match="python download.py --repo-id owner/name$"):
+    with pytest.raises(UserError, match="triforce download --repo-id owner/name$"):
         resolve("owner/name")
     cached = tmp_path / "cache" / "models--owner--name"
     (cached / "refs").mkdir(parents=True)

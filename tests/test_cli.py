@@ -18,8 +18,9 @@ ROOT = Path(__file__).parent.parent
 SMALL = ["--prompt", "The sea was calm and the wind", "--max-new-tokens", "12", "--device", "cpu", "--gamma", "6"]
 
 
-def run(*args, stdin=None):
-    return subprocess.run([sys.executable, "generate.py", *args], cwd=ROOT, capture_output=True, text=True, input=stdin)
+def run(*args, stdin=None, program=("generate.py",)):
+    given = {"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}
+    return subprocess.run([sys.executable, *program, *args], cwd=ROOT, capture_output=True, text=True, **given)
 
 
 def test_text_to_stdout_and_the_rest_to_stderr():
@@ -73,6 +74,65 @@ def test_prompts_from_files_and_stdin(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_a_pipe_is_read_as_the_prompt(tmp_path):
+    """Also a file behind `<`; a prompt that is given goes before; what brings nothing is no prompt."""
+    flags = ["--max-new-tokens", "4", "--device", "cpu", "--json", "--seed", "0"]
+    by_flag = json.loads(run("--prompt", "Once upon a time", *flags).stdout)
+    piped = run(*flags, stdin="Once upon a time")
+    assert json.loads(piped.stdout)["tokens"] == by_flag["tokens"] and "standard input" in piped.stderr
+    document = tmp_path / "text"
+    document.write_text("Once upon a time")
+    with open(document) as file:
+        done = subprocess.run([sys.executable, "generate.py", *flags], cwd=ROOT, capture_output=True, text=True,
+                              stdin=file)
+    assert json.loads(done.stdout)["tokens"] == by_flag["tokens"]
+    assert json.loads(run("--prompt", "Once upon a time", *flags, stdin="Other").stdout)["tokens"] == by_flag["tokens"]
+    for stdin in (None, ""):
+        done = run("--checkpoint", str(ROOT / "triforce/tiny/target"), "--device", "cpu", stdin=stdin)
+        assert done.returncode == 2 and "error: there is no prompt; give a text with --prompt" in done.stderr
+
+
+def test_the_demo_says_what_it_is(capsys):
+    flags = ["--device", "cpu", "--prompt-len", "2000", "--max-new-tokens", "8", "--gamma", "3"]
+    assert cli.main(flags) == 0
+    shown = capsys.readouterr()
+    assert "toy of 7.5 million" in shown.err and "drafts are read from 1,024 of them" in shown.err
+    end = shown.err.split("It ends:")[1].split("\n\n")[0].split("... ")[1]
+    assert " ".join(end.split())[-30:] in " ".join(cli.default_document().split())
+    assert "acceptance: of the tokens" in shown.err and "target forward: " in shown.err
+    assert all(len(line) <= 80 for line in shown.err.splitlines())
+
+
+def test_commands_and_their_modules():
+    """`triforce download`, `triforce convert`, and the modules by name: each runs, none does nothing."""
+    for program in (("-m", "triforce"), ("generate.py",)):
+        assert run("--version", program=program).stdout.startswith("triforce 0.")
+        for command in cli.COMMANDS:
+            done = run(command, "--help", program=program)
+            assert done.returncode == 0 and f"usage: triforce {command}" in done.stdout
+    for command in cli.COMMANDS:
+        assert run(program=("-m", f"triforce.{command}")).returncode == 2
+
+
+@pytest.mark.parametrize("argv,text", [
+    (["--temprature", "1"], "--temprature is no flag; did you mean --temperature?"),
+    (["--gama=3"], "--gama is no flag; did you mean --gamma?"),
+    (["--prompt", "Once", "upon"], "'upon' belongs to no flag; put quotes around"),
+    (["--gamma", "x"], "'x' is neither a number of tokens nor 'auto'"),
+    (["--max-new-tokens"], "expected one argument; triforce --help lists all flags"),
+    (["--top-p", "1.5"], "top_p (1.5) must be above 0"), (["--max-new-tokens", "0"], "at least 1; try 256"),
+    (["--prompts", "/no/such/file"], "cannot read --prompts"),
+    (["--checkpoint", "/no/such/folder"], "no such folder"), (["--draft", "some/draft"], "triforce download --repo-id"),
+    (["--prompts", "x", "--prompt", "x"], "drop one"),
+    (["--prompt", "a", "--chat", "--chat-template", "/no/such"], "cannot read --chat-template"),
+])
+def test_mistakes_are_found_before_a_model_is_loaded(argv, text, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "load_engine", lambda *args: pytest.fail("loaded"))
+    assert cli.main(argv) == 2
+    shown = capsys.readouterr()
+    assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
+
+
 def test_a_prompt_that_looks_like_a_flag_is_left_alone(monkeypatch):
     seen = []
 
@@ -95,7 +155,7 @@ def test_binary_input_is_read_as_text(capsys):
 
 @pytest.mark.parametrize("argv,text", [
     (["--checkpoint", "no/such/folder/here"], "no such folder"),
-    (["--checkpoint", "someone/some-model"], "python download.py --repo-id someone/some-model"),
+    (["--checkpoint", "someone/some-model"], "triforce download --repo-id someone/some-model"),
     (["--prompt", ""], "prompt is empty"),
     (["--prompt", "a", "--prompt-file", "b"], "both"),
     (["--prompt-file", "/no/such/file"], "cannot read --prompt-file"),
@@ -145,6 +205,7 @@ def test_a_file_of_prompts(tmp_path, capsys):
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [answer["index"] for answer in answers] == [0, 1, 2] and done.returncode == 0
     assert "3 of 3 prompts, 24 new tokens" in done.stderr
+    assert done.stderr.startswith("tiny on cpu, float32: 3 prompts, ") and "2 side by side" in done.stderr
     alone = run("--prompt", "Call me", *flags[4:], "--json")
     assert json.loads(alone.stdout)["tokens"] == answers[1]["tokens"]
     file.write_text('\ufeff"one\u2028line"\n', encoding="utf-8")  # a BOM, and no line end

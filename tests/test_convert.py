@@ -59,7 +59,7 @@ def test_the_command_converts_in_place(tmp_path):
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     command = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), "--checkpoint_dir", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "generate.py --checkpoint" in done.stdout, done.stderr
+    assert done.returncode == 0 and "triforce --checkpoint" in done.stdout, done.stderr
     assert {name: (source / name).read_bytes() for name in before} == before
     assert {path.name for path in source.iterdir()} - before.keys() == {"model.safetensors"}
     found = tensors_of(source)

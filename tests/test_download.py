@@ -73,7 +73,7 @@ def test_the_command(hub, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_right", "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "python generate.py --checkpoint owner/private" in done.stdout
+    assert "triforce --checkpoint owner/private" in done.stdout
     assert hub.tokens("owner/private") == {"hf_right"}
     checkpoint.load_model(tmp_path / "checkpoints/owner/private")
 

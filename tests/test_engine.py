@@ -96,9 +96,13 @@ def test_stream_equals_generate_and_can_be_closed(tiny_engine):
     stream = tiny_engine.stream(TEXT, 40, seed=1)
     assert "".join(stream) == out.text and stream.result.tokens == out.tokens
     broken = tiny_engine.stream(TEXT, 40, seed=1)
-    next(broken)
-    broken.close()
     assert broken.result is None
+    said = next(broken)
+    so_far = broken.result
+    broken.close()
+    for result in (so_far, broken.result):  # what there is
+        assert result.text == said and result.finish_reason == "interrupted" and 0 < result.stats.ttft
+        assert result.tokens == out.tokens[: len(result.tokens)] != [] and result.stats.new_tokens == len(result.tokens)
     assert tiny_engine.generate(TEXT, 40, seed=1).tokens == out.tokens
 
 
@@ -239,7 +243,8 @@ def test_logits_equal_the_rounds(pair):
     (lambda e: e.generate([5] * 4000, 200), "cut the prompt by 104 tokens to 3896 (--prompt-len) or ask "
      "for at most 96 new ones"),
     (lambda e: e.generate(b"hi"), "decode it: prompt.decode()"),
-    (lambda e: e.generate("a", foo=1), "foo is no option here; options are max_new_tokens, temperature"),
+    (lambda e: e.generate("a", foo=1), "foo is no option of generate; there are chat_template, ignore_eos"),
+    (lambda e: e.generate("a", temprature=1), "temprature is no option of generate; did you mean temperature?"),
     (lambda e: e.generate("a", 5, top_p=0.0), "top_p (0.0)"),
     (lambda e: e.generate("a", 5, temperature=-1.0), "temperature (-1.0)"),
     (lambda e: e.generate("a", 5, stop=""), "stop ('')"),
@@ -263,8 +268,11 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
 
 @pytest.mark.parametrize("options,text", [
     ({"gamma": 8}, "gamma (8) must be between 1 and block_size - 1 (7)"),
-    ({"gamma": 0}, "gamma (0)"),
-    ({"gamma_inner": 0}, "gamma_inner (0)"),
+    ({"gamma": 0}, "gamma (0) must be a whole number, at least 1; try 6"),
+    ({"gamma_inner": 0}, "gamma_inner (0) must be a whole number, at least 1; try 2"),
+    ({"chunk_size": 0}, "chunk_size (0) must be a whole number, at least 1; try 8"),
+    ({"buget": 4096}, "buget is no setting; did you mean budget?"),
+    ({"flush_intervall": 4096}, "flush_intervall is no setting; did you mean flush_interval?"),
     ({"block_size": 500}, "block_size (500) must be between 1 and flush_interval (128); try 8"),
     ({"budget": 4100}, "budget (4100) must be a multiple of chunk_size (8); try 4096"),
     ({"budget": 8}, "budget (8) must be at least 144"),
@@ -276,7 +284,7 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"device": "cuda:99"}, "device cuda:99 was asked for and"),
     ({"device": "gpu"}, "device 'gpu' is unknown"),
     ({"dtype": "int7"}, "dtype 'int7' is unknown"),
-    ({"colour": "red"}, "colour is not a setting"),
+    ({"colour": "red"}, "colour is no setting; there are block_size, budget"),
     ({"block_size": 0}, "block_size (0) must be a whole number, at least 1"),
     ({"block_size": "8"}, "block_size ('8') must be a whole number, at least 1"),
     ({"device": []}, "device [] is unknown"),
@@ -386,6 +394,24 @@ def test_settings_may_be_of_numpy():
     assert len(engine.generate(TEXT, 8, temperature=0.0, ignore_eos=True).tokens) == 8
 
 
+def test_an_engine_says_what_it_is(tiny_engine):
+    assert repr(tiny_engine) == ("<triforce.Engine: LlamaForCausalLM, 7.5M parameters, float32 on cpu; drafts by a "
+                                 "model of 0.9M parameters and retrieval>")
+    bare = triforce.load("tiny", device="cpu", draft=False, retrieval=False, dtype="bfloat16")
+    assert "bfloat16 on cpu; drafts by nothing" in repr(bare)
+
+
+def test_mistakes_are_found_before_anything_is_loaded(monkeypatch):
+    from triforce import api
+
+    monkeypatch.setattr(api, "load", lambda *args, **kw: pytest.fail("loaded"))
+    for options, text in (({"temperature": -1.0}, "temperature"), ({"max_new_tokens": 0}, "max_new_tokens"),
+                          ({"temprature": 1.0}, "did you mean temperature"), ({"gama": 3}, "did you mean gamma"),
+                          ({"stop": ""}, "stop")):
+        with pytest.raises(triforce.UserError, match=text):
+            triforce.generate("a", **options)
+
+
 def test_release_in_mid_stream_is_said(tiny_engine):
     stream = tiny_engine.stream(TEXT, 60, temperature=0.0, ignore_eos=True)
     next(stream)
@@ -410,7 +436,7 @@ def test_state_grows_with_the_prompt_and_is_kept(tiny_engine):
     ({"draft_cache": "full"}, "draft_cache ('full') with a retrieval level must be one of retrieval, snapkv"),
     ({"draft_cache": "retrieval", "retrieval": False}, "without a retrieval level must be one of streaming, snapkv"),
     ({"draft_cache": "streaming", "retrieval": False, "draft": False}, "and neither does"),
-    ({"auto": True}, "auto is not a setting"), ({"ngram": True}, "ngram is not a setting")])
+    ({"auto": True}, "auto is no setting"), ({"ngram": True}, "ngram is no setting")])
 def test_settings_that_do_not_fit(options, message):
     with pytest.raises(triforce.UserError) as error:
         triforce.load("tiny", device="cpu", **options)

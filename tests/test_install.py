@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parent") / "triforce"  # the name that a clone has
-    copytree(ROOT, folder, ignore=ignore_patterns(".git", ".venv", "*.egg-info", "__pycache__", "results", "checkpoints"))
+    left_out = (".git", ".venv", "*.egg-info", "__pycache__", "results", "checkpoints")
+    copytree(ROOT, folder, ignore=ignore_patterns(*left_out))
     return folder
 
 

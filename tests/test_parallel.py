@@ -75,7 +75,7 @@ def read(path: Path) -> str:
 
 def test_a_killed_rank_ends_the_others():
     command = [*TORCHRUN, "2", "generate.py", "--device", "cpu", "--max-new-tokens", "4000"]
-    launcher = subprocess.Popen(command, cwd=ROOT,
+    launcher = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL,
                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline, ranks = time.monotonic() + 60, []

@@ -53,7 +53,7 @@ def resolve(checkpoint: str | Path) -> Path:
     if isinstance(cached, str) and find_weights(Path(cached).parent):
         return Path(cached).parent
     raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
-                    f"download it: python download.py --repo-id {checkpoint}")
+                    f"download it: triforce download --repo-id {checkpoint}")
 
 
 def tiny_draft() -> Path:

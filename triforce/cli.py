@@ -4,15 +4,21 @@ Knows nothing of tensors: it reads flags and files, calls the engine, and prints
 """
 
 import argparse
+import importlib
 import json
 import logging
 import os
+import stat
 import sys
+import textwrap
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .errors import UserError
+from .checkpoint import resolve
+from .errors import UserError, not_known
+from .generation import check_max_new_tokens
+from .sampling import check_sampling
 
 DEFAULT_PROMPT_LEN = 16_384
 CHECKED_TOKENS = 64  # of the greedy comparison
@@ -20,11 +26,25 @@ ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": 
            "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+COMMANDS = ("download", "convert")  # `triforce download ...`; without one of them, it generates
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage of all flags."""
+
+    def error(self, message: str):
+        raise UserError(f"{message}; {self.prog} --help lists all flags")
+
+
+def parser() -> Parser:
+    from . import __version__
+
+    p = Parser(
         prog="triforce", description="Continue a long text with a language model, losslessly and several times faster.",
         epilog="With no flags: the embedded tiny pair on 16,384 tokens of CPython's language reference, compared with "
-               "autoregression. Flags may be spelt with underscores.")
+               "autoregression. Flags may be spelt with underscores. `triforce download` and `triforce convert` "
+               "fetch and convert checkpoints.")
+    p.add_argument("--version", action="version", version=f"triforce {__version__}")
     model = p.add_argument_group("model")
     model.add_argument("--checkpoint", default="tiny", help="Hugging Face folder, repository id, or 'tiny' (default)")
     model.add_argument("--draft", help="the same for the draft model; 'ngram': look up; 'none'")
@@ -39,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--resident-memory", help="the same in device memory: 20GiB")
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
-    prompt.add_argument("--prompt-file", help="read it from a file, or from stdin: -")
+    prompt.add_argument("--prompt-file", help="read it from a file (from a pipe it is read as it is)")
     prompt.add_argument("--prompts", help="a file of prompts, one a line: JSON strings, or objects with a \"prompt\"; "
                                           "answers are lines of JSON")
     prompt.add_argument("--batch-size", type=int, default=8, help="of --prompts, computed side by side (default 8)")
@@ -103,6 +123,49 @@ def _spell(argument: str, known) -> str:
     return spelt + equals + value if spelt in known else argument  # else it is a text that begins so
 
 
+@dataclass
+class Request:
+    """What a command line asks for, read and checked before a model is loaded."""
+
+    document: str | None = None  # the text to continue
+    is_demo: bool = False  # nobody gave one
+    prompts: list[str] | None = None  # of --prompts, instead
+    template: str | None = None  # of --chat-template
+
+
+def read_request(args) -> Request:
+    """Reads the files and standard input that the flags name.
+
+    Raises:
+        UserError: a file cannot be read, a text is empty, a value is out of range, flags do not go together.
+    """
+    for checkpoint in (args.checkpoint, args.draft):
+        if checkpoint not in (None, "none", "ngram"):
+            resolve(checkpoint)
+    check_max_new_tokens(args.max_new_tokens)
+    check_sampling({name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")
+                    if getattr(args, name) is not None}, 1)
+    if args.prompt_len is not None and args.prompt_len < 1:
+        raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
+    if args.chat_template and not args.chat:
+        raise UserError("--chat-template was given without --chat; add --chat")
+    request = Request(template=_read("--chat-template", args.chat_template) if args.chat_template else None)
+    if args.prompts is not None:
+        if args.prompt is not None or args.prompt_file is not None or args.compare:
+            raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
+        request.prompts = read_prompts(args.prompts)
+        return request
+    request.document = read_document(args)
+    if request.document is None and args.checkpoint != "tiny":
+        raise UserError("there is no prompt; give a text with --prompt or --prompt-file, or pipe one in")
+    request.is_demo = request.document is None
+    if request.is_demo:
+        request.document = default_document()
+    if not request.document.strip():
+        raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
+    return request
+
+
 def default_document() -> str:
     """A long English text that every Python carries: the language reference."""
     from pydoc_data.topics import topics
@@ -110,19 +173,36 @@ def default_document() -> str:
     return "\n\n".join(topics.values())
 
 
-def read_document(args) -> str:
+def read_document(args) -> str | None:
+    """The text of --prompt, of --prompt-file, or of a pipe or file behind standard input; None where there is none."""
     if args.prompt is not None and args.prompt_file is not None:
         raise UserError("--prompt and --prompt-file were both given; give one")
     if args.prompt is not None:
         return args.prompt
-    if args.prompt_file is None:
-        return default_document()
     if args.prompt_file == "-":
         if sys.stdin is None:
             raise UserError("--prompt-file - reads standard input, and that is closed; name a file")
-        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")  # as a file is read
-        return sys.stdin.read()
-    return _read("--prompt-file", args.prompt_file)
+        return _read_stdin()
+    if args.prompt_file is not None:
+        return _read("--prompt-file", args.prompt_file)
+    if not _is_piped():
+        return None
+    print("reading the prompt from standard input ...", file=sys.stderr)
+    return _read_stdin() or None  # a pipe through which nothing came, as schedulers leave them
+
+
+def _is_piped() -> bool:
+    """Whether standard input is a pipe or a file, rather than a terminal, nothing or /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _read_stdin() -> str:
+    sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")  # as a file is read
+    return sys.stdin.read()
 
 
 def _read(flag: str, path: str) -> str:
@@ -153,27 +233,17 @@ def read_prompts(path: str) -> list[str]:
     return texts
 
 
-def build_prompt(args, tokenizer, document: str | None = None):
-    """The prompt's ids: the document, cut to --prompt-len tokens, then the question; or both as a user's message."""
-    document = read_document(args) if document is None else document
-    if not document.strip():
-        raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
-    ids = tokenizer.encode(document)
-    length = args.prompt_len
-    if length is None and args.prompt is None and args.prompt_file is None and args.prompts is None:
-        length = DEFAULT_PROMPT_LEN
+def encode(args, tokenizer, text: str, request: Request) -> list[int]:
+    """A prompt's ids: the text, cut to --prompt-len tokens, then the question; or both as a user's message."""
+    ids = tokenizer.encode(text)
+    length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
     if length is not None:
-        if length < 1:
-            raise UserError(f"--prompt-len ({length}) must be at least 1")
         if length > len(ids):
             print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
         ids = ids[:length]
-    if args.chat_template and not args.chat:
-        raise UserError("--chat-template was given without --chat; add --chat")
     if args.chat:
         content = tokenizer.decode(ids) + (f"\n\n{args.question}" if args.question else "")
-        template = _read("--chat-template", args.chat_template) if args.chat_template else None
-        return tokenizer.apply_chat_template([{"role": "user", "content": content}], template)
+        return tokenizer.apply_chat_template([{"role": "user", "content": content}], request.template)
     if args.question:
         ids = ids + tokenizer.encode(f"\n\n{args.question}\n", bos=False)
     return ids
@@ -192,23 +262,36 @@ def load_engine(args, group):
                 draft_ranks=args.draft_ranks, max_batch_size=args.batch_size, **options)
 
 
-class PrefillBar:
-    """A progress bar on a terminal, nothing in a file."""
+class Bar:
+    """A progress bar on a terminal, nothing in a file.
 
-    def __init__(self, tokens: int):
+    Args:
+        what: is done, in a word.
+        total: tokens.
+    """
+
+    def __init__(self, what: str, total: int):
         from tqdm import tqdm
 
-        self.bar = tqdm(total=tokens, desc="prefill", unit="tok", disable=None, leave=False, file=sys.stderr, ncols=78)
+        self.bar = tqdm(total=total, desc=what, unit="tok", disable=None, leave=False, file=sys.stderr, ncols=78)
 
     def __call__(self, share: float) -> None:
+        """share: of the tokens that are done, 0 to 1."""
         self.bar.update(int(share * self.bar.total) - self.bar.n)
         if share >= 1:
-            self.bar.close()
+            self.close()
+
+    def count(self, tokens: int) -> None:
+        """tokens: that are done."""
+        self(tokens / self.bar.total)
+
+    def close(self) -> None:
+        self.bar.close()
 
 
 def stream_text(engine, ids, args, sampling):
     """Generates, printing text as it comes unless --json. Returns the Generation."""
-    stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, on_prefill=PrefillBar(len(ids)),
+    stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, on_prefill=Bar("prefill", len(ids)),
                            ignore_eos=args.ignore_eos, **sampling)
     shown = ""
     try:
@@ -224,24 +307,29 @@ def stream_text(engine, ids, args, sampling):
     return stream.result
 
 
-def answer_prompts(engine, group, args, sampling) -> int:
+def answer_prompts(engine, request: Request, args, sampling) -> int:
     """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
-    from .parallel import read_first
-
-    texts = read_first(group, lambda: read_prompts(args.prompts))
     prompts = []
-    for index, text in enumerate(texts):  # all of them, before hours of work
+    for index, text in enumerate(request.prompts):  # all of them, before hours of work
         try:
-            prompts.append(engine.encode_prompt(build_prompt(args, engine.tokenizer, text)))
+            prompts.append(engine.encode_prompt(encode(args, engine.tokenizer, text, request)))
             engine.check_len(len(prompts[-1]), args.max_new_tokens)
         except UserError as error:
             raise UserError(f"prompt {index} of --prompts {args.prompts}: {error}") from None
+    print(f"{args.checkpoint} on {engine.device}, {_dtype_name(engine)}: {len(prompts):,} prompts, "
+          f"{sum(map(len, prompts)):,} tokens, {min(args.batch_size, len(prompts))} side by side", file=sys.stderr)
     begun, tokens = time.perf_counter(), 0
     for first in range(0, len(prompts), args.batch_size):
         ids = prompts[first : first + args.batch_size]
         seeds = {} if args.seed is None else {"seed": [args.seed + first + i for i in range(len(ids))]}
-        results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop, ignore_eos=args.ignore_eos,
-                                  **{**sampling, **seeds})
+        prefill, decode = Bar("prefill", sum(map(len, ids))), Bar("decode", args.max_new_tokens * len(ids))
+        try:
+            results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
+                                      ignore_eos=args.ignore_eos, on_prefill=prefill,
+                                      on_decode=decode.count, **{**sampling, **seeds})
+        finally:
+            prefill.close()
+            decode.close()
         for index, result in enumerate(results, first):
             print(json.dumps({"index": index, **asdict(result)}), flush=True)
             tokens += len(result.tokens)
@@ -283,23 +371,24 @@ def _columns(stats) -> list[tuple[str, str]]:
 
 
 def run(argv: list[str]) -> int:
-    from .parallel import from_environment, leave
+    from .parallel import from_environment, leave, read_first
 
     flags = parser()
     known = {option for action in flags._actions for option in action.option_strings}
-    args = flags.parse_args([_spell(argument, known) for argument in argv])
-    sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p,
-                "top_k": args.top_k, "min_p": args.min_p, "seed": args.seed}
+    args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        raise UserError(not_known(name, "flag", known | ALIASES.keys()) if name.startswith("-") else
+                        f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    if args.prompts is not None and (args.prompt is not None or args.prompt_file is not None or args.compare):
-        raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
     group, args.device = from_environment(args.device)
     if group is not None and group.rank > 0:  # the others compute and say nothing
         sys.stdout = sys.stderr = open(os.devnull, "w")
         logging.disable()
     try:
-        status = answer(args, group, sampling, wants_comparison=args.compare if args.compare is not None else not argv)
+        request = read_first(group, lambda: read_request(args))
+        status = answer(args, group, request, wants_comparison=args.compare if args.compare is not None else not argv)
     except Exception:
         if group is not None:
             sys.stderr = sys.__stderr__  # a rank that fails alone has to say why
@@ -308,15 +397,14 @@ def run(argv: list[str]) -> int:
     return status
 
 
-def answer(args, group, sampling: dict, wants_comparison: bool) -> int:
-    from .parallel import read_first
-
+def answer(args, group, request: Request, wants_comparison: bool) -> int:
     engine = load_engine(args, group)
-    if args.prompts is not None:
-        return answer_prompts(engine, group, args, sampling)
-    ids = read_first(group, lambda: build_prompt(args, engine.tokenizer))
-    print(f"{args.checkpoint} on {engine.device}, {str(engine.target.dtype).removeprefix('torch.')}, "
-          f"{len(ids):,} prompt tokens, budget {engine.resolve_budget(len(ids)):,}", file=sys.stderr)
+    sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p,
+                "top_k": args.top_k, "min_p": args.min_p, "seed": args.seed}
+    if request.prompts is not None:
+        return answer_prompts(engine, request, args, sampling)
+    ids = encode(args, engine.tokenizer, request.document, request)
+    introduce(engine, ids, args, request)
     result = stream_text(engine, ids, args, sampling)
     report = {"checkpoint": args.checkpoint, **asdict(result)}
     identical = True
@@ -327,14 +415,36 @@ def answer(args, group, sampling: dict, wants_comparison: bool) -> int:
         print("\n" + "\n".join(lines), file=sys.stderr)
     else:
         print(f"\n{result.stats}", file=sys.stderr)
+    print("\n" + "\n".join(result.stats.NOTES), file=sys.stderr)
     if args.json:
         print(json.dumps(report))
     return 0 if identical else 1
 
 
+def introduce(engine, ids, args, request: Request) -> None:
+    """What is about to happen: the model, the prompt, and how much of it drafts are read from."""
+    budget = engine.resolve_budget(len(ids))
+    lines = [f"{args.checkpoint} on {engine.device}, {_dtype_name(engine)}, {len(ids):,} prompt tokens"]
+    if args.checkpoint == "tiny":
+        lines.append(f"(the embedded pair: a toy of {engine.target.config.num_parameters / 1e6:.1f} million parameters "
+                     "that writes what it can)")
+    if budget and not args.no_speculation:
+        lines.append(f"drafts are read from {min(budget, len(ids)):,} of them at a time (--budget), checks from all")
+    if request.is_demo:
+        end = " ".join(engine.tokenizer.decode(ids[-60:], continues=True).split())
+        lines += ["The prompt is the beginning of CPython's language reference. It ends:", f"  ... {end[-140:]}"]
+    print("\n".join(textwrap.fill(line, 78, subsequent_indent="  ") for line in lines) + "\n", file=sys.stderr)
+
+
+def _dtype_name(engine) -> str:
+    return str(engine.target.dtype).removeprefix("torch.")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line. Exit status: 0; 1 if the greedy check fails; 2 for a user's mistake; 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        return importlib.import_module(f".{argv[0]}", __package__).main(argv[1:])
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))

@@ -113,7 +113,7 @@ def write_shards(files: list[Path], work: Path, dtype: torch.dtype | None, tied:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="convert_hf_checkpoint.py",
+    parser = argparse.ArgumentParser(prog="triforce convert",
                                      description="Rewrites a checkpoint as safetensors of a chosen dtype.")
     parser.add_argument("--checkpoint-dir", "--checkpoint_dir", required=True, help="a Hugging Face folder")
     parser.add_argument("--out-dir", "--out_dir", help="default: the same folder, beside its .bin files")
@@ -127,5 +127,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; run the same command again, the source is untouched", file=sys.stderr)
         return 130
-    print(f"{folder} holds safetensors. Next:\n\n    python generate.py --checkpoint {folder}")
+    print(f"{folder} holds safetensors. Next:\n\n    triforce --checkpoint {folder}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

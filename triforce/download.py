@@ -105,7 +105,7 @@ def explain(error: Exception, repo_id: str, revision: str | None, folder: Path) 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="download.py", description="Downloads a checkpoint from the hub.")
+    parser = argparse.ArgumentParser(prog="triforce download", description="Downloads a checkpoint from the hub.")
     parser.add_argument("--repo-id", "--repo_id", required=True, help="owner/name")
     parser.add_argument("--out-dir", "--out_dir", help="default: checkpoints/<repo-id>")
     parser.add_argument("--revision", help="branch, tag or commit")
@@ -120,5 +120,9 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted; run the same command again, it continues", file=sys.stderr)
         return 130
     print(f"{folder} is complete. Next:\n")
-    print(f"    python generate.py --checkpoint {folder if args.out_dir else args.repo_id}")
+    print(f"    triforce --checkpoint {folder if args.out_dir else args.repo_id}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

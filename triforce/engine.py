@@ -11,19 +11,20 @@ import inspect
 import logging
 import operator
 import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from . import memory
 from .cache import TargetCache
-from .errors import UserError
-from .generation import Generation, RowOutput, Stats, stop_strings
+from .errors import UserError, not_known
+from .generation import Generation, RowOutput, check_max_new_tokens, stop_strings
 from .graphs import Compiler
 from .model import Transformer
 from .sampling import check_sampling
+from .session import Session
 from .state import Settings, State
 from .tokenizer import Tokenizer
 
@@ -58,7 +59,14 @@ class Engine:
         self.compile = target.device.type == "cuda" if compile is None else compile
         self.offload, self.num_resident_layers, self.resident_memory = offload, num_resident_layers, resident_memory
         self._state: State | None = None
-        self._serving: object | None = None  # the generation that the state belongs to
+        self._serving: Session | None = None  # whom the state belongs to
+
+    def __repr__(self) -> str:
+        config, dtype = self.target.config, str(self.target.dtype).removeprefix("torch.")
+        drafts = [] if self.draft is None else [f"a model of {self.draft.config.num_parameters / 1e6:,.1f}M parameters"]
+        drafts += ["retrieval"] * self.settings.retrieval + ["n-grams"] * self.settings.ngram
+        return (f"<triforce.Engine: {config.architecture}, {config.num_parameters / 1e6:,.1f}M parameters, {dtype} on "
+                f"{self.device}; drafts by {' and '.join(drafts) or 'nothing'}>")
 
     @property
     def device(self) -> torch.device:
@@ -77,13 +85,10 @@ class Engine:
             UserError: an empty prompt, one too long for the model or the memory, a sampling value out of range.
         """
         many = _is_batch(prompt)
-        runs = self._serve(prompt if many else [prompt], max_new_tokens, **options)
-        results = None
-        while results is None:
-            try:
-                next(runs)
-            except StopIteration as stop:
-                results = stop.value
+        pieces, sessions = self._serve(prompt if many else [prompt], max_new_tokens, **options)
+        for _ in pieces:
+            pass
+        results = [result for session in sessions for result in session.results()]
         return results if many else results[0]
 
     def stream(self, prompt, max_new_tokens: int = 256, *, temperature: float = 0.6, top_p: float = 0.9,
@@ -100,12 +105,13 @@ class Engine:
             one_row: with speculate=False, unpadded steps: the fastest autoregression; the same law, other bits.
             chat_template: a Jinja template in place of the checkpoint's.
             on_prefill: called with the share of the prefill that is done.
+            on_decode: called after each round with the number of new tokens, of all prompts together.
         """
         if _is_batch(prompt):
             raise UserError("stream takes one prompt; generate takes a list")
-        return Stream(self._serve([prompt], max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
-                                  min_p=min_p, seed=seed, stop=stop, ignore_eos=ignore_eos, speculate=speculate,
-                                  **options))
+        return Stream(*self._serve([prompt], max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+                                   min_p=min_p, seed=seed, stop=stop, ignore_eos=ignore_eos, speculate=speculate,
+                                   **options))
 
     @torch.inference_mode()
     def logits(self, tokens) -> Tensor:
@@ -138,18 +144,14 @@ class Engine:
         return ids
 
     def _serve(self, prompts, max_new_tokens: int, *, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=None,
-               stop=None, ignore_eos=False, speculate=True, one_row=False, chat_template=None,
-               on_prefill=None, **unknown) -> Iterator[tuple[int, str]]:
-        """Checks everything, then gives a generator: of (index of the prompt, piece of text), then of the results."""
+               stop=None, ignore_eos=False, speculate=True, one_row=False, chat_template=None, on_prefill=None,
+               on_decode=None, **unknown) -> tuple[Iterator[tuple[int, str]], list[Session]]:
+        """Checks everything, then gives a generator of (index of the prompt, piece of text), and a list that gets the
+        sessions whose results these are."""
         if unknown:
             known = list(inspect.signature(self._serve).parameters)[1:-1]
-            raise UserError(f"{', '.join(unknown)} is no option here; options are {', '.join(known)}")
-        try:
-            max_new_tokens = operator.index(max_new_tokens)
-        except TypeError:
-            raise UserError(f"max_new_tokens ({max_new_tokens!r}) must be a whole number") from None
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens ({max_new_tokens}) must be at least 1")
+            raise UserError("; ".join(not_known(name, "option of generate", known) for name in unknown))
+        max_new_tokens = check_max_new_tokens(max_new_tokens)
         if one_row and speculate:
             raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
         stops = stop_strings(stop)
@@ -166,29 +168,51 @@ class Engine:
             seed = [begin + i for i in range(len(ids))] if isinstance(begin, int) else [begin] * len(ids)
         sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
         check_sampling(sampling, len(ids))
-        eos_ids = () if ignore_eos else self.eos_ids
-        return self._groups(ids, max_new_tokens, sampling, eos_ids, stops, speculate, one_row, on_prefill)
+        request = Request(ids, max_new_tokens, sampling, () if ignore_eos else self.eos_ids, stops, speculate, one_row,
+                          on_prefill, on_decode)
+        sessions: list[Session] = []
+        return self._answer(request, sessions), sessions
 
-    def _groups(self, ids, max_new_tokens, sampling, eos_ids, stops, speculate, one_row, on_prefill):
-        results = []
-        for first in range(0, len(ids), self.max_batch_size):
-            group = slice(first, first + self.max_batch_size)
-            picked = {name: value[group] if isinstance(value, (list, tuple)) else value
-                      for name, value in sampling.items()}
-            outputs = [RowOutput(self.tokenizer, eos_ids, stops, max_new_tokens) for _ in ids[group]]
-            where = None
+    def _answer(self, request: "Request", sessions: list[Session]) -> Iterator[tuple[int, str]]:
+        """Group by group, of as many prompts as run side by side."""
+        for first in range(0, len(request.ids), self.max_batch_size):
+            group = request.part(slice(first, first + self.max_batch_size))
+            outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
+            session, where = Session(group.ids, outputs, group.sampling["seed"], self.device), None
+            sessions.append(session)
             try:
-                results += yield from self._run(ids[group], outputs, picked, speculate, one_row, on_prefill, first)
+                for row, piece in self._decode(session, group):
+                    yield first + row, piece
             except (RuntimeError, MemoryError) as error:
                 if not memory.ran_out(error):
                     raise
                 where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
+            finally:
+                session.close()
             if where is not None:  # here, where no traceback holds on to the buffers any more
+                session.state = None
                 self.release()
                 offload = "" if self.offload or self.device.type == "cpu" else "--offload, "
                 raise UserError(f"{where} ran out of memory; leave more of it free, or ask for less: {offload}"
                                 "a smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size")
-        return results
+
+    def _decode(self, session: Session, request: "Request") -> Iterator[tuple[int, str]]:
+        """Prefill and rounds of one group."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._serving = session
+        session.state = state = self.prepare(request.ids, request.max_new_tokens, request.on_prefill,
+                                             request.speculate, **request.sampling)
+        while not session.done:
+            if self._state is None:
+                raise UserError("the engine was released while this generation was under way; begin another one")
+            if self._serving is not session or self._state is not state:
+                raise UserError("another generation has begun on this engine and taken over its caches; finish or "
+                                "close a stream first, or load a second engine")
+            pieces = session.round(request.speculate, request.one_row)
+            if request.on_decode is not None:
+                request.on_decode(session.num_tokens)
+            yield from (piece for piece in pieces if piece[1])
 
     def release(self) -> None:
         """Frees the buffers of the last conversation."""
@@ -196,58 +220,6 @@ class Engine:
         gc.collect()  # compiled steps make reference cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _run(self, ids: list[list[int]], outputs: list[RowOutput], sampling: dict, speculate: bool, one_row: bool,
-             on_prefill, first: int) -> Iterator[tuple[int, str]]:
-        begun = time.perf_counter()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        max_new_tokens = outputs[0].max_new_tokens
-        serving = self._serving = object()
-        state = self.prepare(ids, max_new_tokens, on_prefill, speculate, **sampling)
-        seconds, first_round, ttft = 0.0, [], 0.0
-        ended: list[tuple[int, float] | None] = [None] * len(ids)  # rounds and decode seconds until a row's end
-        levels: list[dict[str, float]] = [{} for _ in ids]
-        while any(output.finish_reason is None for output in outputs):
-            if self._state is None:
-                raise UserError("the engine was released while this generation was under way; begin another one")
-            if self._serving is not serving or self._state is not state:
-                raise UserError("another generation has begun on this engine and taken over its caches; finish or "
-                                "close a stream first, or load a second engine")
-            started, timing = time.perf_counter(), state.timing_seconds
-            emitted = state.round(speculate, one_row)
-            if not any(emitted[row] for row, output in enumerate(outputs) if output.finish_reason is None):
-                raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
-            pieces = []
-            for row, output in enumerate(outputs):
-                if output.finish_reason is None:
-                    pieces.append((first + row, output.push(emitted[row])))
-                    if output.finish_reason is not None:
-                        state.close_row(row)
-            now = time.perf_counter()
-            if not first_round:
-                first_round, ttft = [len(output.tokens) for output in outputs], now - begun
-            else:
-                seconds += now - started - (state.timing_seconds - timing)
-            for row, output in enumerate(outputs):
-                if output.finish_reason is not None and ended[row] is None:
-                    ended[row] = state.num_forwards, seconds
-                    if speculate:  # its drafting levels go on counting while its neighbours draft
-                        levels[row] = state.acceptance_rates()[row]
-            for piece in pieces:
-                if piece[1]:
-                    yield piece
-        results = []
-        for row, output in enumerate(outputs):
-            later = len(output.tokens) - first_round[row]
-            forwards, row_seconds = ended[row]
-            results.append(Generation(output.text, output.tokens, output.finish_reason, Stats(
-                prompt_len=len(ids[row]), new_tokens=len(output.tokens), ttft=ttft,
-                tbt=row_seconds / later if later else 0.0, acceptance_rate=levels[row],
-                timing=state.timing_seconds, block_efficiency=len(output.tokens) / forwards, target_forwards=forwards,
-                retrieval_rebuilds=state.retrieval.num_rebuilds if state.retrieval else 0, flushes=state.num_flushes,
-                peak_memory=memory.peak(self.device), seed=sampling["seed"][row])))
-        return results
 
     def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, speculate: bool = True,
                 **sampling) -> State:
@@ -377,22 +349,46 @@ class Engine:
             raise UserError(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 
-class Stream:
-    """Iterates over the pieces of one generation's text. `result` is its Generation once the iteration has ended."""
+@dataclass
+class Request:
+    """What a call asks for, checked."""
 
-    def __init__(self, pieces: Iterator[tuple[int, str]]):
-        self._pieces, self.result = pieces, None
+    ids: list[list[int]]
+    max_new_tokens: int
+    sampling: dict  # by name, a value for all prompts or a list of one a prompt
+    eos_ids: tuple[int, ...]
+    stops: list[str]
+    speculate: bool
+    one_row: bool
+    on_prefill: Callable[[float], None] | None
+    on_decode: Callable[[int], None] | None
+
+    def part(self, rows: slice) -> "Request":
+        """The same for some of the prompts."""
+        sampling = {name: value[rows] if isinstance(value, (list, tuple)) else value
+                    for name, value in self.sampling.items()}
+        return replace(self, ids=self.ids[rows], sampling=sampling)
+
+
+class Stream:
+    """Iterates over the pieces of one generation's text.
+
+    `result` is its Generation: all of it once the iteration has ended; after an early stop, or in between, what there
+    is, with the finish_reason "interrupted"; None before the first piece was asked for.
+    """
+
+    def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session]):
+        self._pieces, self._sessions = pieces, sessions
 
     def __iter__(self):
         return self
 
     def __next__(self) -> str:
-        try:
-            return next(self._pieces)[1]
-        except StopIteration as stop:
-            if self.result is None and stop.value is not None:
-                self.result = stop.value[0]
-            raise StopIteration from None
+        return next(self._pieces)[1]
+
+    @property
+    def result(self) -> Generation | None:
+        return self._sessions[0].results()[0] if self._sessions else None
 
     def close(self) -> None:
         """Ends the generation early; the engine is ready for the next call."""

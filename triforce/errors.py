@@ -1,5 +1,16 @@
 """The one exception for mistakes that a user can mend. The command line prints its text and no traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """Something in a call, a file or a machine that the caller can change. The text names the remedy."""
+
+
+def not_known(name: str, what: str, known: Iterable[str]) -> str:
+    """One line for a name that is none of the known ones, with the one that was probably meant."""
+    known = sorted(known)
+    meant = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(known)}"
+    return f"{name} is no {what}; {hint}"

@@ -1,5 +1,6 @@
 """`load`: from names and flags to an Engine, with every setting checked before anything large is read."""
 
+import inspect
 from pathlib import Path
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from . import checkpoint as ckpt
 from . import draft_memory, memory
 from .engine import Engine, as_numbers
-from .errors import UserError
+from .errors import UserError, not_known
 from .graphs import compiler_imported
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup
@@ -86,7 +87,7 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     drafts = retrieval or draft == "ngram" or draft_folder is not None
     if block_size is None:
         block_size = _default_block(device, offload, max_batch_size, gamma) if drafts else 1
-    _check_whole("block_size", block_size)
+    _check_whole("block_size", block_size, 8)
     if block_size > 1 and device.type == "cpu":  # its products have the same bits in each of 4 or 8 rows, not of 5 or 6
         block_size = -(-block_size // 4) * 4
     given = draft_cache is not None
@@ -99,10 +100,9 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
     if gamma_inner is None:
         most = 4 if device.type == "cuda" else 3  # a CPU's step takes longer for each row more
         gamma_inner = min(most if auto else 2, max(block_size - 1, 1))
-    known = Settings.__dataclass_fields__.keys() - {"auto", "ngram"}  # gamma="auto" and draft="ngram" say so
     for name in settings:
-        if name not in known:
-            raise UserError(f"{name} is not a setting; settings are {', '.join(sorted(known))}")
+        if name not in setting_names():
+            raise UserError(not_known(name, "setting", setting_names()))
     _check_offload(offload, num_resident_layers, resident_memory)
     if resident_memory is not None:
         resident_memory = memory.parse_size(resident_memory, "resident_memory")
@@ -156,6 +156,13 @@ def load(checkpoint: str | Path = "tiny", *, draft: str | Path | bool | None = N
                   max_seq_len=max_seq_len, max_batch_size=max_batch_size, compile=compile, offload=offload,
                   num_resident_layers=num_resident_layers, resident_memory=resident_memory, draft_ranks=draft_ranks,
                   eos_ids=ckpt.eos_token_ids(folder))
+
+
+def setting_names() -> frozenset[str]:
+    """Everything that `load` takes by keyword."""
+    fields = Settings.__dataclass_fields__.keys() - {"auto", "ngram"}  # gamma="auto" and draft="ngram" say so
+    named = inspect.signature(load).parameters.keys() - {"checkpoint", "settings"}
+    return frozenset(fields | named)
 
 
 def _default_block(device: torch.device, offload, max_batch_size, gamma) -> int:
@@ -218,19 +225,18 @@ def check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig
     return part if group.rank in ranks else None
 
 
-def _check_whole(name: str, value, usual: int | None = None) -> None:
+def _check_whole(name: str, value, usual: int) -> None:
     if not isinstance(value, int) or value < 1:
-        remedy = "" if usual is None else f"; try {usual}"
-        raise UserError(f"{name} ({value!r}) must be a whole number, at least 1{remedy}")
+        raise UserError(f"{name} ({value!r}) must be a whole number, at least 1; try {usual}")
 
 
 def _check_settings(settings: Settings, drafts: bool, max_batch_size: int, budget) -> None:
-    for name in ("gamma", "gamma_inner", "chunk_size", "flush_interval", "draft_window", "prefill_chunk_size"):
-        _check_whole(name, getattr(settings, name))
-    for name, usual in (("rebuild_interval", 64), ("piece_tokens", 2048)):
-        if getattr(settings, name) is not None:
+    for name, usual in (("gamma", 6), ("gamma_inner", 2), ("chunk_size", 8), ("flush_interval", 128),
+                        ("draft_window", 256), ("prefill_chunk_size", 2048), ("rebuild_interval", 64),
+                        ("piece_tokens", 2048)):
+        if getattr(settings, name) is not None or name not in ("rebuild_interval", "piece_tokens"):
             _check_whole(name, getattr(settings, name), usual)
-    _check_whole("max_batch_size", max_batch_size)
+    _check_whole("max_batch_size", max_batch_size, 8)
     if budget is not None and not isinstance(budget, (int, float)):
         raise UserError(f"budget ({budget!r}) must be a number of tokens, or a fraction of the prompt; try 4096 or 0.1")
     if not isinstance(settings.recent, (int, float)) or not 0 <= settings.recent < 1:

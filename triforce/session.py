@@ -1,0 +1,93 @@
+"""One group of prompts being answered: rounds of a State until every row's text has ended, timed on the way."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from . import memory
+from .generation import Generation, RowOutput, Stats
+from .state import State
+
+
+@dataclass
+class Progress:
+    """How far a row has come: what its statistics are made of."""
+
+    forwards: int = 0
+    seconds: float = 0.0  # of decoding, after the first round
+    acceptance: dict[str, float] | None = None
+
+
+class Session:
+    """Rows that run side by side.
+
+    Args:
+        prompts: ids of each row's prompt.
+        outputs: where each row's tokens go.
+        seeds: of each row, for its statistics.
+    """
+
+    def __init__(self, prompts: list[list[int]], outputs: list[RowOutput], seeds: list[int], device: torch.device):
+        self.prompts, self.outputs, self.seeds, self.device = prompts, outputs, seeds, device
+        self.state: State | None = None
+        self._begun = time.perf_counter()
+        self._first_round: list[int] = []  # tokens of each row that the first round emitted
+        self._ttft = self._seconds = 0.0
+        self._ended: list[Progress | None] = [None] * len(prompts)
+        self._results: list[Generation] | None = None
+
+    @property
+    def done(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.tokens) for output in self.outputs)
+
+    def round(self, speculate: bool, one_row: bool) -> list[tuple[int, str]]:
+        """A round of the state, which is prefilled: (row, text that is now certain) of each row that had not ended."""
+        state, started = self.state, time.perf_counter()
+        timing = state.timing_seconds
+        emitted = state.round(speculate, one_row)
+        running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
+        if not any(emitted[row] for row in running):
+            raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
+        pieces = [(row, self.outputs[row].push(emitted[row])) for row in running]
+        ended = [row for row in running if self.outputs[row].finish_reason is not None]
+        for row in ended:
+            state.close_row(row)
+        now = time.perf_counter()
+        if not self._first_round:
+            self._first_round, self._ttft = [len(output.tokens) for output in self.outputs], now - self._begun
+        else:
+            self._seconds += now - started - (state.timing_seconds - timing)
+        for row in ended:  # its drafting levels go on counting while its neighbours draft
+            self._ended[row] = self._progress(row, speculate)
+        return pieces
+
+    def _progress(self, row: int, speculate: bool) -> Progress:
+        rates = self.state.acceptance_rates()[row] if speculate else {}
+        return Progress(self.state.num_forwards, self._seconds, rates)
+
+    def results(self) -> list[Generation]:
+        """What each row has said: all of it once the session has ended, and until then what there is."""
+        return self._results or [self._result(row) for row in range(len(self.outputs))]
+
+    def close(self) -> None:
+        """No round will follow."""
+        self._results = self.results()
+
+    def _result(self, row: int) -> Generation:
+        output, state = self.outputs[row], self.state
+        progress = self._ended[row]
+        if progress is None:
+            progress = self._progress(row, True) if state is not None and self._first_round else Progress()
+        later = len(output.tokens) - (self._first_round[row] if self._first_round else 0)
+        return Generation(output.text, output.tokens, output.finish_reason or "interrupted", Stats(
+            prompt_len=len(self.prompts[row]), new_tokens=len(output.tokens), ttft=self._ttft,
+            tbt=progress.seconds / later if later else 0.0, acceptance_rate=progress.acceptance or {},
+            timing=state.timing_seconds if state else 0.0,
+            block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,
+            retrieval_rebuilds=state.retrieval.num_rebuilds if state and state.retrieval else 0,
+            flushes=state.num_flushes if state else 0, peak_memory=memory.peak(self.device), seed=self.seeds[row]))
