@@ -1,13 +1,21 @@
 """Small random pairs for the tests of the logic, and the embedded pair for the tests of the whole."""
 
+import os
+
 import pytest
 import torch
 
+from triforce import calibration
+from triforce.controller import Controller
 from triforce.graphs import Compiler
 from triforce.model import ModelConfig, Transformer
 from triforce.state import Settings, State
 
 VOCAB = 64
+
+# Models this small gain nothing from threads, and wait for them where other work has the cores. The variable is for the
+# processes that tests start; test_rows.py asks for more.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
 def random_pair(dtype=torch.float32, device="cpu", vocab_size=VOCAB, std=0.3):
@@ -53,6 +61,30 @@ def run_rounds(state, count: int, **how) -> list[list[int]]:
         for row, tokens in zip(rows, state.round(**how), strict=True):
             row += tokens
     return [row[:count] for row in rows]
+
+
+@pytest.fixture
+def eager_to_draft(monkeypatch):
+    """With gamma="auto", the steps are timed (on a CPU, run once), and a verify is then said to take so long that
+    whatever can draft pays. A list of the plans of the rounds that are timed from then on."""
+    plans, timed = [], Controller.timed
+
+    def measured(state):
+        with pytest.MonkeyPatch.context() as patch:
+            if state.target.device.type == "cpu":
+                patch.setattr(calibration, "milliseconds", lambda call, *args, **kw: call() or 1.0)
+            costs = calibration.measure(state)
+        costs.verify = dict.fromkeys(costs.verify, 1000.0)
+        costs.plain = costs.plain and 1000.0
+        return costs
+
+    def recorded(self, plan, milliseconds):
+        plans.append(plan)
+        timed(self, plan, milliseconds)
+
+    monkeypatch.setattr("triforce.state.measure", measured)
+    monkeypatch.setattr(Controller, "timed", recorded)
+    return plans
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 Knows nothing of triforce. Sizes are shrunk and windows scaled down with them; every other field is a family's own.
 """
 
+import copy
 import json
 from pathlib import Path
 
@@ -29,6 +30,8 @@ FAMILIES = {
     "Llama 3.1": {"num_key_value_heads": 2, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE, "mlp_bias": False},
     "Llama 3.2": {"num_key_value_heads": 2, "rope_theta": 500000.0, "tie_word_embeddings": True, "head_dim": 16,
                   "rope_scaling": {**LLAMA3_ROPE, "factor": 32.0}},
+    # Wavelengths of 14 and 30 tokens lie in the band, here from 8 to 32, where the scaling sets in bit by bit.
+    "Llama 3.1, its band": {"num_key_value_heads": 2, "rope_theta": 500.0, "rope_scaling": LLAMA3_ROPE},
     "Yarn-Llama-2-7b-128k": {"num_key_value_heads": 4, "auto_map": {"AutoModelForCausalLM": "other.Code"},
                              "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 32, "type": "yarn",
                                               "finetuned": True}},
@@ -55,8 +58,8 @@ FAMILIES = {
 
 
 def config_json(family: str) -> dict:
-    """A family's config.json, as published."""
-    config = {**TINY, **FAMILIES[family]}
+    """A family's config.json, as published; a copy, for transformers writes into what it is given."""
+    config = copy.deepcopy({**TINY, **FAMILIES[family]})
     return {"architectures": [ARCHITECTURES[config["model_type"]]], **config}
 
 

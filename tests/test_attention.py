@@ -34,6 +34,25 @@ def test_merged_parts_equal_the_whole(dtype, tolerance, group):
     assert attention.unfold(out, 2 * group).shape == q.shape
 
 
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("keys", [1, 2, 3, 4, 5])
+def test_few_keys(keys, dtype, tolerance):
+    """With and without a mask, for several sequences."""
+    torch.manual_seed(0)
+    q = torch.randn(3, 2, 6, 16).to(dtype)
+    k, v = (torch.randn(3, 2, keys, 16).to(dtype) for _ in range(2))
+    visible = torch.ones(3, 1, 6, keys, dtype=torch.bool)
+    found = [(attention.partial(q, k, v), visible)]
+    hidden = visible.clone()
+    hidden[1:, :, 3:, 1:] = False
+    bias = torch.where(hidden, 0.0, float("-inf"))
+    found += [(attention.masked(q, k, v, bias, no_empty_rows), hidden) for no_empty_rows in (True, False)]
+    for (out, lse), seen in found:
+        expected, expected_lse = softmax_attention(q, k, v, seen)
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_causal_square(dtype):
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from triforce.errors import UserError
 from triforce.model import rotate
 from triforce.packed import PackedPrefix
 from triforce.retrieval import plan_view
+from triforce.state import RebuildPolicy
 
 
 def test_prefill_and_rounds_equal_the_dense_twin(pair):
@@ -55,11 +56,11 @@ def test_views_share_what_was_verified(pair):
         torch.testing.assert_close(mine[:, :, : whole // 4], other[:, :, : whole // 4], rtol=1e-4, atol=1e-5)
 
 
-def positions_in_view(state, layer=0, row=0):
-    """Which positions a row's retrieval view holds, per KV head, found by comparing keys."""
-    full = state.cache.full.k[layer][row, :, : state.cache.full.lens[row]]
-    view = state.retrieval.k[layer][row, :, : state.retrieval.lens[row]]
-    return [torch.cdist(view[head].double(), full[head].double()).argmin(-1).tolist() for head in range(full.shape[0])]
+def positions_in_view(state, layer=0, row=0, view=None, full=None):
+    """Which positions a row's retrieval view holds, per KV head, found by comparing keys. view, full: or of others."""
+    view, full = view or state.retrieval, full or state.cache.full
+    held, keys = view.k[layer][row, :, : view.lens[row]], full.k[layer][row, :, : full.lens[row]]
+    return [torch.cdist(held[head].double(), keys[head].double()).argmin(-1).tolist() for head in range(len(keys))]
 
 
 def test_selection_is_sink_window_and_best_chunks(pair):
@@ -114,14 +115,30 @@ def test_snapkv_is_sink_window_and_best_tokens(pair):
                for head, held in enumerate(positions_in_view(state, layer)))
 
 
-def test_newest_tokens_stay_in_the_view_across_flushes(pair):
+@pytest.mark.parametrize("kind", ["retrieval", "snapkv", "streaming"])
+def test_newest_tokens_stay_in_the_view_across_flushes(pair, kind, monkeypatch):
+    """After each flush the window, a ring of several intervals, has lost its oldest one, and nothing else has changed,
+    in keys and values."""
+    monkeypatch.setattr(RebuildPolicy, "update", lambda *seen: False)  # or a new selection would hide it
     target, draft = pair
-    state = make_state(target, draft, [random_prompt(200)], rebuild_interval=10**6)
-    while state.num_flushes < 5:
+    state = make_state(target, draft, [random_prompt(400), random_prompt(310, seed=1)], budget=256, draft_cache=kind)
+    view, full = state.retrieval, state.cache.full
+    assert view.window_size >= 4 * 16
+    before = [[positions_in_view(state, layer, row) for layer in range(2)] for row in range(2)]
+    while state.num_flushes < 14:
+        flushed = list(full.lens)
         state.round()
-        prefix = state.cache.full.lens[0]
-        for held in positions_in_view(state):
-            assert set(range(prefix - state.retrieval.window_size, prefix)) <= set(held)
+        for row, start in enumerate(flushed):
+            oldest = set(range(start - view.window_size, full.lens[row] - view.window_size))
+            for layer in range(2):
+                held = positions_in_view(state, layer, row)
+                for now, then in zip(held, before[row][layer], strict=True):
+                    assert set(now) == set(then) - oldest | set(range(start, full.lens[row]))
+                    assert len(set(now)) == len(now)
+                at = torch.tensor(held)[..., None].expand(-1, -1, 8)
+                assert torch.equal(view.v[layer][row, :, : view.held], full.v[layer][row].gather(1, at))
+                before[row][layer] = held
+    assert view.num_rebuilds == 0
 
 
 def test_short_prefix_is_taken_whole_and_outgrows_the_budget(pair):
@@ -239,6 +256,35 @@ def test_a_draft_with_a_long_memory_equals_the_dense_twin(pair, kind, prompts):
             torch.testing.assert_close(probs[: len(expected)], expected, atol=2e-5, rtol=1e-3)
             text += emitted[row]
     assert state.num_flushes >= 4 and 0 < state.acceptance_rates()[0]["full"] < 1
+
+
+@pytest.mark.parametrize("left_out", [0, 3, 40])
+def test_the_view_of_a_draft_takes_in_what_is_flushed(pair, left_out):
+    """SnapKV below the prompt's length: what was chosen stays, the window moves on with each flush, also with those in
+    which the draft was left out."""
+    target, draft = pair
+    state = make_state(target, draft, [random_prompt(300), random_prompt(250, seed=1)], retrieval=False, budget=128,
+                       draft_cache="snapkv", gamma=3)
+    memory = state.sources["model"].memory
+    view, full = memory.view, memory.cache.full
+    first, window = list(full.lens), view.window_size
+    assert window >= 32 and view.lens == [128, 128]
+
+    def held(row):
+        return [set(head) for head in positions_in_view(state, 0, row, view, full)]
+
+    chosen = [[head - set(range(first[row] - window, first[row])) for head in held(row)] for row in range(2)]
+    for turn in range(30):
+        if turn % 5 == 2:
+            for _ in range(left_out):
+                state.round(speculate=False)
+        state.round()
+        assert full.lens == state.cache.full.lens
+        for row in range(2):
+            newest = set(range(full.lens[row] - window, full.lens[row]))
+            for now, then in zip(held(row), chosen[row], strict=True):
+                assert now == then | newest and len(now) == 128
+    assert state.num_flushes >= 4
 
 
 def test_a_packed_prefix_gives_the_same_states():

@@ -26,15 +26,6 @@ LENGTH = 250  # of a window of 256; the original one, where RoPE is scaled, is 3
 TOKENS = torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small lose more time to threads waiting for each other than to arithmetic."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @torch.no_grad()
 def expected(model):
     return model(TOKENS).logits

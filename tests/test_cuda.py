@@ -1,9 +1,13 @@
-"""What only a CUDA GPU can show: bf16 bits, CUDA graphs, no recompilation, no hidden host sync.
+"""What only a CUDA GPU can show: bits in half precision, CUDA graphs, no recompilation, no hidden host sync.
 
     python -m pytest -m cuda -s tests/test_cuda.py
+    python -m pytest -m cuda -s tests/test_cuda.py -k bfloat16                    # bits and fp8 in one of the dtypes
+    python -m pytest -m cuda -s tests/test_cuda.py -k "float16 and not bfloat16"  # and in the other
 """
 
+import functools
 import gc
+import statistics
 import time
 from dataclasses import replace
 from unittest import mock
@@ -11,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import assert_view_holds_its_selection, random_prompt
-from test_greedy import bits
+from test_greedy import bits, bits_of_rows
 
 from triforce import attention, sampling
 from triforce.cache import STRIDE
@@ -25,21 +29,27 @@ from triforce.state import Settings
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CONTEXT, NEW = 16_384, 512
 VOCAB = 512
+in_half_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 
 
-@pytest.fixture(scope="module")
-def random_models():
+@functools.cache
+def random_models_in(dtype):
     """A GQA target with random weights: rejections come in plenty, ties and near ties too."""
-    make = {"device": "cuda", "dtype": torch.bfloat16}
+    make = {"device": "cuda", "dtype": dtype}
     target = ModelConfig(VOCAB, 512, 4, 8, 4, 64, 1024, max_position_embeddings=131072)
     draft = ModelConfig(VOCAB, 128, 2, 2, 2, 64, 256)
     return Transformer.random(target, std=0.05, **make), Transformer.random(draft, seed=1, std=0.05, **make)
 
 
-def tiny_models():
+@pytest.fixture(scope="module")
+def random_models():
+    return random_models_in(torch.bfloat16)
+
+
+def tiny_models(dtype):
     import triforce
 
-    engine = triforce.load("tiny", device="cuda")
+    engine = triforce.load("tiny", device="cuda", dtype=dtype)
     ids = engine.encode_prompt(__import__("triforce.cli").cli.default_document())[:CONTEXT]
     return (engine.target, engine.draft), ids, engine.vocab_size
 
@@ -51,7 +61,7 @@ def engine_for(models, *, levels="triforce", keep_logits=False, budget=512, gamm
                         keep_logits=keep_logits, prefill_chunk_size=8192, **kw)
     engine = Engine(target, None, draft if levels in ("triforce", "draft") else None, settings=settings,
                     drafting=fp8_copy(target) if fp8 else None,
-                    budget=budget if settings.retrieval else None, compile=compile, max_seq_len=24_576)
+                    budget=budget if settings.has_view else None, compile=compile, max_seq_len=24_576)
     return engine
 
 
@@ -60,37 +70,69 @@ def prepare(engine, ids, vocab_size, temperature=0.0, new=2048):
     return engine.prepare([ids], new, temperature=temperature, top_p=0.9, top_k=None, min_p=None, seed=[1])
 
 
+# levels, budget, gamma, gamma_inner, and what else differs
 VARIANTS = [("triforce", 512, 6, 2, {}), ("triforce", 1024, 7, 1, {}), ("retrieval", 512, 3, 2, {}),
-            ("draft", 512, 5, 2, {}), ("triforce", 512, 6, 2, {"fp8": True}), ("triforce", 512, 7, 3, {"auto": True})]
+            ("draft", 512, 5, 2, {}), ("triforce", 512, 6, 2, {"fp8": True}),
+            ("triforce", 512, 7, 3, {"auto": True, "ngram": True})]
+# Fewer tokens, and only with speculation: what they compile takes most of the time.
+MORE = [("retrieval", 512, 4, 2, {"draft_cache": "snapkv"}), ("retrieval", 512, 4, 2, {"draft_cache": "streaming"}),
+        ("draft", 512, 5, 2, {"draft_cache": "snapkv"}), ("none", 512, 6, 2, {"ngram": True}),
+        ("retrieval", 512, 6, 3, {"ngram": True})]
 
 
+@in_half_precision
 @pytest.mark.parametrize("which", ["random", "tiny"])
-def test_greedy_bits_in_bf16(which, request):
+def test_greedy_bits(which, dtype, eager_to_draft):
     """512 tokens at 16K: tokens and logits hashes, every hierarchy against no drafter and against speculate=False."""
     if which == "random":
-        models, vocab_size = request.getfixturevalue("random_models"), VOCAB
-        ids = random_prompt(CONTEXT, vocab_size=VOCAB)
+        models, vocab_size = random_models_in(dtype), VOCAB
+        ids, more = random_prompt(CONTEXT, vocab_size=VOCAB), MORE
     else:
-        models, ids, vocab_size = tiny_models()
+        models, ids, vocab_size = tiny_models(dtype)
+        more = [variant for variant in MORE if "ngram" in variant[-1]]
     state = prepare(engine_for(models, levels="none", keep_logits=True), ids, vocab_size)
     plain = bits(state, NEW)[:2]
-    for levels, budget, gamma, gamma_inner, more in VARIANTS:
+    for variant in VARIANTS + more:
+        levels, budget, gamma, gamma_inner, options = variant
+        count = NEW if variant in VARIANTS else 300
+        expected = plain[0][:count], plain[1][:count]
         engine = engine_for(models, levels=levels, budget=budget, gamma=gamma, gamma_inner=gamma_inner,
-                            keep_logits=True, rebuild_interval=64, **more)
+                            keep_logits=True, rebuild_interval=64, **options)
         state = prepare(engine, ids, vocab_size)
-        tokens, hashes, rejected, offsets = bits(state, NEW)
-        print(f"{which} {levels} budget {budget} gamma {gamma} {more}: rejected {rejected}, "
-              f"flushes {state.num_flushes}, rounds {state.num_forwards}, offsets {len(offsets)}")
-        agree = [a == b for a, b in zip(hashes, plain[1], strict=True)]
-        assert all(agree), f"logits differ first at token {agree.index(False)}; {sum(agree)} of {NEW} agree"
-        assert tokens == plain[0]
+        tokens, hashes, rejected, offsets = bits(state, count)
+        drafted = int(state.outer.totals[0, 1])
+        print(f"{which} {dtype} {levels} budget {budget} gamma {gamma} {options}: drafted {drafted}, rejected "
+              f"{rejected}, flushes {state.num_flushes}, rounds {state.num_forwards}, offsets {len(offsets)}")
+        agree = [a == b for a, b in zip(hashes, expected[1], strict=True)]
+        assert all(agree), f"logits differ first at token {agree.index(False)}; {sum(agree)} of {count} agree"
+        assert tokens == expected[0]
         assert state.num_flushes >= 2
-        if which == "random" and "auto" not in more:
+        assert drafted >= (20 if levels != "none" else 1)
+        if which == "random" and "auto" not in options and variant in VARIANTS:
             assert min(rejected["full"], rejected["retrieval"] if levels == "triforce" else 20) >= 20
-        if state.retrieval is not None and "auto" not in more:
+        if state.retrieval is not None and state.retrieval.renews and "auto" not in options:
             assert state.retrieval.num_rebuilds >= 2
-        state.rewind(1000)
-        assert bits(state, NEW, speculate=False)[:2] == plain
+        if variant in VARIANTS:
+            state.rewind(1000)
+            assert bits(state, NEW, speculate=False)[:2] == plain
+    assert any(plan.gamma > 0 for plan in eager_to_draft)  # by the variant with "auto"
+
+
+@in_half_precision
+def test_fp8_drafts_are_accepted(dtype):
+    """About as often as those of the weights as they are, end to end."""
+    import triforce
+
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs fp8 matrix products")
+    rates = {}
+    for draft_dtype in (None, "fp8"):
+        engine = triforce.load("tiny", device="cuda", dtype=dtype, draft_dtype=draft_dtype, gamma=6, max_seq_len=24_576)
+        ids = engine.encode_prompt(__import__("triforce.cli").cli.default_document())[:CONTEXT]
+        outs = [engine.generate(ids, 256, temperature=0.6, seed=seed, ignore_eos=True) for seed in range(3)]
+        rates[draft_dtype] = statistics.fmean(out.stats.acceptance_rate["full"] for out in outs)
+    print(f"{dtype}: accepted at the full level {rates}")
+    assert rates[None] > 0.5 and abs(rates["fp8"] - rates[None]) < 0.1
 
 
 def test_graphs_are_captured_and_nothing_recompiles(random_models):
@@ -183,13 +225,18 @@ def test_a_round_has_one_host_sync(random_models):
     assert len(seen) == 2 * 60  # off and on again, around the read of each round
 
 
-def test_offsets_and_batches_in_bf16(random_models):
+@in_half_precision
+def test_offsets_and_batches(dtype):
+    """Rows of different lengths, side by side: tokens and logits hashes of each, with speculation and without."""
+    models = random_models_in(dtype)
     prompts = [random_prompt(3000, vocab_size=VOCAB), random_prompt(1700, seed=2, vocab_size=VOCAB), [5]]
-    engine = Engine(random_models[0], None, random_models[1], settings=Settings(prefill_chunk_size=2048), budget=512,
-                    max_batch_size=3)
-    on = engine.generate(prompts, 300, temperature=0.0)
-    off = engine.generate(prompts, 300, temperature=0.0, speculate=False)
-    assert [a.tokens for a in on] == [b.tokens for b in off]
+    engine = Engine(models[0], None, models[1], budget=512, max_batch_size=3,
+                    settings=Settings(prefill_chunk_size=2048, keep_logits=True))
+    state = engine.prepare(prompts, 1000, temperature=0.0, top_p=None, top_k=None, min_p=None, seed=[1, 2, 3])
+    on = bits_of_rows(state, 300)
+    assert state.outer.totals[:, 1].min() >= 300 and state.num_flushes >= 6  # drafted
+    state.rewind(1000)
+    assert bits_of_rows(state, 300, speculate=False) == on
 
 
 def test_garbage_waits_while_a_graph_is_recorded(random_models):

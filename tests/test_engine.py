@@ -443,21 +443,46 @@ def test_settings_that_do_not_fit(options, message):
     assert message in str(error.value)
 
 
-def test_auto_in_all_its_combinations():
-    """Greedy tokens are those of no speculation, whatever there is to draft with, also in a mixed batch."""
-    long = ids_of(triforce.load("tiny", device="cpu"), TEXT * 20)[:300]
-    for options in ({}, {"draft": False}, {"draft": "ngram"}, {"retrieval": False}, {"block_size": 2},
-                    {"retrieval": False, "draft_cache": "snapkv"}, {"retrieval": False, "draft_cache": "full"},
-                    {"block_size": 16}, {"draft": False, "retrieval": False}):
-        engine = triforce.load("tiny", device="cpu", max_batch_size=2, **options)
-        assert engine.settings.auto
-        for prompt in ([5], long):
-            assert len(engine.generate(prompt, 12, temperature=0.8, ignore_eos=True).tokens) == 12
-            on = engine.generate(prompt, 12, temperature=0.0, ignore_eos=True).tokens
-            assert on == engine.generate(prompt, 12, temperature=0.0, ignore_eos=True, speculate=False).tokens
-        mixed = engine.generate([long, [5]], 12, temperature=[0.0, 0.9], ignore_eos=True)
-        plain = engine.generate([long, [5]], 12, temperature=0.0, ignore_eos=True, speculate=False)
-        assert mixed[0].tokens == plain[0].tokens and len(mixed[1].tokens) == 12
+@pytest.mark.parametrize("options,sources", [
+    ({}, {"model", "ngram"}), ({"retrieval": False}, {"model", "ngram"}), ({"draft": False}, set()),
+    ({"draft": "ngram"}, {"ngram"}), ({"gamma": 4}, {"model"}), ({"gamma": 4, "draft": "ngram"}, {"ngram"}),
+    ({"gamma": 4, "draft": False}, set()), ({"draft": False, "retrieval": False}, set())])
+def test_what_drafts(options, sources):
+    """Besides the retrieval level: with gamma="auto", the default, n-grams as well as a model."""
+    engine = triforce.load("tiny", device="cpu", **options)
+    engine.generate([5], 1)
+    assert set(engine._state.sources) == sources
+    assert (engine._state.retrieval is not None) == options.get("retrieval", True)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"draft": False}, {"draft": "ngram"}, {"retrieval": False}, {"block_size": 2},
+    {"retrieval": False, "draft_cache": "snapkv"}, {"retrieval": False, "draft_cache": "full"}, {"block_size": 16},
+    {"draft": False, "retrieval": False}])
+def test_auto_in_all_its_combinations(options, eager_to_draft):
+    """Greedy tokens are those of no speculation, whatever there is to draft with, also in a mixed batch; and where
+    there is something, it does draft."""
+    engine = triforce.load("tiny", device="cpu", max_batch_size=2, **options)
+    assert engine.settings.auto
+    drafts = options != {"draft": False, "retrieval": False}
+    how = {"max_new_tokens": 20, "ignore_eos": True}
+    long = ids_of(engine, TEXT * 20)[:300]
+
+    def drafted(*outs) -> bool:
+        """Whether rounds were timed and, of these, some drafted, for every row."""
+        some = any(plan.gamma > 0 for plan in eager_to_draft)
+        eager_to_draft.clear()
+        assert all(len(out.tokens) == 20 and ("full" in out.stats.acceptance_rate) == some for out in outs)
+        return some
+
+    assert drafted(engine.generate([5], temperature=0.8, **how)) == drafts
+    greedy = engine.generate(long, temperature=0.0, **how)
+    assert drafted(greedy) == drafts
+    assert greedy.tokens == engine.generate(long, temperature=0.0, speculate=False, **how).tokens
+    mixed = engine.generate([[5], long], temperature=[0.0, 0.9], **how)
+    assert drafted(*mixed) == drafts
+    plain = engine.generate([[5], long], temperature=0.0, speculate=False, **how)
+    assert mixed[0].tokens == plain[0].tokens
 
 
 def test_levels_can_be_left_out():

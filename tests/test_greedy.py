@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, run_rounds
+from conftest import make_state, random_pair, random_prompt
 
 from triforce import acceptance
 from triforce.controller import Controller, Costs, Plan
@@ -18,14 +18,28 @@ def bits(state, count, **how):
     while len(tokens) < count:
         offsets.add(state.lens[0] % state.settings.flush_interval)
         new = state.round(**how)[0]
-        logits = state.outer.logits[0, : len(new)]
-        hashes += [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in logits.contiguous().float().cpu()]
+        hashes += hashes_of(state, 0, len(new))
         tokens += new
     totals = {"full": state.outer.totals[0].tolist()}
     if state.inner is not None:
         totals["retrieval"] = state.inner.totals[0].tolist()
     rejected = {name: drafted - accepted for name, (accepted, drafted) in totals.items()}
     return tokens[:count], hashes[:count], rejected, offsets
+
+
+def hashes_of(state, row: int, count: int) -> list[str]:
+    """Of the logits behind the tokens of a row's last round."""
+    logits = state.outer.logits[row, :count].contiguous().float().cpu()
+    return [hashlib.sha256(one.numpy().tobytes()).hexdigest() for one in logits]
+
+
+def bits_of_rows(state, count, **how) -> list[list[tuple[int, str]]]:
+    """Of each row of a batch, `count` greedy tokens, each with a hash of the logits behind it."""
+    rows = [[] for _ in range(state.batch)]
+    while min(map(len, rows)) < count:
+        for row, new in enumerate(state.round(**how)):
+            rows[row] += zip(new, hashes_of(state, row, len(new)), strict=True)
+    return [row[:count] for row in rows]
 
 
 LEVELS = ("triforce", "retrieval", "snapkv", "streaming", "draft", "draft, full", "draft, snapkv", "ngram",
@@ -99,14 +113,17 @@ def test_bits_do_not_depend_on_plans(models, plain, retrieval):
         state.rewind(1000)
 
 
-def test_auto_measures_and_keeps_the_bits(models, plain):
-    """With its own measurements, which must leave no trace."""
+def test_auto_measures_and_keeps_the_bits(models, plain, eager_to_draft):
+    """With its own measurements, which must leave no trace, and drafts."""
     state = make_state(*models, [random_prompt(CONTEXT)], capacity=4096, ngram=True, budget=256, gamma=7, gamma_inner=3,
                        auto=True, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
-    assert bits(state, NEW)[:2] == plain
+    tokens, hashes, rejected, _ = bits(state, NEW)
+    assert (tokens, hashes) == plain
     assert state.controller.costs.verify and set(state.controller.costs.sources) == {"model", "ngram"}
+    assert sum(plan.gamma > 0 for plan in eager_to_draft) >= 20 and rejected["full"] >= 20
     state.rewind(1000)
-    assert bits(state, NEW)[:2] == plain  # the controller is there from the first round on
+    tokens, hashes, rejected, _ = bits(state, NEW)  # the controller is there from the first round on
+    assert (tokens, hashes) == plain and rejected["full"] >= 20
     state.rewind(1000)
     assert bits(state, NEW, speculate=False)[:2] == plain
 
@@ -140,13 +157,20 @@ def test_forced_partial_acceptance(models, plain, kept, monkeypatch):
 
 
 def test_batch_rows_do_not_depend_on_neighbours(models):
-    """At a fixed batch size, a row's greedy tokens are the same whatever stands beside it."""
+    """At a fixed batch size, a row's greedy tokens and logits are the same bits whatever is drafted, and whatever
+    stands beside it."""
     target, draft = models
+
+    def state_of(prompts):
+        return make_state(target, draft, prompts, keep_logits=True)
+
     prompts = [random_prompt(300, seed=1), random_prompt(137, seed=2), [5]]
-    rows = [run_rounds(make_state(target, draft, prompts), 80, speculate=speculate) for speculate in (True, False)]
-    assert rows[0] == rows[1]
+    state = state_of(prompts)
+    on = bits_of_rows(state, 80)
+    assert state.outer.totals[:, 1].min() >= 80  # drafted
+    assert on == bits_of_rows(state_of(prompts), 80, speculate=False)
     others = [prompts[0], random_prompt(137, seed=3), [9]]  # the same lengths, other texts
-    assert run_rounds(make_state(target, draft, others), 80)[0] == rows[0][0]
+    assert bits_of_rows(state_of(others), 80)[0] == on[0]
 
 
 @pytest.mark.parametrize("settings", [{}, *({"retrieval": False, "draft_cache": kind}

@@ -8,12 +8,14 @@ from conftest import make_state
 from enumeration import joint_laws, target_law, total_variation
 from reference import DenseKV
 
-from triforce import acceptance, speculation
+from triforce import acceptance, retrieval, speculation
 from triforce.controller import Controller, Costs, Plan, Rate
 from triforce.model import ModelConfig, Transformer
-from triforce.ngram import NgramMeter
+from triforce.ngram import NgramDrafter, NgramMeter
 from triforce.quantize import fp8_copy
-from triforce.speculation import Speculator
+from triforce.retrieval import RetrievalView
+from triforce.speculation import ACCEPTED, BONUS, Speculator
+from triforce.state import Tally
 
 VOCAB = 3  # of the tokenizer; the models' own vocabularies are padded, differently
 PROMPTS = [[0, 2, 1, 1, 0, 2, 2, 1, 0, 1, 2, 0, 1, 2], [1, 0, 0, 2, 1, 2, 0, 1, 1, 0, 2, 2, 0, 1, 2, 1, 0, 0]]
@@ -58,11 +60,12 @@ def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PRO
     target, draft = models
     sampling = {**PLAIN, **(sampling or {})}
     rows = [prompts[r % len(prompts)] for r in range(batch)]
-    state = make_state(target, draft if levels != "retrieval" else None, rows,
+    state = make_state(target, draft if levels in ("triforce", "draft") else None, rows,
                        vocab_size=VOCAB, budget=8, capacity=48, max_new_tokens=8, sampling=sampling, drafting=drafting,
                        **{"flush_interval": 4, "chunk_size": 2, "rebuild_interval": 2, "block_size": 4,
-                          "draft_window": 6, "draft_sink": 2, "retrieval": levels != "draft", **settings})
-    assert levels == "draft" or all(state.retrieval.selected)  # a true selection, not the whole prefix
+                          "draft_window": 6, "draft_sink": 2, "retrieval": levels in ("triforce", "retrieval"),
+                          **settings})
+    assert state.retrieval is None or all(state.retrieval.selected)  # a true selection, not the whole prefix
     if prepare is not None:
         prepare(state)
     shared = models if drafting is None else (*models, drafting)
@@ -85,8 +88,6 @@ CASES = [
     {"gamma": 2, "gamma_inner": 1, "draft_cache": "streaming"},
     {"levels": "draft", "gamma": 2, "draft_cache": "full"},
     {"levels": "draft", "gamma": 2, "draft_cache": "snapkv"},
-    {"levels": "draft", "gamma": 3, "ngram": True},
-    {"gamma": 2, "gamma_inner": 2, "ngram": True},
     {"levels": "draft", "gamma": 3, "sampling": {"top_p": 0.8, "temperature": 1.3}},
 ]
 
@@ -96,6 +97,29 @@ def test_joint_law_is_the_targets(models, case):
     found, branches, laws = distances(models, **case)
     assert max(found) < 1e-6, f"total variation {found} over {branches} branches"
     assert all(abs(sum(law.values()) - 1) < 1e-9 for law in laws)
+
+
+@pytest.mark.parametrize("case,plan", [
+    ({"levels": "ngram", "gamma": 3}, None),
+    ({"levels": "retrieval", "gamma": 2, "gamma_inner": 2}, None),
+    ({"levels": "draft", "gamma": 3}, Plan(3, "ngram")),
+    ({"gamma": 2, "gamma_inner": 2}, Plan(2, "ngram", True, 2, 2)),
+])
+def test_joint_law_is_the_targets_where_ngrams_draft(models, monkeypatch, case, plan):
+    """Where nothing else may propose to the level that checks them, without laws; else with laws, all on one token."""
+    drafted, propose = [], NgramDrafter.propose
+
+    def counted(self, start, n, probs):
+        assert (probs is not None) == (plan is not None)
+        count = propose(self, start, n, probs)
+        drafted.append(int(count.sum()))
+        return count
+
+    monkeypatch.setattr(NgramDrafter, "propose", counted)
+    found, branches, _ = distances(models, **case, ngram=True, prepare=lambda state: setattr(
+        state, "plan", plan or state.plan))
+    assert sum(drafted) >= 100
+    assert max(found) < 1e-6, f"total variation {found} over {branches} branches"
 
 
 def test_rebuilding_when_acceptance_drops_does_not_bias(models):
@@ -116,11 +140,25 @@ def test_fp8_drafting_does_not_bias(models):
     assert max(found) < 1e-6
 
 
-def test_gathering_from_a_streamed_prefix_does_not_bias(models):
-    """What is selected, a verify late, may follow from kept tokens only."""
-    found, _, _ = distances(models, gamma=3, gamma_inner=1, num_resident_layers=1, piece_tokens=4, batch=16,
-                            prompts=[(PROMPTS[1] + PROMPTS[0])[:20]], horizon=2)
-    assert max(found) < 1e-6
+@pytest.mark.parametrize("leaks", [False, True])
+def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, leaks):
+    """What is selected, a verify late, may follow from kept tokens' queries only: if it follows from all that the last
+    verify computed, enumeration sees it."""
+    gathered, gather, scores = [], RetrievalView.gather, retrieval.chunk_scores
+
+    def counted(self, *args):
+        gathered.append(self.awaits_pieces)
+        gather(self, *args)
+
+    monkeypatch.setattr(RetrievalView, "gather", counted)
+    if leaks:
+        monkeypatch.setattr(retrieval, "chunk_scores", lambda queries, keys, weight, *more: scores(
+            queries, keys, torch.ones_like(weight), *more))
+    found, _, _ = distances(models, gamma=3, gamma_inner=1, num_resident_layers=1, piece_tokens=4, rebuild_interval=1,
+                            prompts=[[0, 2, 2, 1, 2, 0, 1, 0, 2, 0, 1, 0, 1, 2, 0, 0, 2]],
+                            sampling={"top_k": 2, "temperature": 2.0})
+    assert len(gathered) > 50 and all(gathered)
+    assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
 def test_choosing_plans_does_not_bias(models, monkeypatch):
@@ -168,6 +206,40 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
         state.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=1)
 
     found, _, _ = distances(models, gamma=3, gamma_inner=1, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=3,
+                            sampling={"top_k": 2})
+    assert len(seen) == 3
+    assert max(found) > 1e-4 if leaks else max(found) < 1e-6
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
+    """Each count that the controller is told changes its mind. How the draft fared with tokens that were then discarded
+    must not be counted: if it is, enumeration sees it."""
+    plans, seen, add = [Plan(3, "model", True, 1, 2), Plan(2, "model"), Plan(3, "model", True, 2, 2)], set(), Tally.add
+
+    def added(self, plan, num_emitted, num_accepted, num_drafted, origins):
+        add(self, plan, num_emitted, num_accepted, num_drafted, origins)
+        discarded = origins[num_accepted:num_drafted]
+        if plan.retrieval:
+            self.observe("model", discarded.count(ACCEPTED), len(discarded) - discarded.count(BONUS))
+
+    def told(self, num_tokens, **observed):
+        self.turn = getattr(self, "turn", 0) + sum(hits + tests for hits, tests in observed.values())
+
+    def chosen(self, **known):
+        seen.add(plan := plans[getattr(self, "turn", 0) % 3])
+        return plan
+
+    if leaks:
+        monkeypatch.setattr(Tally, "add", added)
+    monkeypatch.setattr(Controller, "update", told)
+    monkeypatch.setattr(Controller, "choose", chosen)
+    monkeypatch.setattr(Controller, "timed", lambda *args: None)
+
+    def steer(state):
+        state.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=2)
+
+    found, _, _ = distances(models, gamma=3, gamma_inner=2, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=3,
                             sampling={"top_k": 2})
     assert len(seen) == 3
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6

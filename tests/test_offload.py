@@ -135,6 +135,27 @@ def test_gathering_takes_what_was_selected(models, piece):
         assert state.retrieval.k[1][0].abs().sum(-1).min() > 0
 
 
+@pytest.mark.parametrize("piece", [64, 192])
+def test_each_row_of_a_batch_gathers_its_own(models, piece):
+    """Those that await it, from their own tokens; the others' views stay as they are."""
+    prompts = [random_prompt(900), random_prompt(710, seed=1), random_prompt(840, seed=2)]
+    state = state_of(models, prompts, rebuild_interval=10**6, num_resident_layers=1, piece_tokens=piece)
+    view = state.retrieval
+    for rows in ([0, 1, 2], [1], [0, 2]):
+        for kv in (view.k[1], view.v[1]):
+            kv.fill_(7.0)
+        for row in rows:
+            view.rebuild(row, at_once=False)
+        assert view.awaits_pieces
+        state.round()
+        assert not view.awaits_pieces and state.num_flushes == 0
+        for row in range(3):
+            if row in rows:
+                assert_view_holds_its_selection(state, row)
+            else:
+                assert (view.k[1][row] == 7.0).all() and (view.v[1][row] == 7.0).all()
+
+
 def test_a_view_of_what_streams_past_is_renewed_with_every_verify(models):
     """It costs no pass of its own there, for one row. Others are renewed every 64 tokens, if acceptance holds."""
     for layers, count, often in ((0, 1, True), (0, 2, False), (None, 1, False)):

@@ -38,6 +38,25 @@ def test_rows_have_their_own_settings():
     assert (together[0].max(-1).values == 1).all() and torch.equal(together[0].argmax(-1), logits[0].argmax(-1))
 
 
+@pytest.mark.parametrize("values", [
+    {}, {"temperature": 0.0}, {"temperature": [0.0, 0.7, 0.0]}, {"top_p": 0.7}, {"top_k": 4}, {"min_p": 0.2},
+    {"temperature": 0.5, "min_p": [None, 0.1, None]}, {"top_p": [1.0, 0.6, 1.0]}, {"top_k": [None, None, 3]},
+    {"temperature": [0.0, 0.8, 1.2], "top_p": 0.9, "top_k": [5, None, 7], "min_p": 0.05},
+])
+@pytest.mark.parametrize("before", [{}, {"temperature": 0.6, "top_p": 0.5, "top_k": 2, "min_p": 0.3}])
+def test_skipping_what_no_row_needs_changes_no_law(values, before):
+    """An engine that is not compiled leaves out the filters that are off: each that is on for some row is applied, also
+    after a call that had others on."""
+    logits = torch.randn(3, 2, 60, generator=torch.Generator().manual_seed(0)) * 2
+    usual = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0, 1, 2]}
+    special = SamplingParams.allocate(3, "cpu")
+    special.set(specialize=True, **{**usual, **before})
+    special.set(specialize=True, **{**usual, **values})
+    law, expected = probabilities(logits, special), probabilities(logits, params(3, **values))
+    assert torch.equal(law > 0, expected > 0)
+    torch.testing.assert_close(law, expected)
+
+
 def test_the_short_ranking_decides_as_the_whole_one():
     """On a CPU only the most probable tokens are ranked where they decide."""
     torch.manual_seed(1)

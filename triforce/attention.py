@@ -14,6 +14,7 @@ from torch import Tensor
 LONG = 2048  # keys from which on it pays to have a kernel split them
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
+FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
 State = tuple[Tensor, Tensor]  # out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs)
 
 
@@ -46,6 +47,8 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
     """
     if k.shape[2] == 0:  # the fused kernels answer +inf, or end the process, on no keys
         return empty(q)
+    if q.device.type == "cpu" and k.shape[2] < FEWEST:
+        return masked(q, k, v, torch.zeros(1, 1, q.shape[2], k.shape[2]), no_empty_rows=True)
     kernel = _kernel(q)
     if kernel is _flash_cuda and len(q) > 1 and k.shape[2] >= LONG:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -107,6 +110,10 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
         no_empty_rows: the caller vouches that each row sees a key. The CPU kernel answers lse 0 for a row that
             sees none, so it may only be used then.
     """
+    missing = FEWEST - k.shape[2] if q.device.type == "cpu" else 0
+    if missing > 0:
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (k, v))
+        bias = torch.nn.functional.pad(bias, (0, missing), value=float("-inf"))
     if no_empty_rows and q.device.type == "cpu" and q.dtype == torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)[:2]
     return _plain(q, k, v, bias)

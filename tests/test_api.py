@@ -1,0 +1,43 @@
+"""`triforce.generate` keeps the engine that fits the call; `python -m triforce` ends as its command does."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+from triforce import api
+
+ROOT = Path(__file__).parent.parent
+
+
+class Loaded:
+    def __init__(self, checkpoint, loading):
+        self.checkpoint, self.loading = checkpoint, loading
+
+    def generate(self, prompt, **options):
+        return self, prompt, options
+
+
+def test_the_engine_is_kept_for_calls_that_want_the_same(monkeypatch):
+    monkeypatch.setattr(api, "load", lambda checkpoint, **loading: Loaded(checkpoint, loading))
+    monkeypatch.setattr(api, "_kept", {})
+    first, prompt, options = api.generate("a", gamma=3, chunk_size=4, temperature=0.5)
+    assert (first.checkpoint, first.loading) == ("tiny", {"gamma": 3, "chunk_size": 4})
+    assert (prompt, options) == ("a", {"temperature": 0.5})
+    assert api.generate("b", chunk_size=4, gamma=3, seed=1)[0] is first  # whatever is asked of it, in any order
+    seen = weakref.ref(first)
+    for other in ({"gamma": 4, "chunk_size": 4}, {"gamma": 4, "chunk_size": 8}, {"gamma": 4},
+                  {"checkpoint": "other", "gamma": 4}):
+        last, first = first, api.generate("a", **other)[0]
+        assert first is not last and first.loading.items() <= other.items()
+        assert first.checkpoint == other.get("checkpoint", "tiny")
+    del last
+    gc.collect()
+    assert seen() is None  # one at a time
+
+
+def test_the_module_ends_with_the_status_of_the_command():
+    done = subprocess.run([sys.executable, "-m", "triforce", "--prompt", "", "--device", "cpu"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and "prompt is empty" in done.stderr

@@ -1,0 +1,87 @@
+"""A draft on some ranks, as each of two ranks knows it, in one process: what one broadcasts the other takes."""
+
+import pytest
+import torch
+
+from triforce.draft_ranks import SharedDrafter
+from triforce.sampling import SamplingParams
+from triforce.speculation import Tape
+
+VOCAB = 5
+
+
+class Drafts:
+    """In place of a ModelDrafter: always tokens 1, 2, 3, ..., and a note of what it is told."""
+
+    def __init__(self, tape):
+        self.tape, self.gamma, self.told = tape, 0, []
+        self.length, self.memory = tape.buffer(), object()
+
+    def propose(self, start, n, probs):
+        self.told.append(("propose", self.gamma, n))
+        for row, at in enumerate(start.tolist()):
+            for i in range(self.gamma):
+                self.tape.tokens[row, at + 1 + i] = i + 1
+                probs[row, i] = torch.eye(VOCAB)[i + 1]
+
+    def __getattr__(self, name):
+        return lambda *args: self.told.append((name, *args))
+
+
+class Wire:
+    """A group of two ranks that take turns: what rank 0 broadcasts lies here until rank 1 wants it."""
+
+    def __init__(self):
+        self.sent = []
+
+    def of(self, rank):
+        def broadcast(x, source):
+            assert source == 0
+            if rank == 0:
+                self.sent.append(x.clone())
+                return x
+            return self.sent.pop(0)
+
+        return type("Group", (), {"broadcast": staticmethod(broadcast)})()
+
+
+@pytest.fixture
+def ranks():
+    """(drafter, tape) of each of the two; the first has the draft."""
+    wire, made = Wire(), []
+    for rank in range(2):
+        params = SamplingParams.allocate(2, "cpu")
+        tape = Tape(torch.full((2, 20), 4), torch.zeros(2, 20, dtype=torch.int64), params, VOCAB)
+        made.append((SharedDrafter(Drafts(tape) if rank == 0 else None, tape, wire.of(rank), 0, gamma=3), tape))
+    return made
+
+
+@pytest.mark.parametrize("gamma, n", [(3, 7), (2, 7), (6, 4)])
+def test_both_know_what_was_drafted(ranks, gamma, n):
+    start, found = torch.tensor([5, 9]), []
+    for drafter, tape in ranks:
+        drafter.gamma = gamma
+        probs = torch.full((2, 8, VOCAB), 0.2)
+        count = drafter.propose(start, n, probs)
+        assert count.tolist() == [min(gamma, n)] * 2
+        found.append((tape.tokens, probs))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    for row, at in enumerate((5, 9)):
+        drafted = list(range(1, min(gamma, n) + 1))
+        assert found[1][0][row].tolist() == [4] * (at + 1) + drafted + [4] * (20 - at - 1 - len(drafted))
+        assert found[1][1][row, : len(drafted)].argmax(-1).tolist() == drafted
+
+
+def test_the_draft_is_told_everything(ranks):
+    (drafter, _), (other, _) = ranks
+    length = torch.tensor([3, 4])
+    for one in (drafter, other):  # the rank without it passes over all of that
+        one.prefill(1, 100, 64)
+        one.rewind(0, 50)
+        one.open(1000)
+        one.flush(1, 128)
+        one.commit(length)
+    assert drafter.drafter.told == [("prefill", 1, 100, 64), ("rewind", 0, 50), ("open", 1000), ("flush", 1, 128),
+                                    ("commit", length)]
+    assert drafter.length is drafter.drafter.length and drafter.memory is drafter.drafter.memory
+    assert other.memory is None

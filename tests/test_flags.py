@@ -1,0 +1,135 @@
+"""What the command line makes of its flags, seen by an engine that only notes what it is asked."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from triforce import cli
+from triforce.checkpoint import TINY
+from triforce.errors import UserError
+from triforce.generation import Generation, Stats
+from triforce.tokenizer import Tokenizer
+
+TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I thought I would sail about a little."
+
+
+class Engine:
+    """Answers in 10 ms a token with speculation, in 25 without and 20 with unpadded steps."""
+
+    device, target = "cpu", SimpleNamespace(dtype="torch.float32")
+
+    def __init__(self):
+        self.tokenizer, self.asked = Tokenizer(TINY / "target"), []
+
+    def resolve_budget(self, length):
+        return 1024
+
+    def encode_prompt(self, ids):
+        return ids
+
+    def check_len(self, length, count): ...
+
+    def answer(self, ids, options):
+        self.asked.append((ids, options))
+        tbt = 0.01 if options.get("speculate", True) else 0.02 if options.get("one_row") else 0.025
+        return Generation("x", [5], "length", Stats(len(ids), 1, tbt=tbt, seed=7))
+
+    def generate(self, ids, **options):
+        if isinstance(ids[0], list):
+            return [self.answer(one, {**options, "batch": len(ids)}) for one in ids]
+        return self.answer(ids, options)
+
+    def stream(self, ids, **options):
+        class Stream(list):
+            result = self.answer(ids, options)
+
+            def close(self): ...
+
+        return Stream(["x"])
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    made = Engine()
+    monkeypatch.setattr(cli, "load_engine", lambda args, group: made)
+    return made
+
+
+def test_a_prompt_is_cut_behind_and_asked_about(engine, tmp_path):
+    file, ids = tmp_path / "book.txt", engine.tokenizer.encode(TEXT)
+    file.write_text(TEXT)
+    question = engine.tokenizer.encode("\n\nWho?\n", bos=False)
+    for flags, expected in (([], ids), (["--prompt-len", "10"], ids[:10]),
+                            (["--prompt-len", "10", "--question", "Who?"], ids[:10] + question)):
+        for source in (["--prompt", TEXT], ["--prompt-file", str(file)]):
+            assert cli.main([*source, *flags, "--device", "cpu"]) == 0
+            assert engine.asked[-1][0] == expected
+
+
+def test_only_the_document_that_nobody_chose_is_cut_unasked(engine, tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text(cli.default_document())
+    lengths = {}
+    for name, flags in (("file", ["--prompt-file", str(file)]), ("default", [])):
+        assert cli.main([*flags, "--device", "cpu", "--no-compare"]) == 0
+        lengths[name] = len(engine.asked[-1][0])
+    assert lengths["default"] == 16_384 < lengths["file"]
+
+
+def test_how_to_generate(engine):
+    flags = ["--max-new-tokens", "9", "--temperature", "0.5", "--top-p", "0.8", "--top-k", "5", "--min-p", "0.1",
+             "--seed", "3", "--stop", "a", "--stop", "b", "--ignore-eos", "--no-speculation"]
+    assert cli.main(["--prompt", TEXT, *flags]) == 0
+    options = engine.asked[0][1]
+    options.pop("on_prefill")
+    assert options == {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.8, "top_k": 5, "min_p": 0.1, "seed": 3,
+                       "stop": ["a", "b"], "ignore_eos": True, "speculate": False}
+    assert cli.main(["--prompt", TEXT]) == 0
+    options = engine.asked[1][1]
+    assert options["speculate"] and not options["ignore_eos"] and options["stop"] is None and options["seed"] is None
+
+
+def test_answers_to_a_file_of_prompts_do_not_depend_on_its_batches(engine, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps(f"{i} {TEXT}") for i in range(5)))
+    flags = ["--batch-size", "2", "--seed", "10", "--stop", "x", "--no-speculation"]
+    assert cli.main(["--prompts", str(file), *flags]) == 0
+    assert [options["seed"] for _, options in engine.asked] == [[10, 11], [10, 11], [12, 13], [12, 13], [14]]
+    assert [options["batch"] for _, options in engine.asked] == [2, 2, 2, 2, 1]
+    assert all(options["stop"] == ["x"] and not options["speculate"] for _, options in engine.asked)
+    assert [ids for ids, _ in engine.asked] == [engine.tokenizer.encode(f"{i} {TEXT}") for i in range(5)]
+    assert [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()] == list(range(5))
+
+
+def test_the_comparison(engine, capsys):
+    """With the fastest autoregression, by the same seed; then greedy tokens of the same step."""
+    assert cli.main(["--prompt", TEXT, "--compare", "--json", "--top-k", "5"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["compare"]["speedup"] == pytest.approx(2)
+    assert "2.00x" in shown.err and "identical" in shown.err
+    (_, plain), (_, on), (_, off) = engine.asked[1:]
+    assert plain["one_row"] and not plain["speculate"] and (plain["seed"], plain["top_k"]) == (7, 5)
+    assert on["temperature"] == off["temperature"] == 0 and on.get("speculate", True) and not off["speculate"]
+
+
+def test_how_to_load(monkeypatch):
+    asked = []
+
+    def load(checkpoint, **options):
+        asked.append({"checkpoint": checkpoint, **options})
+        raise UserError("enough")
+
+    monkeypatch.setattr("triforce.loading.load", load)
+    flags = {"checkpoint": "a", "draft": "b", "device": "cpu", "dtype": "float16", "max_seq_len": 100, "budget": 64,
+             "chunk_size": 4, "gamma": 5, "gamma_inner": 3, "block_size": 12, "draft_dtype": "fp8",
+             "draft_cache": "snapkv", "offload": "auto", "num_resident_layers": 2, "resident_memory": "1GB",
+             "draft_ranks": [0], "prefill_chunk_size": 77}
+    argv = [word for name, value in flags.items()
+            for word in ("--" + name.replace("_", "-"), str(value[0] if isinstance(value, list) else value))]
+    assert cli.main(["--prompt", TEXT, *argv, "--batch-size", "3", "--no-compile"]) == 2
+    assert asked[0] == {**flags, "max_batch_size": 3, "compile": False, "retrieval": True, "group": None}
+    assert cli.main(["--prompt", TEXT, "--draft", "none", "--no-retrieval", "--offload", "--budget", "0.1"]) == 2
+    assert asked[1]["draft"] is False and asked[1]["retrieval"] is False and asked[1]["offload"] is True
+    assert asked[1]["budget"] == 0.1 and asked[1]["gamma"] == "auto" and "prefill_chunk_size" not in asked[1]
+    assert cli.main(["--prompt", TEXT]) == 2 and asked[2]["draft"] is None and asked[2]["offload"] is False

@@ -1,0 +1,80 @@
+"""When a row's text ends and what of it is shown, with a tokenizer whose tokens are what a test says."""
+
+import pytest
+
+from triforce.errors import UserError
+from triforce.generation import RowOutput, Stats, stop_strings
+
+EOS = 0
+
+
+class Spelt:
+    """Token i is the i-th string; `rest` is what a stream holds back until it is finished."""
+
+    def __init__(self, *strings: str, rest: str = ""):
+        self.strings, self.rest = strings, rest
+
+    def stream(self, continues):
+        assert continues
+        return self
+
+    def push(self, tokens):
+        return "".join(self.strings[i] for i in tokens)
+
+    def finish(self):
+        return self.rest
+
+
+def output(*strings, stop=(), most=100, rest=""):
+    return RowOutput(Spelt("", *strings, rest=rest), (EOS,), list(stop), most)
+
+
+def test_nothing_of_a_stop_string_is_shown():
+    row = output("x", "a", "b", "c", stop=["abc", "never"])
+    assert [row.push([i]) for i in (1, 2, 3, 2, 3, 4)] == ["x", "", "", "ab", "", ""]
+    assert (row.text, row.finish_reason) == ("xab", "stop")
+
+
+def test_a_stop_string_is_found_wherever_tokens_cut_it():
+    for pieces in (["abc"], ["a", "bc"], ["ab", "c"], ["xa", "b", "cx"], ["a", "b", "c"]):
+        row = output(*pieces, stop=["abc"])
+        shown = "".join(row.push([i + 1]) for i in range(len(pieces)))
+        assert shown == row.text == "".join(pieces).partition("abc")[0] and row.finish_reason == "stop"
+
+
+def test_the_first_of_several_stop_strings_ends_the_text():
+    for stop in (["two", "one"], ["one", "two"]):
+        row = output("zero one two", stop=stop)
+        assert row.push([1]) == row.text == "zero "
+
+
+def test_the_end_of_a_row():
+    row = output("a", "b", most=3)
+    assert row.push([1, 2, 1, 2]) == "aba"
+    assert (row.tokens, row.finish_reason) == ([1, 2, 1], "length")
+    row = output("a", "b")
+    assert row.push([1, EOS, 2, EOS]) == "a"
+    assert (row.tokens, row.text, row.finish_reason) == ([1, EOS], "a", "stop")
+
+
+def test_what_was_held_back_comes_at_the_end():
+    for tokens in ([1, EOS], [1, 1]):
+        row = output("a", most=2, rest="\ufffd")
+        assert row.push(tokens) == row.text == "a" * tokens.count(1) + "\ufffd"
+    row = output("a", most=2, rest="!", stop=["a!"])
+    assert row.push([1, 1]) == "a" and row.finish_reason == "stop"  # though it is as long as it may be
+
+
+def test_stop_strings():
+    assert stop_strings(None) == [] and stop_strings("end") == ["end"] and stop_strings(("a", "b")) == ["a", "b"]
+    for wrong in ("", ["a", ""], 5, [5]):
+        with pytest.raises(UserError, match="none of them empty"):
+            stop_strings(wrong)
+
+
+def test_statistics_are_shown_in_their_units():
+    stats = Stats(1000, new_tokens=20, tbt=0.0123, peak_memory=3 * 2**30, acceptance_rate={"full": 0.5})
+    rows = dict(stats.rows())
+    assert rows["time per token"] == "12.30 ms" and rows["tokens per second"] == "81.3"
+    assert rows["peak memory"] == "3.00 GiB" and rows["acceptance at full"] == "0.500"
+    assert Stats(5).tokens_per_second == 0

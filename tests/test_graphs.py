@@ -1,0 +1,106 @@
+"""Which calls of a step are recorded and which replayed, with recordings that only say what was called."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from triforce.graphs import KEPT_GRAPHS, Graphed, put
+
+
+class Recording(Graphed):
+    """A step that notes what happens; its graphs note their replays."""
+
+    def __init__(self, num_lengths=0, warm_up=1):
+        self.log = []
+        super().__init__(lambda *args: self.log.append(("run", args)), None, num_lengths, warm_up)
+
+    def _record(self, args):
+        self.log.append(("record", args))
+        return SimpleNamespace(replay=lambda: self.log.append(("replay", args)))
+
+    def what(self):
+        done = [what for what, _ in self.log]
+        self.log.clear()
+        return done
+
+
+@pytest.fixture(autouse=True)
+def capturing(monkeypatch):
+    now = SimpleNamespace(value=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.value)
+    return now
+
+
+@pytest.mark.parametrize("warm_up", [1, 4])
+def test_first_it_runs_then_it_is_recorded_then_replayed(warm_up):
+    step = Recording(warm_up=warm_up)
+    for _ in range(warm_up + 3):
+        step(7)
+    assert step.what() == ["run"] * warm_up + ["record", "replay", "replay", "replay"]
+
+
+def test_other_tensors_have_graphs_of_their_own():
+    step, x, y = Recording(), torch.zeros(3), torch.zeros(3)
+    for _ in range(2):
+        step(x)
+        step(y)
+    step.what()
+    step(y)
+    assert step.log[0][0] == "replay" and step.log[0][1][0] is y
+    step(x)
+    assert step.log[1][1][0] is x
+
+
+def test_lengths_share_a_warm_up_until_a_stretch_appears():
+    """What runs over no keys, or over no ragged part, has not called the kernels for them yet."""
+    step = Recording(num_lengths=2)
+    for lengths in ((0, 0), (16, 16), (16, 32)):
+        step(*lengths)
+        assert step.what() == ["run"]
+        step(lengths[0] and lengths[0] + 16, lengths[1] and lengths[1] + 16)
+        assert step.what() == ["record", "replay"]
+
+
+def test_what_was_not_used_for_longest_makes_room():
+    step = Recording(num_lengths=1)
+    step(1)
+    for length in range(1, KEPT_GRAPHS + 1):
+        step(length)
+    step.what()
+    step(1)  # the oldest, and now the newest
+    step(1000)
+    assert step.what() == ["replay", "record", "replay"]
+    step(1)
+    step(1000)
+    assert step.what() == ["replay", "replay"]
+    step(2)
+    assert step.what() == ["record", "replay"]
+
+
+def test_only_what_ran_is_recorded_ahead():
+    step = Recording(num_lengths=1)
+    step.prepare(5)
+    assert step.what() == []
+    step(5)
+    step.prepare(6)
+    step.prepare(6)
+    assert step.what() == ["run", "record"]
+    step(6)
+    assert step.what() == ["replay"]
+
+
+def test_within_another_graph_it_runs(capturing):
+    step = Recording()
+    step(1)
+    capturing.value = True
+    step(1)
+    step(1)
+    assert step.what() == ["run"] * 3
+
+
+def test_put_writes_each_row_to_its_own_places():
+    x = torch.zeros(2, 5, 3)
+    index, value = torch.tensor([[4, 0], [1, 2]]), torch.arange(12.0).view(2, 2, 3)
+    put(x, index, value)
+    assert torch.equal(x, torch.zeros(2, 5, 3).scatter(1, index[..., None].expand(-1, -1, 3), value))

@@ -1,0 +1,93 @@
+"""The memory plan: its parts for batches, what it says when they do not fit, and what there is to be had."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from triforce import memory
+from triforce.errors import UserError
+from triforce.memory import Part, cache_parts, check, fitting_layers, prefix_bytes
+from triforce.model import ModelConfig
+from triforce.state import Settings
+
+TARGET, DRAFT = ModelConfig(64, 32, 4, 4, 2, 8, 48), ModelConfig(64, 16, 1, 2, 2, 8, 32)
+TOKEN = 2 * 2 * 8 * 4  # bytes of a token's K and V in one layer of the target: two heads of 8 in float32
+CPU = torch.device("cpu")
+
+
+def parts(settings=None, draft=DRAFT, **more) -> dict[str, int]:
+    given = {"batch": 1, "capacity": 4096, "budget": 256, "itemsize": 4, **more}
+    return {part.name: part.bytes for part in cache_parts(TARGET, draft, settings or Settings(), **given)}
+
+
+def test_parts_by_their_definitions():
+    planned = parts()
+    assert planned["KV cache"] == 4 * TOKEN * 4096 == prefix_bytes(TARGET, 4, batch=1, capacity=4096, itemsize=4)
+    assert planned["chunk keys"] == 4 * TOKEN // 2 * 4096 // 8  # of each 8 tokens one mean key
+    assert planned["retrieval view"] == 4 * TOKEN * 256
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(retrieval=False),
+                                      Settings(retrieval=False, draft_cache="full"),
+                                      Settings(retrieval=False, draft_cache="snapkv")])
+def test_what_every_row_needs_is_planned_for_every_row(settings):
+    one, three = parts(settings), parts(settings, batch=3)
+    assert one.keys() == three.keys()
+    for name in one.keys() - {"prefill activations", "choice of the SnapKV view"}:
+        assert three[name] == 3 * one[name], name
+
+
+def test_a_prompt_is_prefilled_at_a_time():
+    for batch in (1, 4):
+        planned = parts(batch=batch, num_resident_layers=1)
+        assert planned["a layer's KV during prefill"] == TOKEN * 4096
+        assert planned["KV cache of 1 resident layers"] == batch * TOKEN * 4096
+        assert planned["prefill activations"] == parts()["prefill activations"]
+
+
+def test_some_of_a_device_is_left_free(monkeypatch):
+    layer = prefix_bytes(TARGET, 1, batch=1, capacity=1000, itemsize=4)
+    monkeypatch.setattr(memory, "available", lambda device: 4 * layer)
+    fit = {"batch": 1, "capacity": 1000, "itemsize": 4}
+    assert fitting_layers(TARGET, [], CPU, None, **fit) == 3
+    assert fitting_layers(TARGET, [Part("other", 2 * layer)], CPU, None, **fit) == 1
+    assert fitting_layers(TARGET, [], CPU, 2 * layer, **fit) == 2
+
+
+def test_what_does_not_fit_is_named_with_what_helps(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda device: 10 * 2**20)
+    some = [Part("small", 3 * 2**20, ("--a",)), Part("tiny", 5), Part("large", 6 * 2**20, ("--b", "--batch-size"))]
+    check(some[:2], CPU)
+    check([Part("just", 10 * 2**20)], CPU)
+    with pytest.raises(UserError) as error:
+        check([*some, Part("more", 2 * 2**20)], CPU, ("--batch-size",))
+    assert str(error.value) == ("this needs 0.01 GiB of memory on cpu and 0.01 GiB are free: large 0.01 GiB (--b), "
+                                "small 0.00 GiB (--a), more 0.00 GiB")
+    monkeypatch.setattr(memory, "available", lambda device: None)  # where the system does not say
+    check(some, CPU)
+
+
+def test_a_container_has_what_it_is_granted_and_what_files_fill(monkeypatch):
+    gib = 2**30
+    files = {"/proc/meminfo": ["MemTotal: 1 kB", f"MemAvailable: {64 * 2**20} kB"],
+             "/sys/fs/cgroup/memory.max": [str(8 * gib)], "/sys/fs/cgroup/memory.current": [str(6 * gib)],
+             "/sys/fs/cgroup/memory.stat": ["anon 5", f"inactive_file {2 * gib}", f"active_file {gib}", "shmem 7"]}
+    monkeypatch.setattr(memory, "_lines", lambda path: files.get(path, []))
+    assert memory.available(CPU) == 5 * gib
+    files["/sys/fs/cgroup/memory.max"] = ["max"]
+    assert memory.available(CPU) == 64 * gib
+    files.clear()
+    assert memory.available(CPU) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+def test_the_peak_is_in_bytes():
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    assert memory.peak(CPU) == pytest.approx(int(line.split()[1]) * 1024, rel=0.1)
+
+
+def test_tied_weights_are_planned_once():
+    tied = memory.weight_parts(replace(TARGET, tie_word_embeddings=True), None, 2)[0].bytes
+    assert memory.weight_parts(TARGET, None, 2)[0].bytes - tied == 64 * 32 * 2

@@ -1,0 +1,103 @@
+"""What config.json says and the model does with it, where loading whole checkpoints does not show it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from triforce.errors import UserError
+from triforce.model import ModelConfig, RMSNorm, RopeScaling, Transformer, inverse_frequencies
+
+HF = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112,
+      "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
+SMALL = ModelConfig(50, 32, 2, 4, 2, 8, 48)
+
+
+def test_a_stretched_window_is_the_one_after_stretching():
+    """Some configs give the one before, some the one after."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    for positions, most in ((64, 512), (512, 512), (1024, 1024)):
+        config = ModelConfig.from_hf({**HF, "max_position_embeddings": positions, "rope_scaling": scaling})
+        assert config.max_len == most
+
+
+def test_whose_window_slides():
+    window = {"sliding_window": 128, "max_position_embeddings": 256}
+    for family, more, most in (("Mistral", {}, 128), ("Mistral", {"sliding_window": None}, 256),
+                               ("Mistral", {"sliding_window": 512}, 256), ("Qwen2", {}, 256),
+                               ("Qwen2", {"use_sliding_window": False}, 256),
+                               ("Qwen2", {"use_sliding_window": True}, 128)):
+        architecture = {"architectures": [f"{family}ForCausalLM"]}
+        assert ModelConfig.from_hf({**HF, **window, **more, **architecture}).max_len == most
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+    ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
+])
+def test_what_would_be_computed_wrongly_is_refused(fields, words):
+    with pytest.raises(UserError, match=words):
+        ModelConfig.from_hf({**HF, **fields})
+
+
+def test_llama3_frequencies_by_their_wavelengths():
+    """Slowed down by the factor, as they are, and a straight line in between, in which some pairs lie."""
+    scaling = RopeScaling("llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
+    config = replace(SMALL, head_dim=64, rope_theta=10000.0)
+    kinds = set()
+    for plain, found in zip(inverse_frequencies(config), inverse_frequencies(replace(config, rope_scaling=scaling)),
+                            strict=True):
+        turns = 64 * float(plain) / (2 * math.pi)  # in the original window
+        kept = min(max((turns - 1) / 3, 0.0), 1.0)
+        kinds.add(kept if kept in (0, 1) else "between")
+        assert float(found) == pytest.approx(float(plain) * (kept + (1 - kept) / 8), rel=1e-5)
+    assert kinds == {0, 1, "between"}
+
+
+def test_yarn_frequencies_by_their_turns():
+    """The ramp goes from the last pair that turns 8 times in the original window to the first that turns once."""
+    scaling = RopeScaling("yarn", 4.0, 64, beta_fast=8.0, beta_slow=1.0)
+    config = replace(SMALL, head_dim=64, rope_theta=10000.0)
+    plain = inverse_frequencies(config)
+    turns = (64 * plain / (2 * math.pi)).tolist()
+    low, high = max(i for i, n in enumerate(turns) if n >= 8), min(i for i, n in enumerate(turns) if n <= 1)
+    assert high - low > 3
+    for i, found in enumerate(inverse_frequencies(replace(config, rope_scaling=scaling))):
+        slowed = min(max((i - low) / (high - low), 0), 1)
+        assert float(found) == pytest.approx(float(plain[i]) * (1 - slowed + slowed / 4), rel=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 65])
+@pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0])
+def test_the_norm_is_the_same_for_few_rows_and_many(rows, scale):
+    """Also of activations so small that its epsilon counts."""
+    torch.manual_seed(0)
+    norm, x = RMSNorm(48, 1e-5), scale * torch.randn(2, rows, 48)
+    torch.nn.init.uniform_(norm.weight)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (48,), norm.weight, 1e-5))
+
+
+@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}])
+def test_the_number_of_parameters(more):
+    config = replace(SMALL, **more)
+    model = Transformer.empty(config, "meta", torch.float32)
+    assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_prefills_progress_goes_from_0_to_1_with_its_work():
+    from triforce.cache import TargetCache
+
+    model = Transformer.random(SMALL)
+    for length, size in ((100, 30), (64, 64)):
+        cache = TargetCache(SMALL, model.rope, batch=1, capacity=128, block_size=1, flush_interval=16, chunk_size=0,
+                            device="cpu", dtype=torch.float32)
+        shares = []
+        with torch.inference_mode():
+            model.prefill(torch.zeros(1, length, dtype=torch.int64), cache.prefill_blocks(0, 0, length, size),
+                          shares.append)
+        assert shares == sorted(set(shares)) and shares[0] > 0 and shares[-1] == pytest.approx(1)
+        assert shares[0] == pytest.approx(min(size, length) ** 2 / length**2 / 2)  # a later token takes longer

@@ -1,0 +1,54 @@
+"""oneDNN's layout: the same products, and used where it pays."""
+
+import pytest
+import torch
+from conftest import random_prompt
+
+import triforce
+from triforce import attention, memory
+from triforce.model import Linear
+from triforce.packed import PackedPrefix, packs
+
+pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="no oneDNN")
+LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0]}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 12])
+def test_states_over_a_packed_prefix(rows):
+    torch.manual_seed(rows)
+    q, k, v = torch.randn(1, 2, rows, 16), torch.randn(2, 500, 16), torch.randn(2, 500, 16)
+    for mine, plain in zip(PackedPrefix(k, v).partial(q), attention.partial(q, k[None], v[None]), strict=True):
+        assert mine.shape == plain.shape
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_layer_computes_what_it_did(bias):
+    torch.manual_seed(0)
+    layer, x = Linear(96, 80, bias), torch.randn(2, 5, 96)
+    with torch.inference_mode():
+        expected = layer(x)
+        layer.pack(8)
+        assert layer.weight is None
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loaded_models_large_weights_are_packed():
+    engine = triforce.load("tiny", device="cpu")
+    for model in (engine.target, engine.draft):
+        assert any(layer.packed is not None for layer in model.modules() if isinstance(layer, Linear))
+    assert all(layer.mlp.gate_up.packed is not None for layer in engine.target.layers)
+    engine = triforce.load("tiny", device="cpu", dtype="bfloat16")
+    assert not any(layer.packed is not None for layer in engine.target.modules() if isinstance(layer, Linear))
+
+
+def test_a_long_prompt_is_packed_if_that_takes_little_of_what_is_free(monkeypatch):
+    monkeypatch.setattr("triforce.cache.MIN_TOKENS", 200)
+    for free, packed in ((2**40, True), (2**20, False)):
+        monkeypatch.setattr(memory, "available", lambda device, free=free: free)
+        monkeypatch.setattr(memory, "check", lambda *args: None)
+        engine = triforce.load("tiny", device="cpu", gamma=3)
+        state = engine.prepare([random_prompt(400)], 8, **LAW)
+        assert (state.cache.full.packed is not None) == packed
+        state = engine.prepare([random_prompt(100)], 8, **LAW)
+        assert state.cache.full.packed is None

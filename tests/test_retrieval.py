@@ -1,0 +1,65 @@
+"""What a view chooses by: queries of kept tokens, each with its own heads; and that it holds what it chose."""
+
+import pytest
+import torch
+from conftest import assert_view_holds_its_selection, make_state, random_prompt, run_rounds
+
+from triforce.retrieval import chunk_scores
+
+
+def chosen(state, row: int = 0) -> list[list[set[int]]]:
+    """Positions of a row's view, by layer and head."""
+    return [[set(head) for head in state.retrieval.positions(row, i).tolist()]
+            for i in range(state.target.config.n_layer)]
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "snapkv"])
+def test_the_prompts_end_chooses_however_it_is_cut(pair, kind):
+    prompt = random_prompt(400)
+    views = [chosen(make_state(pair[0], None, [prompt], prefill_chunk_size=size, draft_cache=kind))
+             for size in (1000, 64, 37)]
+    assert views[0] == views[1] == views[2]
+    other = make_state(pair[0], None, [prompt[:-8] + random_prompt(8, seed=9)], draft_cache=kind)
+    assert chosen(other) != views[0]
+
+
+def test_queries_of_the_last_conversation_do_not_choose(pair):
+    """The last chunk of this prompt has three tokens, fewer than there is room for."""
+    prompt, made = random_prompt(400), {"prefill_chunk_size": 132}
+    fresh = make_state(pair[0], None, [prompt], **made)
+    used = make_state(pair[0], None, [random_prompt(333, seed=1)], **made)
+    run_rounds(used, 30)
+    used.reset()
+    used.prefill(0, prompt)
+    used.begin(100)
+    assert chosen(used) == chosen(fresh)
+
+
+def test_scores_are_those_of_kept_rows():
+    """Whatever the queries of rejected tokens are; in grouped queries, too, where rows of two heads stand together."""
+    torch.manual_seed(0)
+    queries, keys = torch.randn(4, 6, 8), torch.randn(2, 30, 8)
+    weight, mask = torch.tensor([1.0, 1, 1, 0, 0, 0]), torch.zeros(30)
+    mask[:3] = mask[25:] = float("-inf")
+    found = chunk_scores(queries, keys, weight, mask)
+    for head in range(2):
+        expected = sum((keys[head, 3:25] @ queries[2 * head + g, row] * 8**-0.5).softmax(0)
+                       for g in range(2) for row in range(3))
+        torch.testing.assert_close(found[head, 3:25], expected)
+    queries[:, 3:] = 100 * torch.randn(4, 3, 8)
+    assert torch.equal(chunk_scores(queries, keys, weight, mask), found)
+
+
+def test_a_view_goes_by_what_was_kept_and_holds_what_it_chose(pair):
+    """In rounds that reject: as many queries count as tokens were emitted."""
+    state = make_state(*pair, [random_prompt(300), random_prompt(250, seed=1)], sampling={"temperature": 0.9},
+                       rebuild_interval=10**6)
+    counts = set()
+    for _ in range(30):
+        emitted = state.round()
+        assert state.cache.query_weight.sum(1).tolist() == [len(tokens) for tokens in emitted]
+        counts |= {len(tokens) for tokens in emitted}
+        for row in range(2):
+            state.retrieval.rebuild(row)
+            assert_view_holds_its_selection(state, row)
+    assert len(counts) > 2

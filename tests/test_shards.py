@@ -1,0 +1,102 @@
+"""Shares of a model without processes: ranks compute one after the other, and what they exchange is put together here.
+
+`tests/test_parallel.py` has them as processes.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from triforce.errors import UserError
+from triforce.model import ModelConfig, Transformer
+from triforce.parallel import Group, cut, from_environment, shard, shard_config
+
+CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
+
+
+class Alone(Group):
+    """A rank whose sums are only its own part; what it gathers is given to it."""
+
+    parts: torch.Tensor
+
+    def all_reduce(self, x):
+        return x
+
+    def all_gather(self, x):
+        return self.parts
+
+
+@pytest.fixture
+def shares():
+    whole = Transformer.random(CONFIG, std=0.3)
+    groups = [Alone(rank, 4, "") for rank in range(4)]
+    return whole, groups, [shard(whole, group) for group in groups]
+
+
+@torch.no_grad()
+def test_parts_add_up(shares):
+    whole, groups, parts = shares
+    tokens = torch.arange(65)[None]
+    x = whole.embedding(tokens)
+    torch.testing.assert_close(sum(part.embedding(tokens) for part in parts), x)
+    for part in parts:
+        assert part.embedding.weight.shape[0] == part.output.weight.shape[0] == 17  # 65 over 4, rounded up
+    for i in range(CONFIG.n_layer):
+        torch.testing.assert_close(sum(part.layers[i].mlp(x) for part in parts), whole.layers[i].mlp(x))
+        heads = torch.randn(1, 8, 65, 8)
+        outputs = [part.layers[i].attention.output([(heads[:, 2 * rank : 2 * rank + 2], None)], x.dtype)
+                   for rank, part in enumerate(parts)]
+        expected = whole.layers[i].attention.output([(heads, None)], x.dtype)
+        torch.testing.assert_close(sum(outputs), expected)
+        projected = whole.layers[i].attention.project(x).split([8, 4, 4], 1)
+        for rank, part in enumerate(parts):
+            mine = part.layers[i].attention.project(x).split([2, 1, 1], 1)
+            for kind, (found, all_heads) in enumerate(zip(mine, projected, strict=True)):
+                count = 2 if kind == 0 else 1
+                torch.testing.assert_close(found, all_heads[:, rank * count : (rank + 1) * count])
+
+
+@torch.no_grad()
+def test_logits_stand_in_the_vocabularys_order(shares):
+    whole, groups, parts = shares
+    x = torch.randn(2, 3, 32)
+    gathered = torch.stack([torch.nn.functional.linear(x, part.output.weight) for part in parts])
+    for part, group in zip(parts, groups, strict=True):
+        object.__setattr__(group, "parts", gathered)
+        part.output.vocab_size = 65
+        torch.testing.assert_close(part.output(x), whole.output(x))
+
+
+def test_a_bias_that_is_added_before_a_sum_is_rank_0s():
+    bias = torch.ones(32)
+    for name in ("model.layers.0.self_attn.o_proj.bias", "model.layers.0.mlp.down_proj.bias"):
+        assert [float(cut(name, bias, (32,), Group(rank, 2, "")).sum()) for rank in range(2)] == [32, 0]
+
+
+def test_the_last_share_may_be_shorter():
+    words = torch.arange(65.0)[:, None].expand(65, 4)
+    parts = [cut("lm_head.weight", words, (17, 4), Group(rank, 4, "")) for rank in range(4)]
+    assert torch.equal(torch.cat(parts), words)
+    assert [len(cut("lm_head.weight", words[:9], (3, 4), Group(rank, 4, ""))) for rank in range(4)] == [3, 3, 3, 0]
+
+
+def test_a_share_of_a_config():
+    local = shard_config(CONFIG, Group(1, 2, ""))
+    assert local == replace(CONFIG, n_head=4, n_kv_head=2, ffn_dim=24, num_shards=2)
+    assert local.vocab_rows == 33 and shard_config(CONFIG, None) is CONFIG
+    with pytest.raises(UserError, match="4 ranks cannot share 50 MLP rows evenly; use --nproc-per-node 1 or 2$"):
+        shard_config(replace(CONFIG, ffn_dim=50), Group(0, 4, ""))
+    with pytest.raises(UserError, match="4 ranks cannot share 6 heads evenly; use --nproc-per-node 1$"):
+        shard_config(replace(CONFIG, n_head=6, n_kv_head=4, ffn_dim=9), Group(0, 4, ""))
+
+
+def test_half_an_environment_is_named(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert from_environment("cpu") == (None, "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(UserError, match=r"WORLD_SIZE \(2\) is set, but not MASTER_PORT; start with torchrun"):
+        from_environment("cpu")

@@ -1,0 +1,187 @@
+"""What a State keeps of its rounds, rows that end, rewinding, plans; and when a selection is renewed."""
+
+import statistics
+
+import pytest
+import torch
+from conftest import make_state, random_pair, random_prompt, run_rounds
+
+from triforce.controller import Controller, Plan
+from triforce.engine import Engine
+from triforce.ngram import NgramMeter
+from triforce.speculation import FULL, Speculator
+from triforce.state import RebuildPolicy, Settings, Tally
+
+
+def assert_queries_are_of_the_newest_tokens(state, model, row: int, count: int, text: list[int]) -> None:
+    """Of a row that has just taken in the last `count` of the tokens before its pending one."""
+    fresh = make_state(model, None, [text])
+    weight = state.cache.query_weight[row]
+    assert weight.tolist() == [1.0] * count + [0.0] * (len(weight) - count)
+    assert fresh.cache.query_weight[0].tolist() == [1.0] * len(weight)
+    for kept, expected in zip(state.cache.queries, fresh.cache.queries, strict=True):
+        torch.testing.assert_close(kept[row, :, :count], expected[0, :, -count:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [{}, {"speculate": False}, {"speculate": False, "one_row": True}])
+def test_kept_queries_are_those_of_a_fresh_prefill(pair, how):
+    """After each round, for the tokens that it added and with weight for no others: a selection goes by these."""
+    target, draft = pair
+    texts = [random_prompt(90), random_prompt(70, seed=1)]
+    state = make_state(target, draft, texts, sampling={"temperature": 0.6}, gamma=6, gamma_inner=2)
+    counts = set()
+    for _ in range(12):
+        for row, tokens in enumerate(state.round(**how)):
+            texts[row] = texts[row] + tokens
+            counts.add(len(tokens))
+            assert_queries_are_of_the_newest_tokens(state, target, row, len(tokens), texts[row])
+    assert state.num_flushes >= 1 and (counts == {1}) == (how != {})
+
+
+class Steady:
+    """In place of a controller: one plan, and a record of what it is told."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.told, self.rounds = plan, {}, 0
+
+    def choose(self, **known) -> Plan:
+        return self.plan
+
+    def timed(self, plan, milliseconds): ...
+
+    def update(self, num_tokens, **observed):
+        self.rounds += 1
+        for name, (hits, tests) in observed.items():
+            before = self.told.get(name, (0, 0))
+            self.told[name] = before[0] + hits, before[1] + tests
+
+
+@pytest.mark.parametrize("temperature,top_p", [(0.5, 1.0), (1.2, 0.9)])
+def test_levels_of_one_law_reject_nothing(temperature, top_p):
+    """The target drafts for itself, and both its memory and the view hold all there is: every level applies the same
+    temperature once, and a bonus token of the level in between is no miss of the draft."""
+    target, _ = random_pair(torch.float64)
+    state = make_state(target, target, [random_prompt(100)], budget=512, draft_window=512, gamma=5, gamma_inner=2,
+                       flush_interval=64, sampling={"temperature": temperature, "top_p": top_p})
+    state.controller = Steady(Plan(5, "model", True, 2, 2))
+    run_rounds(state, 100)
+    (rates,), told = state.acceptance_rates(), state.controller.told
+    assert rates["full"] > 0.99 and rates["retrieval"] > 0.99
+    assert told["retrieval"][0] == told["retrieval"][1] >= 80
+    # Of 5 tokens the draft made 4: one is the bonus of the first of the two rounds in between.
+    assert told["model"][0] == told["model"][1] > 3.5 * state.controller.rounds
+
+
+def test_a_selection_that_has_begun_to_fail_is_renewed():
+    policy = RebuildPolicy(10**6)
+    assert not any(policy.update(7, 6, 6) for _ in range(20))
+    policy.rebuilt()
+    assert [policy.update(1, 0, 6) for _ in range(9)] == [False] * 7 + [True] * 2
+    policy.rebuilt()
+    assert not any(policy.update(2, 1, 6) for _ in range(100))  # no better, and no worse: this is what it can do
+    assert not any(policy.update(1, 0, 0) for _ in range(100))  # nothing was drafted
+
+
+def test_a_selection_is_renewed_every_so_many_tokens():
+    policy, due = RebuildPolicy(16), []
+    for _ in range(20):
+        due.append(policy.update(3, 2, 2))
+        if due[-1]:
+            policy.rebuilt()
+    assert due == [i % 6 == 5 for i in range(20)]
+
+
+def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
+    target, draft = pair
+    for due in (True, False):
+        monkeypatch.setattr(RebuildPolicy, "update", lambda *seen, due=due: due)
+        state = make_state(target, draft, [random_prompt(200)])
+        for _ in range(5):
+            state.round()
+        assert state.retrieval.num_rebuilds == (5 if due else 0)
+
+
+def test_the_controller_is_told_what_looking_up_is_good_for(pair, monkeypatch):
+    """By all of each row's text so far, prompt and output, in the mean of the rows that go on."""
+    told, choose = [], Controller.choose
+    monkeypatch.setattr(Controller, "choose", lambda self, **known: told.append(known) or choose(self, **known))
+    texts = [random_prompt(20) * 4, random_prompt(70, seed=1)]
+    state = make_state(*pair, texts, auto=True, ngram=True, gamma=7, gamma_inner=3, sampling={"temperature": 0.3})
+    expected = []
+    for turn in range(40):
+        if turn == 30:
+            state.close_row(1)
+        if turn > 0:  # the first round is plain, before the steps are timed
+            expected.append(statistics.fmean(NgramMeter(text).rate for text in texts[: 1 if turn >= 30 else 2]))
+        for row, tokens in enumerate(state.round()):
+            texts[row] = texts[row] + tokens
+    assert [known["ngram"] for known in told] == expected and len(set(expected)) > 10
+
+
+@pytest.mark.parametrize("retrieval", [True, False])
+@pytest.mark.parametrize("temperature,rows,plain", [([0.0, 0.8], 8, 8), ([0.8, 0.0], 8, 8), (0.0, 8, 8), (0.8, 4, 1)])
+def test_a_greedy_row_pads_every_step(pair, monkeypatch, retrieval, temperature, rows, plain):
+    """Also those that it shares with a drawn one: only then are its bits those of any other run."""
+    steps, step = set(), Speculator._step
+    monkeypatch.setattr(Speculator, "_step", lambda self, *args: (
+        self.level == FULL and steps.add(args[3]), step(self, *args)))
+    engine = Engine(*pair[:1], None, pair[1], budget=64, max_batch_size=2, settings=Settings(
+        flush_interval=16, chunk_size=4, gamma=3, retrieval=retrieval))
+    prompts = [random_prompt(100), random_prompt(60, seed=1)]
+    for speculate, expected in ((True, rows), (False, plain)):
+        steps.clear()
+        engine.generate(prompts, 20, temperature=temperature, seed=0, speculate=speculate)
+        assert steps == {expected}
+
+
+def test_rewinding_a_batch_repeats_it(pair):
+    prompts = [random_prompt(150), random_prompt(77, seed=1), random_prompt(40, seed=2)]
+    state = make_state(*pair, prompts, sampling={"temperature": 0.8})
+    first = run_rounds(state, 40)
+    rates = state.acceptance_rates()
+    for _ in range(2):
+        state.rewind(512)
+        assert state.acceptance_rates() == [{}, {}, {}]  # of this answer alone
+        assert run_rounds(state, 40) == first
+    assert state.acceptance_rates() == rates
+
+
+def test_a_finished_row_is_left_alone(pair):
+    state = make_state(*pair, [random_prompt(60), random_prompt(90, seed=1)])
+    state.round()
+    length = state.lens[0]
+    state.close_row(0)
+    for _ in range(20):
+        emitted = state.round()
+        assert emitted[0] == [] and emitted[1]
+    assert state.lens[0] == length
+
+
+def test_acceptance_is_that_of_the_level_that_checked(pair):
+    """A view of everything drafts what the full level says; a random draft does not."""
+    state = make_state(*pair, [random_prompt(100)], budget=512, sampling={"temperature": 0.8})
+    run_rounds(state, 60)
+    rates = state.acceptance_rates()[0]
+    assert rates["full"] > 0.99 > 0.9 > rates["retrieval"] > 0
+
+
+@pytest.mark.parametrize("gamma_inner", [1, 2, 3])
+def test_a_plan_says_how_many_tokens_are_drafted(pair, gamma_inner):
+    """One forward pass of the draft for each, in each round of the retrieval level."""
+    target, draft = pair
+    state = make_state(target, draft, [random_prompt(100)], gamma=6, gamma_inner=3)
+    state.controller = Steady(Plan(6, "model", True, gamma_inner, 4))
+    calls = []
+    hook = draft.register_forward_pre_hook(lambda *_: calls.append(1))
+    for _ in range(10):
+        calls.clear()
+        state.round()
+        assert len(calls) == 4 * gamma_inner
+    hook.remove()
+
+
+def test_the_tally_ends_at_the_first_rejection():
+    tally = Tally()
+    tally.add(Plan(4, "model"), 3, 2, 4, [])  # two kept, one rejected; the fourth was not tested
+    tally.add(Plan(4, "model"), 5, 4, 4, [])
+    assert tally.counts == {"model": (6, 7)} and tally.tokens_a_row == 4

@@ -1,0 +1,83 @@
+"""What a generation reports, by a clock that moves with the models: a prefill takes 100 s, a pass of the target 1 s."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+from conftest import random_prompt
+
+from triforce.engine import Engine
+from triforce.errors import UserError
+from triforce.model import Transformer
+from triforce.state import Settings
+
+PREFILL = 100.0
+
+
+class Timed:
+    """An engine whose time is what its target takes; the retrieval level, a copy of it, and the draft take none."""
+
+    def __init__(self, pair, monkeypatch, **settings):
+        target, draft = (copy.deepcopy(model) for model in pair)
+        self.now, self.rows = 0.0, []
+        drafting = copy.deepcopy(target)
+        clock, prefill = SimpleNamespace(perf_counter=lambda: self.now), Transformer.prefill
+        for module in ("engine", "state", "calibration"):
+            monkeypatch.setattr(f"triforce.{module}.time", clock)
+
+        def prefilled(model, *args, **more):
+            self.now += PREFILL if model is target else 0.0
+            return prefill(model, *args, **more)
+
+        monkeypatch.setattr(Transformer, "prefill", prefilled)
+        target.register_forward_pre_hook(lambda _, args: self.step(args[0].shape[1]))
+        made = Settings(**{"flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16, "gamma": 6, **settings})
+        self.engine = Engine(target, None, draft, drafting=drafting, settings=made, budget=64, max_batch_size=2,
+                             max_seq_len=300)
+
+    def step(self, rows):
+        self.rows.append(rows)
+        self.now += 1.0
+
+
+def test_times_of_autoregression(pair, monkeypatch):
+    timed = Timed(pair, monkeypatch)
+    for one_row in (False, True):
+        timed.rows.clear()
+        stats = timed.engine.generate(random_prompt(100), 20, temperature=0.0, speculate=False, one_row=one_row).stats
+        assert stats.ttft == (1 if one_row else PREFILL + 1)  # the second call takes the prefill over
+        assert stats.tbt == 1 and stats.tokens_per_second == 1 and stats.timing == 0
+        assert timed.rows == [1 if one_row else 8] * 20  # unpadded steps are the faster ones
+        assert stats.target_forwards == 20 and stats.block_efficiency == 1
+
+
+def test_the_timing_of_steps_is_told_apart(pair, monkeypatch):
+    stats = Timed(pair, monkeypatch, auto=True, gamma=7).engine.generate(random_prompt(100), 60, temperature=0.0).stats
+    assert stats.ttft == PREFILL + 1  # the first round is plain, and waits for nothing
+    assert stats.timing >= 2
+    assert stats.tbt == pytest.approx((stats.target_forwards - 1) / 59)
+
+
+def test_counts(pair, monkeypatch):
+    engine = Timed(pair, monkeypatch).engine
+    stats = engine.generate(random_prompt(100), 48, temperature=0.0).stats
+    state = engine.prepare([random_prompt(100)], 48, temperature=0.0, top_p=1.0, top_k=None, min_p=None, seed=[0])
+    emitted = 0
+    while emitted < 48:
+        emitted += len(state.round()[0])
+    assert stats.target_forwards == state.num_forwards and stats.block_efficiency == 48 / state.num_forwards
+    assert stats.flushes == state.num_flushes == 3  # at 112, 128 and 144 tokens
+    assert stats.retrieval_rebuilds == state.retrieval.num_rebuilds >= 2
+    assert stats.acceptance_rate == state.acceptance_rates()[0]
+
+
+def test_rows_report_their_own_prompts(pair, monkeypatch):
+    outs = Timed(pair, monkeypatch).engine.generate([random_prompt(100), random_prompt(30)], 5, seed=[4, 9])
+    assert [(out.stats.prompt_len, out.stats.seed, out.stats.new_tokens) for out in outs] == [(100, 4, 5), (30, 9, 5)]
+
+
+def test_what_just_fits_is_taken(pair, monkeypatch):
+    engine = Timed(pair, monkeypatch).engine
+    assert len(engine.generate(random_prompt(290), 10).tokens) == 10
+    with pytest.raises(UserError, match=r"exceed max_seq_len \(300\)"):
+        engine.generate(random_prompt(290), 11)
