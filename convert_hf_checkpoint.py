@@ -1,8 +1,8 @@
-"""`python convert_hf_checkpoint.py --checkpoint-dir DIR` rewrites .bin as safetensors: see `triforce/convert.py`."""
+"""`python convert_hf_checkpoint.py --checkpoint-dir DIR` rewrites .bin as safetensors: see `triforce/hf/convert.py`."""
 
 import sys
 
-from triforce.convert import main
+from triforce.hf.convert import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,13 +18,14 @@ Shapes are widened as in on_chip.py. Speed-ups are over one-row autoregression i
 import argparse
 import sys
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import triforce
-from triforce.controller import Plan
 from triforce.engine import Engine
+from triforce.plan import AUTOREGRESSION, Plan
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
@@ -41,20 +42,18 @@ def levels(base: Engine, ids: list[int], args):
     base.release()  # there is room for one cache
     for way in ways_of(base, args):
         engine = engine_of(base, way)
-        engine.budget = base.budget
-        yield {"setting": way, **on_chip.decode(engine, ids, args), "plan": str(engine._state.controller.plan)}
+        yield {"setting": way, **on_chip.decode(engine, ids, args), "plan": str(engine._state.pilot.controller.plan)}
         engine.release()
 
 
 def gammas(engine: Engine, ids: list[int], args):
-    yield {"setting": "auto", **on_chip.decode(engine, ids, args), "plan": str(engine._state.controller.plan)}
-    auto = engine.settings
+    yield {"setting": "auto", **on_chip.decode(engine, ids, args), "plan": str(engine._state.pilot.controller.plan)}
     for inner in INNER:
         for gamma in (gamma for gamma in GAMMAS if gamma < engine.settings.block_size):
             on_chip.fixed(engine, Plan(gamma, "model", True, inner, -(-gamma // 2)))
             yield {"setting": f"gamma {gamma}, gamma_inner {inner}", "gamma": gamma, "gamma_inner": inner,
                    **on_chip.decode(engine, ids, args)}
-    engine.settings = engine._state.settings = auto
+    engine._state.pilot.auto = True
 
 
 def temperatures(engine: Engine, ids: list[int], args):
@@ -73,14 +72,14 @@ def lengths(engine: Engine, ids: list[int], args):
 @torch.inference_mode()
 def attention(engine: Engine, ids: list[int], budget: int, args):
     """Shares of the attention that new tokens pay to the prompt, means over heads; one token a round."""
-    state = engine.prepare([ids], max(AGES) + 1, temperature=args.temperature, top_p=args.top_p, top_k=None, min_p=None,
-                           seed=[0])
-    cache, prefix_len = state.cache, state.cache.full.lens[0]
+    state = engine.prepare([ids], max(AGES) + 1, plan=AUTOREGRESSION, temperature=args.temperature, top_p=args.top_p,
+                           top_k=None, min_p=None, seed=[0])
+    cache, retrieval, prefix_len = state.cache, state.hierarchy.view, state.cache.lens[0]
     layers = range(cache.config.n_layer)
 
     def weights(i: int) -> torch.Tensor:
         """[H, S]: the newest token's attention over the prompt."""
-        k = cache.full.k[i][0, :, :prefix_len].float()
+        k = cache.prefix.k[i][0, :, :prefix_len].float()
         q = cache.queries[i][0, :, 0].float().unflatten(0, (k.shape[0], -1))  # [K, G, D]
         return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1).flatten(0, 1)
 
@@ -90,13 +89,13 @@ def attention(engine: Engine, ids: list[int], budget: int, args):
     def top(i: int) -> torch.Tensor:
         return weights(i).topk(budget, 1).indices
 
-    if not state.retrieval.selected[0]:
+    if not retrieval.selected[0]:
         raise SystemExit(f"the view of {budget:,} tokens holds all {len(ids):,} of the prompt; give fewer --budgets")
     heads = cache.config.n_head // cache.config.n_kv_head
-    view = [state.retrieval.positions(0, i).repeat_interleave(heads, 0) for i in layers]  # as chosen after the prompt
+    view = [retrieval.positions(0, i).repeat_interleave(heads, 0) for i in layers]  # as chosen after the prompt
     chosen = []
     for age in range(1, max(AGES) + 1):
-        state.round(speculate=False)
+        state.round()
         if age == 1:
             chosen = [top(i) for i in layers]
             for i in layers:
@@ -112,8 +111,9 @@ def run(args) -> None:
         raise SystemExit(f"{len(args.contexts)} --contexts and {len(args.budgets)} --budgets; give one of each")
     cap_memory(args.memory_cap)
     base, tokenizer = on_chip.load(args)
-    [ids], [base.budget] = read_prompts(tokenizer, args), args.budgets
-    common = {**on_chip.about(base, args), "context": len(ids), "budget": base.budget, "seeds": args.seeds}
+    [ids], [budget] = read_prompts(tokenizer, args), args.budgets
+    base.settings = replace(base.settings, budget=budget)
+    common = {**on_chip.about(base, args), "context": len(ids), "budget": budget, "seeds": args.seeds}
     parts = {"gamma": gammas, "temperature": temperatures, "length": lengths, "levels": levels}
     timed = [name for name in parts if name in args.parts and (name != "gamma" or base.draft is not None)]
     if timed:
@@ -125,9 +125,9 @@ def run(args) -> None:
             report(f"{name}: {row['setting']}", row, common, args.out)
     if "attention" in args.parts:
         base.release()
-        trained = triforce.load(args.checkpoint, device=args.device, draft=False, budget=args.budgets[0])
+        trained = triforce.load(args.checkpoint, device=args.device, draft=False, budget=budget)
         common |= {"shape": None, "checkpoint": args.checkpoint, "widened": False}
-        for row in attention(trained, ids, args.budgets[0], args):
+        for row in attention(trained, ids, budget, args):
             report(f"attention: {row['setting']}", {"part": "attention", **row}, common, args.out)
 
 

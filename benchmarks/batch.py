@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 
 from triforce.calibration import milliseconds
-from triforce.controller import Plan
 from triforce.engine import Engine
 from triforce.parallel import from_environment
+from triforce.plan import ONE_ROW, Plan
+from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
@@ -45,13 +46,13 @@ def bandwidth_gb_s(device: torch.device) -> float:
     return 2 * source.nbytes / 1e9 / seconds
 
 
-def throughput(state, rounds: int, warm_up: int, limit: int, **how) -> dict[str, float]:
-    """Tokens per second of all rows, over rounds that begin warm; how: see `State.round`."""
-    state.rewind(limit)
+def throughput(state: State, rounds: int, warm_up: int, limit: int, plan: Plan | None = None) -> dict[str, float]:
+    """Tokens per second of all rows, over rounds that begin warm. plan: of all of them; None: the controller's."""
+    state.rewind(limit, plan, state.pilot.padding)
     for _ in range(warm_up):
-        state.round(**how)
+        state.round()
     begun = time.perf_counter()
-    tokens = sum(len(row) for _ in range(rounds) for row in state.round(**how))  # each round waits for the device
+    tokens = sum(len(row) for _ in range(rounds) for row in state.round())  # each round waits for the device
     seconds = time.perf_counter() - begun
     return {"tokens_per_second": tokens / seconds, "tbt_ms": seconds * 1e3 * state.batch / tokens,
             "tokens_per_verify": tokens / rounds / state.batch, "rounds": rounds}
@@ -59,7 +60,7 @@ def throughput(state, rounds: int, warm_up: int, limit: int, **how) -> dict[str,
 
 def ways_of(base: Engine, args) -> list[str]:
     """Those of args.ways that there are weights for."""
-    drafts = base.draft is not None or base.draft_ranks is not None  # the latter: perhaps on another rank
+    drafts = base.draft is not None or base.placement.draft_ranks is not None  # the latter: perhaps on another rank
     return [way for way in args.ways if drafts or not WAYS[way][0]]
 
 
@@ -67,15 +68,15 @@ def engine_of(base: Engine, way: str) -> Engine:
     """The same weights, drafting in another way."""
     drafts, view, cache = WAYS[way]
     settings = replace(base.settings, retrieval=view, draft_cache=cache, ngram=False)
+    placement = replace(base.placement, max_batch_size=128, draft_ranks=base.placement.draft_ranks if drafts else None)
     return Engine(base.target, None, base.draft if drafts else None, drafting=base.drafting if view else None,
-                  settings=settings, max_batch_size=128, compile=base.compile,
-                  draft_ranks=base.draft_ranks if drafts else None)
+                  settings=settings, placement=placement)
 
 
 def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args, autoregression: bool) -> list[dict]:
     """Rows of one way at one budget: the controller's plans, each fixed gamma, and autoregression if asked for."""
     engine, (drafts, view, _) = engine_of(base, way), WAYS[way]
-    engine.budget = budget or None
+    engine.settings = replace(engine.settings, budget=budget or None)
     limit = (args.warm_up + args.rounds + 1) * engine.settings.block_size  # more than they can emit
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None,
                 "seed": list(range(len(prompts)))}
@@ -85,20 +86,21 @@ def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args,
               "prefill_s": time.perf_counter() - begun}
     rows = []
     if autoregression:
-        plain = throughput(state, args.rounds, args.warm_up, limit, speculate=False, one_row=True)
+        plain = throughput(state, args.rounds, args.warm_up, limit, ONE_ROW)
         config, weights = engine.target.config, sum(p.nbytes for p in engine.target.parameters())
         kv = 2 * sum(state.lens) * config.n_layer * config.n_kv_head * config.head_dim * engine.target.dtype.itemsize
         moved = (weights + kv) / 1e9  # by each GPU: a rank's config and parameters are its own
         rows.append({**common, "way": "autoregression", "plan": "", **plain, "moved_gb": moved,
                      "moved_gb_s": moved * plain["tokens_per_second"] / len(prompts)})
     chosen = throughput(state, args.rounds, args.warm_up, limit)
-    rates = {f"rate_{name}": rate.value for name, rate in state.controller.rates.items()}
-    rows.append({**common, "plan": "auto", **chosen, "chosen": str(state.controller.plan), **rates})
+    controller = state.pilot.controller
+    rates = {f"rate_{name}": rate.value for name, rate in controller.rates.items()}
+    rows.append({**common, "plan": "auto", **chosen, "chosen": str(controller.plan), **rates})
     for gamma in (gamma for gamma in args.gammas if gamma < engine.settings.block_size):
         inner = min(2, gamma) if drafts and view else 0
-        on_chip.fixed(engine, Plan(gamma, "model" if drafts else None, view, inner,
-                                   0 if not view else gamma if not inner else -(-gamma // 2)))
-        rows.append({**common, "plan": f"gamma {gamma}", **throughput(state, args.rounds, args.warm_up, limit)})
+        plan = Plan(gamma, "model" if drafts else None, view, inner,
+                    0 if not view else gamma if not inner else -(-gamma // 2), state.pilot.padding.drafts)
+        rows.append({**common, "plan": f"gamma {gamma}", **throughput(state, args.rounds, args.warm_up, limit, plan)})
     return rows
 
 

@@ -11,7 +11,8 @@ import argparse
 import random
 from statistics import mean
 
-from triforce.controller import Controller, Costs, Plan
+from triforce.controller import Controller, Costs
+from triforce.plan import Plan
 
 COSTS = {
     "7B, 128K, one GPU": Costs({16: 20.5}, {5: 5.5}, {"model": (0.26, 0.225)}, plain=19.9),

@@ -13,11 +13,13 @@ import gc
 import itertools
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from triforce.engine import Engine
+from triforce.plan import AUTOREGRESSION
 from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,8 +58,8 @@ def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[flo
 def cpu_attention(state: State) -> dict[str, float]:
     """One token's attention on the CPU, layer by layer where the prefix lies, the fastest of a few ways; how fast the
     same cores read memory; and a whole block's attention, to see whether they could take part of a verify."""
-    offload, config = state.cache.full.offload, state.cache.config
-    length, group = state.cache.full.lens[0], state.cache.group
+    offload, config = state.cache.prefix.offload, state.cache.config
+    length, group = state.cache.lens[0], state.cache.group
     layers = list(offload.layers)[:4]  # gigabytes: no cache holds them
     q = torch.randn(config.n_kv_head, group, config.head_dim, dtype=state.target.dtype)
 
@@ -97,7 +99,7 @@ def cpu_attention(state: State) -> dict[str, float]:
     best = min(timed, key=timed.get)
     flat = {i: heads[i].view(torch.int64).flatten() for i in layers}
     read = seconds(lambda i: flat[i].sum())
-    block = q.repeat(1, state.outer.rows, 1)
+    block = q.repeat(1, state.hierarchy.outer.rows, 1)
     return {"cpu_attention_block_ms_a_layer": seconds(lambda i: flash(i, block)) * 1e3,
             "cpu_attention_ms_a_layer": timed[best] * 1e3, "cpu_attention_way": best,
             "cpu_attention_gb_s": size / timed[best] / 1e9, "host_memory_gb_s": size / read / 1e9,
@@ -106,14 +108,14 @@ def cpu_attention(state: State) -> dict[str, float]:
 
 def rebuild_ways(state: State) -> dict[str, float]:
     """A rebuild of the view: picked out of what a verify streams past, or gathered on the host and copied."""
-    outer, view, offload = state.outer, state.retrieval, state.cache.full.offload
+    outer, view, offload = state.hierarchy.outer, state.hierarchy.view, state.cache.prefix.offload
 
     def verify(gathers: bool) -> float:
-        outer.speculate, outer.on_piece = False, view.gather if gathers else None
+        outer.on_piece = view.gather if gathers else None
         if gathers:
             view.rebuild(0, at_once=False)
         begun = wait()
-        outer.round()
+        outer.round(AUTOREGRESSION)
         seconds = wait() - begun
         outer.on_piece = None
         view.gathered()
@@ -163,7 +165,7 @@ def timeline(state: State, path: str) -> dict[str, float]:
     """Profiles one verify and draws 60 ms from its middle: copies above, kernels below."""
     plt = pyplot()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        state.round(speculate=False)
+        state.round(AUTOREGRESSION)
         torch.cuda.synchronize()
     events = [(e.time_range.start / 1e3, e.time_range.elapsed_us() / 1e3, e.name) for e in profile.events()
               if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.elapsed_us() > 0]
@@ -188,7 +190,7 @@ def timeline(state: State, path: str) -> dict[str, float]:
 def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[str, float]:
     new = max(args.max_new_tokens, args.warm_up) + 80
     engine.release()
-    engine.offload, engine.num_resident_layers = True, resident
+    engine.placement = replace(engine.placement, offload=True, num_resident_layers=resident)
     begun = wait()
     torch.cuda.reset_peak_memory_stats()
     engine.generate(ids, 8, temperature=args.temperature, top_p=args.top_p, seed=0, ignore_eos=True)
@@ -196,17 +198,16 @@ def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[
     stage("first call done")
     row["prefill_s"], state = prefill_seconds(engine, ids, args, new)
     stage(f"prefill again: {row['prefill_s']:.2f} s")
-    offload = state.cache.full.offload
+    offload, outer = state.cache.prefix.offload, state.hierarchy.outer
     row |= {"budget": state.budget, "piece_tokens": offload.piece, "host_gib": offload.nbytes / 2**30}
-    streamed = sum(kv[:, 0, : state.cache.full.lens[0]].nbytes for kv in offload.host.values())
-    state.outer.speculate = False
+    streamed = sum(kv[:, 0, : state.cache.lens[0]].nbytes for kv in offload.host.values())
     with torch.inference_mode():
-        state.outer.round()  # compiles
+        outer.round(AUTOREGRESSION)  # compiles
         begun = wait()
         state.rewind(new)
         row["rewind_s"] = wait() - begun
         enqueued = wait()
-        state.outer.round()
+        outer.round(AUTOREGRESSION)
     row["verify_enqueue_ms"] = (time.perf_counter() - enqueued) * 1e3  # the host's part of a verify
     row["verify_alone_ms"] = (wait() - enqueued) * 1e3
     stage(f"a verify: {row['verify_alone_ms']:.0f} ms")
@@ -218,7 +219,7 @@ def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[
     row["streamed_gb_s"] = streamed / 1e6 / plain["tbt_ms"]
     row |= on_chip.decode(engine, ids, args)
     stage(f"speculation: {row['tbt_ms']:.1f} ms per token")
-    chosen = engine._state.controller
+    chosen = engine._state.pilot.controller
     row["plan"] = str(chosen.plan)
     row |= {f"rate_{name}": rate.value for name, rate in chosen.rates.items()}
     row["verify_ms"], row["retrieval_ms"] = max(chosen.costs.verify.values()), max(chosen.costs.retrieval.values())
@@ -239,7 +240,7 @@ def peers(engine: Engine, ids: list[int], args) -> dict[str, float]:
     """What needs the memory that the offloaded cache took: the resident prefill, and transformers."""
     row = {}
     engine.release()
-    engine.offload, engine.num_resident_layers = False, None
+    engine.placement = replace(engine.placement, offload=False, num_resident_layers=None)
     engine.generate(ids, 2, temperature=0)
     row["resident_prefill_s"] = prefill_seconds(engine, ids, args, 256)[0]
     engine.release()
@@ -298,7 +299,7 @@ def run(args) -> None:
     prompts = read_prompts(tokenizer, args)
     machine = {**on_chip.about(engine, args), "flush_interval": args.flush_interval}
     for ids, budget, resident in itertools.product(prompts, args.budgets, args.resident):
-        engine.budget = budget
+        engine.settings = replace(engine.settings, budget=budget)
         row = measure(engine, ids, resident, args)
         title = f"{args.shape} (widened), {len(ids):,} tokens, {resident} resident layers"
         report(title, row, machine, args.out)

@@ -25,16 +25,17 @@ import torch
 
 import triforce
 from triforce.calibration import measure, milliseconds
-from triforce.checkpoint import TINY, read_config
-from triforce.controller import Controller, Plan
+from triforce.config import Placement, Settings
+from triforce.controller import Controller
 from triforce.engine import Engine
-from triforce.graphs import Compiler
+from triforce.hf.checkpoint import TINY, read_config
 from triforce.loading import check_draft_ranks
 from triforce.model import Transformer
 from triforce.parallel import subgroup
+from triforce.pilot import WORTH_TIMING
+from triforce.plan import Plan
 from triforce.quantize import fp8_copy
-from triforce.speculation import FULL, Speculator
-from triforce.state import WORTH_TIMING, Settings, State
+from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
@@ -42,30 +43,24 @@ from shares import FirstRanks, first_draft_ranks, first_ranks, holds_whole  # no
 from widen import SHAPES, widen  # noqa: E402
 
 
-def step_times(engine: Engine, state: State, max_new_tokens: int) -> dict[str, float]:
+def step_times(engine: Engine, state: State) -> dict[str, float]:
     """Milliseconds of each step on its own, from where the state stands."""
-    costs = measure(state)
+    hierarchy, device, group = state.hierarchy, engine.device, engine.target.group
+    costs = measure(hierarchy, state.pilot.padding, group)
     rows = {"verify_ms": costs.verify[max(costs.verify)]}
     if costs.retrieval:
         rows["retrieval_ms"] = costs.retrieval[max(costs.retrieval)]
     if "model" in costs.sources:
         rows["draft_first_ms"], rows["draft_next_ms"] = costs.sources["model"]
-    device, outer, here = engine.device, state.outer, state.outer.length.clone()
-    compiler = Compiler(engine.compile, device)
-    widths = {"one_row_ms": state.one_row, "verify_8_rows_ms": Speculator(
-        engine.target, state.cache, state.cache.full, state.tape, level=FULL, rows=8, keep_queries=True,
-        position=(outer.length, outer.limit), compiler=compiler)}
+    outer, here = hierarchy.outer, hierarchy.outer.length.clone()
     with torch.inference_mode():
-        for name, level in widths.items():
-            def step(level=level):
-                outer.length.copy_(here)
-                level.round()
-
-            rows[name] = milliseconds(step, device, repeats=7, warm_up=3, group=engine.target.group)
-        if state.retrieval is not None:
-            rows["rebuild_ms"] = milliseconds(lambda: state.retrieval.rebuild(0), device, repeats=5, warm_up=2,
-                                              group=engine.target.group)
-    state.rewind(max_new_tokens)
+        with outer.rehearsal():
+            for name, width in (("one_row_ms", 1), ("verify_8_rows_ms", 8)):
+                rows[name] = milliseconds(lambda width=width: outer.rehearse(here, width), device, repeats=7,
+                                          warm_up=3, group=group)
+        if hierarchy.view is not None:
+            rows["rebuild_ms"] = milliseconds(lambda: hierarchy.view.rebuild(0), device, repeats=5, warm_up=2,
+                                              group=group)
     return rows
 
 
@@ -103,10 +98,11 @@ class Rounds:
         self.originals = run, choose, update = State.round, Controller.choose, Controller.update
 
         def running(state, *args, **how):
-            count, begun = self.count, time.perf_counter() - state.timing_seconds  # timing the steps is no part of it
+            # Timing the steps is no part of it.
+            count, begun = self.count, time.perf_counter() - state.pilot.timing_seconds
             emitted = run(state, *args, **how)  # waits for the device
             if self.count > count:
-                self.ms += (time.perf_counter() - state.timing_seconds - begun) * 1e3
+                self.ms += (time.perf_counter() - state.pilot.timing_seconds - begun) * 1e3
             return emitted
 
         def choosing(controller, **known):
@@ -138,19 +134,20 @@ class Rounds:
         return parts | {f"rate_{name}": hits / tests for name, (hits, tests) in self.seen.items() if tests}
 
 
-def sweep_plans(block_size: int) -> list[Plan]:
+def sweep_plans(state: State) -> list[Plan]:
     """Fixed settings: looking up alone, the draft alone, the retrieval level alone, and the hierarchy."""
-    gammas = [gamma for gamma in (3, 6, 10, 15) if gamma < block_size]
-    plans = [Plan(gamma, "ngram") for gamma in gammas] + [Plan(gamma, "model") for gamma in (2, 3, 5, 8)]
+    most, sources, padded = state.settings.block_size - 1, state.hierarchy.sources, state.pilot.padding.drafts
+    gammas = [gamma for gamma in (3, 6, 10, 15) if gamma <= most]
+    plans = [Plan(gamma, "ngram") for gamma in gammas] + [Plan(gamma, "model") for gamma in (2, 3, 5, min(8, most))]
     plans += [Plan(gamma, None, True, 0, gamma) for gamma in gammas[:3]]
-    return plans + [Plan(gamma, "model", True, inner, -(-gamma // 2)) for gamma in gammas for inner in (1, 2, 3)]
+    plans += [Plan(gamma, "model", True, inner, -(-gamma // 2)) for gamma in gammas for inner in (1, 2, 3)]
+    return [replace(plan, padded=padded) for plan in plans if plan.source is None or plan.source in sources]
 
 
 def fixed(engine: Engine, plan: Plan) -> None:
     """Turns the present state's controller off and sets a plan."""
-    state = engine._state
-    engine.settings = state.settings = replace(state.settings, auto=False)
-    state.controller, state.plan = None, plan
+    pilot = engine._state.pilot
+    pilot.auto, pilot.default = False, plan
 
 
 def load(args, group=None, **more) -> tuple[Engine, object]:
@@ -175,10 +172,11 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
     draft = widened_draft(tiny.draft, args, group, vocab_size=shape.vocab_size, device=device, dtype=dtype)
     target = widen(tiny.target, shape, positions=max(args.contexts) + 4096, device=device, dtype=dtype, group=group)
     block_size = args.block_size or 16
-    settings = Settings(gamma=block_size - 1, gamma_inner=4, auto=True, block_size=block_size,
-                        chunk_size=args.chunk_size, ngram=True, **{"prefill_chunk_size": 8192, **more})
+    settings = Settings(gamma_inner=min(4, block_size - 1), block_size=block_size, chunk_size=args.chunk_size,
+                        **{"prefill_chunk_size": 8192, **more})
     drafting = fp8_copy(target) if args.draft_dtype else None
-    engine = Engine(target, None, draft, drafting=drafting, settings=settings, draft_ranks=args.draft_ranks)
+    engine = Engine(target, None, draft, drafting=drafting, settings=settings,
+                    placement=Placement(draft_ranks=args.draft_ranks))
     return engine, tiny.tokenizer
 
 
@@ -270,25 +268,24 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
         torch.cuda.synchronize()
     row["prefill_s"] = time.perf_counter() - begun
     row["budget"] = state.budget
-    row |= step_times(engine, state, longest)
+    row |= step_times(engine, state)
     rounds = Rounds()
     row |= decode(engine, ids, args, rounds)
     row |= rounds.row()
-    row["plan"] = str(engine._state.controller.plan)  # the last one
+    row["plan"] = str(state.pilot.controller.plan)  # the last one
     plain = decode(engine, ids, args, speculate=False, one_row=True)
     row["autoregression_tbt_ms"] = plain["tbt_ms"]
     row["speedup"] = plain["tbt_ms"] / row["tbt_ms"]
     if args.sweep:
         row["sweep"] = []
         print(f"    {row['tbt_ms']:8.2f} ms  auto", flush=True)
-        for plan in sweep_plans(engine.settings.block_size):
+        for plan in sweep_plans(state):
             fixed(engine, plan)
             row["sweep"].append({"plan": str(plan), **decode(engine, ids, args)})
             print(f"    {row['sweep'][-1]['tbt_ms']:8.2f} ms  {plan}", flush=True)
         best = min(row["sweep"], key=lambda one: one["tbt_ms"])
         row["best_fixed"] = best["plan"]
         row["best_fixed_tbt_ms"] = best["tbt_ms"]
-        engine.settings = replace(engine.settings, auto=True)
     if args.peers:
         state = None  # 64 GB of K/V at 7B
         engine.release()
@@ -431,7 +428,7 @@ def run(args) -> None:
     model = f"{args.shape} (widened)" if args.shape else args.checkpoint
     for ids in prompts:
         for budget in args.budgets or [None]:
-            engine.budget = budget
+            engine.settings = replace(engine.settings, budget=budget)
             rows.append(measure_context(engine, ids, args))
             title = f"{model}, {len(ids):,} tokens, {machine['device']}, torch {torch.__version__}"
             report(title, rows[-1], machine, args.out)

@@ -21,9 +21,10 @@ from unittest import mock
 import torch
 
 import triforce
-from triforce.cache import TargetLayer
 from triforce.calibration import milliseconds
-from triforce.retrieval import RetrievalView, plan_view
+from triforce.config import split_view
+from triforce.kv.blocks import TargetLayer
+from triforce.kv.views import RetrievalView
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import read_text, run_or_plot  # noqa: E402
@@ -50,15 +51,15 @@ def by_layer(shares: tuple[float, ...], num_selected: int):
         for i, share in enumerate(shares):
             scores = view._scores(row, i)
             ranks = scores.argsort(-1, descending=True).argsort(-1).gather(1, view._chunks[row, i])  # [K, chunks]
-            seen = torch.ones(len(scores), view.cache.near[i].shape[3], dtype=torch.bool)  # [K, view and tail]
+            seen = torch.ones(len(scores), view.cache.tail.storage[i].shape[3], dtype=torch.bool)  # [K, view and tail]
             start = view.held - view.num_selected * view.select_size
             seen[:, start : view.held] = (ranks < share * num_selected).repeat_interleave(view.select_size, 1)
             hidden[i] = torch.where(seen, 0.0, float("-inf"))[None, :, None]
 
     def beginning(layer, block, i):
         init(layer, block, i)
-        if block.near is not None and hidden:
-            layer.seen_bias = block.seen_bias + hidden[i]
+        if block.view.joined and hidden:
+            layer.bias = block.bias + hidden[i]
 
     with mock.patch.object(RetrievalView, "rebuild", rebuilding), mock.patch.object(TargetLayer, "__init__", beginning):
         yield
@@ -68,8 +69,8 @@ def by_attention():
     """Chunks are chosen by the attention of the rows that were verified last, summed over a chunk's tokens: what a pass
     over all keys gives, where chunk means estimate it."""
     def scores(view, row, i, k=None):
-        cache, length, chunk = view.cache, view.cache.full.lens[row], view.chunk_size
-        keys = cache.full.k[i][row, :, :length]  # [K, S, D]
+        cache, length, chunk = view.cache, view.cache.lens[row], view.chunk_size
+        keys = cache.prefix.k[i][row, :, :length]  # [K, S, D]
         q = cache.queries[i][row].reshape(len(keys), -1, keys.shape[-1])  # [K, G * M, D]
         weight = cache.query_weight[row].repeat(cache.group)[:, None]
         attended = ((q @ keys.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1) * weight).sum(1)  # [K, S]
@@ -89,7 +90,7 @@ def measure(ids: list[int], variant: dict, budget: int, args) -> tuple[float, in
     if exact:
         patches = by_attention()
     if shares:
-        window, chunks = plan_view(budget, 8, 128)
+        window, chunks = split_view(budget, 8, 128)
         patches = by_layer(shares, chunks)
         budget += (MOST - 1) * chunks * 8
         settings["recent"] = window / budget
@@ -100,10 +101,10 @@ def measure(ids: list[int], variant: dict, budget: int, args) -> tuple[float, in
     with patches:
         for seed in range(args.seeds):
             engine.generate(ids, args.max_new_tokens, seed=seed, ignore_eos=True)
-            kept, drafted = engine._state.outer.totals[0].tolist()
+            kept, drafted = engine._state.hierarchy.outer.totals[0].tolist()
             accepted, tested = accepted + kept, tested + drafted
     with torch.inference_mode():
-        rebuild = milliseconds(lambda: engine._state.retrieval.rebuild(0), engine.device, repeats=9, warm_up=3)
+        rebuild = milliseconds(lambda: engine._state.hierarchy.view.rebuild(0), engine.device, repeats=9, warm_up=3)
     return accepted / tested, tested, rebuild, engine
 
 

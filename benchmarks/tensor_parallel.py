@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from triforce.calibration import milliseconds, same_step
+from triforce.calibration import milliseconds
 from triforce.parallel import from_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,10 +55,12 @@ def all_reduce_us(group, dim: int, dtype: torch.dtype) -> dict[str, float]:
 def profile(engine, ids: list[int]) -> None:
     """Prints the kernels of a verify, of a retrieval step and of a rebuild."""
     state = engine.prepare([ids], 256, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=[0])
-    outer, inner, here = state.outer, state.inner, state.outer.length.clone()
-    print_kernels("full verify", same_step(outer, here, outer.rows, None), engine.device)
-    print_kernels("retrieval step", same_step(inner, here, inner.rows, outer.draft_probs), engine.device)
-    print_kernels("rebuild", lambda: state.retrieval.rebuild(0), engine.device)
+    outer, inner, view = state.hierarchy.outer, state.hierarchy.inner, state.hierarchy.view
+    here = outer.length.clone()
+    with outer.rehearsal(), inner.rehearsal():
+        print_kernels("full verify", lambda: outer.rehearse(here, outer.rows), engine.device)
+        print_kernels("retrieval step", lambda: inner.rehearse(here, inner.rows, outer.draft_probs), engine.device)
+    print_kernels("rebuild", lambda: view.rebuild(0), engine.device)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,7 +90,7 @@ def run(args) -> None:
         common |= all_reduce_us(group, engine.target.config.dim, engine.target.dtype)
     for ids in read_prompts(tokenizer, args):
         for budget in args.budgets or [None]:
-            engine.budget = budget
+            engine.settings = replace(engine.settings, budget=budget)
             if args.offload:
                 row = offload.measure(engine, ids, args.resident, args)
             elif args.profile:

@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from triforce.checkpoint import TINY, load_model, parse_dtype, places, tiny_draft
 from triforce.errors import UserError
+from triforce.hf.checkpoint import TINY, load_model, parse_dtype, tiny_draft
+from triforce.hf.places import places, shard
 from triforce.model import ModelConfig, Transformer
-from triforce.parallel import Group, shard
+from triforce.parallel import Group
 
 SHAPES = {
     "llama-2-7b": ModelConfig(32000, 4096, 32, 32, 32, 128, 11008),

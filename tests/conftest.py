@@ -1,21 +1,41 @@
 """Small random pairs for the tests of the logic, and the embedded pair for the tests of the whole."""
 
+import hashlib
 import os
 
 import pytest
 import torch
 
 from triforce import calibration
+from triforce.config import Placement, Settings, split
 from triforce.controller import Controller
+from triforce.engine import Engine
 from triforce.graphs import Compiler
 from triforce.model import ModelConfig, Transformer
-from triforce.state import Settings, State
+from triforce.state import State
 
 VOCAB = 64
 
 # Models this small gain nothing from threads, and wait for them where other work has the cores. The variable is for the
 # processes that tests start; test_rows.py asks for more.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+
+# The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
+QUICK = {"attention", "api", "calibration", "controller", "draft_memory", "faults", "flags", "generation", "graphs",
+         "kv", "laws", "memory", "model", "ngram", "packed", "planning", "quantize", "rates", "retrieval", "sampling",
+         "speculation", "state", "statistics"}
+
+
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        if item.path.stem.removeprefix("test_") in QUICK:
+            item.add_marker("quick")
+
+
+def pytest_xdist_auto_num_workers(config) -> int:
+    """Tests have one thread each, so as many run side by side as there are cores, up to four; on a GPU one."""
+    return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
 
 
 def random_pair(dtype=torch.float32, device="cpu", vocab_size=VOCAB, std=0.3):
@@ -33,9 +53,11 @@ def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[i
 def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=1024, max_new_tokens=512, sampling=None,
                drafting=None, num_resident_layers=None, pack=False, **settings) -> State:
     """A State with prompts prefilled, without an Engine around it."""
-    chosen = {"flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16, **settings}
-    state = State(target, draft, Settings(**chosen), batch=len(prompts), capacity=capacity, budget=budget,
-                  vocab_size=vocab_size, compiler=Compiler(False, torch.device("cpu")), drafting=drafting,
+    chosen = {"gamma": 6, "block_size": 8, "flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16,
+              "prefill_chunk_size": 2048, **settings}
+    resolved = Settings(**chosen).resolve(has_model=draft is not None)
+    state = State(target, draft, resolved, batch=len(prompts), capacity=capacity, budget=budget, vocab_size=vocab_size,
+                  compiler=Compiler(False, torch.device("cpu")), drafting=drafting,
                   num_resident_layers=num_resident_layers, pack=pack)
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
     state.params.set(**{**law, **(sampling or {})})
@@ -45,9 +67,15 @@ def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=
     return state
 
 
+def make_engine(target, draft_model=None, *, tokenizer=None, drafting=None, **options) -> Engine:
+    """An Engine without a checkpoint; options are those of `Settings` and `Placement`."""
+    [settings, placement], _ = split({"gamma": 6, "block_size": 8, **options}, Settings, Placement, what="option")
+    return Engine(target, tokenizer, draft_model, drafting=drafting, settings=settings, placement=placement)
+
+
 def assert_view_holds_its_selection(state, row: int) -> None:
     """Each layer's view holds the K/V of the prefix at the positions that it says."""
-    view, full = state.retrieval, state.cache.full
+    view, full = state.hierarchy.view, state.cache.prefix
     for i in range(state.target.config.n_layer):
         at = view.positions(row, i)[..., None].expand(-1, -1, state.target.config.head_dim)
         for whole, held in zip(full.load(i, row, 0, full.lens[row]), (view.k, view.v), strict=True):
@@ -63,17 +91,54 @@ def run_rounds(state, count: int, **how) -> list[list[int]]:
     return [row[:count] for row in rows]
 
 
+def bits(state, count, **how):
+    """Greedy tokens of row 0, a hash of the logits behind each, and what happened on the way."""
+    tokens, hashes, offsets = [], [], set()
+    while len(tokens) < count:
+        offsets.add(state.lens[0] % state.settings.flush_interval)
+        new = state.round(**how)[0]
+        hashes += hashes_of(state, 0, len(new))
+        tokens += new
+    totals = {"full": state.hierarchy.outer.totals[0].tolist()}
+    if state.hierarchy.inner is not None:
+        totals["retrieval"] = state.hierarchy.inner.totals[0].tolist()
+    rejected = {name: drafted - accepted for name, (accepted, drafted) in totals.items()}
+    return tokens[:count], hashes[:count], rejected, offsets
+
+
+def hashes_of(state, row: int, count: int) -> list[str]:
+    """Of the logits behind the tokens of a row's last round."""
+    logits = state.hierarchy.outer.logits[row, :count].contiguous().float().cpu()
+    return [hashlib.sha256(one.numpy().tobytes()).hexdigest() for one in logits]
+
+
+def bits_of_rows(state, count, **how) -> list[list[tuple[int, str]]]:
+    """Of each row of a batch, `count` greedy tokens, each with a hash of the logits behind it."""
+    rows = [[] for _ in range(state.batch)]
+    while min(map(len, rows)) < count:
+        for row, new in enumerate(state.round(**how)):
+            rows[row] += zip(new, hashes_of(state, row, len(new)), strict=True)
+    return [row[:count] for row in rows]
+
+
+def positions_in_view(state, layer=0, row=0, view=None, full=None):
+    """Which positions a row's retrieval view holds, per KV head, found by comparing keys. view, full: or of others."""
+    view, full = view or state.hierarchy.view, full or state.cache.prefix
+    held, keys = view.k[layer][row, :, : view.lens[row]], full.k[layer][row, :, : full.lens[row]]
+    return [torch.cdist(held[head].double(), keys[head].double()).argmin(-1).tolist() for head in range(len(keys))]
+
+
 @pytest.fixture
 def eager_to_draft(monkeypatch):
     """With gamma="auto", the steps are timed (on a CPU, run once), and a verify is then said to take so long that
     whatever can draft pays. A list of the plans of the rounds that are timed from then on."""
     plans, timed = [], Controller.timed
 
-    def measured(state):
+    def measured(hierarchy, *args):
         with pytest.MonkeyPatch.context() as patch:
-            if state.target.device.type == "cpu":
+            if hierarchy.outer.length.device.type == "cpu":
                 patch.setattr(calibration, "milliseconds", lambda call, *args, **kw: call() or 1.0)
-            costs = calibration.measure(state)
+            costs = calibration.measure(hierarchy, *args)
         costs.verify = dict.fromkeys(costs.verify, 1000.0)
         costs.plain = costs.plain and 1000.0
         return costs
@@ -82,7 +147,7 @@ def eager_to_draft(monkeypatch):
         plans.append(plan)
         timed(self, plan, milliseconds)
 
-    monkeypatch.setattr("triforce.state.measure", measured)
+    monkeypatch.setattr("triforce.pilot.measure", measured)
     monkeypatch.setattr(Controller, "timed", recorded)
     return plans
 

@@ -14,7 +14,7 @@ import itertools
 from contextlib import contextmanager
 from unittest import mock
 
-from triforce import acceptance, sampling, speculation
+from triforce import acceptance, sampling, speculator
 
 KEY_BASE = 1000.0
 
@@ -94,10 +94,10 @@ class Enumerator:
     @contextmanager
     def patched(self):
         self.original_sample, self.original_is_accepted = sampling.sample, acceptance.is_accepted
-        self.original_verify = speculation.verify_chain
+        self.original_verify = speculator.verify_chain
         with mock.patch.object(sampling, "uniform", self.uniform), mock.patch.object(sampling, "sample", self.sample), \
                 mock.patch.object(acceptance, "is_accepted", self.is_accepted), \
-                mock.patch.object(speculation, "verify_chain", self.verify_chain):
+                mock.patch.object(speculator, "verify_chain", self.verify_chain):
             yield
 
 

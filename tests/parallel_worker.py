@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
-from conftest import VOCAB, random_pair, random_prompt  # noqa: E402
+from conftest import VOCAB, make_engine, random_pair, random_prompt  # noqa: E402
 from on_chip import widened_draft  # noqa: E402
 from shares import first_ranks, holds_whole  # noqa: E402
 from widen import SHAPES, widen  # noqa: E402
 
 import triforce  # noqa: E402
-from triforce.checkpoint import TINY, load_model, tiny_draft  # noqa: E402
 from triforce.engine import Engine  # noqa: E402
+from triforce.hf.checkpoint import TINY, load_model, tiny_draft  # noqa: E402
+from triforce.hf.places import shard  # noqa: E402
 from triforce.model import ModelConfig, Transformer  # noqa: E402
-from triforce.parallel import from_environment, shard, subgroup  # noqa: E402
-from triforce.state import Settings  # noqa: E402
+from triforce.parallel import from_environment, subgroup  # noqa: E402
 
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16, "prefill_chunk_size": 64}
 PROMPT = random_prompt(300)
@@ -27,12 +27,11 @@ GREEDY = {"max_new_tokens": 24, "temperature": 0}
 
 
 def engine_of(target, draft, **more) -> Engine:
-    how = {name: more.pop(name) for name in ("offload", "draft_ranks", "max_batch_size") if name in more}
-    return Engine(target, None, draft, settings=Settings(**SETTINGS, **more), budget=64, **how)
+    return make_engine(target, draft, **SETTINGS, **more, budget=64)
 
 
 def logits_of(model, ids):
-    return Engine(model, None, settings=Settings(retrieval=False)).logits(ids)
+    return make_engine(model, retrieval=False).logits(ids)
 
 
 def every_kind_of_parameter(group) -> None:
@@ -52,13 +51,13 @@ def what_is_said(group) -> None:
     """Alone, and shared by two."""
     target, draft = random_pair()
     part = shard(target, group)
-    for more in ({"gamma": 6}, {"gamma": 7, "gamma_inner": 3, "auto": True}, {"gamma": 6, "offload": True}):
+    for more in ({"gamma": 6}, {"gamma": "auto", "gamma_inner": 3}, {"gamma": 6, "offload": True}):
         alone, shared = engine_of(target, draft, **more), engine_of(part, draft, **more)
         options = {"max_new_tokens": 32, "temperature": 0.0}
         assert shared.generate(PROMPT, **options).tokens == alone.generate(PROMPT, **options).tokens
         drawn = shared.generate(PROMPT, max_new_tokens=24, temperature=1.0)  # each rank would draw another seed
         assert group.agree((drawn.tokens, drawn.stats.seed)) == (drawn.tokens, drawn.stats.seed)
-    assert shared._state.cache.full.offload.nbytes == alone._state.cache.full.offload.nbytes // 2
+    assert shared._state.cache.prefix.offload.nbytes == alone._state.cache.prefix.offload.nbytes // 2
 
 
 def checkpoint(group) -> None:

@@ -66,3 +66,17 @@ class DenseLayer:
 def dense_logits(model: Transformer, tokens: Tensor) -> Tensor:
     """tokens [B, S] -> logits [B, S, V]."""
     return model.output(model(tokens, DenseKV(model.rope)))
+
+
+def reference_filter(probs: list[float], sampling: dict) -> list[float]:
+    """Top-k, top-p and min-p by their definitions, one token at a time."""
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])
+    kept = order[: sampling["top_k"] or len(order)]
+    total, mass, nucleus = sum(probs[i] for i in kept), 0.0, []
+    for i in kept:
+        if mass < sampling["top_p"] * total:
+            nucleus.append(i)
+        mass += probs[i]
+    nucleus = [i for i in nucleus if probs[i] >= (sampling["min_p"] or 0.0) * max(probs)]
+    norm = sum(probs[i] for i in nucleus)
+    return [probs[i] / norm if i in nucleus else 0.0 for i in range(len(probs))]

@@ -2,17 +2,18 @@
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, run_rounds
+from conftest import make_state, positions_in_view, random_pair, random_prompt, run_rounds
 from reference import DenseKV
 
-from triforce import cache
 from triforce.attention import partial
-from triforce.cache import StreamingBlock, StreamingCache
+from triforce.config import split_view
 from triforce.errors import UserError
+from triforce.kv import prefix as prefix_module
+from triforce.kv.streaming import StreamingBlock, StreamingCache
 from triforce.model import rotate
 from triforce.packed import PackedPrefix
-from triforce.retrieval import plan_view
-from triforce.state import RebuildPolicy
+from triforce.pilot import RebuildPolicy
+from triforce.plan import AUTOREGRESSION, Plan
 
 
 def test_prefill_and_rounds_equal_the_dense_twin(pair):
@@ -25,10 +26,10 @@ def test_prefill_and_rounds_equal_the_dense_twin(pair):
     assert logits[0, 149:-1].argmax(-1).tolist() == tokens
 
 
-@pytest.mark.parametrize("growth", [cache.GROWTH, 16])
+@pytest.mark.parametrize("growth", [prefix_module.GROWTH, 16])
 def test_ragged_rows_equal_the_dense_twin(pair, growth, monkeypatch):
     """Also where what a batch adds is attended to in several steps."""
-    monkeypatch.setattr(cache, "GROWTH", growth)
+    monkeypatch.setattr(prefix_module, "GROWTH", growth)
     target, draft = pair
     prompts = [random_prompt(100), random_prompt(33, seed=1), [7], random_prompt(64, seed=2)]
     for prompt, tokens in zip(prompts, run_rounds(make_state(target, draft, prompts), 40), strict=True):
@@ -44,37 +45,29 @@ def test_views_share_what_was_verified(pair):
     said = run_rounds(state, 50)[0]
     length = state.lens[0]
     fresh = make_state(target, draft, [(prompt + said)[: length + 1]])
-    whole = state.cache.full.lens[0]
-    assert whole == length - length % 16 == fresh.cache.full.lens[0]
-    for mine, other in zip((*state.cache.full.k, *state.cache.full.v), (*fresh.cache.full.k, *fresh.cache.full.v),
-                           strict=True):
+    whole = state.cache.prefix.lens[0]
+    assert whole == length - length % 16 == fresh.cache.prefix.lens[0]
+    for mine, other in zip(*((*kept.k, *kept.v) for kept in (state.cache.prefix, fresh.cache.prefix)), strict=True):
         torch.testing.assert_close(mine[:, :, :whole], other[:, :, :whole], rtol=1e-4, atol=1e-5)
-    tails = zip((*state.cache.tail_k, *state.cache.tail_v), (*fresh.cache.tail_k, *fresh.cache.tail_v), strict=True)
-    for mine, other in tails:
-        torch.testing.assert_close(mine[:, :, : length - whole], other[:, :, : length - whole], rtol=1e-4, atol=1e-5)
+    for mine, other in zip(state.cache.tail.kv, fresh.cache.tail.kv, strict=True):
+        mine, other = mine[..., : length - whole, :], other[..., : length - whole, :]
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
     for mine, other in zip(state.cache.chunk_keys, fresh.cache.chunk_keys, strict=True):
         torch.testing.assert_close(mine[:, :, : whole // 4], other[:, :, : whole // 4], rtol=1e-4, atol=1e-5)
-
-
-def positions_in_view(state, layer=0, row=0, view=None, full=None):
-    """Which positions a row's retrieval view holds, per KV head, found by comparing keys. view, full: or of others."""
-    view, full = view or state.retrieval, full or state.cache.full
-    held, keys = view.k[layer][row, :, : view.lens[row]], full.k[layer][row, :, : full.lens[row]]
-    return [torch.cdist(held[head].double(), keys[head].double()).argmin(-1).tolist() for head in range(len(keys))]
 
 
 def test_selection_is_sink_window_and_best_chunks(pair):
     target, _ = pair
     state = make_state(target, None, [random_prompt(400)])
-    cache, view, chunk = state.cache, state.retrieval, 4
-    prefix = cache.full.lens[0]
+    cache, view, chunk = state.cache, state.hierarchy.view, 4
+    prefix = cache.prefix.lens[0]
     recent_start = prefix - view.window_size
     for layer in range(2):
         q = cache.queries[layer][0].unflatten(0, (-1, cache.group))  # [K, G, M, D]
         for head, held in enumerate(positions_in_view(state, layer)):
             assert len(set(held)) == state.budget
             assert set(range(chunk)) | set(range(recent_start, prefix)) <= set(held)
-            means = cache.full.k[layer][0, head, chunk:recent_start].unflatten(0, (-1, chunk)).mean(1)
+            means = cache.prefix.k[layer][0, head, chunk:recent_start].unflatten(0, (-1, chunk)).mean(1)
             scores = sum((q[head, g, m] @ means.T * 8**-0.5).softmax(-1)
                          for g in range(cache.group) for m in range(8) if cache.query_weight[0, m] > 0)
             best = scores.topk(view.num_selected).indices.tolist()
@@ -85,25 +78,25 @@ def test_streaming_is_sink_and_window(pair):
     """As wide as the budget allows; what is flushed later replaces the oldest."""
     state = make_state(pair[0], None, [random_prompt(400)], budget=64, draft_cache="streaming")
     for _ in range(2):
-        prefix = state.cache.full.lens[0]
-        assert state.retrieval.lens == [4 + 48]
+        prefix = state.cache.prefix.lens[0]
+        assert state.hierarchy.view.lens == [4 + 48]
         for held in positions_in_view(state):
             assert set(held) == set(range(4)) | set(range(prefix - 48, prefix))
         run_rounds(state, 40)
-    assert state.retrieval.num_rebuilds == 0 and state.num_flushes >= 2
+    assert state.hierarchy.view.num_rebuilds == 0 and state.num_flushes >= 2
 
 
 def test_snapkv_is_sink_window_and_best_tokens(pair):
     """Single tokens, by smoothed attention from the prompt's end, chosen once."""
     state = make_state(pair[0], None, [random_prompt(400)], draft_cache="snapkv")
-    cache, view = state.cache, state.retrieval
-    prefix = cache.full.lens[0]
+    cache, view = state.cache, state.hierarchy.view
+    prefix = cache.prefix.lens[0]
     first, last = 4, prefix - view.window_size
     chosen = []
     for layer in range(2):
         q = cache.queries[layer][0].unflatten(0, (-1, cache.group))  # [K, G, M, D]
         for head, held in enumerate(positions_in_view(state, layer)):
-            keys = cache.full.k[layer][0, head, first:last]
+            keys = cache.prefix.k[layer][0, head, first:last]
             attended = sum((q[head, g, m] @ keys.T * 8**-0.5).softmax(-1) for g in range(cache.group) for m in range(8))
             padded = torch.cat([torch.zeros(3), attended, torch.zeros(3)])
             best = padded.unfold(0, 7, 1).mean(-1).topk(view.num_selected).indices
@@ -122,7 +115,7 @@ def test_newest_tokens_stay_in_the_view_across_flushes(pair, kind, monkeypatch):
     monkeypatch.setattr(RebuildPolicy, "update", lambda *seen: False)  # or a new selection would hide it
     target, draft = pair
     state = make_state(target, draft, [random_prompt(400), random_prompt(310, seed=1)], budget=256, draft_cache=kind)
-    view, full = state.retrieval, state.cache.full
+    view, full = state.hierarchy.view, state.cache.prefix
     assert view.window_size >= 4 * 16
     before = [[positions_in_view(state, layer, row) for layer in range(2)] for row in range(2)]
     while state.num_flushes < 14:
@@ -145,14 +138,14 @@ def test_short_prefix_is_taken_whole_and_outgrows_the_budget(pair):
     target, draft = pair
     state = make_state(target, draft, [random_prompt(20)])
     sizes = set()
-    while state.cache.full.lens[0] < 100:
+    while state.cache.prefix.lens[0] < 100:
         state.round()
-        prefix = state.cache.full.lens[0]
-        assert state.retrieval.lens[0] == min(prefix, 64)
-        sizes.add(state.retrieval.lens[0])
+        prefix = state.cache.prefix.lens[0]
+        assert state.hierarchy.view.lens[0] == min(prefix, 64)
+        sizes.add(state.hierarchy.view.lens[0])
         if prefix <= 64:
             assert positions_in_view(state)[0] == list(range(prefix)) or prefix == 0
-    assert {16, 32, 48, 64} <= sizes and state.retrieval.selected == [True]
+    assert {16, 32, 48, 64} <= sizes and state.hierarchy.view.selected == [True]
 
 
 @pytest.mark.parametrize("budget,chunk,interval,text", [
@@ -163,7 +156,7 @@ def test_short_prefix_is_taken_whole_and_outgrows_the_budget(pair):
 ])
 def test_budgets_that_do_not_fit(budget, chunk, interval, text):
     with pytest.raises(UserError) as error:
-        plan_view(budget, chunk, interval)
+        split_view(budget, chunk, interval)
     assert text in str(error.value)
 
 
@@ -207,24 +200,25 @@ def test_what_is_drafted_depends_on_the_tape_alone(pair):
     used.prefill(0, random_prompt(120))
     used.begin(100)
     assert run_rounds(used, 40) == fresh
-    assert used.acceptance_rates()[0].keys() == {"retrieval", "full"}
+    assert used.hierarchy.acceptance_rates()[0].keys() == {"retrieval", "full"}
 
 
 def test_a_draft_that_was_left_out_catches_up(pair):
     """It takes in what it missed only, and drafts what one that has seen all drafts."""
     target, draft = pair
     state = make_state(target, draft, [random_prompt(700)], draft_window=64, retrieval=False)
-    drafter, probs = state.sources["model"], state.outer.draft_probs
+    drafter, probs = state.hierarchy.sources["model"], state.hierarchy.outer.draft_probs
     laws = []
-    for known in (0, 640, 30):  # anew; the last 59; so far back that it begins anew
-        drafter.prefill(0, known or 640)
+    # Nothing; the last 59 tokens; so far back that it begins anew.
+    for known, computed in ((699, 0), (640, 59), (30, 64 + 64)):
+        drafter.prefill(0, known)
+        drafter.leave_out()
         seen = []
         hook = draft.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].shape[1]))
-        drafter.prefill(0, 699, known)
+        drafter.catch_up([699])
         hook.remove()
-        assert sum(seen) == {0: 64 + 64, 640: 59, 30: 64 + 64}[known]
-        drafter.gamma = 3
-        drafter.propose(state.outer.length, 3, probs)
+        assert sum(seen) == computed
+        drafter.propose(state.hierarchy.outer.length, Plan(3, "model"), probs)
         laws.append(probs[:, :3].clone())
     torch.testing.assert_close(laws[1], laws[0], atol=1e-5, rtol=1e-4)
     assert torch.equal(laws[2], laws[0])
@@ -242,12 +236,12 @@ def test_a_draft_with_a_long_memory_equals_the_dense_twin(pair, kind, prompts):
     for turn in range(60):
         if turn % 15 == 7:  # left out, across flushes
             for _ in range(turn):
-                for text, tokens in zip(texts, state.round(speculate=False), strict=True):
+                for text, tokens in zip(texts, state.round(AUTOREGRESSION), strict=True):
                     text += tokens
         before = [len(text) for text in texts]
         emitted = state.round()
         for row, text in enumerate(texts):
-            probs = state.outer.draft_probs[row, :3]
+            probs = state.hierarchy.outer.draft_probs[row, :3]
             drafted = state.tape.tokens[row, before[row] : before[row] + 3].tolist()
             kept = next((i for i in range(3) if i >= len(emitted[row]) or drafted[i] != emitted[row][i]), 3)
             seen = torch.tensor([text + drafted[:kept]])
@@ -255,7 +249,7 @@ def test_a_draft_with_a_long_memory_equals_the_dense_twin(pair, kind, prompts):
             expected = (logits / 0.8).softmax(-1)
             torch.testing.assert_close(probs[: len(expected)], expected, atol=2e-5, rtol=1e-3)
             text += emitted[row]
-    assert state.num_flushes >= 4 and 0 < state.acceptance_rates()[0]["full"] < 1
+    assert state.num_flushes >= 4 and 0 < state.hierarchy.acceptance_rates()[0]["full"] < 1
 
 
 @pytest.mark.parametrize("left_out", [0, 3, 40])
@@ -265,8 +259,8 @@ def test_the_view_of_a_draft_takes_in_what_is_flushed(pair, left_out):
     target, draft = pair
     state = make_state(target, draft, [random_prompt(300), random_prompt(250, seed=1)], retrieval=False, budget=128,
                        draft_cache="snapkv", gamma=3)
-    memory = state.sources["model"].memory
-    view, full = memory.view, memory.cache.full
+    memory = state.hierarchy.sources["model"].memory
+    view, full = memory.view, memory.cache.prefix
     first, window = list(full.lens), view.window_size
     assert window >= 32 and view.lens == [128, 128]
 
@@ -277,9 +271,9 @@ def test_the_view_of_a_draft_takes_in_what_is_flushed(pair, left_out):
     for turn in range(30):
         if turn % 5 == 2:
             for _ in range(left_out):
-                state.round(speculate=False)
+                state.round(AUTOREGRESSION)
         state.round()
-        assert full.lens == state.cache.full.lens
+        assert full.lens == state.cache.prefix.lens
         for row in range(2):
             newest = set(range(full.lens[row] - window, full.lens[row]))
             for now, then in zip(held(row), chosen[row], strict=True):
@@ -295,18 +289,19 @@ def test_a_packed_prefix_gives_the_same_states():
 
 def test_a_packed_prefix_changes_nothing(monkeypatch, pair):
     """Tokens and logits over packed prompt, flushes and tail are those of the prefix as it is; appending unpacks."""
-    monkeypatch.setattr("triforce.cache.MIN_TOKENS", 100)
+    monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 100)
     prompt, states = random_prompt(300), []
     for pack in (True, False):
         states.append(make_state(*pair, [prompt], keep_logits=True, pack=pack))
-        assert (states[-1].cache.full.packed is not None) == pack
+        assert (states[-1].cache.prefix.packed is not None) == pack
     said = [run_rounds(state, 60) for state in states]
     assert said[0] == said[1] and states[0].num_flushes >= 2
-    torch.testing.assert_close(states[0].outer.logits, states[1].outer.logits, rtol=1e-3, atol=1e-3)
+    logits = [state.hierarchy.outer.logits for state in states]
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
     states[0].rewind(512)
-    assert run_rounds(states[0], 60, speculate=False) == said[0]
+    assert run_rounds(states[0], 60, plan=AUTOREGRESSION) == said[0]
     for state in states:
         state.prefill(0, random_prompt(50, seed=3))
-        assert state.cache.full.packed is None
+        assert state.cache.prefix.packed is None
         state.begin(100)
     assert run_rounds(states[0], 30) == run_rounds(states[1], 30)

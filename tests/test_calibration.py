@@ -5,14 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_state, random_prompt
+from conftest import make_engine, make_state, random_prompt
 
 from triforce import calibration
 from triforce.controller import Costs
-from triforce.engine import Engine
-from triforce.ngram import NgramDrafter
-from triforce.speculation import FULL, ModelDrafter, Speculator
-from triforce.state import Settings
+from triforce.drafting.model import ModelDrafter
+from triforce.drafting.ngram import NgramDrafter
+from triforce.plan import PADDED, Padding
+from triforce.speculator import Speculator
+from triforce.tape import FULL
 
 
 @pytest.fixture
@@ -41,8 +42,7 @@ def clock(monkeypatch):
 def costs_of(pair, padding, draft=True, prompts=1, **settings) -> Costs:
     state = make_state(pair[0], pair[1] if draft else None, [random_prompt(100)] * prompts, gamma=7, gamma_inner=3,
                        auto=True, **settings)
-    state.set_padding(*padding)
-    costs = calibration.measure(state)
+    costs = calibration.measure(state.hierarchy, padding)
     for times in (costs.verify, costs.retrieval):
         for rows, milliseconds in times.items():
             times[rows] = round(milliseconds, 6)
@@ -55,16 +55,17 @@ def costs_of(pair, padding, draft=True, prompts=1, **settings) -> Costs:
 def test_each_step_has_its_own_cost(pair, clock, prompts):
     sources = {"model": (4.0, 3.0), "ngram": (0.5, 0.0)}
     # All of the outer level's steps are padded; those that check nothing are not; none are.
-    assert costs_of(pair, (True, False), ngram=True, prompts=prompts) == Costs({8: 108}, {4: 14}, sources)
-    assert costs_of(pair, (False, False), ngram=True, prompts=prompts) == Costs({8: 108}, {4: 14}, sources, plain=101)
-    assert costs_of(pair, (False, True), ngram=True, prompts=prompts) == Costs(
+    assert costs_of(pair, PADDED, ngram=True, prompts=prompts) == Costs({8: 108}, {4: 14}, sources)
+    assert costs_of(pair, Padding(plain=False), ngram=True, prompts=prompts) == Costs(
+        {8: 108}, {4: 14}, sources, plain=101)
+    assert costs_of(pair, Padding(False, False), ngram=True, prompts=prompts) == Costs(
         {1: 101, 2: 102, 3: 103, 4: 104, 6: 106, 8: 108}, {1: 11, 2: 12, 3: 13, 4: 14}, sources)
 
 
 def test_levels_that_are_not_there_have_no_cost(pair, clock):
-    assert costs_of(pair, (True, False), retrieval=False) == Costs({8: 108}, {}, {"model": (4.0, 3.0)})
-    assert costs_of(pair, (True, False), draft=False) == Costs({8: 108}, {1: 11})
-    assert costs_of(pair, (True, False), draft=False, retrieval=False, ngram=True) == Costs(
+    assert costs_of(pair, PADDED, retrieval=False) == Costs({8: 108}, {}, {"model": (4.0, 3.0)})
+    assert costs_of(pair, PADDED, draft=False) == Costs({8: 108}, {1: 11})
+    assert costs_of(pair, PADDED, draft=False, retrieval=False, ngram=True) == Costs(
         {8: 108}, {}, {"ngram": (0.5, 0.0)})
 
 
@@ -103,7 +104,7 @@ class Timed:
 
 
 def test_each_step_has_its_own_price(pair, monkeypatch):
-    costs = calibration.measure(Timed(pair, monkeypatch, gamma=7, gamma_inner=3).state)
+    costs = calibration.measure(Timed(pair, monkeypatch, gamma=7, gamma_inner=3).state.hierarchy, PADDED)
     assert costs.verify == pytest.approx({8: VERIFY + 0.8}) and costs.plain is None
     assert costs.retrieval == pytest.approx({4: RETRIEVAL + 0.4})
     first, further = costs.sources["model"]
@@ -112,8 +113,7 @@ def test_each_step_has_its_own_price(pair, monkeypatch):
 
 def test_where_rows_cost_several_sizes_are_timed(pair, monkeypatch):
     timed = Timed(pair, monkeypatch, gamma=7, gamma_inner=3)
-    timed.state.set_padding(False, tight=True)
-    costs = calibration.measure(timed.state)
+    costs = calibration.measure(timed.state.hierarchy, Padding(False, False))
     assert costs.verify == pytest.approx({rows: VERIFY + rows / 10 for rows in (1, 2, 3, 4, 6, 8)})
     assert costs.retrieval == pytest.approx({rows: RETRIEVAL + rows / 10 for rows in (1, 2, 3, 4)})
 
@@ -122,7 +122,7 @@ def test_slow_steps_are_timed_once(pair, monkeypatch):
     passes = []
     for verify in (VERIFY, 2 * calibration.SLOW):
         timed = Timed(pair, monkeypatch, verify=verify)
-        calibration.measure(timed.state)
+        calibration.measure(timed.state.hierarchy, PADDED)
         passes.append(timed.passes["target"])
     assert passes == [1 + calibration.REPEATS, 2]
 
@@ -133,16 +133,16 @@ def test_measuring_leaves_no_trace(pair, settings):
     states = [make_state(*pair, [random_prompt(100)], sampling={"temperature": 0.8}, **settings) for _ in range(2)]
     for turn in range(30):
         if turn in (3, 11):
-            calibration.measure(states[0])
+            calibration.measure(states[0].hierarchy, PADDED)
         assert states[0].round() == states[1].round()
-        assert states[0].acceptance_rates() == states[1].acceptance_rates()
+        rates = [state.hierarchy.acceptance_rates() for state in states]
+        assert rates[0] == rates[1]
 
 
 def test_steps_are_timed_once_for_a_length_if_that_is_worth_it(pair):
     """Not for a few tokens; then once; and again for a text that is 4,096 tokens longer."""
     target, draft = pair
-    settings = Settings(flush_interval=16, chunk_size=4, auto=True, gamma=7, prefill_chunk_size=1024)
-    engine = Engine(target, None, draft, settings=settings, budget=64, max_seq_len=6000)
+    engine = make_engine(target, draft, flush_interval=16, chunk_size=4, gamma="auto", budget=64, max_seq_len=6000)
     timing = [engine.generate(random_prompt(length), count, temperature=0.0).stats.timing
               for length, count in ((200, 12), (200, 40), (300, 40), (4300, 40), (4400, 40))]
     assert [seconds > 0 for seconds in timing] == [False, True, False, True, False]

@@ -10,17 +10,17 @@ import shutil
 
 import pytest
 import torch
+from conftest import make_engine
 from families import FAMILIES, build, config_json, save
 from reference import dense_logits
 from safetensors.torch import load_file, save_file
 from tokenizer_folders import sentencepiece_folder
 
-from triforce import checkpoint
-from triforce.checkpoint import eos_token_ids, load_model, places, read_config, resolve
-from triforce.engine import Engine
 from triforce.errors import UserError
+from triforce.hf import checkpoint
+from triforce.hf.checkpoint import eos_token_ids, load_model, read_config, resolve
+from triforce.hf.places import places
 from triforce.model import RopeScaling, Transformer
-from triforce.state import Settings
 
 LENGTH = 250  # of a window of 256; the original one, where RoPE is scaled, is 32
 TOKENS = torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -81,7 +81,7 @@ def test_engine_equals_transformers(family, tmp_path):
     """The same checkpoints through the real caches: logits, and greedy text with speculation and without."""
     theirs = build(family)
     ours = load_model(save(theirs, config_json(family), tmp_path), dtype=torch.float32)
-    engine = Engine(ours, None, settings=Settings(flush_interval=16, prefill_chunk_size=64), budget=48)
+    engine = make_engine(ours, flush_interval=16, prefill_chunk_size=64, budget=48)
     close(engine.logits(TOKENS), expected(theirs))
     prompt = TOKENS[:1, :150]
     answer = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24,

@@ -96,7 +96,7 @@ def test_the_demo_says_what_it_is(capsys):
     flags = ["--device", "cpu", "--prompt-len", "2000", "--max-new-tokens", "8", "--gamma", "3"]
     assert cli.main(flags) == 0
     shown = capsys.readouterr()
-    assert "toy of 7.5 million" in shown.err and "drafts are read from 1,024 of them" in shown.err
+    assert "toy of 7.5 million" in shown.err and "drafts read 1,024 of these tokens" in shown.err
     end = shown.err.split("It ends:")[1].split("\n\n")[0].split("... ")[1]
     assert " ".join(end.split())[-30:] in " ".join(cli.default_document().split())
     assert "acceptance: of the tokens" in shown.err and "target forward: " in shown.err
@@ -111,12 +111,12 @@ def test_commands_and_their_modules():
             done = run(command, "--help", program=program)
             assert done.returncode == 0 and f"usage: triforce {command}" in done.stdout
     for command in cli.COMMANDS:
-        assert run(program=("-m", f"triforce.{command}")).returncode == 2
+        assert run(program=("-m", f"triforce.hf.{command}")).returncode == 2
 
 
 @pytest.mark.parametrize("argv,text", [
-    (["--temprature", "1"], "--temprature is no flag; did you mean --temperature?"),
-    (["--gama=3"], "--gama is no flag; did you mean --gamma?"),
+    (["--temprature", "1"], "--temprature is not a known flag; did you mean --temperature?"),
+    (["--gama=3"], "--gama is not a known flag; did you mean --gamma?"),
     (["--prompt", "Once", "upon"], "'upon' belongs to no flag; put quotes around"),
     (["--gamma", "x"], "'x' is neither a number of tokens nor 'auto'"),
     (["--max-new-tokens"], "expected one argument; triforce --help lists all flags"),

@@ -12,8 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from controller import one_round  # noqa: E402
 
-from triforce.controller import Controller, Costs, Plan, Rate, at_least, emitted  # noqa: E402
-from triforce.state import Tally  # noqa: E402
+from triforce.controller import Controller, Costs, Rate, at_least, emitted  # noqa: E402
+from triforce.pilot import Tally  # noqa: E402
+from triforce.plan import Plan  # noqa: E402
+from triforce.speculator import RowRound  # noqa: E402
 
 GPU_128K = Costs({8: 20.1}, {4: 5.0}, {"model": (0.25, 0.2)})
 
@@ -133,10 +135,11 @@ def test_many_rows_try_what_lies_idle_no_oftener_than_one():
     for rows in (1, 32):
         controller, tried[rows] = Controller(Costs({4: 10.0}, {}, {"model": (0.3, 0.3)}), 3, 0), 0
         for i in range(600):
-            plan, seen = controller.choose(), Tally()
+            plan = controller.choose()
+            seen = Tally(plan)
             tried[rows] += plan.gamma > 0 and i >= 100
             for _ in range(rows):
-                seen.add(plan, 1, 0, plan.gamma, [])
+                seen.add(RowRound([5], [], 0, plan.gamma, False))
             controller.update(seen.tokens_a_row, **seen.counts)
     assert 0 < tried[32] <= tried[1]
 

@@ -10,10 +10,10 @@ import torch
 from families import build, config_json, save
 from safetensors import safe_open
 
-from triforce import convert as module
-from triforce.checkpoint import load_model
-from triforce.convert import convert
 from triforce.errors import UserError
+from triforce.hf import convert as module
+from triforce.hf.checkpoint import load_model
+from triforce.hf.convert import convert
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,17 +14,15 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import assert_view_holds_its_selection, random_prompt
-from test_greedy import bits, bits_of_rows
+from conftest import assert_view_holds_its_selection, bits, bits_of_rows, make_engine, random_prompt
 
 from triforce import attention, sampling
-from triforce.cache import STRIDE
-from triforce.engine import Engine
 from triforce.errors import UserError
 from triforce.graphs import Graphed
+from triforce.kv.prefix import STRIDE
 from triforce.model import ModelConfig, Transformer
+from triforce.plan import AUTOREGRESSION
 from triforce.quantize import fp8_copy
-from triforce.state import Settings
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CONTEXT, NEW = 16_384, 512
@@ -57,12 +55,10 @@ def tiny_models(dtype):
 def engine_for(models, *, levels="triforce", keep_logits=False, budget=512, gamma=6, gamma_inner=2, compile=True,
                fp8=False, **kw):
     target, draft = models
-    settings = Settings(gamma=gamma, gamma_inner=gamma_inner, retrieval=levels in ("triforce", "retrieval"),
-                        keep_logits=keep_logits, prefill_chunk_size=8192, **kw)
-    engine = Engine(target, None, draft if levels in ("triforce", "draft") else None, settings=settings,
-                    drafting=fp8_copy(target) if fp8 else None,
-                    budget=budget if settings.has_view else None, compile=compile, max_seq_len=24_576)
-    return engine
+    return make_engine(target, draft if levels in ("triforce", "draft") else None, gamma=gamma, gamma_inner=gamma_inner,
+                       retrieval=levels in ("triforce", "retrieval"), keep_logits=keep_logits, budget=budget,
+                       drafting=fp8_copy(target) if fp8 else None, compile=compile, max_seq_len=24_576,
+                       prefill_chunk_size=8192, **kw)
 
 
 def prepare(engine, ids, vocab_size, temperature=0.0, new=2048):
@@ -73,11 +69,11 @@ def prepare(engine, ids, vocab_size, temperature=0.0, new=2048):
 # levels, budget, gamma, gamma_inner, and what else differs
 VARIANTS = [("triforce", 512, 6, 2, {}), ("triforce", 1024, 7, 1, {}), ("retrieval", 512, 3, 2, {}),
             ("draft", 512, 5, 2, {}), ("triforce", 512, 6, 2, {"fp8": True}),
-            ("triforce", 512, 7, 3, {"auto": True, "ngram": True})]
+            ("triforce", 512, "auto", 3, {})]
 # Fewer tokens, and only with speculation: what they compile takes most of the time.
 MORE = [("retrieval", 512, 4, 2, {"draft_cache": "snapkv"}), ("retrieval", 512, 4, 2, {"draft_cache": "streaming"}),
-        ("draft", 512, 5, 2, {"draft_cache": "snapkv"}), ("none", 512, 6, 2, {"ngram": True}),
-        ("retrieval", 512, 6, 3, {"ngram": True})]
+        ("draft", 512, 5, 2, {"draft_cache": "snapkv"}), ("none", 512, 6, 2, {"draft": "ngram"}),
+        ("retrieval", 512, 6, 3, {"draft": "ngram"})]
 
 
 @in_half_precision
@@ -89,7 +85,7 @@ def test_greedy_bits(which, dtype, eager_to_draft):
         ids, more = random_prompt(CONTEXT, vocab_size=VOCAB), MORE
     else:
         models, ids, vocab_size = tiny_models(dtype)
-        more = [variant for variant in MORE if "ngram" in variant[-1]]
+        more = [variant for variant in MORE if "draft" in variant[-1]]
     state = prepare(engine_for(models, levels="none", keep_logits=True), ids, vocab_size)
     plain = bits(state, NEW)[:2]
     for variant in VARIANTS + more:
@@ -100,7 +96,7 @@ def test_greedy_bits(which, dtype, eager_to_draft):
                             keep_logits=True, rebuild_interval=64, **options)
         state = prepare(engine, ids, vocab_size)
         tokens, hashes, rejected, offsets = bits(state, count)
-        drafted = int(state.outer.totals[0, 1])
+        drafted = int(state.hierarchy.outer.totals[0, 1])
         print(f"{which} {dtype} {levels} budget {budget} gamma {gamma} {options}: drafted {drafted}, rejected "
               f"{rejected}, flushes {state.num_flushes}, rounds {state.num_forwards}, offsets {len(offsets)}")
         agree = [a == b for a, b in zip(hashes, expected[1], strict=True)]
@@ -108,13 +104,13 @@ def test_greedy_bits(which, dtype, eager_to_draft):
         assert tokens == expected[0]
         assert state.num_flushes >= 2
         assert drafted >= (20 if levels != "none" else 1)
-        if which == "random" and "auto" not in options and variant in VARIANTS:
+        if which == "random" and gamma != "auto" and variant in VARIANTS:
             assert min(rejected["full"], rejected["retrieval"] if levels == "triforce" else 20) >= 20
-        if state.retrieval is not None and state.retrieval.renews and "auto" not in options:
-            assert state.retrieval.num_rebuilds >= 2
+        if state.hierarchy.view is not None and state.hierarchy.view.renews and gamma != "auto":
+            assert state.hierarchy.view.num_rebuilds >= 2
         if variant in VARIANTS:
             state.rewind(1000)
-            assert bits(state, NEW, speculate=False)[:2] == plain
+            assert bits(state, NEW, plan=AUTOREGRESSION)[:2] == plain
     assert any(plan.gamma > 0 for plan in eager_to_draft)  # by the variant with "auto"
 
 
@@ -155,18 +151,19 @@ def test_graphs_are_captured_and_nothing_recompiles(random_models):
         torch.cuda.synchronize()
         (between if flushes == state.num_flushes else at_flush).append(time.perf_counter() - begun)
         if flushes != state.num_flushes:
-            recorded, begun = len(state.outer.step.graphs), time.perf_counter()
+            recorded, begun = len(state.hierarchy.outer.step.graphs), time.perf_counter()
             state.round()
             torch.cuda.synchronize()
             at_flush[-1] = time.perf_counter() - begun
-            assert len(state.outer.step.graphs) == recorded  # the graph of the new length was there
+            assert len(state.hierarchy.outer.step.graphs) == recorded  # the graph of the new length was there
     usual, after = sorted(between)[len(between) // 2], sorted(at_flush)[len(at_flush) // 2]
     print(f"compiled graphs {compiled}; a round {usual * 1e3:.2f} ms, the round after a flush {after * 1e3:.2f} ms: "
           f"the slowest of the others {max(between) * 1e3:.2f} ms")
     assert counters["stats"]["unique_graphs"] == compiled
-    steps = [state.outer.step, state.inner._drafting_round]  # the latter: a retrieval step, and those of its draft
+    # The latter: a retrieval step, and those of its draft.
+    steps = [state.hierarchy.outer.step, state.hierarchy.inner._drafting_round]
     print("graphs recorded:", [len(step.graphs) for step in steps])
-    assert all(step.graphs for step in steps) and len(state.outer.step.graphs) <= 1300 // STRIDE + 3
+    assert all(step.graphs for step in steps) and len(state.hierarchy.outer.step.graphs) <= 1300 // STRIDE + 3
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -230,13 +227,12 @@ def test_offsets_and_batches(dtype):
     """Rows of different lengths, side by side: tokens and logits hashes of each, with speculation and without."""
     models = random_models_in(dtype)
     prompts = [random_prompt(3000, vocab_size=VOCAB), random_prompt(1700, seed=2, vocab_size=VOCAB), [5]]
-    engine = Engine(models[0], None, models[1], budget=512, max_batch_size=3,
-                    settings=Settings(prefill_chunk_size=2048, keep_logits=True))
+    engine = make_engine(models[0], models[1], budget=512, max_batch_size=3, prefill_chunk_size=2048, keep_logits=True)
     state = engine.prepare(prompts, 1000, temperature=0.0, top_p=None, top_k=None, min_p=None, seed=[1, 2, 3])
     on = bits_of_rows(state, 300)
-    assert state.outer.totals[:, 1].min() >= 300 and state.num_flushes >= 6  # drafted
+    assert state.hierarchy.outer.totals[:, 1].min() >= 300 and state.num_flushes >= 6  # drafted
     state.rewind(1000)
-    assert bits_of_rows(state, 300, speculate=False) == on
+    assert bits_of_rows(state, 300, plan=AUTOREGRESSION) == on
 
 
 def test_garbage_waits_while_a_graph_is_recorded(random_models):
@@ -271,13 +267,12 @@ def test_garbage_waits_while_a_graph_is_recorded(random_models):
 @torch.inference_mode()
 def test_views_of_a_batch_hold_what_was_selected(random_models):
     """View and tail share their storage: compiled copies must not take one row's or one layer's place for another's."""
-    engine = Engine(random_models[0], None, random_models[1], settings=Settings(prefill_chunk_size=2048), budget=512,
-                    max_batch_size=2)
+    engine = make_engine(random_models[0], random_models[1], prefill_chunk_size=2048, budget=512, max_batch_size=2)
     prompts = [random_prompt(3000, vocab_size=VOCAB), random_prompt(1700, seed=2, vocab_size=VOCAB)]
     state = engine.prepare(prompts, 64, temperature=0.0, top_p=None, top_k=None, min_p=None, seed=[1, 2])
     for _ in range(3):  # compiled, recorded, replayed
         for row in range(2):
-            state.retrieval.rebuild(row)
+            state.hierarchy.view.rebuild(row)
             assert_view_holds_its_selection(state, row)
 
 
@@ -299,7 +294,7 @@ def test_laws_and_draws_of_a_batch_over_a_large_vocabulary(rows):
     u = torch.rand(batch, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     made = []
     for device in ("cpu", "cuda"):
-        params = sampling.SamplingParams.allocate(batch, device)
+        params = sampling.SamplingParams(batch, device)
         params.set(temperature=0.8, top_p=[0.5, 0.9, 1.0, 0.99] * 4, top_k=None, min_p=None, seed=0)
 
         def both(logits, u, params=params):
@@ -318,7 +313,7 @@ def test_laws_and_draws_of_a_batch_over_a_large_vocabulary(rows):
 def test_other_dtypes(dtype):
     target = ModelConfig(VOCAB, 256, 2, 4, 2, 64, 512, max_position_embeddings=8192)
     model = Transformer.random(target, std=0.05, device="cuda", dtype=dtype)
-    engine = Engine(model, None, settings=Settings(prefill_chunk_size=512), budget=256)
+    engine = make_engine(model, prefill_chunk_size=512, budget=256)
     prompt = random_prompt(2000, vocab_size=VOCAB)
     on, off = (engine.generate(prompt, 200, temperature=0.0, speculate=s).tokens for s in (True, False))
     assert on == off
@@ -328,9 +323,9 @@ def test_other_dtypes(dtype):
 
 def offloading(models, resident=0, **kw):
     target, draft = models
-    settings = Settings(gamma=6, gamma_inner=2, block_size=16, prefill_chunk_size=4096, piece_tokens=1024, **kw)
-    return Engine(target, None, draft, settings=settings, budget=512, compile=True, max_seq_len=24_576, offload=True,
-                  num_resident_layers=resident)
+    return make_engine(target, draft, gamma=6, gamma_inner=2, block_size=16, prefill_chunk_size=4096,
+                       flush_interval=128, budget=512, compile=True, max_seq_len=24_576, offload=True,
+                       num_resident_layers=resident, **{"piece_tokens": 1024, **kw})
 
 
 @pytest.mark.parametrize("resident", [0, 2])
@@ -340,16 +335,16 @@ def test_offloaded_greedy_bits(random_models, resident):
     state = prepare(offloading(random_models, resident, keep_logits=True), ids, VOCAB)
     tokens, hashes, rejected, _ = bits(state, NEW)
     print(f"offloaded, {resident} resident layers: rejected {rejected}, flushes {state.num_flushes}, "
-          f"rebuilds {state.retrieval.num_rebuilds}")
-    assert min(rejected.values()) >= 20 and state.num_flushes >= 2 and state.retrieval.num_rebuilds >= 2
-    assert all(kv.is_pinned() for kv in state.cache.full.offload.host.values())
+          f"rebuilds {state.hierarchy.view.num_rebuilds}")
+    assert min(rejected.values()) >= 20 and state.num_flushes >= 2 and state.hierarchy.view.num_rebuilds >= 2
+    assert all(kv.is_pinned() for kv in state.cache.prefix.offload.host.values())
     state.rewind(1000)
-    assert bits(state, NEW, speculate=False)[:2] == (tokens, hashes)
+    assert bits(state, NEW, plan=AUTOREGRESSION)[:2] == (tokens, hashes)
     # The same split points (one piece), on the device and streamed.
-    settings = replace(state.settings, retrieval=False, piece_tokens=24_576)
-    streamed, device = (bits(prepare(Engine(random_models[0], None, settings=settings, compile=True, max_seq_len=24_576,
-                                            offload=offload), ids, VOCAB), 64, speculate=False)[:2]
-                        for offload in (True, False))
+    alike = {"block_size": 16, "retrieval": False, "draft": "ngram", "piece_tokens": 24_576, "flush_interval": 128,
+             "prefill_chunk_size": 4096, "keep_logits": True, "max_seq_len": 24_576}
+    engines = [make_engine(random_models[0], compile=True, offload=offload, **alike) for offload in (True, False)]
+    streamed, device = (bits(prepare(engine, ids, VOCAB), 64, plan=AUTOREGRESSION)[:2] for engine in engines)
     print(f"one piece: tokens equal {streamed[0] == device[0]}, logits hashes equal {streamed[1] == device[1]}")
     assert streamed[0] == device[0]
 
@@ -357,12 +352,12 @@ def test_offloaded_greedy_bits(random_models, resident):
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_prefill_of_many_chunks_is_compiled_and_right(random_models, offload):
     """The K/V that compiled chunks wrote, wherever they lie, are those of a prefill that runs as it is written."""
-    settings = Settings(prefill_chunk_size=1024, retrieval=False)
     ids, kv = random_prompt(CONTEXT, vocab_size=VOCAB), []
     for compile, offloads in ((True, offload), (False, False)):
-        state = prepare(Engine(random_models[0], None, settings=settings, compile=compile, max_seq_len=24_576,
-                               offload=offloads), ids, VOCAB)
-        kv.append([state.cache.full.load(i, 0, 0, state.cache.full.lens[0]).float().cpu() for i in range(4)])
+        engine = make_engine(random_models[0], prefill_chunk_size=1024, flush_interval=128, retrieval=False,
+                             compile=compile, max_seq_len=24_576, offload=offloads)
+        state = prepare(engine, ids, VOCAB)
+        kv.append([state.cache.prefix.load(i, 0, 0, state.cache.prefix.lens[0]).float().cpu() for i in range(4)])
     for mine, eager in zip(*kv, strict=True):
         assert (mine - eager).norm() / eager.norm() < 0.02
 
@@ -382,7 +377,7 @@ def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory():
 
     with pytest.raises(Cut):
         list(engine.stream(ids, 64, on_prefill=cut))
-    offload = engine._state.cache.full.offload
+    offload = engine._state.cache.prefix.offload
     assert offload.copy_stream.query()
     expected = engine.generate(ids, 64, temperature=0).tokens
     stream = engine.stream(ids, 64, temperature=0)
@@ -418,7 +413,7 @@ def test_pinning_refused_and_a_device_that_is_full(random_models, monkeypatch):
     monkeypatch.undo()
     assert len(engine.generate(ids, 16, temperature=0).tokens) == 16
     hog = torch.empty(int(torch.cuda.mem_get_info()[0]) - 2**26, dtype=torch.uint8, device="cuda")
-    engine.max_seq_len = None
+    engine.placement = replace(engine.placement, max_seq_len=None)
     with pytest.raises(UserError, match="this needs|ran out of memory"):
         engine.generate(random_prompt(60_000, vocab_size=VOCAB), 16)
     del hog

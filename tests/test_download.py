@@ -14,8 +14,8 @@ import pytest
 from families import build, config_json, save
 from hub import Hub
 
-from triforce import checkpoint, download
 from triforce.errors import UserError
+from triforce.hf import checkpoint, download
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {"config.json": b"{}", "generation_config.json": b"{}", "tokenizer.json": b"{}", "tokenizer.model": b"x",

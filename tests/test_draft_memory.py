@@ -1,7 +1,10 @@
 """A draft's long memory: what it chooses by, and how much it computes anew."""
 
 import pytest
-from conftest import make_state, random_prompt
+import torch
+from conftest import VOCAB, make_state, random_prompt
+
+from triforce.model import ModelConfig, Transformer
 
 
 def state_of(pair, prompt, kind, budget=64):
@@ -12,8 +15,8 @@ def test_a_snapkv_draft_chooses_by_the_prompts_end(pair):
     """Another choice for another end, and for each head."""
     prompt = random_prompt(400)
     ends = [prompt, prompt[:-9] + random_prompt(9, seed=5)]
-    views = [state_of(pair, text, "snapkv").sources["model"].memory.choice.positions(0, 0).sort().values.tolist()
-             for text in ends]
+    memories = [state_of(pair, text, "snapkv").hierarchy.sources["model"].memory for text in ends]
+    views = [memory.view.positions(0, 0).sort().values.tolist() for memory in memories]
     assert views[0] != views[1] and views[0][0] != views[0][1]
 
 
@@ -28,17 +31,31 @@ def test_at_a_flush_no_more_than_the_interval_is_computed_anew(pair, kind):
     assert sizes.count(16) == 4 and max(sizes) == 16
 
 
-def test_a_used_window_drafts_as_a_fresh_one(pair):
-    """Also where the new prompt is shorter than what the window held."""
-    laws = []
+@pytest.mark.parametrize("length", [20, 250])
+def test_a_used_window_drafts_as_a_fresh_one(pair, length):
+    """Where the new prompt is shorter than what the window held; and where a draft of many layers would look back
+    further than what is computed."""
+    draft, laws = Transformer.random(ModelConfig(VOCAB, 16, 6, 2, 2, 8, 32), seed=1, std=0.3), []
     for used in (False, True):
-        state = make_state(*pair, [random_prompt(300, seed=1) if used else random_prompt(20)], retrieval=False, gamma=3,
+        prompt = random_prompt(length)
+        state = make_state(pair[0], draft, [random_prompt(300, seed=1) if used else prompt], retrieval=False, gamma=3,
                            sampling={"temperature": 0.8}, draft_window=32)
         if used:
             state.round()
             state.reset()
-            state.prefill(0, random_prompt(20))
+            state.prefill(0, prompt)
             state.begin(100)
         state.round()
-        laws.append(state.outer.draft_probs[:, :3].tolist())
+        laws.append(state.hierarchy.outer.draft_probs[:, :3].tolist())
     assert laws[0] == laws[1]
+
+
+def test_a_snapkv_drafts_view_takes_in_what_is_flushed(pair):
+    state = state_of(pair, random_prompt(400), "snapkv")
+    memory = state.hierarchy.sources["model"].memory
+    while state.num_flushes < 4:
+        state.round()
+        full, view = memory.cache.prefix, memory.choice
+        end = full.lens[0]
+        found = torch.cdist(view.k[0][0, :, : view.held].double(), full.k[0][0, :, :end].double()).argmin(-1)
+        assert all(set(range(end - view.window_size, end)) <= set(head) for head in found.tolist())

@@ -3,24 +3,23 @@
 import pytest
 import torch
 
-from triforce.draft_ranks import SharedDrafter
+from triforce.drafting.ranks import SharedDrafter
+from triforce.plan import Plan
 from triforce.sampling import SamplingParams
-from triforce.speculation import Tape
+from triforce.tape import Tape
 
-VOCAB = 5
+VOCAB = 8
 
 
 class Drafts:
     """In place of a ModelDrafter: always tokens 1, 2, 3, ..., and a note of what it is told."""
 
     def __init__(self, tape):
-        self.tape, self.gamma, self.told = tape, 0, []
-        self.length, self.memory = tape.buffer(), object()
+        self.tape, self.told, self.nbytes = tape, [], 7
 
-    def propose(self, start, n, probs):
-        self.told.append(("propose", self.gamma, n))
+    def propose(self, start, plan, probs):
         for row, at in enumerate(start.tolist()):
-            for i in range(self.gamma):
+            for i in range(plan.gamma):
                 self.tape.tokens[row, at + 1 + i] = i + 1
                 probs[row, i] = torch.eye(VOCAB)[i + 1]
 
@@ -50,24 +49,23 @@ def ranks():
     """(drafter, tape) of each of the two; the first has the draft."""
     wire, made = Wire(), []
     for rank in range(2):
-        params = SamplingParams.allocate(2, "cpu")
+        params = SamplingParams(2, "cpu")
         tape = Tape(torch.full((2, 20), 4), torch.zeros(2, 20, dtype=torch.int64), params, VOCAB)
-        made.append((SharedDrafter(Drafts(tape) if rank == 0 else None, tape, wire.of(rank), 0, gamma=3), tape))
+        made.append((SharedDrafter(Drafts(tape) if rank == 0 else None, tape, wire.of(rank), 0), tape))
     return made
 
 
-@pytest.mark.parametrize("gamma, n", [(3, 7), (2, 7), (6, 4)])
-def test_both_know_what_was_drafted(ranks, gamma, n):
+@pytest.mark.parametrize("gamma", [2, 3, 7])
+def test_both_know_what_was_drafted(ranks, gamma):
     start, found = torch.tensor([5, 9]), []
     for drafter, tape in ranks:
-        drafter.gamma = gamma
         probs = torch.full((2, 8, VOCAB), 0.2)
-        count = drafter.propose(start, n, probs)
-        assert count.tolist() == [min(gamma, n)] * 2
+        count = drafter.propose(start, Plan(gamma, "model"), probs)
+        assert count.tolist() == [gamma] * 2
         found.append((tape.tokens, probs))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     for row, at in enumerate((5, 9)):
-        drafted = list(range(1, min(gamma, n) + 1))
+        drafted = list(range(1, gamma + 1))
         assert found[1][0][row].tolist() == [4] * (at + 1) + drafted + [4] * (20 - at - 1 - len(drafted))
         assert found[1][1][row, : len(drafted)].argmax(-1).tolist() == drafted
 
@@ -76,12 +74,13 @@ def test_the_draft_is_told_everything(ranks):
     (drafter, _), (other, _) = ranks
     length = torch.tensor([3, 4])
     for one in (drafter, other):  # the rank without it passes over all of that
-        one.prefill(1, 100, 64)
+        one.prefill(1, 100, False)
         one.rewind(0, 50)
         one.open(1000)
         one.flush(1, 128)
         one.commit(length)
-    assert drafter.drafter.told == [("prefill", 1, 100, 64), ("rewind", 0, 50), ("open", 1000), ("flush", 1, 128),
-                                    ("commit", length)]
-    assert drafter.length is drafter.drafter.length and drafter.memory is drafter.drafter.memory
-    assert other.memory is None
+        one.leave_out()
+        one.catch_up([7, 9])
+    assert drafter.own.told == [("prefill", 1, 100, False), ("rewind", 0, 50), ("open", 1000), ("flush", 1, 128),
+                                ("commit", length), ("leave_out",), ("catch_up", [7, 9])]
+    assert drafter.nbytes == 7 and other.nbytes == 0

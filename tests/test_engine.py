@@ -7,13 +7,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, random_prompt
+from conftest import VOCAB, make_engine, random_prompt
 
 import triforce
-from triforce.checkpoint import TINY
-from triforce.engine import Engine
 from triforce.generation import RowOutput
-from triforce.state import Settings
+from triforce.hf.checkpoint import TINY
 
 TEXT = "The old man looked at the sea and said nothing. " * 40
 
@@ -121,7 +119,7 @@ def test_a_second_generation_ends_an_unfinished_stream(tiny_engine):
 def test_interrupt_leaves_the_engine_usable(tiny_engine, monkeypatch):
     expected = tiny_engine.generate(TEXT, 40, seed=1).tokens
     state = tiny_engine._state
-    original, calls = state.outer.step, []
+    original, calls = state.hierarchy.outer.step, []
 
     def interrupted(*args):
         calls.append(args)
@@ -129,10 +127,10 @@ def test_interrupt_leaves_the_engine_usable(tiny_engine, monkeypatch):
             raise KeyboardInterrupt
         return original(*args)
 
-    monkeypatch.setattr(state.outer, "step", interrupted)
+    monkeypatch.setattr(state.hierarchy.outer, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tiny_engine.generate(TEXT, 40, seed=1)
-    monkeypatch.setattr(state.outer, "step", original)
+    monkeypatch.setattr(state.hierarchy.outer, "step", original)
     assert tiny_engine.generate(TEXT, 40, seed=1).tokens == expected
 
 
@@ -155,12 +153,12 @@ def test_batch_of_ragged_prompts(pair):
     target, draft = pair
     lengths = (300, 57, 1, 180, 20)
     prompts = [random_prompt(length, seed=i) for i, length in enumerate(lengths)]
-    made = {"settings": Settings(flush_interval=16, chunk_size=4), "budget": 64}
-    batched = Engine(target, None, draft, max_batch_size=3, **made)
+    made = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
+    batched = make_engine(target, draft, max_batch_size=3, **made)
     outs = batched.generate(prompts, 50, seed=9, temperature=[0.0, 0.5, 1.0, 0.9, 0.0])
     assert [len(out.tokens) for out in outs] == [50] * 5
     assert [out.stats.seed for out in outs] == [9, 10, 11, 12, 13]
-    alone = Engine(target, None, draft, **made)
+    alone = make_engine(target, draft, **made)
     for i, temperature in ((1, 0.5), (2, 1.0), (3, 0.9)):
         assert alone.generate(prompts[i], 50, seed=9 + i, temperature=temperature).tokens == outs[i].tokens
 
@@ -168,12 +166,12 @@ def test_batch_of_ragged_prompts(pair):
 def test_rewinding_to_a_longer_output(pair):
     """The bounds of a batch's masked part follow max_new_tokens also when the prefill is taken over."""
     target, draft = pair
-    made = {"settings": Settings(flush_interval=16, chunk_size=4), "budget": 64, "max_batch_size": 2}
+    made = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "max_batch_size": 2}
     prompts = [random_prompt(40), random_prompt(70, seed=1)]
-    used = Engine(target, None, draft, **made)
+    used = make_engine(target, draft, **made)
     used.generate(prompts, 8, temperature=0.0)
     longer = [out.tokens for out in used.generate(prompts, 300, temperature=0.0)]
-    fresh = Engine(target, None, draft, **made).generate(prompts, 300, temperature=0.0)
+    fresh = make_engine(target, draft, **made).generate(prompts, 300, temperature=0.0)
     assert longer == [out.tokens for out in fresh]
 
 
@@ -189,7 +187,7 @@ def test_statistics_of_a_batch_are_each_rows_own(tiny_engine):
 
 def test_arrays_are_batches_or_prompts_by_their_shape(pair):
     target, draft = pair
-    engine = Engine(target, None, draft, settings=Settings(flush_interval=16, chunk_size=4), budget=64)
+    engine = make_engine(target, draft, flush_interval=16, chunk_size=4, budget=64)
     rows = np.array([random_prompt(20), random_prompt(20, seed=1)])
     expected = [engine.generate(row.tolist(), 5, temperature=0.0).tokens for row in rows]
     for batch in (rows, torch.from_numpy(rows), list(rows)):
@@ -198,7 +196,7 @@ def test_arrays_are_batches_or_prompts_by_their_shape(pair):
 
 
 def test_use_inside_and_outside_of_inference_mode(pair):
-    engine = Engine(*pair[:1], None, pair[1], settings=Settings(flush_interval=16, chunk_size=4), budget=64)
+    engine = make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, budget=64)
     prompt = random_prompt(100)
     with torch.inference_mode():
         inside = engine.generate(prompt, 40, seed=0).tokens
@@ -209,11 +207,25 @@ def test_use_inside_and_outside_of_inference_mode(pair):
 def test_old_buffers_are_gone_before_new_ones_are_made(pair):
     import weakref
 
-    engine = Engine(*pair[:1], None, pair[1], settings=Settings(flush_interval=16, chunk_size=4), budget=64)
+    engine = make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, budget=64)
     engine.generate(random_prompt(100), 4)
     old = weakref.ref(engine._state)
     engine.generate(random_prompt(3000), 4)
     assert old() is None
+
+
+@pytest.mark.parametrize("pieces", [3, 1000])
+def test_a_stream_that_has_ended_holds_no_buffers(pieces):
+    """Neither one that was closed nor one that came to its end, although both still tell their results."""
+    import weakref
+
+    engine = triforce.load("tiny", device="cpu", gamma=6)
+    stream = engine.stream(TEXT, 40, temperature=0.0, ignore_eos=True)
+    said = [piece for piece, _ in zip(stream, range(pieces), strict=False)]
+    stream.close()
+    state = weakref.ref(engine._state)
+    engine.release()
+    assert state() is None and stream.result.text.startswith("".join(said))
 
 
 def test_tiny_temperatures_are_greedy(tiny_engine):
@@ -223,8 +235,7 @@ def test_tiny_temperatures_are_greedy(tiny_engine):
 
 def test_logits_equal_the_rounds(pair):
     target, draft = pair
-    engine = Engine(target, None, draft, settings=Settings(flush_interval=16, chunk_size=4, prefill_chunk_size=32),
-                    budget=64)
+    engine = make_engine(target, draft, flush_interval=16, chunk_size=4, prefill_chunk_size=32, budget=64)
     prompt = random_prompt(90)
     tokens = engine.generate(prompt, 30, temperature=0.0).tokens
     logits = engine.logits([prompt + tokens, prompt + tokens])
@@ -243,8 +254,9 @@ def test_logits_equal_the_rounds(pair):
     (lambda e: e.generate([5] * 4000, 200), "cut the prompt by 104 tokens to 3896 (--prompt-len) or ask "
      "for at most 96 new ones"),
     (lambda e: e.generate(b"hi"), "decode it: prompt.decode()"),
-    (lambda e: e.generate("a", foo=1), "foo is no option of generate; there are chat_template, ignore_eos"),
-    (lambda e: e.generate("a", temprature=1), "temprature is no option of generate; did you mean temperature?"),
+    (lambda e: e.generate("a", foo=1), "foo is not a known option of generate; known are chat_template, ignore_eos"),
+    (lambda e: e.generate("a", temprature=1), "temprature is not a known option of generate; did you mean "
+     "temperature?"),
     (lambda e: e.generate("a", 5, top_p=0.0), "top_p (0.0)"),
     (lambda e: e.generate("a", 5, temperature=-1.0), "temperature (-1.0)"),
     (lambda e: e.generate("a", 5, stop=""), "stop ('')"),
@@ -271,8 +283,8 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"gamma": 0}, "gamma (0) must be a whole number, at least 1; try 6"),
     ({"gamma_inner": 0}, "gamma_inner (0) must be a whole number, at least 1; try 2"),
     ({"chunk_size": 0}, "chunk_size (0) must be a whole number, at least 1; try 8"),
-    ({"buget": 4096}, "buget is no setting; did you mean budget?"),
-    ({"flush_intervall": 4096}, "flush_intervall is no setting; did you mean flush_interval?"),
+    ({"buget": 4096}, "buget is not a known setting; did you mean budget?"),
+    ({"flush_intervall": 4096}, "flush_intervall is not a known setting; did you mean flush_interval?"),
     ({"block_size": 500}, "block_size (500) must be between 1 and flush_interval (128); try 8"),
     ({"budget": 4100}, "budget (4100) must be a multiple of chunk_size (8); try 4096"),
     ({"budget": 8}, "budget (8) must be at least 144"),
@@ -284,7 +296,7 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"device": "cuda:99"}, "device cuda:99 was asked for and"),
     ({"device": "gpu"}, "device 'gpu' is unknown"),
     ({"dtype": "int7"}, "dtype 'int7' is unknown"),
-    ({"colour": "red"}, "colour is no setting; there are block_size, budget"),
+    ({"colour": "red"}, "colour is not a known setting; known are block_size, budget"),
     ({"block_size": 0}, "block_size (0) must be a whole number, at least 1"),
     ({"block_size": "8"}, "block_size ('8') must be a whole number, at least 1"),
     ({"device": []}, "device [] is unknown"),
@@ -362,7 +374,7 @@ def test_memory_is_planned_before_it_is_taken(pair, monkeypatch):
     from triforce import memory
 
     monkeypatch.setattr(memory, "available", lambda device: 2**21)
-    engine = Engine(pair[0], None, pair[1], settings=Settings(flush_interval=16, chunk_size=4), budget=64)
+    engine = make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, budget=64)
     with pytest.raises(triforce.UserError) as error:
         engine.generate(random_prompt(7000), 100)
     for word in ("KV cache", "--max-seq-len", "free"):
@@ -377,26 +389,25 @@ def test_planned_bytes_are_those_allocated(pair, settings):
     from triforce import memory
 
     target, draft = pair
-    engine = Engine(target, None, draft, settings=Settings(flush_interval=16, chunk_size=4, **settings), budget=64)
+    engine = make_engine(target, draft, flush_interval=16, chunk_size=4, **settings, budget=64)
     state = engine.prepare([random_prompt(500)], 100, temperature=0.0, top_p=1.0, top_k=None, min_p=None, seed=[0])
-    parts = memory.cache_parts(target.config, draft.config, engine.settings, batch=1, capacity=state.capacity,
-                               budget=64, itemsize=4)
-    planned = sum(part.bytes for part in parts if part.name in ("KV cache", "tail", "chunk keys",
-                                                                "retrieval view", "draft cache"))
-    assert abs(state.nbytes - planned) < 0.03 * planned
+    parts = memory.state_parts(target.config, draft.config, engine.settings, batch=1, capacity=state.capacity,
+                               budget=64, vocab_size=VOCAB, dtype=torch.float32, device=engine.device)
+    assert state.nbytes == sum(part.bytes for part in parts if part.name in ("KV cache", "tail", "chunk keys",
+                                                                             "retrieval view", "draft cache"))
 
 
 def test_settings_may_be_of_numpy():
     engine = triforce.load("tiny", device="cpu", offload=True, num_resident_layers=np.int64(2), gamma=np.int32(3),
                            max_seq_len=np.int64(2048), flush_interval=np.int64(64), budget=np.float64(0.5))
-    assert engine.num_resident_layers == 2 and engine.settings.flush_interval == 64
-    assert all(type(value) is int for value in (engine.max_seq_len, engine.settings.gamma))
+    assert engine.placement.num_resident_layers == 2 and engine.settings.flush_interval == 64
+    assert all(type(value) is int for value in (engine.placement.max_seq_len, engine.settings.gamma))
     assert len(engine.generate(TEXT, 8, temperature=0.0, ignore_eos=True).tokens) == 8
 
 
 def test_an_engine_says_what_it_is(tiny_engine):
     assert repr(tiny_engine) == ("<triforce.Engine: LlamaForCausalLM, 7.5M parameters, float32 on cpu; drafts by a "
-                                 "model of 0.9M parameters and retrieval>")
+                                 "model of 0.9M parameters, a retrieval view>")
     bare = triforce.load("tiny", device="cpu", draft=False, retrieval=False, dtype="bfloat16")
     assert "bfloat16 on cpu; drafts by nothing" in repr(bare)
 
@@ -435,8 +446,8 @@ def test_state_grows_with_the_prompt_and_is_kept(tiny_engine):
     ({"recent": 1.0}, "recent (1.0) must be a share"), ({"recent": "x"}, "recent ('x') must be a share"),
     ({"draft_cache": "full"}, "draft_cache ('full') with a retrieval level must be one of retrieval, snapkv"),
     ({"draft_cache": "retrieval", "retrieval": False}, "without a retrieval level must be one of streaming, snapkv"),
-    ({"draft_cache": "streaming", "retrieval": False, "draft": False}, "and neither does"),
-    ({"auto": True}, "auto is no setting"), ({"ngram": True}, "ngram is no setting")])
+    ({"draft_cache": "streaming", "retrieval": False, "draft": False}, "has no effect"),
+    ({"auto": True}, "auto is not a known setting"), ({"ngram": True}, "ngram is not a known setting")])
 def test_settings_that_do_not_fit(options, message):
     with pytest.raises(triforce.UserError) as error:
         triforce.load("tiny", device="cpu", **options)
@@ -451,8 +462,8 @@ def test_what_drafts(options, sources):
     """Besides the retrieval level: with gamma="auto", the default, n-grams as well as a model."""
     engine = triforce.load("tiny", device="cpu", **options)
     engine.generate([5], 1)
-    assert set(engine._state.sources) == sources
-    assert (engine._state.retrieval is not None) == options.get("retrieval", True)
+    assert set(engine._state.hierarchy.sources) == sources
+    assert (engine._state.hierarchy.view is not None) == options.get("retrieval", True)
 
 
 @pytest.mark.parametrize("options", [

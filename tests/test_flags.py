@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from triforce import cli
-from triforce.checkpoint import TINY
 from triforce.errors import UserError
 from triforce.generation import Generation, Stats
-from triforce.tokenizer import Tokenizer
+from triforce.hf.checkpoint import TINY
+from triforce.hf.tokenizer import Tokenizer
 
 TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I thought I would sail about a little."
 
@@ -17,7 +17,7 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I though
 class Engine:
     """Answers in 10 ms a token with speculation, in 25 without and 20 with unpadded steps."""
 
-    device, target = "cpu", SimpleNamespace(dtype="torch.float32")
+    device, target, num_parameters = "cpu", SimpleNamespace(dtype="torch.float32"), 10**6
 
     def __init__(self):
         self.tokenizer, self.asked = Tokenizer(TINY / "target"), []
@@ -87,7 +87,7 @@ def test_how_to_generate(engine):
                        "stop": ["a", "b"], "ignore_eos": True, "speculate": False}
     assert cli.main(["--prompt", TEXT]) == 0
     options = engine.asked[1][1]
-    assert options["speculate"] and not options["ignore_eos"] and options["stop"] is None and options["seed"] is None
+    assert options["speculate"] and not options["ignore_eos"] and options["stop"] is None and "seed" not in options
 
 
 def test_answers_to_a_file_of_prompts_do_not_depend_on_its_batches(engine, tmp_path, capsys):
@@ -95,7 +95,7 @@ def test_answers_to_a_file_of_prompts_do_not_depend_on_its_batches(engine, tmp_p
     file.write_text("\n".join(json.dumps(f"{i} {TEXT}") for i in range(5)))
     flags = ["--batch-size", "2", "--seed", "10", "--stop", "x", "--no-speculation"]
     assert cli.main(["--prompts", str(file), *flags]) == 0
-    assert [options["seed"] for _, options in engine.asked] == [[10, 11], [10, 11], [12, 13], [12, 13], [14]]
+    assert [options["seed"] for _, options in engine.asked] == [10, 10, 12, 12, 14]
     assert [options["batch"] for _, options in engine.asked] == [2, 2, 2, 2, 1]
     assert all(options["stop"] == ["x"] and not options["speculate"] for _, options in engine.asked)
     assert [ids for ids, _ in engine.asked] == [engine.tokenizer.encode(f"{i} {TEXT}") for i in range(5)]
@@ -120,7 +120,9 @@ def test_how_to_load(monkeypatch):
         asked.append({"checkpoint": checkpoint, **options})
         raise UserError("enough")
 
-    monkeypatch.setattr("triforce.loading.load", load)
+    monkeypatch.setattr(cli, "load", load)
+    for look_for in ("resolve", "find_draft"):  # the folders, which are not there
+        monkeypatch.setattr(cli, look_for, lambda *args: None)
     flags = {"checkpoint": "a", "draft": "b", "device": "cpu", "dtype": "float16", "max_seq_len": 100, "budget": 64,
              "chunk_size": 4, "gamma": 5, "gamma_inner": 3, "block_size": 12, "draft_dtype": "fp8",
              "draft_cache": "snapkv", "offload": "auto", "num_resident_layers": 2, "resident_memory": "1GB",
@@ -128,8 +130,9 @@ def test_how_to_load(monkeypatch):
     argv = [word for name, value in flags.items()
             for word in ("--" + name.replace("_", "-"), str(value[0] if isinstance(value, list) else value))]
     assert cli.main(["--prompt", TEXT, *argv, "--batch-size", "3", "--no-compile"]) == 2
-    assert asked[0] == {**flags, "max_batch_size": 3, "compile": False, "retrieval": True, "group": None}
+    assert asked[0] == {**flags, "max_batch_size": 3, "compile": False, "group": None}
     assert cli.main(["--prompt", TEXT, "--draft", "none", "--no-retrieval", "--offload", "--budget", "0.1"]) == 2
     assert asked[1]["draft"] is False and asked[1]["retrieval"] is False and asked[1]["offload"] is True
-    assert asked[1]["budget"] == 0.1 and asked[1]["gamma"] == "auto" and "prefill_chunk_size" not in asked[1]
-    assert cli.main(["--prompt", TEXT]) == 2 and asked[2]["draft"] is None and asked[2]["offload"] is False
+    assert asked[1]["budget"] == 0.1 and "gamma" not in asked[1]
+    assert cli.main(["--prompt", TEXT]) == 2  # what is not said is left to `load`
+    assert asked[2] == {"checkpoint": "tiny", "group": None, "max_batch_size": 8, "device": None}

@@ -3,6 +3,7 @@
 import json
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from families import build, config_json, save
 from hub import Hub
 from safetensors.torch import load_file
 
-from triforce import convert as converting
-from triforce import download as downloading
-from triforce.checkpoint import load_model, parse_dtype, resolve
-from triforce.convert import convert
 from triforce.errors import UserError
-from triforce.vocabulary import read_sentencepiece
+from triforce.hf import convert as converting
+from triforce.hf import download as downloading
+from triforce.hf.checkpoint import load_model, parse_dtype, resolve
+from triforce.hf.convert import convert
+from triforce.hf.vocabulary import read_sentencepiece
 
 FILES = {"config.json": b"{}", "model.safetensors": b"0123456789"}
 
@@ -99,6 +100,15 @@ def test_all_files_are_of_the_revision(hub, tmp_path):
     downloading.download("owner/name", tmp_path / "out", revision="v1", endpoint=hub.url)
     assert hub.fetched() == set(FILES)
     assert not any("main" in path for _, path, _ in hub.requests)
+
+
+@pytest.mark.parametrize("status, words", [(403, "is gated"), (401, "rejects the token"), (404, "does not exist"),
+                                           (500, "the hub answers 500"), (None, "cannot reach the hub")])
+def test_what_a_refusal_of_a_file_means(status, words, tmp_path):
+    """Not each is an error of the client's own kinds: storage behind the hub refuses, too."""
+    error = RuntimeError("refused")
+    error.response = SimpleNamespace(status_code=status)
+    assert words in str(downloading.explain(error, "owner/name", None, tmp_path))
 
 
 def test_flags_of_the_download_command(monkeypatch, capsys):

@@ -1,45 +1,14 @@
 """Greedy tokens and logits are the same bits with speculation on and off, for every drafter, budget and gamma."""
 
-import hashlib
-
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt
+from conftest import bits, bits_of_rows, make_state, random_pair, random_prompt
 
 from triforce import acceptance
-from triforce.controller import Controller, Costs, Plan
+from triforce.controller import Controller, Costs
+from triforce.plan import AUTOREGRESSION, Plan
 
 CONTEXT, NEW = 2048, 160
-
-
-def bits(state, count, **how):
-    """Greedy tokens of row 0, a hash of the logits behind each, and what happened on the way."""
-    tokens, hashes, offsets = [], [], set()
-    while len(tokens) < count:
-        offsets.add(state.lens[0] % state.settings.flush_interval)
-        new = state.round(**how)[0]
-        hashes += hashes_of(state, 0, len(new))
-        tokens += new
-    totals = {"full": state.outer.totals[0].tolist()}
-    if state.inner is not None:
-        totals["retrieval"] = state.inner.totals[0].tolist()
-    rejected = {name: drafted - accepted for name, (accepted, drafted) in totals.items()}
-    return tokens[:count], hashes[:count], rejected, offsets
-
-
-def hashes_of(state, row: int, count: int) -> list[str]:
-    """Of the logits behind the tokens of a row's last round."""
-    logits = state.outer.logits[row, :count].contiguous().float().cpu()
-    return [hashlib.sha256(one.numpy().tobytes()).hexdigest() for one in logits]
-
-
-def bits_of_rows(state, count, **how) -> list[list[tuple[int, str]]]:
-    """Of each row of a batch, `count` greedy tokens, each with a hash of the logits behind it."""
-    rows = [[] for _ in range(state.batch)]
-    while min(map(len, rows)) < count:
-        for row, new in enumerate(state.round(**how)):
-            rows[row] += zip(new, hashes_of(state, row, len(new)), strict=True)
-    return [row[:count] for row in rows]
 
 
 LEVELS = ("triforce", "retrieval", "snapkv", "streaming", "draft", "draft, full", "draft, snapkv", "ngram",
@@ -66,7 +35,7 @@ def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
     levels, _, kind = levels.partition(", ")
     state = make_state(target, draft if levels in ("triforce", "draft") else None, [random_prompt(CONTEXT)],
                        capacity=4096, retrieval=levels not in ("draft", "ngram only"), ngram="ngram" in levels,
-                       draft_cache=levels if levels in ("snapkv", "streaming") else kind or "retrieval",
+                       draft_cache=levels if levels in ("snapkv", "streaming") else kind or None,
                        budget=budget, gamma=gamma, chunk_size=8, flush_interval=64,
                        rebuild_interval=32, keep_logits=True)
     tokens, hashes, rejected, offsets = bits(state, NEW)
@@ -76,10 +45,10 @@ def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
     assert state.num_flushes >= 2
     if levels == "triforce":  # rounds began at every distance from a flush position at which a block may cross it
         assert set(range(64 - 7, 64)) <= offsets
-    if state.retrieval is not None:
-        assert state.retrieval.num_rebuilds >= 2 or not state.retrieval.renews
+    if state.hierarchy.view is not None:
+        assert state.hierarchy.view.num_rebuilds >= 2 or not state.hierarchy.view.renews
     state.rewind(1000)
-    tokens, hashes, _, _ = bits(state, NEW, speculate=False)
+    tokens, hashes, _, _ = bits(state, NEW, plan=AUTOREGRESSION)
     assert (tokens, hashes) == plain
 
 
@@ -108,7 +77,7 @@ def test_bits_do_not_depend_on_plans(models, plain, retrieval):
     state = make_state(*models, [random_prompt(CONTEXT)], capacity=4096, retrieval=retrieval, ngram=True, budget=256,
                        gamma=7, gamma_inner=3, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
     for shift in (0, 1):  # so that others follow each other
-        state.controller = Everything(plans[:: 1 + shift] + [Plan()] * shift)
+        state.pilot.controller = Everything(plans[:: 1 + shift] + [Plan()] * shift)
         assert bits(state, NEW)[:2] == plain
         state.rewind(1000)
 
@@ -119,13 +88,13 @@ def test_auto_measures_and_keeps_the_bits(models, plain, eager_to_draft):
                        auto=True, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
     tokens, hashes, rejected, _ = bits(state, NEW)
     assert (tokens, hashes) == plain
-    assert state.controller.costs.verify and set(state.controller.costs.sources) == {"model", "ngram"}
+    assert state.pilot.controller.costs.verify and set(state.pilot.controller.costs.sources) == {"model", "ngram"}
     assert sum(plan.gamma > 0 for plan in eager_to_draft) >= 20 and rejected["full"] >= 20
     state.rewind(1000)
     tokens, hashes, rejected, _ = bits(state, NEW)  # the controller is there from the first round on
     assert (tokens, hashes) == plain and rejected["full"] >= 20
     state.rewind(1000)
-    assert bits(state, NEW, speculate=False)[:2] == plain
+    assert bits(state, NEW, plan=AUTOREGRESSION)[:2] == plain
 
 
 def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
@@ -137,7 +106,7 @@ def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
                            keep_logits=True)
         on = bits(state, 24)[:2]
         state.rewind(1000)
-        assert bits(state, 24, speculate=False)[:2] == on
+        assert bits(state, 24, plan=AUTOREGRESSION)[:2] == on
 
 
 @pytest.mark.parametrize("kept", range(7))
@@ -167,8 +136,8 @@ def test_batch_rows_do_not_depend_on_neighbours(models):
     prompts = [random_prompt(300, seed=1), random_prompt(137, seed=2), [5]]
     state = state_of(prompts)
     on = bits_of_rows(state, 80)
-    assert state.outer.totals[:, 1].min() >= 80  # drafted
-    assert on == bits_of_rows(state_of(prompts), 80, speculate=False)
+    assert state.hierarchy.outer.totals[:, 1].min() >= 80  # drafted
+    assert on == bits_of_rows(state_of(prompts), 80, plan=AUTOREGRESSION)
     others = [prompts[0], random_prompt(137, seed=3), [9]]  # the same lengths, other texts
     assert bits_of_rows(state_of(others), 80)[0] == on[0]
 
@@ -180,14 +149,14 @@ def test_rewinding_repeats_a_fresh_prefill(models, settings):
     target, draft = models
 
     def rounds(state):
-        state.outer.draft_probs.zero_()  # rows beyond what is drafted hold anything
-        return [(state.round()[0], state.outer.draft_probs.clone()) for _ in range(30)]
+        state.hierarchy.outer.draft_probs.zero_()  # rows beyond what is drafted hold anything
+        return [(state.round()[0], state.hierarchy.outer.draft_probs.clone()) for _ in range(30)]
 
     state = make_state(target, draft, [random_prompt(400)], sampling={"temperature": 0.8}, **settings)
     first = rounds(state)
     for left_out in (0, 5, 50):
         for _ in range(left_out):
-            state.round(speculate=False)
+            state.round(AUTOREGRESSION)
         state.rewind(1000)
         for (tokens, probs), (others, other_probs) in zip(rounds(state), first, strict=True):
             assert tokens == others and torch.equal(probs, other_probs)
@@ -205,7 +174,7 @@ def test_appending_to_a_used_state(models):
     state.begin(100)
     whole = make_state(target, draft, [prompt + said + more])
     assert state.lens == whole.lens
-    mine, other = state.cache.full, whole.cache.full
+    mine, other = state.cache.prefix, whole.cache.prefix
     assert mine.lens == other.lens
     for a, b in zip((*mine.k, *mine.v), (*other.k, *other.v), strict=True):
         torch.testing.assert_close(a[0, :, : mine.lens[0]], b[0, :, : mine.lens[0]], rtol=1e-4, atol=1e-5)

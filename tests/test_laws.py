@@ -8,7 +8,7 @@ from triforce.sampling import SamplingParams, probabilities, uniform
 
 
 def law_of(specialize: bool, rows: int = 1, **values):
-    params = SamplingParams.allocate(rows, "cpu")
+    params = SamplingParams(rows, "cpu")
     params.set(specialize=specialize, **{"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": None, **values})
     logits = 2 * torch.randn(rows, 3, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return probabilities(logits, params)
@@ -34,6 +34,13 @@ def test_rows_of_a_batch_keep_their_settings_where_others_need_none():
 
 def test_none_keeps_every_token():
     assert torch.equal(law_of(False, top_p=None), law_of(False)) and (law_of(True, top_p=None) > 0).all()
+
+
+def test_no_two_purposes_share_their_numbers():
+    seed, positions = torch.tensor([3]), torch.arange(200)[None]
+    drawn = [uniform(seed, positions, level, purpose) for level in range(3) for purpose in range(2)]
+    for i, one in enumerate(drawn):
+        assert not any((one == other).any() for other in drawn[:i])
 
 
 def test_compiled_steps_draw_the_same_numbers(monkeypatch):

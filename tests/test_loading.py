@@ -12,8 +12,8 @@ def test_defaults_on_a_cpu():
     settings = engine.settings
     assert settings.auto and (settings.gamma, settings.gamma_inner, settings.block_size) == (7, 3, 8)
     assert settings.prefill_chunk_size == 1024 and settings.flush_interval == 128
-    assert str(engine.target.dtype) == str(engine.draft.dtype) == "torch.float32" and not engine.compile
-    assert engine.max_batch_size == 3
+    assert str(engine.target.dtype) == str(engine.draft.dtype) == "torch.float32" and not engine.placement.compile
+    assert engine.placement.max_batch_size == 3
     assert engine.eos_ids == (engine.tokenizer.eos_id,) == (2,)
     fixed = triforce.load("tiny", device="cpu", gamma=6).settings
     assert not fixed.auto and (fixed.gamma, fixed.gamma_inner) == (6, 2)
@@ -22,9 +22,10 @@ def test_defaults_on_a_cpu():
 def test_a_text_ends_where_the_model_ends_it(monkeypatch):
     engine = triforce.load("tiny", device="cpu", gamma=3)
     whole = engine.generate("Once upon a time", 12, temperature=0.0, ignore_eos=True).tokens
-    monkeypatch.setattr("triforce.checkpoint.eos_token_ids", lambda folder: (whole[5],))
+    monkeypatch.setattr("triforce.hf.checkpoint.eos_token_ids", lambda folder: (whole[5],))
     engine = triforce.load("tiny", device="cpu", gamma=3)
     assert engine.generate("Once upon a time", 12, temperature=0.0).tokens == whole[: whole.index(whole[5]) + 1]
+    assert engine.generate("Once upon a time", 12, temperature=0.0, ignore_eos=True).tokens == whole
 
 
 @pytest.mark.parametrize("options, looks_up", [({}, True), ({"gamma": 6}, False), ({"draft": False}, False),

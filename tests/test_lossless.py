@@ -6,16 +6,19 @@ import pytest
 import torch
 from conftest import make_state
 from enumeration import joint_laws, target_law, total_variation
-from reference import DenseKV
+from reference import DenseKV, reference_filter
 
-from triforce import acceptance, retrieval, speculation
-from triforce.controller import Controller, Costs, Plan, Rate
+from triforce import acceptance, speculator
+from triforce.controller import Controller, Costs, Rate
+from triforce.drafting.ngram import NgramDrafter, NgramMeter
+from triforce.kv import views
+from triforce.kv.views import RetrievalView
 from triforce.model import ModelConfig, Transformer
-from triforce.ngram import NgramDrafter, NgramMeter
+from triforce.pilot import Tally
+from triforce.plan import ONE_ROW, Plan
 from triforce.quantize import fp8_copy
-from triforce.retrieval import RetrievalView
-from triforce.speculation import ACCEPTED, BONUS, Speculator
-from triforce.state import Tally
+from triforce.speculator import Speculator
+from triforce.tape import ACCEPTED, BONUS
 
 VOCAB = 3  # of the tokenizer; the models' own vocabularies are padded, differently
 PROMPTS = [[0, 2, 1, 1, 0, 2, 2, 1, 0, 1, 2, 0, 1, 2], [1, 0, 0, 2, 1, 2, 0, 1, 1, 0, 2, 2, 0, 1, 2, 1, 0, 0]]
@@ -28,20 +31,6 @@ def models():
     draft = ModelConfig(7, 16, 1, 2, 2, 8, 24)
     return (Transformer.random(target, seed=0, std=0.5, dtype=torch.float64),
             Transformer.random(draft, seed=1, std=0.5, dtype=torch.float64))
-
-
-def reference_filter(probs: list[float], sampling: dict) -> list[float]:
-    """Top-k, top-p and min-p by their definitions, one token at a time."""
-    order = sorted(range(len(probs)), key=lambda i: -probs[i])
-    kept = order[: sampling["top_k"] or len(order)]
-    total, mass, nucleus = sum(probs[i] for i in kept), 0.0, []
-    for i in kept:
-        if mass < sampling["top_p"] * total:
-            nucleus.append(i)
-        mass += probs[i]
-    nucleus = [i for i in nucleus if probs[i] >= (sampling["min_p"] or 0.0) * max(probs)]
-    norm = sum(probs[i] for i in nucleus)
-    return [probs[i] / norm if i in nucleus else 0.0 for i in range(len(probs))]
 
 
 def reference_law(target, sampling):
@@ -65,7 +54,7 @@ def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PRO
                        **{"flush_interval": 4, "chunk_size": 2, "rebuild_interval": 2, "block_size": 4,
                           "draft_window": 6, "draft_sink": 2, "retrieval": levels in ("triforce", "retrieval"),
                           **settings})
-    assert state.retrieval is None or all(state.retrieval.selected)  # a true selection, not the whole prefix
+    assert state.hierarchy.view is None or all(state.hierarchy.view.selected)  # a true selection, not the whole prefix
     if prepare is not None:
         prepare(state)
     shared = models if drafting is None else (*models, drafting)
@@ -117,7 +106,7 @@ def test_joint_law_is_the_targets_where_ngrams_draft(models, monkeypatch, case, 
 
     monkeypatch.setattr(NgramDrafter, "propose", counted)
     found, branches, _ = distances(models, **case, ngram=True, prepare=lambda state: setattr(
-        state, "plan", plan or state.plan))
+        state.pilot, "default", plan or state.pilot.default))
     assert sum(drafted) >= 100
     assert max(found) < 1e-6, f"total variation {found} over {branches} branches"
 
@@ -125,7 +114,7 @@ def test_joint_law_is_the_targets_where_ngrams_draft(models, monkeypatch, case, 
 def test_rebuilding_when_acceptance_drops_does_not_bias(models):
     """A round cut at a flush position must not let what it checked beyond decide whether retrieval is rebuilt."""
     def about_to_drop(state):
-        for policy in state._rebuild:
+        for policy in state.pilot.rebuilds:
             policy.tokens, policy.recent, policy.average = 12, 0.68, 0.951
 
     text = PROMPTS[1] + PROMPTS[0]
@@ -144,7 +133,7 @@ def test_fp8_drafting_does_not_bias(models):
 def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, leaks):
     """What is selected, a verify late, may follow from kept tokens' queries only: if it follows from all that the last
     verify computed, enumeration sees it."""
-    gathered, gather, scores = [], RetrievalView.gather, retrieval.chunk_scores
+    gathered, gather, scores = [], RetrievalView.gather, views.chunk_scores
 
     def counted(self, *args):
         gathered.append(self.awaits_pieces)
@@ -152,7 +141,7 @@ def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, lea
 
     monkeypatch.setattr(RetrievalView, "gather", counted)
     if leaks:
-        monkeypatch.setattr(retrieval, "chunk_scores", lambda queries, keys, weight, *more: scores(
+        monkeypatch.setattr(views, "chunk_scores", lambda queries, keys, weight, *more: scores(
             queries, keys, torch.ones_like(weight), *more))
     found, _, _ = distances(models, gamma=3, gamma_inner=1, num_resident_layers=1, piece_tokens=4, rebuild_interval=1,
                             prompts=[[0, 2, 2, 1, 2, 0, 1, 0, 2, 0, 1, 0, 1, 2, 0, 0, 2]],
@@ -171,8 +160,8 @@ def test_choosing_plans_does_not_bias(models, monkeypatch):
 
     def steer(state):
         costs = Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2), "ngram": (0.4, 0.0)})
-        state.controller = Controller(costs, max_gamma=3, max_inner=2)
-        state._meters = [NgramMeter(state.tape.tokens[0, : state.known[0]].tolist())]
+        state.pilot.controller = Controller(costs, max_gamma=3, max_inner=2)
+        state.pilot.meters = [NgramMeter(state.tape.tokens[0, : state.known[0]].tolist())]
 
     found, _, _ = distances(models, gamma=3, gamma_inner=2, ngram=True, batch=1, prompts=PROMPTS[:1], prepare=steer,
                             horizon=3)
@@ -187,8 +176,9 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     work, step = [], Speculator._step
     monkeypatch.setattr(Speculator, "_step", lambda self, *args: (work.append(args[3]), step(self, *args)))
     if leaks:
-        monkeypatch.setattr(Speculator, "_rows_of", lambda self, num_drafted: 1 + int(num_drafted.max()))
-    plans, seen = [Plan(3, "model", True, 1, 2), Plan(1, "model"), Plan(2, None, True, 0, 2)], set()
+        monkeypatch.setattr(Speculator, "_rows_of", lambda self, plan, num_drafted: 1 + int(num_drafted.max()))
+    plans, seen = [Plan(3, "model", True, 1, 2, False), Plan(1, "model", padded=False),
+                   Plan(2, None, True, 0, 2, False)], set()
 
     def timed(self, plan, milliseconds):
         self.turn = getattr(self, "turn", 0) + sum(work)
@@ -202,8 +192,7 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     monkeypatch.setattr(Controller, "choose", chosen)
 
     def steer(state):
-        state.set_padding(False, tight=True)
-        state.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=1)
+        state.pilot.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=1)
 
     found, _, _ = distances(models, gamma=3, gamma_inner=1, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=3,
                             sampling={"top_k": 2})
@@ -217,10 +206,10 @@ def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
     must not be counted: if it is, enumeration sees it."""
     plans, seen, add = [Plan(3, "model", True, 1, 2), Plan(2, "model"), Plan(3, "model", True, 2, 2)], set(), Tally.add
 
-    def added(self, plan, num_emitted, num_accepted, num_drafted, origins):
-        add(self, plan, num_emitted, num_accepted, num_drafted, origins)
-        discarded = origins[num_accepted:num_drafted]
-        if plan.retrieval:
+    def added(self, row):
+        add(self, row)
+        discarded = row.origins[row.num_accepted : row.num_drafted]
+        if self.plan.retrieval:
             self.observe("model", discarded.count(ACCEPTED), len(discarded) - discarded.count(BONUS))
 
     def told(self, num_tokens, **observed):
@@ -237,7 +226,7 @@ def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
     monkeypatch.setattr(Controller, "timed", lambda *args: None)
 
     def steer(state):
-        state.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=2)
+        state.pilot.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=2)
 
     found, _, _ = distances(models, gamma=3, gamma_inner=2, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=3,
                             sampling={"top_k": 2})
@@ -249,16 +238,14 @@ def test_rounds_of_one_row_do_not_bias(models, monkeypatch):
     """Where the controller does not draft, the step is not padded; and the view is rebuilt by what it asked."""
     def chosen(self, **known):
         self.turn = getattr(self, "turn", 0) + 1
-        return Plan() if self.turn % 2 == 0 else Plan(2, "model", True, 1, 1)
+        return ONE_ROW if self.turn % 2 == 0 else Plan(2, "model", True, 1, 1)
 
     monkeypatch.setattr(Controller, "choose", chosen)
     monkeypatch.setattr(Controller, "timed", lambda *args: None)
 
     def steer(state):
-        state.set_padding(False, tight=False)
-        assert state.plain is state.one_row
-        state.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}, plain=2.0), max_gamma=3,
-                                      max_inner=1)
+        state.pilot.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}, plain=2.0), max_gamma=3,
+                                            max_inner=1)
 
     found, _, _ = distances(models, gamma=3, gamma_inner=1, batch=1, prompts=PROMPTS[:1], prepare=steer, horizon=3,
                             rebuild_interval=1)
@@ -267,7 +254,7 @@ def test_rounds_of_one_row_do_not_bias(models, monkeypatch):
 
 def test_enumeration_sees_a_biased_inner_level(models):
     """The published code samples target_probs, not the residual, after a rejection at its inner level."""
-    exact = speculation.verify_chain
+    exact = speculator.verify_chain
 
     def biased(*args):
         inner = args[0].shape[1] == 1  # gamma_inner = 1; the outer level checks 3
@@ -275,7 +262,7 @@ def test_enumeration_sees_a_biased_inner_level(models):
         with mock.patch.object(acceptance, "residual", residual):
             return exact(*args)
 
-    with mock.patch.object(speculation, "verify_chain", biased):
+    with mock.patch.object(speculator, "verify_chain", biased):
         found, _, _ = distances(models, gamma=2, gamma_inner=1)
     assert min(found) > 1e-3
 

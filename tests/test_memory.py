@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from triforce import memory
+from triforce.config import Settings
 from triforce.errors import UserError
-from triforce.memory import Part, cache_parts, check, fitting_layers, prefix_bytes
+from triforce.memory import Part, check, fitting_layers, layer_bytes, state_parts
 from triforce.model import ModelConfig
-from triforce.state import Settings
 
 TARGET, DRAFT = ModelConfig(64, 32, 4, 4, 2, 8, 48), ModelConfig(64, 16, 1, 2, 2, 8, 32)
 TOKEN = 2 * 2 * 8 * 4  # bytes of a token's K and V in one layer of the target: two heads of 8 in float32
@@ -18,20 +18,24 @@ CPU = torch.device("cpu")
 
 
 def parts(settings=None, draft=DRAFT, **more) -> dict[str, int]:
-    given = {"batch": 1, "capacity": 4096, "budget": 256, "itemsize": 4, **more}
-    return {part.name: part.bytes for part in cache_parts(TARGET, draft, settings or Settings(), **given)}
+    given = {"batch": 1, "capacity": 4096, "budget": 256, "vocab_size": 64, "dtype": torch.float32, "device": CPU,
+             **more}
+    settings = (settings or Settings(gamma=6)).resolve(has_model=draft is not None)
+    return {part.name: part.bytes for part in state_parts(TARGET, draft, settings, **given)}
 
 
 def test_parts_by_their_definitions():
     planned = parts()
-    assert planned["KV cache"] == 4 * TOKEN * 4096 == prefix_bytes(TARGET, 4, batch=1, capacity=4096, itemsize=4)
+    layer = layer_bytes(TARGET, batch=1, capacity=4096, dtype=torch.float32)
+    assert planned["KV cache"] == 4 * TOKEN * 4096 == 4 * layer
     assert planned["chunk keys"] == 4 * TOKEN // 2 * 4096 // 8  # of each 8 tokens one mean key
-    assert planned["retrieval view"] == 4 * TOKEN * 256
+    # The view's tokens, and which chunks they are of: 256 tokens, without a sink and a window of 128.
+    assert planned["retrieval view"] == 4 * TOKEN * 256 + 4 * 2 * (256 - 8 - 128) // 8 * 8 + 8
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(retrieval=False),
-                                      Settings(retrieval=False, draft_cache="full"),
-                                      Settings(retrieval=False, draft_cache="snapkv")])
+@pytest.mark.parametrize("settings", [Settings(gamma=6), Settings(gamma=6, retrieval=False),
+                                      Settings(gamma=6, retrieval=False, draft_cache="full"),
+                                      Settings(gamma=6, retrieval=False, draft_cache="snapkv")])
 def test_what_every_row_needs_is_planned_for_every_row(settings):
     one, three = parts(settings), parts(settings, batch=3)
     assert one.keys() == three.keys()
@@ -48,9 +52,9 @@ def test_a_prompt_is_prefilled_at_a_time():
 
 
 def test_some_of_a_device_is_left_free(monkeypatch):
-    layer = prefix_bytes(TARGET, 1, batch=1, capacity=1000, itemsize=4)
+    layer = layer_bytes(TARGET, batch=1, capacity=1000, dtype=torch.float32)
     monkeypatch.setattr(memory, "available", lambda device: 4 * layer)
-    fit = {"batch": 1, "capacity": 1000, "itemsize": 4}
+    fit = {"batch": 1, "capacity": 1000, "dtype": torch.float32}
     assert fitting_layers(TARGET, [], CPU, None, **fit) == 3
     assert fitting_layers(TARGET, [Part("other", 2 * layer)], CPU, None, **fit) == 1
     assert fitting_layers(TARGET, [], CPU, 2 * layer, **fit) == 2

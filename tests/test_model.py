@@ -81,7 +81,8 @@ def test_the_norm_is_the_same_for_few_rows_and_many(rows, scale):
     torch.testing.assert_close(norm(x), F.rms_norm(x, (48,), norm.weight, 1e-5))
 
 
-@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}, {"qkv_bias": True}, {"out_bias": True},
+                                  {"mlp_bias": True}])
 def test_the_number_of_parameters(more):
     config = replace(SMALL, **more)
     model = Transformer.empty(config, "meta", torch.float32)
@@ -89,7 +90,8 @@ def test_the_number_of_parameters(more):
 
 
 def test_a_prefills_progress_goes_from_0_to_1_with_its_work():
-    from triforce.cache import TargetCache
+    from triforce.kv.blocks import prefill_blocks
+    from triforce.kv.target import TargetCache
 
     model = Transformer.random(SMALL)
     for length, size in ((100, 30), (64, 64)):
@@ -97,7 +99,7 @@ def test_a_prefills_progress_goes_from_0_to_1_with_its_work():
                             device="cpu", dtype=torch.float32)
         shares = []
         with torch.inference_mode():
-            model.prefill(torch.zeros(1, length, dtype=torch.int64), cache.prefill_blocks(0, 0, length, size),
+            model.prefill(torch.zeros(1, length, dtype=torch.int64), prefill_blocks(cache, 0, 0, length, size),
                           shares.append)
         assert shares == sorted(set(shares)) and shares[0] > 0 and shares[-1] == pytest.approx(1)
         assert shares[0] == pytest.approx(min(size, length) ** 2 / length**2 / 2)  # a later token takes longer

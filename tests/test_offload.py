@@ -6,17 +6,23 @@ import sys
 
 import pytest
 import torch
-from conftest import assert_view_holds_its_selection, make_state, random_pair, random_prompt, run_rounds
-from test_cache import positions_in_view
-from test_greedy import bits
+from conftest import (
+    assert_view_holds_its_selection,
+    bits,
+    make_state,
+    positions_in_view,
+    random_pair,
+    random_prompt,
+    run_rounds,
+)
 
 import triforce
 from triforce import memory
-from triforce.controller import Plan
+from triforce.config import parse_size
 from triforce.errors import UserError
+from triforce.kv.offload import PIECE_BYTES, Offload, piece_tokens
 from triforce.model import ModelConfig
-from triforce.offload import PIECE_BYTES, Offload, piece_tokens
-from triforce.state import Settings
+from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 
 CONTEXT, NEW = 640, 140
 
@@ -42,16 +48,16 @@ def test_greedy_bits_do_not_depend_on_drafting(models, resident, piece):
         tokens, hashes, rejected, _ = bits(state, NEW)
         assert (tokens, hashes) == plain
         assert state.num_flushes >= 2 and rejected["full"] >= 10
-        if state.retrieval is not None:
-            assert state.retrieval.num_rebuilds >= 2
+        if state.hierarchy.view is not None:
+            assert state.hierarchy.view.num_rebuilds >= 2
         state.rewind(1000)
-        assert bits(state, NEW, speculate=False)[:2] == plain
+        assert bits(state, NEW, plan=AUTOREGRESSION)[:2] == plain
 
 
 def test_one_piece_gives_the_bits_of_a_resident_prefix(models):
     """The same split points: nothing else may differ. (A selection comes a verify later, so drafts are others.)"""
     drawn = {"sampling": {"temperature": 0.8, "top_p": 0.9}}
-    for more, how in (({}, {}), (drawn, {"speculate": False})):
+    for more, how in (({}, {}), (drawn, {"plan": AUTOREGRESSION})):
         resident = bits(state_of(models, **more), NEW, **how)[:2]
         for layers in (0, 1):
             state = state_of(models, num_resident_layers=layers, piece_tokens=2048, **more)
@@ -61,21 +67,20 @@ def test_one_piece_gives_the_bits_of_a_resident_prefix(models):
 def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
     """Also by one of one row, in a round without drafts, or it would bring what was newest before a flush."""
     state = state_of(models, num_resident_layers=0, sampling={"temperature": 0.8})
-    state.set_padding(False, tight=False)
 
     class DraftsUntilDue:
         def choose(self, **known):
-            return Plan() if state.retrieval.awaits_pieces else Plan(3, "model", True, 1, 2)
+            return ONE_ROW if state.hierarchy.view.awaits_pieces else Plan(3, "model", True, 1, 2)
 
         def timed(self, plan, milliseconds): ...
 
         def update(self, num_tokens, **observed): ...
 
-    state.controller, plain = DraftsUntilDue(), 0
+    state.pilot.controller, plain = DraftsUntilDue(), 0
     for _ in range(80):
-        awaited, flushes = state.retrieval.awaits_pieces, state.num_flushes
+        awaited, flushes = state.hierarchy.view.awaits_pieces, state.num_flushes
         (tokens,) = state.round()
-        assert not (awaited and state.retrieval.awaits_pieces)
+        assert not (awaited and state.hierarchy.view.awaits_pieces)
         if awaited and state.num_flushes == flushes:
             plain += 1
             assert len(tokens) == 1
@@ -86,8 +91,9 @@ def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
 def test_pieces_give_the_logits_of_a_resident_prefix(models):
     states = [state_of(models), state_of(models, num_resident_layers=0, piece_tokens=64)]
     for state in states:
-        run_rounds(state, 3, speculate=False)
-    torch.testing.assert_close(states[0].outer.logits, states[1].outer.logits, rtol=1e-4, atol=1e-4)
+        run_rounds(state, 3, plan=AUTOREGRESSION)
+    logits = [state.hierarchy.outer.logits for state in states]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_ragged_rows_are_said_as_if_resident(models):
@@ -121,18 +127,18 @@ def test_gathering_takes_what_was_selected(models, piece):
         run_rounds(state, 20)
     for state in states:
         same_views(state, resident)
-    resident.retrieval.rebuild(0)
+    resident.hierarchy.view.rebuild(0)
     for state in states:
-        before = [k.clone() for k in state.retrieval.k]
-        state.retrieval.rebuild(0, at_once=False)
-        assert torch.equal(before[1], state.retrieval.k[1])  # layer 1 is offloaded in both
-        assert state.retrieval.awaits_pieces
+        before = [k.clone() for k in state.hierarchy.view.k]
+        state.hierarchy.view.rebuild(0, at_once=False)
+        assert torch.equal(before[1], state.hierarchy.view.k[1])  # layer 1 is offloaded in both
+        assert state.hierarchy.view.awaits_pieces
         state.round()
-        assert not state.retrieval.awaits_pieces
+        assert not state.hierarchy.view.awaits_pieces
         same_views(state, resident)
-        state.retrieval.k[1].zero_()
-        state.retrieval.rebuild(0)  # the same queries' successors: only that it is complete is compared
-        assert state.retrieval.k[1][0].abs().sum(-1).min() > 0
+        state.hierarchy.view.k[1].zero_()
+        state.hierarchy.view.rebuild(0)  # the same queries' successors: only that it is complete is compared
+        assert state.hierarchy.view.k[1][0].abs().sum(-1).min() > 0
 
 
 @pytest.mark.parametrize("piece", [64, 192])
@@ -140,7 +146,7 @@ def test_each_row_of_a_batch_gathers_its_own(models, piece):
     """Those that await it, from their own tokens; the others' views stay as they are."""
     prompts = [random_prompt(900), random_prompt(710, seed=1), random_prompt(840, seed=2)]
     state = state_of(models, prompts, rebuild_interval=10**6, num_resident_layers=1, piece_tokens=piece)
-    view = state.retrieval
+    view = state.hierarchy.view
     for rows in ([0, 1, 2], [1], [0, 2]):
         for kv in (view.k[1], view.v[1]):
             kv.fill_(7.0)
@@ -160,15 +166,15 @@ def test_a_view_of_what_streams_past_is_renewed_with_every_verify(models):
     """It costs no pass of its own there, for one row. Others are renewed every 64 tokens, if acceptance holds."""
     for layers, count, often in ((0, 1, True), (0, 2, False), (None, 1, False)):
         state = state_of(models, [random_prompt(900)] * count, rebuild_interval=None, num_resident_layers=layers)
-        before = state.retrieval.num_rebuilds
+        before = state.hierarchy.view.num_rebuilds
         run_rounds(state, 60)
-        rounds, rebuilds = state.num_forwards, state.retrieval.num_rebuilds - before
+        rounds, rebuilds = state.num_forwards, state.hierarchy.view.num_rebuilds - before
         assert rebuilds == rounds if often else rebuilds < count * rounds / 2
 
 
 def same_views(state, resident):
-    for mine, other in zip((*state.retrieval.k, *state.retrieval.v), (*resident.retrieval.k, *resident.retrieval.v),
-                           strict=True):
+    views = (state.hierarchy.view, resident.hierarchy.view)
+    for mine, other in zip(*((*view.k, *view.v) for view in views), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
     assert all(len(set(held)) == resident.budget for held in positions_in_view(resident))
 
@@ -177,17 +183,17 @@ def test_sizes_and_plans():
     config = ModelConfig(64, 32, 4, 4, 2, 8, 48)
     assert piece_tokens(16384, 128, 10**6) * 16384 == PIECE_BYTES
     assert piece_tokens(10**9, 128, 10**6) == 128 and piece_tokens(1, 128, 1000) == 1000
-    layer = memory.host_part(config, 1, batch=1, capacity=1000, itemsize=4).bytes
+    layer = memory.host_part(config, 1, batch=1, capacity=1000, dtype=torch.float32).bytes
     assert layer == 1000 * 2 * 2 * 8 * 4
-    fit = {"batch": 1, "capacity": 1000, "itemsize": 4}
+    fit = {"batch": 1, "capacity": 1000, "dtype": torch.float32}
     cpu = torch.device("cpu")
     assert memory.fitting_layers(config, [], cpu, 2 * layer + 1, **fit) == 2
     assert memory.fitting_layers(config, [], cpu, None, **fit) == 4
     assert memory.fitting_layers(config, [memory.Part("all there is", 10**15)], cpu, None, **fit) == 0
-    assert [memory.parse_size(size, "x") for size in ("20GiB", "1.5 kB", 7, "8M")] == [20 * 2**30, 1500, 7, 8 * 10**6]
+    assert [parse_size(size, "x") for size in ("20GiB", "1.5 kB", 7, "8M")] == [20 * 2**30, 1500, 7, 8 * 10**6]
     for size in ("much", "-3GB", -1, None):
         with pytest.raises(UserError, match="20GiB"):
-            memory.parse_size(size, "resident_memory")
+            parse_size(size, "resident_memory")
     offload = Offload(config, 1, batch=1, capacity=512, interval=128, device="cpu", dtype=torch.float32)
     assert list(offload.layers) == [1, 2, 3] and offload.nbytes == 3 * 512 * 2 * 2 * 8 * 4
 
@@ -196,12 +202,15 @@ def test_parts_of_the_plan_are_what_is_allocated(models):
     for resident in (0, 1):
         state = state_of(models, num_resident_layers=resident)
         config = models[0].config
-        host = memory.host_part(config, 2 - resident, batch=1, capacity=2048, itemsize=4)
-        assert state.cache.full.offload.nbytes == host.bytes
-        parts = memory.cache_parts(config, None, Settings(flush_interval=64), batch=1, capacity=2048, budget=256,
-                                   itemsize=4, num_resident_layers=resident)
-        tail = sum(kv.nbytes for kv in state.cache.tail)
-        assert parts[0].bytes == resident * host.bytes // (2 - resident) and parts[1].bytes == tail
+        host = memory.host_part(config, 2 - resident, batch=1, capacity=2048, dtype=torch.float32)
+        assert state.cache.prefix.offload.nbytes == host.bytes
+        parts = memory.state_parts(config, models[1].config, state.settings, batch=1, capacity=2048, budget=256,
+                                   vocab_size=64, dtype=torch.float32, device=torch.device("cpu"),
+                                   num_resident_layers=resident)
+        planned = {part.name: part.bytes for part in parts}
+        assert planned.get("KV cache of 1 resident layers", 0) == resident * host.bytes // (2 - resident)
+        caches = ("KV cache of 1 resident layers", "tail", "chunk keys", "retrieval view", "draft cache")
+        assert state.nbytes == host.bytes + sum(planned.get(name, 0) for name in caches)
 
 
 def test_load_offloads(caplog):

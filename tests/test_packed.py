@@ -43,12 +43,12 @@ def test_a_loaded_models_large_weights_are_packed():
 
 
 def test_a_long_prompt_is_packed_if_that_takes_little_of_what_is_free(monkeypatch):
-    monkeypatch.setattr("triforce.cache.MIN_TOKENS", 200)
+    monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 200)
     for free, packed in ((2**40, True), (2**20, False)):
         monkeypatch.setattr(memory, "available", lambda device, free=free: free)
         monkeypatch.setattr(memory, "check", lambda *args: None)
         engine = triforce.load("tiny", device="cpu", gamma=3)
         state = engine.prepare([random_prompt(400)], 8, **LAW)
-        assert (state.cache.full.packed is not None) == packed
+        assert (state.cache.prefix.packed is not None) == packed
         state = engine.prepare([random_prompt(100)], 8, **LAW)
-        assert state.cache.full.packed is None
+        assert state.cache.prefix.packed is None

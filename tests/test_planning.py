@@ -1,18 +1,18 @@
 """What an engine plans for a call: the budget, buffers that fit it, the ids that it takes; and how far it has come."""
 
+
 import pytest
-from conftest import random_pair, random_prompt
+from conftest import make_engine, random_pair, random_prompt
 
 from triforce.engine import Engine
 from triforce.errors import UserError
 from triforce.model import ModelConfig, Transformer
-from triforce.state import Settings
 
 LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None}
 
 
 def engine_of(pair, **more) -> Engine:
-    return Engine(pair[0], None, pair[1], settings=Settings(flush_interval=16, chunk_size=4), **more)
+    return make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, **more)
 
 
 @pytest.mark.parametrize("offload, budgets", [
@@ -27,7 +27,7 @@ def test_budgets_that_are_given(pair):
     assert engine_of(pair, budget=64).resolve_budget(10**6) == 64
     engine = engine_of(pair, budget=0.25)
     assert [engine.resolve_budget(length) for length in (8, 1000, 1001, 10_000)] == [24, 252, 252, 2500]
-    assert Engine(pair[0], None, settings=Settings(retrieval=False)).resolve_budget(1000) == 0
+    assert make_engine(pair[0], retrieval=False).resolve_budget(1000) == 0
 
 
 def test_buffers_are_those_of_the_budget(pair):
@@ -35,6 +35,14 @@ def test_buffers_are_those_of_the_budget(pair):
     for length in (200, 1000, 400):
         state = engine.prepare([random_prompt(length)], 20, seed=[0], **LAW)
         assert state.budget == engine.resolve_budget(length) == length // 4 + -(length // 4) % 4
+
+
+def test_only_the_same_prompt_is_taken_over(pair):
+    prompts = [random_prompt(100, seed=seed) for seed in range(2)]
+    fresh = [engine_of(pair, budget=64).generate(prompt, 20, temperature=0.0).tokens for prompt in prompts]
+    engine = engine_of(pair, budget=64)
+    for i in (0, 1, 1, 0):
+        assert engine.generate(prompts[i], 20, temperature=0.0).tokens == fresh[i]
 
 
 def test_ids_that_the_draft_does_not_know_are_refused(pair):

@@ -40,7 +40,7 @@ def test_what_is_drafted_in_fp8_is_accepted(dtype):
         state = make_state(target, None, [random_prompt(200)], budget=512, drafting=drafting, gamma=4,
                            sampling={"temperature": 0.8})
         run_rounds(state, 80)
-        rates.append(state.acceptance_rates()[0]["full"])
+        rates.append(state.hierarchy.acceptance_rates()[0]["full"])
     assert rates[0] > 0.95 and rates[1] > 0.85
 
 

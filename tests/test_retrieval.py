@@ -4,12 +4,12 @@ import pytest
 import torch
 from conftest import assert_view_holds_its_selection, make_state, random_prompt, run_rounds
 
-from triforce.retrieval import chunk_scores
+from triforce.kv.views import chunk_scores
 
 
 def chosen(state, row: int = 0) -> list[list[set[int]]]:
     """Positions of a row's view, by layer and head."""
-    return [[set(head) for head in state.retrieval.positions(row, i).tolist()]
+    return [[set(head) for head in state.hierarchy.view.positions(row, i).tolist()]
             for i in range(state.target.config.n_layer)]
 
 
@@ -60,6 +60,40 @@ def test_a_view_goes_by_what_was_kept_and_holds_what_it_chose(pair):
         assert state.cache.query_weight.sum(1).tolist() == [len(tokens) for tokens in emitted]
         counts |= {len(tokens) for tokens in emitted}
         for row in range(2):
-            state.retrieval.rebuild(row)
+            state.hierarchy.view.rebuild(row)
             assert_view_holds_its_selection(state, row)
     assert len(counts) > 2
+
+
+def held(view, full, row: int = 0) -> list[set[int]]:
+    """Positions whose keys a row's view holds, by head of the first layer."""
+    found = torch.cdist(view.k[0][row, :, : view.lens[row]].double(), full.k[0][row, :, : full.lens[row]].double())
+    return [set(head) for head in found.argmin(-1).tolist()]
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "snapkv", "streaming"])
+@pytest.mark.parametrize("prefix, whole", [(48, True), (64, True), (80, False)])
+def test_a_prefix_no_longer_than_the_budget_is_taken_whole(pair, kind, prefix, whole):
+    state = make_state(pair[0], None, [random_prompt(prefix + 1)], draft_cache=kind)
+    view, full = state.hierarchy.view, state.cache.prefix
+    assert full.lens == [prefix] and state.budget == 64
+    for i in range(2 if whole else 0):
+        assert view.lens == [prefix]
+        assert torch.equal(view.k[i][:, :, :prefix], full.k[i][:, :, :prefix])
+        assert torch.equal(view.v[i][:, :, :prefix], full.v[i][:, :, :prefix])
+    assert view.num_rebuilds == 0 and (whole or view.lens[0] <= 64)
+
+
+def test_rows_that_stream_past_are_gathered_each_for_itself(pair):
+    state = make_state(*pair, [random_prompt(400), random_prompt(300, seed=1)], num_resident_layers=0, piece_tokens=64,
+                       rebuild_interval=10**6, sampling={"temperature": 0.9})
+    gathered = 0
+    while gathered < 5:
+        flushes = state.num_flushes
+        for row in range(2):
+            state.hierarchy.view.rebuild(row, at_once=False)
+        state.round()
+        if state.num_flushes == flushes and not state.hierarchy.view.awaits_pieces:  # nothing has moved on since
+            gathered += 1
+            for row in range(2):
+                assert_view_holds_its_selection(state, row)

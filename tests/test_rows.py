@@ -6,13 +6,13 @@ the bit rests on this. Each test gives all rows the same numbers and wants the s
 
 import pytest
 import torch
-from conftest import make_state, random_prompt
-from test_greedy import bits
+from conftest import bits, make_state, random_prompt
 from torch import nn
 
 from triforce import attention
 from triforce.model import Linear, ModelConfig, Transformer, gated
 from triforce.packed import PackedPrefix
+from triforce.plan import AUTOREGRESSION
 
 ROWS = (4, 8, 12, 16, 36, 64)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -89,6 +89,6 @@ def test_logits_with_speculation_on_and_off(config):
     for retrieval in (True, False):
         state = make_state(target, None, [random_prompt(300, vocab_size=1000)], vocab_size=1000, retrieval=retrieval,
                            gamma=7, keep_logits=True)
-        runs.append(bits(state, 80, speculate=retrieval))
+        runs.append(bits(state, 80, plan=None if retrieval else AUTOREGRESSION))
     assert runs[0][:2] == runs[1][:2]
     assert runs[0][2]["full"] >= 10  # and drafts were rejected on the way

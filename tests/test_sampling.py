@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_lossless import reference_filter
+from reference import reference_filter
 
 from triforce import sampling
 from triforce.acceptance import verify_chain
@@ -11,7 +11,7 @@ from triforce.sampling import SamplingParams, probabilities, sample, uniform
 
 
 def params(rows=1, **values) -> SamplingParams:
-    made = SamplingParams.allocate(rows, "cpu")
+    made = SamplingParams(rows, "cpu")
     made.set(**{"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(rows)), **values})
     return made
 
@@ -49,7 +49,7 @@ def test_skipping_what_no_row_needs_changes_no_law(values, before):
     after a call that had others on."""
     logits = torch.randn(3, 2, 60, generator=torch.Generator().manual_seed(0)) * 2
     usual = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0, 1, 2]}
-    special = SamplingParams.allocate(3, "cpu")
+    special = SamplingParams(3, "cpu")
     special.set(specialize=True, **{**usual, **before})
     special.set(specialize=True, **{**usual, **values})
     law, expected = probabilities(logits, special), probabilities(logits, params(3, **values))

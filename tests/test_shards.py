@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from triforce.errors import UserError
+from triforce.hf.places import cut, shard
 from triforce.model import ModelConfig, Transformer
-from triforce.parallel import Group, cut, from_environment, shard, shard_config
+from triforce.parallel import Group, from_environment, shard_config
 
 CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
 

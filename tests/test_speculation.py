@@ -5,6 +5,8 @@ import copy
 import pytest
 from conftest import make_state, random_prompt, run_rounds
 
+from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding
+
 
 def rows_of_passes(model, rounds) -> list[int]:
     """Rows of each forward pass of a model in some rounds."""
@@ -19,7 +21,7 @@ def rows_of_passes(model, rounds) -> list[int]:
 def test_a_view_of_everything_drafts_by_the_targets_law(pair, temperature):
     state = make_state(*pair, [random_prompt(100)], budget=512, sampling={"temperature": temperature})
     run_rounds(state, 100)
-    assert state.acceptance_rates()[0]["full"] > 0.99
+    assert state.hierarchy.acceptance_rates()[0]["full"] > 0.99
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 6])
@@ -46,10 +48,9 @@ def test_where_rows_cost_steps_have_those_that_are_needed(pair):
     for gamma, gamma_inner in ((3, 1), (5, 2)):
         state = make_state(target, draft, [random_prompt(100)], drafting=pair[0], gamma=gamma, gamma_inner=gamma_inner,
                            sampling={"temperature": 0.8})
-        state.set_padding(False, tight=True)
+        state.pilot.padding = Padding(plain=False, drafts=False)
         assert rows_of_passes(target, lambda state=state: state.round()) == [gamma + 1]
-        assert rows_of_passes(target, lambda state=state: state.round(speculate=False)) == [1]
-        state.set_padding(True, tight=False)
-        for how in ({}, {"speculate": False}):
-            assert rows_of_passes(target, lambda state=state, how=how: state.round(**how)) == [8]
-        assert rows_of_passes(target, lambda state=state: state.round(speculate=False, one_row=True)) == [1]
+        state.pilot.padding = PADDED
+        for plan in (None, AUTOREGRESSION):
+            assert rows_of_passes(target, lambda state=state, plan=plan: state.round(plan)) == [8]
+        assert rows_of_passes(target, lambda state=state: state.round(ONE_ROW)) == [1]

@@ -4,13 +4,14 @@ import statistics
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, run_rounds
+from conftest import make_engine, make_state, random_pair, random_prompt, run_rounds
 
-from triforce.controller import Controller, Plan
-from triforce.engine import Engine
-from triforce.ngram import NgramMeter
-from triforce.speculation import FULL, Speculator
-from triforce.state import RebuildPolicy, Settings, Tally
+from triforce.controller import Controller
+from triforce.drafting.ngram import NgramMeter
+from triforce.pilot import RebuildPolicy, Tally
+from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
+from triforce.speculator import RowRound, Speculator
+from triforce.tape import ACCEPTED, BONUS, FULL, MISSED
 
 
 def assert_queries_are_of_the_newest_tokens(state, model, row: int, count: int, text: list[int]) -> None:
@@ -23,19 +24,19 @@ def assert_queries_are_of_the_newest_tokens(state, model, row: int, count: int, 
         torch.testing.assert_close(kept[row, :, :count], expected[0, :, -count:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", [{}, {"speculate": False}, {"speculate": False, "one_row": True}])
-def test_kept_queries_are_those_of_a_fresh_prefill(pair, how):
+@pytest.mark.parametrize("plan", [None, AUTOREGRESSION, ONE_ROW])
+def test_kept_queries_are_those_of_a_fresh_prefill(pair, plan):
     """After each round, for the tokens that it added and with weight for no others: a selection goes by these."""
     target, draft = pair
     texts = [random_prompt(90), random_prompt(70, seed=1)]
     state = make_state(target, draft, texts, sampling={"temperature": 0.6}, gamma=6, gamma_inner=2)
     counts = set()
     for _ in range(12):
-        for row, tokens in enumerate(state.round(**how)):
+        for row, tokens in enumerate(state.round(plan)):
             texts[row] = texts[row] + tokens
             counts.add(len(tokens))
             assert_queries_are_of_the_newest_tokens(state, target, row, len(tokens), texts[row])
-    assert state.num_flushes >= 1 and (counts == {1}) == (how != {})
+    assert state.num_flushes >= 1 and (counts == {1}) == (plan is not None)
 
 
 class Steady:
@@ -63,29 +64,33 @@ def test_levels_of_one_law_reject_nothing(temperature, top_p):
     target, _ = random_pair(torch.float64)
     state = make_state(target, target, [random_prompt(100)], budget=512, draft_window=512, gamma=5, gamma_inner=2,
                        flush_interval=64, sampling={"temperature": temperature, "top_p": top_p})
-    state.controller = Steady(Plan(5, "model", True, 2, 2))
+    state.pilot.controller = Steady(Plan(5, "model", True, 2, 2))
     run_rounds(state, 100)
-    (rates,), told = state.acceptance_rates(), state.controller.told
+    (rates,), told = state.hierarchy.acceptance_rates(), state.pilot.controller.told
     assert rates["full"] > 0.99 and rates["retrieval"] > 0.99
     assert told["retrieval"][0] == told["retrieval"][1] >= 80
     # Of 5 tokens the draft made 4: one is the bonus of the first of the two rounds in between.
-    assert told["model"][0] == told["model"][1] > 3.5 * state.controller.rounds
+    assert told["model"][0] == told["model"][1] > 3.5 * state.pilot.controller.rounds
+
+
+def brought(num_emitted: int, num_accepted: int, num_drafted: int) -> RowRound:
+    return RowRound([5] * num_emitted, [], num_accepted, num_drafted, False)
 
 
 def test_a_selection_that_has_begun_to_fail_is_renewed():
     policy = RebuildPolicy(10**6)
-    assert not any(policy.update(7, 6, 6) for _ in range(20))
+    assert not any(policy.update(brought(7, 6, 6)) for _ in range(20))
     policy.rebuilt()
-    assert [policy.update(1, 0, 6) for _ in range(9)] == [False] * 7 + [True] * 2
+    assert [policy.update(brought(1, 0, 6)) for _ in range(9)] == [False] * 7 + [True] * 2
     policy.rebuilt()
-    assert not any(policy.update(2, 1, 6) for _ in range(100))  # no better, and no worse: this is what it can do
-    assert not any(policy.update(1, 0, 0) for _ in range(100))  # nothing was drafted
+    assert not any(policy.update(brought(2, 1, 6)) for _ in range(100))  # no better, and no worse: it can do no more
+    assert not any(policy.update(brought(1, 0, 0)) for _ in range(100))  # nothing was drafted
 
 
 def test_a_selection_is_renewed_every_so_many_tokens():
     policy, due = RebuildPolicy(16), []
     for _ in range(20):
-        due.append(policy.update(3, 2, 2))
+        due.append(policy.update(brought(3, 2, 2)))
         if due[-1]:
             policy.rebuilt()
     assert due == [i % 6 == 5 for i in range(20)]
@@ -98,7 +103,7 @@ def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
         state = make_state(target, draft, [random_prompt(200)])
         for _ in range(5):
             state.round()
-        assert state.retrieval.num_rebuilds == (5 if due else 0)
+        assert state.hierarchy.view.num_rebuilds == (5 if due else 0)
 
 
 def test_the_controller_is_told_what_looking_up_is_good_for(pair, monkeypatch):
@@ -125,8 +130,8 @@ def test_a_greedy_row_pads_every_step(pair, monkeypatch, retrieval, temperature,
     steps, step = set(), Speculator._step
     monkeypatch.setattr(Speculator, "_step", lambda self, *args: (
         self.level == FULL and steps.add(args[3]), step(self, *args)))
-    engine = Engine(*pair[:1], None, pair[1], budget=64, max_batch_size=2, settings=Settings(
-        flush_interval=16, chunk_size=4, gamma=3, retrieval=retrieval))
+    engine = make_engine(*pair, budget=64, max_batch_size=2, flush_interval=16, chunk_size=4, gamma=3,
+                         retrieval=retrieval)
     prompts = [random_prompt(100), random_prompt(60, seed=1)]
     for speculate, expected in ((True, rows), (False, plain)):
         steps.clear()
@@ -138,12 +143,12 @@ def test_rewinding_a_batch_repeats_it(pair):
     prompts = [random_prompt(150), random_prompt(77, seed=1), random_prompt(40, seed=2)]
     state = make_state(*pair, prompts, sampling={"temperature": 0.8})
     first = run_rounds(state, 40)
-    rates = state.acceptance_rates()
+    rates = state.hierarchy.acceptance_rates()
     for _ in range(2):
         state.rewind(512)
-        assert state.acceptance_rates() == [{}, {}, {}]  # of this answer alone
+        assert state.hierarchy.acceptance_rates() == [{}, {}, {}]  # of this answer alone
         assert run_rounds(state, 40) == first
-    assert state.acceptance_rates() == rates
+    assert state.hierarchy.acceptance_rates() == rates
 
 
 def test_a_finished_row_is_left_alone(pair):
@@ -161,7 +166,7 @@ def test_acceptance_is_that_of_the_level_that_checked(pair):
     """A view of everything drafts what the full level says; a random draft does not."""
     state = make_state(*pair, [random_prompt(100)], budget=512, sampling={"temperature": 0.8})
     run_rounds(state, 60)
-    rates = state.acceptance_rates()[0]
+    rates = state.hierarchy.acceptance_rates()[0]
     assert rates["full"] > 0.99 > 0.9 > rates["retrieval"] > 0
 
 
@@ -170,7 +175,7 @@ def test_a_plan_says_how_many_tokens_are_drafted(pair, gamma_inner):
     """One forward pass of the draft for each, in each round of the retrieval level."""
     target, draft = pair
     state = make_state(target, draft, [random_prompt(100)], gamma=6, gamma_inner=3)
-    state.controller = Steady(Plan(6, "model", True, gamma_inner, 4))
+    state.pilot.controller = Steady(Plan(6, "model", True, gamma_inner, 4))
     calls = []
     hook = draft.register_forward_pre_hook(lambda *_: calls.append(1))
     for _ in range(10):
@@ -181,7 +186,24 @@ def test_a_plan_says_how_many_tokens_are_drafted(pair, gamma_inner):
 
 
 def test_the_tally_ends_at_the_first_rejection():
-    tally = Tally()
-    tally.add(Plan(4, "model"), 3, 2, 4, [])  # two kept, one rejected; the fourth was not tested
-    tally.add(Plan(4, "model"), 5, 4, 4, [])
+    tally = Tally(Plan(4, "model"))
+    tally.add(brought(3, 2, 4))  # two kept, one rejected; the fourth was not tested
+    tally.add(brought(5, 4, 4))
     assert tally.counts == {"model": (6, 7)} and tally.tokens_a_row == 4
+
+
+def test_the_tally_leaves_out_what_was_discarded():
+    tally = Tally(Plan(4, "model", True, 2, 2))
+    tally.add(RowRound([5] * 3, [ACCEPTED, MISSED, ACCEPTED, ACCEPTED], 2, 4, False))
+    tally.add(RowRound([5], [ACCEPTED, ACCEPTED, BONUS, ACCEPTED], 0, 4, False))
+    assert tally.counts == {"retrieval": (2, 4), "model": (1, 2)}
+
+
+def test_auto_learns_from_what_is_said(pair, monkeypatch):
+    heard, update = [], NgramMeter.update
+    monkeypatch.setattr(NgramMeter, "update", lambda self, tokens: heard.append(list(tokens)) or update(self, tokens))
+    state = make_state(*pair, [random_prompt(100)], auto=True, ngram=True, gamma=7)
+    state.round()  # plain; the steps are timed after it
+    for _ in range(10):
+        (tokens,) = state.round()
+        assert heard[-1] == tokens

@@ -4,12 +4,10 @@ import copy
 from types import SimpleNamespace
 
 import pytest
-from conftest import random_prompt
+from conftest import make_engine, random_prompt
 
-from triforce.engine import Engine
 from triforce.errors import UserError
 from triforce.model import Transformer
-from triforce.state import Settings
 
 PREFILL = 100.0
 
@@ -22,7 +20,7 @@ class Timed:
         self.now, self.rows = 0.0, []
         drafting = copy.deepcopy(target)
         clock, prefill = SimpleNamespace(perf_counter=lambda: self.now), Transformer.prefill
-        for module in ("engine", "state", "calibration"):
+        for module in ("session", "pilot", "hierarchy", "calibration"):
             monkeypatch.setattr(f"triforce.{module}.time", clock)
 
         def prefilled(model, *args, **more):
@@ -31,9 +29,8 @@ class Timed:
 
         monkeypatch.setattr(Transformer, "prefill", prefilled)
         target.register_forward_pre_hook(lambda _, args: self.step(args[0].shape[1]))
-        made = Settings(**{"flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16, "gamma": 6, **settings})
-        self.engine = Engine(target, None, draft, drafting=drafting, settings=made, budget=64, max_batch_size=2,
-                             max_seq_len=300)
+        made = {"flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16, "max_seq_len": 300, **settings}
+        self.engine = make_engine(target, draft, drafting=drafting, budget=64, max_batch_size=2, **made)
 
     def step(self, rows):
         self.rows.append(rows)
@@ -52,7 +49,7 @@ def test_times_of_autoregression(pair, monkeypatch):
 
 
 def test_the_timing_of_steps_is_told_apart(pair, monkeypatch):
-    stats = Timed(pair, monkeypatch, auto=True, gamma=7).engine.generate(random_prompt(100), 60, temperature=0.0).stats
+    stats = Timed(pair, monkeypatch, gamma="auto").engine.generate(random_prompt(100), 60, temperature=0.0).stats
     assert stats.ttft == PREFILL + 1  # the first round is plain, and waits for nothing
     assert stats.timing >= 2
     assert stats.tbt == pytest.approx((stats.target_forwards - 1) / 59)
@@ -67,8 +64,8 @@ def test_counts(pair, monkeypatch):
         emitted += len(state.round()[0])
     assert stats.target_forwards == state.num_forwards and stats.block_efficiency == 48 / state.num_forwards
     assert stats.flushes == state.num_flushes == 3  # at 112, 128 and 144 tokens
-    assert stats.retrieval_rebuilds == state.retrieval.num_rebuilds >= 2
-    assert stats.acceptance_rate == state.acceptance_rates()[0]
+    assert stats.retrieval_rebuilds == state.hierarchy.view.num_rebuilds >= 2
+    assert stats.acceptance_rate == state.hierarchy.acceptance_rates()[0]
 
 
 def test_rows_report_their_own_prompts(pair, monkeypatch):

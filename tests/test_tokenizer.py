@@ -10,7 +10,7 @@ import pytest
 from tokenizer_folders import STRINGS, make_folders, write_json
 from transformers import AutoTokenizer
 
-import triforce.tokenizer
+import triforce.hf.tokenizer
 from triforce.errors import UserError
 
 NAMES = ["sentencepiece, legacy", "sentencepiece, new", "sentencepiece, silent config", "sentencepiece, eos, no prefix",
@@ -31,7 +31,7 @@ def pair(folders):
 
     def get(name):
         if name not in made:
-            made[name] = triforce.tokenizer.Tokenizer(folders[name]), AutoTokenizer.from_pretrained(folders[name])
+            made[name] = triforce.hf.tokenizer.Tokenizer(folders[name]), AutoTokenizer.from_pretrained(folders[name])
         return made[name]
 
     return get
@@ -60,7 +60,7 @@ def test_random_ids_decode_as_transformers_do(pair, name):
     """Every id is decoded after others. Runs of byte pieces are left out, see `Tokenizer`."""
     ours, theirs = pair(name)
     rng = random.Random(1)
-    ids = [i for i, token in ours.token_of.items() if not triforce.tokenizer.BYTE_PIECE.fullmatch(token)]
+    ids = [i for i, token in ours.token_of.items() if not triforce.hf.tokenizer.BYTE_PIECE.fullmatch(token)]
     for _ in range(60):
         some = rng.choices(ids, k=12)
         assert ours.decode(some) == theirs.decode(some, skip_special_tokens=True)
@@ -124,7 +124,7 @@ def test_chat_templates_from_files_and_arguments(folders, tmp_path):
     folder.mkdir()
     for file in folders["Qwen"].iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    ours = triforce.tokenizer.Tokenizer(folder)
+    ours = triforce.hf.tokenizer.Tokenizer(folder)
     messages = [{"role": "user", "content": "hi 日"}]
     with pytest.raises(UserError, match="--chat-template"):
         ours.apply_chat_template(messages)
@@ -161,7 +161,7 @@ def test_same_as(pair, folders, tmp_path):
         (padded / file.name).write_bytes(file.read_bytes())
     write_json(padded / "added_tokens.json", {"<pad>": new.vocab_size})
     write_json(padded / "config.json", {"vocab_size": new.vocab_size})
-    other = triforce.tokenizer.Tokenizer(padded)
+    other = triforce.hf.tokenizer.Tokenizer(padded)
     assert other.vocab_size == new.vocab_size + 1 and other.same_as(new) is None
     write_json(padded / "config.json", {"vocab_size": new.vocab_size + 64})
     assert f"id {new.vocab_size} means '<pad>' and nothing" in other.same_as(new)
@@ -170,18 +170,18 @@ def test_same_as(pair, folders, tmp_path):
 
 def test_tokenizer_faults(folders, tmp_path):
     with pytest.raises(UserError, match="neither tokenizer.json nor tokenizer.model"):
-        triforce.tokenizer.Tokenizer(tmp_path)
+        triforce.hf.tokenizer.Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes((folders["sentencepiece, new"] / "tokenizer.model").read_bytes()[:3000])
     with pytest.raises(UserError, match="truncated or no sentencepiece"):
-        triforce.tokenizer.Tokenizer(tmp_path)
+        triforce.hf.tokenizer.Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # the form of Llama 3's original folder
     with pytest.raises(UserError, match="sentencepiece"):
-        triforce.tokenizer.Tokenizer(tmp_path)
+        triforce.hf.tokenizer.Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"')
     with pytest.raises(UserError, match="cannot be read"):
-        triforce.tokenizer.Tokenizer(tmp_path)
+        triforce.hf.tokenizer.Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "new"}}')
     with pytest.raises(UserError, match="cannot be read"):
-        triforce.tokenizer.Tokenizer(tmp_path)
+        triforce.hf.tokenizer.Tokenizer(tmp_path)
     with pytest.raises(UserError, match="surrogate"):
-        triforce.tokenizer.Tokenizer(folders["Qwen"]).encode("a\ud800")
+        triforce.hf.tokenizer.Tokenizer(folders["Qwen"]).encode("a\ud800")

@@ -54,7 +54,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         count = sequences_a_call(len(q), k.shape[1], q.shape[2], processors)
         if count < len(q):
-            return beside([kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)])
+            return as_batch([kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)])
     return kernel(q, k, v, False)
 
 
@@ -139,7 +139,7 @@ def join(states: list[State]) -> Tensor:
     return merge_last(state, others[-1]) if others else state[0]
 
 
-def beside(states: list[State]) -> State:
+def as_batch(states: list[State]) -> State:
     """The states of consecutive sequences as those of one batch."""
     out, lse = zip(*states, strict=True)
     return torch.cat(out), torch.cat(lse)

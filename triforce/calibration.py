@@ -1,15 +1,20 @@
-"""Times each step of a State where it stands, for the controller. Knows nothing of choices: it reports milliseconds.
+"""Times each step of a hierarchy where its rows stand, for the controller. It reports milliseconds and chooses nothing.
 
-What it runs writes K/V from the pending token on, in the draft's cache, too, and tokens behind it: the rounds to come
-write all of that anew. What else it changes it puts back.
+Steps are rehearsed: they write K/V from the pending token on, and tokens behind it, which later rounds write anew.
 """
 
+import contextlib
 import statistics
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
 from .controller import Costs
+from .plan import Padding, Plan
+
+if TYPE_CHECKING:
+    from .hierarchy import Hierarchy
 
 REPEATS = 5
 SLOW = 300
@@ -44,66 +49,45 @@ def milliseconds(call, device: torch.device, repeats: int = REPEATS, warm_up: in
     return statistics.median(times) if device.type == "cuda" else min(times)
 
 
-def same_step(level, here: torch.Tensor, rows: int, probs: torch.Tensor | None):
-    """A call that takes a step of `rows` rows from `here` [B], all of them drafted; each time the same."""
-    def call():
-        level.checked.fill_(rows - 1)
-        level.length.copy_(here)
-        level.base.copy_(here)
-        torch.add(here, level.rows, out=level.limit)
-        level.step(*level.view.extent, rows, level.checked, probs)
-
-    return call
-
-
 @torch.inference_mode()
-def measure(state) -> Costs:
-    """Costs of every step that a plan of `state` can take."""
-    outer, inner, cache = state.outer, state.inner, state.cache
-    touched = [outer.length, outer.limit, cache.query_weight, *cache.queries,
-               *(level.totals for level in (outer, inner, state.one_row) if level is not None)]
-    if "model" in state.sources:
-        touched.append(state.sources["model"].length)
-    before = [x.clone() for x in touched]
-    costs = _measure(state)
-    for x, value in zip(touched, before, strict=True):
-        x.copy_(value)
-    return costs
-
-
-def _measure(state) -> Costs:
-    outer, inner, device, group = state.outer, state.inner, state.target.device, state.target.group
+def measure(hierarchy: "Hierarchy", padding: Padding, group=None) -> Costs:
+    """Costs of every step that a plan can take, where the rows stand. group: the ranks that measure together."""
+    outer, inner, device = hierarchy.outer, hierarchy.inner, hierarchy.outer.length.device
     here = outer.length.clone()
     recorded = 3 if device.type == "cuda" else 1  # a graph is warmed up, then recorded, then replayed
+    with contextlib.ExitStack() as rehearsals:
+        for level in hierarchy.levels:
+            rehearsals.enter_context(level.rehearsal())
 
-    def timed(level, rows: int) -> float:
-        warm_up = 1 if level.view.offload is not None else recorded
-        call = same_step(level, here, rows, outer.draft_probs if level is inner else None)
-        return milliseconds(call, device, warm_up=warm_up, group=group)
+        def step(level, rows: int) -> float:
+            streams = level is outer and hierarchy.cache.prefix.offload is not None
+            probs = outer.draft_probs if level is inner else None
+            return milliseconds(lambda: level.rehearse(here, rows, probs), device, warm_up=1 if streams else recorded,
+                                group=group)
 
-    def sizes(level) -> list[int]:
-        if not level.tight:
-            return [level.rows]
-        return sorted({rows for rows in (1, 2, 3, 4, 6, 8, 16, 32) if rows < level.rows} | {level.rows})
+        def sizes(level) -> list[int]:
+            if padding.drafts:
+                return [level.rows]
+            return sorted({rows for rows in (1, 2, 3, 4, 6, 8, 16, 32) if rows < level.rows} | {level.rows})
 
-    costs = Costs({rows: timed(outer, rows) for rows in sizes(outer)})
-    if state.plain is not outer:
-        costs.plain = timed(state.plain, 1)
-    if inner is not None:
-        costs.retrieval = {rows: timed(inner, rows) for rows in sizes(inner)}
-    outer.length.copy_(here)
-    for name, source in state.sources.items():
-        def propose(count: int, checker, name=name, source=source):
-            def call():
-                source.gamma = count
-                if name == "model":
-                    source.length.copy_(here)
-                source.propose(here, checker.rows - 1, checker.draft_probs)
-
-            return milliseconds(call, device, warm_up=recorded, group=group)
-
+        costs = Costs({rows: step(outer, rows) for rows in sizes(outer)})
+        if not padding.plain and padding.drafts:
+            costs.plain = step(outer, 1)
         if inner is not None:
-            propose(min(2, inner.rows - 1), inner)  # compiles it for that level as well
-        one = propose(1, outer)
-        costs.sources[name] = one, max(propose(2, outer) - one, 0.0) if outer.rows > 2 else 0.0
+            costs.retrieval = {rows: step(inner, rows) for rows in sizes(inner)}
+        outer.length.copy_(here)
+        for name, source in hierarchy.sources.items():
+            source.catch_up(here.tolist())
+
+            def propose(count: int, level, source=source, name=name) -> float:
+                def call():
+                    source.propose(here, Plan(count, name), level.draft_probs)
+                    source.commit(here)
+
+                return milliseconds(call, device, warm_up=recorded, group=group)
+
+            if inner is not None:
+                propose(min(2, inner.rows - 1), inner)  # compiles it for that level as well
+            one = propose(1, outer)
+            costs.sources[name] = one, max(propose(2, outer) - one, 0.0) if outer.rows > 2 else 0.0
     return costs

@@ -4,6 +4,7 @@ Knows nothing of tensors: it reads flags and files, calls the engine, and prints
 """
 
 import argparse
+import dataclasses
 import importlib
 import json
 import logging
@@ -15,10 +16,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .checkpoint import resolve
+from .config import Placement, Sampling, Settings, check_max_new_tokens, names_of
 from .errors import UserError, not_known
-from .generation import check_max_new_tokens
-from .sampling import check_sampling
+from .hf.checkpoint import resolve
+from .loading import find_draft, load
 
 DEFAULT_PROMPT_LEN = 16_384
 CHECKED_TOKENS = 64  # of the greedy comparison
@@ -45,72 +46,47 @@ def parser() -> Parser:
                "autoregression. Flags may be spelt with underscores. `triforce download` and `triforce convert` "
                "fetch and convert checkpoints.")
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
-    model = p.add_argument_group("model")
-    model.add_argument("--checkpoint", default="tiny", help="Hugging Face folder, repository id, or 'tiny' (default)")
-    model.add_argument("--draft", help="the same for the draft model; 'ngram': look up; 'none'")
-    model.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
-    model.add_argument("--dtype", help="float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
-    model.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on for CUDA")
-    model.add_argument("--max-seq-len", type=int, help="most tokens of prompt and output (default: as needed)")
-    model.add_argument("--offload", nargs="?", const=True, default=False, choices=["auto"], metavar="auto",
-                       help="keep the KV cache in host memory; 'auto': only what does not fit the device")
-    model.add_argument("--num-resident-layers", type=int,
-                       help="of an offloaded cache, on the device (alias --on-chip)")
-    model.add_argument("--resident-memory", help="the same in device memory: 20GiB")
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
     prompt.add_argument("--prompt-file", help="read it from a file (from a pipe it is read as it is)")
     prompt.add_argument("--prompts", help="a file of prompts, one a line: JSON strings, or objects with a \"prompt\"; "
                                           "answers are lines of JSON")
-    prompt.add_argument("--batch-size", type=int, default=8, help="of --prompts, computed side by side (default 8)")
+    prompt.add_argument("--batch-size", type=int, default=8,
+                        help="so many of --prompts are computed side by side (default 8)")
     prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens (alias --prefill)")
     prompt.add_argument("--question", help="asked after the (cut) document")
     prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
     text = p.add_argument_group("generation")
     text.add_argument("--max-new-tokens", type=int, default=256, help="(alias --gen-len; default 256)")
-    text.add_argument("--temperature", type=float, default=0.6, help="0 is greedy (alias --temp; default 0.6)")
-    text.add_argument("--top-p", type=float, default=0.9, help="(default 0.9)")
-    text.add_argument("--top-k", type=int)
-    text.add_argument("--min-p", type=float)
-    text.add_argument("--seed", type=int)
+    add_flags(text, Sampling)
     text.add_argument("--stop", action="append", help="end before this string; may be repeated")
-    text.add_argument("--ignore-eos", action="store_true")
-    spec = p.add_argument_group("speculation")
-    spec.add_argument("--budget", type=_budget, help="tokens of the view that drafts, or a fraction of the prompt: 0.1")
-    spec.add_argument("--chunk-size", type=int, default=8, help="tokens retrieved together (default 8)")
-    spec.add_argument("--gamma", type=_gamma, default="auto", help="tokens proposed per full verify (default: auto)")
-    spec.add_argument("--gamma-inner", type=int,
-                      help="tokens drafted per retrieval verify (default 2; auto: up to 4, on a CPU 3)")
-    spec.add_argument("--block-size", type=int, help="rows of a full verify (default: 8 on a CPU, 16 on a GPU, "
-                      "fewer for batches, 64 with --offload)")
-    spec.add_argument("--draft-cache",
-                      help="the tokens that the target drafts with: retrieval (default), snapkv, streaming; with "
-                           "--no-retrieval those that the draft keeps: streaming (default), snapkv, full")
-    spec.add_argument("--prefill-chunk-size", type=int, help="tokens prefilled at a time (default: 1024, CUDA 8192)")
-    spec.add_argument("--draft-dtype", choices=["fp8"], help="draft in fp8; the output stays exact")
-    spec.add_argument("--draft-ranks", type=int, nargs="+", metavar="RANK",
-                      help="under torchrun: the ranks that run the draft, 0 among them (default: all run all of it)")
-    spec.add_argument("--no-retrieval", action="store_true", help="the draft is checked by the full cache directly")
-    spec.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
-    spec.add_argument("--compare", action=argparse.BooleanOptionalAction,
-                      help="compare with autoregression: speed and 64 greedy tokens (default: only without flags)")
+    text.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    model = p.add_argument_group("model")
+    model.add_argument("--checkpoint", default="tiny", help="Hugging Face folder, repository id, or 'tiny' (default)")
+    add_flags(model, Placement)
+    drafting = p.add_argument_group("speculation")
+    add_flags(drafting, Settings)
+    drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
+    drafting.add_argument("--compare", action=argparse.BooleanOptionalAction,
+                          help="compare with autoregression: speed and 64 greedy tokens (default: only without flags)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     return p
 
 
-def _gamma(value: str) -> int | str:
-    try:
-        return value if value == "auto" else int(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{value!r} is neither a number of tokens nor 'auto'") from None
+def add_flags(group, options: type) -> None:
+    """A flag for each field that has one. A flag that is not given leaves no trace: the field's default holds."""
+    for field in dataclasses.fields(options):
+        about = field.metadata
+        if about["flag"] is not None:
+            flag = about["flag"] or "--" + field.name.replace("_", "-")
+            group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=about["help"].replace("%", "%%"),
+                               **about["argparse"])
 
 
-def _budget(value: str) -> int | float:
-    try:
-        return float(value) if "." in value or "e" in value else int(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{value!r} is neither a number of tokens nor a fraction") from None
+def given(args, *classes: type) -> dict:
+    """The fields of these classes for which a flag was given."""
+    return {name: getattr(args, name) for name in names_of(*classes) if hasattr(args, name)}
 
 
 def _spell(argument: str, known) -> str:
@@ -123,7 +99,7 @@ def _spell(argument: str, known) -> str:
     return spelt + equals + value if spelt in known else argument  # else it is a text that begins so
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
     """What a command line asks for, read and checked before a model is loaded."""
 
@@ -139,31 +115,29 @@ def read_request(args) -> Request:
     Raises:
         UserError: a file cannot be read, a text is empty, a value is out of range, flags do not go together.
     """
-    for checkpoint in (args.checkpoint, args.draft):
-        if checkpoint not in (None, "none", "ngram"):
-            resolve(checkpoint)
+    resolve(args.checkpoint)
+    if getattr(args, "draft", None) == "none":
+        args.draft = False
+    find_draft(args.checkpoint, getattr(args, "draft", None))
+    Settings(**given(args, Settings))
+    Placement(**given(args, Placement))
+    Sampling(**given(args, Sampling)).columns(1)
     check_max_new_tokens(args.max_new_tokens)
-    check_sampling({name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")
-                    if getattr(args, name) is not None}, 1)
     if args.prompt_len is not None and args.prompt_len < 1:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
     if args.chat_template and not args.chat:
         raise UserError("--chat-template was given without --chat; add --chat")
-    request = Request(template=_read("--chat-template", args.chat_template) if args.chat_template else None)
+    template = _read("--chat-template", args.chat_template) if args.chat_template else None
     if args.prompts is not None:
         if args.prompt is not None or args.prompt_file is not None or args.compare:
             raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
-        request.prompts = read_prompts(args.prompts)
-        return request
-    request.document = read_document(args)
-    if request.document is None and args.checkpoint != "tiny":
+        return Request(prompts=read_prompts(args.prompts), template=template)
+    document = read_document(args)
+    if document is None and args.checkpoint != "tiny":
         raise UserError("there is no prompt; give a text with --prompt or --prompt-file, or pipe one in")
-    request.is_demo = request.document is None
-    if request.is_demo:
-        request.document = default_document()
-    if not request.document.strip():
+    if document is not None and not document.strip():
         raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
-    return request
+    return Request(document or default_document(), is_demo=document is None, template=template)
 
 
 def default_document() -> str:
@@ -250,16 +224,7 @@ def encode(args, tokenizer, text: str, request: Request) -> list[int]:
 
 
 def load_engine(args, group):
-    from .loading import load
-
-    draft = None if args.draft is None else False if args.draft == "none" else args.draft
-    options = {} if args.prefill_chunk_size is None else {"prefill_chunk_size": args.prefill_chunk_size}
-    return load(args.checkpoint, draft=draft, retrieval=not args.no_retrieval, device=args.device, dtype=args.dtype,
-                compile=args.compile, max_seq_len=args.max_seq_len, budget=args.budget, chunk_size=args.chunk_size,
-                gamma=args.gamma, gamma_inner=args.gamma_inner, block_size=args.block_size,
-                draft_dtype=args.draft_dtype, draft_cache=args.draft_cache, offload=args.offload,
-                num_resident_layers=args.num_resident_layers, resident_memory=args.resident_memory, group=group,
-                draft_ranks=args.draft_ranks, max_batch_size=args.batch_size, **options)
+    return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **given(args, Settings, Placement))
 
 
 class Bar:
@@ -321,7 +286,7 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
     begun, tokens = time.perf_counter(), 0
     for first in range(0, len(prompts), args.batch_size):
         ids = prompts[first : first + args.batch_size]
-        seeds = {} if args.seed is None else {"seed": [args.seed + first + i for i in range(len(ids))]}
+        seeds = {"seed": sampling["seed"] + first} if "seed" in sampling else {}
         prefill, decode = Bar("prefill", sum(map(len, ids))), Bar("decode", args.max_new_tokens * len(ids))
         try:
             results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
@@ -382,7 +347,7 @@ def run(argv: list[str]) -> int:
                         f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    group, args.device = from_environment(args.device)
+    group, args.device = from_environment(getattr(args, "device", None))
     if group is not None and group.rank > 0:  # the others compute and say nothing
         sys.stdout = sys.stderr = open(os.devnull, "w")
         logging.disable()
@@ -399,8 +364,7 @@ def run(argv: list[str]) -> int:
 
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
     engine = load_engine(args, group)
-    sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p,
-                "top_k": args.top_k, "min_p": args.min_p, "seed": args.seed}
+    sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling)}
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
     ids = encode(args, engine.tokenizer, request.document, request)
@@ -426,10 +390,10 @@ def introduce(engine, ids, args, request: Request) -> None:
     budget = engine.resolve_budget(len(ids))
     lines = [f"{args.checkpoint} on {engine.device}, {_dtype_name(engine)}, {len(ids):,} prompt tokens"]
     if args.checkpoint == "tiny":
-        lines.append(f"(the embedded pair: a toy of {engine.target.config.num_parameters / 1e6:.1f} million parameters "
+        lines.append(f"(the embedded pair: a toy of {engine.num_parameters / 1e6:.1f} million parameters "
                      "that writes what it can)")
     if budget and not args.no_speculation:
-        lines.append(f"drafts are read from {min(budget, len(ids)):,} of them at a time (--budget), checks from all")
+        lines.append(f"drafts read {min(budget, len(ids)):,} of these tokens (--budget), every check reads all of them")
     if request.is_demo:
         end = " ".join(engine.tokenizer.decode(ids[-60:], continues=True).split())
         lines += ["The prompt is the beginning of CPython's language reference. It ends:", f"  ... {end[-140:]}"]
@@ -444,7 +408,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line. Exit status: 0; 1 if the greedy check fails; 2 for a user's mistake; 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
-        return importlib.import_module(f".{argv[0]}", __package__).main(argv[1:])
+        return importlib.import_module(f".hf.{argv[0]}", __package__).main(argv[1:])
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))

@@ -13,16 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Plan:
-    """How the next round drafts. gamma 0: not at all."""
-
-    gamma: int = 0  # most tokens proposed to the full level
-    source: str | None = None  # what drafts at the bottom: "model", "ngram", or None: the retrieval level by itself
-    retrieval: bool = False  # a retrieval level checks the source first
-    gamma_inner: int = 0  # tokens that the source proposes to the retrieval level
-    rounds: int = 0  # of the retrieval level
+from .plan import PADDED, Padding, Plan
 
 
 @dataclass
@@ -76,7 +67,7 @@ def at_least(rate: float, max_inner: int, max_gamma: int) -> np.ndarray:
 
 
 class Rate:
-    """An acceptance rate that forgets: the last hundred tests or so count, and at first a prior worth ten.
+    """An acceptance rate over about the last hundred tests. At first a prior counts as ten tests.
 
     It is given the benefit of the doubt, half of a standard deviation: by an estimate that chance made too low a level
     would be left alone, and nothing would set it right. What lies idle returns to its prior, token by token, so that
@@ -110,34 +101,36 @@ class Controller:
     Args:
         costs: see `Costs`; `costs.retrieval` is empty if there is no such level.
         max_gamma, max_inner: the most tokens that the full level, and the retrieval level, can check.
+        padding: of the steps that plans take.
     """
 
-    PRIORS = {"retrieval": 0.9, "model": 0.5}  # the chances of "ngram" are told from round to round
+    PRIORS = {"retrieval": 0.9}  # of all others one half; the chances of "ngram" are told from round to round
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
     PROBE_AFTER = 64  # tokens of a row; what has not been tried for so long may have become better
     TIMED, REMEMBERED = 3, 64  # so many rounds of a kind of plan, of the last so many, say what it takes
 
-    def __init__(self, costs: Costs, max_gamma: int, max_inner: int):
-        self.costs = costs
+    def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED):
+        self.costs, self.padding = costs, padding
         levels = (["retrieval"] if costs.retrieval else []) + list(costs.sources)
-        self.rates = {name: Rate(self.PRIORS[name]) for name in levels if name in self.PRIORS}
+        self.rates = {name: Rate(self.PRIORS.get(name, 0.5)) for name in levels if name != "ngram"}
         self._names = levels
         self.plans = list(self._candidates(max_gamma, max_inner))
         self._now = 0  # no speculation
         self._tabulate(max_gamma, max_inner)
 
     def _candidates(self, max_gamma: int, max_inner: int) -> Iterable[Plan]:
-        yield Plan()
+        yield Plan(padded=self.padding.plain)
+        padded = self.padding.drafts
         for gamma in range(1, max_gamma + 1):
             for source in self.costs.sources:
-                yield Plan(gamma, source)
+                yield Plan(gamma, source, padded=padded)
             if self.costs.retrieval:
-                yield Plan(gamma, None, True, 0, gamma)
+                yield Plan(gamma, None, True, 0, gamma, padded)
                 for source in self.costs.sources:
                     for gamma_inner in range(1, max_inner + 1):
                         for rounds in range(-(-gamma // (gamma_inner + 1)), gamma + 1):
-                            yield Plan(gamma, source, True, gamma_inner, rounds)
+                            yield Plan(gamma, source, True, gamma_inner, rounds, padded)
 
     def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
         """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""
@@ -183,7 +176,7 @@ class Controller:
         for kind, ratio in self._timed:
             ratios[kind].append(ratio)
         known = {kind: statistics.median(of) for kind, of in enumerate(ratios) if len(of) >= self.TIMED}
-        # Of the others, half the hope that they have no such overhead: enough to try what comes near, no more.
+        # The others are assumed to have half of the smallest overhead that is known: enough to try what comes near.
         hoped = (1 + min(known.values(), default=1.0)) / 2
         self._slower[:] = [known.get(kind, hoped) for kind in range(len(ratios))]
 

@@ -1,6 +1,6 @@
 """Runs a pair of models: prompt to prefill, to rounds, to text. Knows nothing of files or of the command line.
 
-    Engine.stream -> State.round -> Speculator.round -> Transformer.forward
+    Engine.stream -> Session.round -> State.round -> Hierarchy.round -> Speculator.round -> Transformer.forward
 
 An Engine holds weights, tokenizer and settings, and the buffers of the conversation it last served, which the next
 call takes over if they are large enough.
@@ -18,55 +18,65 @@ import torch
 from torch import Tensor
 
 from . import memory
-from .cache import TargetCache
-from .errors import UserError, not_known
-from .generation import Generation, RowOutput, check_max_new_tokens, stop_strings
+from .config import Placement, Sampling, Settings, check_max_new_tokens, split, takes
+from .errors import UserError
+from .generation import Generation, RowOutput, stop_strings
 from .graphs import Compiler
+from .hf.tokenizer import Tokenizer
+from .kv.blocks import prefill_blocks
+from .kv.target import TargetCache
 from .model import Transformer
-from .sampling import check_sampling
+from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 from .session import Session
-from .state import Settings, State
-from .tokenizer import Tokenizer
+from .state import State
 
 log = logging.getLogger("triforce")
 
 
 class Engine:
-    """See `triforce.load`, which makes one from checkpoints. Without a tokenizer prompts are ids and texts empty."""
+    """See `triforce.load`, which makes one from checkpoints. Without a tokenizer prompts are ids and texts empty.
+
+    Args:
+        drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
+        settings, placement: as users give them; see config.py.
+        eos_ids: ids that end a text.
+    """
 
     def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
                  drafting: Transformer | None = None, settings: Settings | None = None,
-                 budget: int | float | None = None, max_seq_len: int | None = None, max_batch_size: int = 1,
-                 compile: bool | None = None, eos_ids: Sequence[int] = (), offload: bool | str = False,
-                 num_resident_layers: int | None = None, resident_memory: int | None = None,
-                 draft_ranks: Sequence[int] | None = None):
+                 placement: Placement | None = None, eos_ids: Sequence[int] = ()):
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
-        self.settings, self.budget = settings or Settings(), budget
-        self.max_batch_size, self.eos_ids = max_batch_size, tuple(eos_ids)
+        settings, placement = settings or Settings(), placement or Placement()
+        self.placement = replace(placement, device=target.device).resolve()
+        has_model = draft is not None or placement.draft_ranks is not None
+        self.settings = settings.resolve(target.device, has_model=has_model, offload=placement.offload,
+                                         max_batch_size=placement.max_batch_size)
+        self.eos_ids = tuple(eos_ids)
         models = [target] if draft is None else [target, draft]
         self.vocab_size = min(model.config.vocab_size for model in models)
         if tokenizer is not None:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
         self.vocab_size = self._agreed(self.vocab_size)  # a rank without the draft does not know its vocabulary
-        self.draft_ranks = draft_ranks  # see State
-        limit = target.config.max_len
-        if max_seq_len is not None and (not isinstance(max_seq_len, int) or max_seq_len < 2):
-            raise UserError(f"max_seq_len ({max_seq_len!r}) must be a whole number, at least 2")
-        if max_seq_len is not None and max_seq_len > limit:
-            raise UserError(f"max_seq_len ({max_seq_len}) exceeds the model's {self._limit_name()} ({limit}); "
+        limit, longest = target.config.max_len, placement.max_seq_len
+        if longest is not None and longest > limit:
+            raise UserError(f"max_seq_len ({longest}) exceeds the model's {self._limit_name()} ({limit}); "
                             f"use at most {limit}")
-        self.max_seq_len = max_seq_len
-        self.compile = target.device.type == "cuda" if compile is None else compile
-        self.offload, self.num_resident_layers, self.resident_memory = offload, num_resident_layers, resident_memory
         self._state: State | None = None
         self._serving: Session | None = None  # whom the state belongs to
 
     def __repr__(self) -> str:
         config, dtype = self.target.config, str(self.target.dtype).removeprefix("torch.")
         drafts = [] if self.draft is None else [f"a model of {self.draft.config.num_parameters / 1e6:,.1f}M parameters"]
-        drafts += ["retrieval"] * self.settings.retrieval + ["n-grams"] * self.settings.ngram
-        return (f"<triforce.Engine: {config.architecture}, {config.num_parameters / 1e6:,.1f}M parameters, {dtype} on "
-                f"{self.device}; drafts by {' and '.join(drafts) or 'nothing'}>")
+        if self.settings.retrieval:
+            drafts.append(f"a {self.settings.draft_cache} view")
+        drafts += ["a drafter of the user's"] * callable(self.settings.draft) + ["n-grams"] * self.settings.ngram
+        return (f"<triforce.Engine: {config.architecture}, {self.num_parameters / 1e6:,.1f}M parameters, {dtype} on "
+                f"{self.device}; drafts by {', '.join(drafts) or 'nothing'}>")
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole target, over all ranks."""
+        return self.target.config.num_parameters * self.target.config.num_shards
 
     @property
     def device(self) -> torch.device:
@@ -79,7 +89,7 @@ class Engine:
             prompt: text (the tokenizer adds its own bos), a list of ids (taken as they are), a list of messages
                 {"role", "content"} (the chat template applies), or a list of such prompts, answered by a list.
             max_new_tokens: exactly so many, unless the text ends before.
-            options: see `stream`; temperature, top_p, top_k, min_p and seed may be lists, one value a prompt.
+            options: see `stream`; those of `Sampling` may be lists, one value a prompt.
 
         Raises:
             UserError: an empty prompt, one too long for the model or the memory, a sampling value out of range.
@@ -91,14 +101,14 @@ class Engine:
         results = [result for session in sessions for result in session.results()]
         return results if many else results[0]
 
-    def stream(self, prompt, max_new_tokens: int = 256, *, temperature: float = 0.6, top_p: float = 0.9,
-               top_k: int | None = None, min_p: float | None = None, seed: int | None = None, stop=None,
-               ignore_eos: bool = False, speculate: bool = True, **options) -> "Stream":
+    @takes(Sampling)
+    def stream(self, prompt, max_new_tokens: int = 256, *, stop=None, ignore_eos: bool = False, speculate: bool = True,
+               one_row: bool = False, chat_template: str | None = None, on_prefill=None, on_decode=None,
+               **options) -> "Stream":
         """The same for one prompt, piece by piece: iterate for valid text, then read `.result`.
 
         Args:
-            temperature: 0 is greedy. top_p, top_k, min_p: keep the most probable tokens only.
-            seed: row i of a batch uses seed + i. None draws one; `stats.seed` tells it.
+            options: OPTIONS
             stop: a string or several; the text ends before the first that appears.
             ignore_eos: go on after an end-of-text token.
             speculate: False: the same padded step one token at a time: the same greedy bits, only slower.
@@ -109,9 +119,9 @@ class Engine:
         """
         if _is_batch(prompt):
             raise UserError("stream takes one prompt; generate takes a list")
-        return Stream(*self._serve([prompt], max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
-                                   min_p=min_p, seed=seed, stop=stop, ignore_eos=ignore_eos, speculate=speculate,
-                                   **options))
+        return Stream(*self._serve([prompt], max_new_tokens, stop=stop, ignore_eos=ignore_eos, speculate=speculate,
+                                   one_row=one_row, chat_template=chat_template, on_prefill=on_prefill,
+                                   on_decode=on_decode, **options))
 
     @torch.inference_mode()
     def logits(self, tokens) -> Tensor:
@@ -125,7 +135,7 @@ class Engine:
         size, length = self.settings.prefill_chunk_size, tokens.shape[1]
         cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                             flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
-        blocks = cache.prefill_blocks(0, 0, length, size)
+        blocks = prefill_blocks(cache, 0, 0, length, size)
         return torch.cat([self.target.output(self.target.prefill(row[None], blocks)).float() for row in tokens])
 
     def encode_prompt(self, prompt, chat_template: str | None = None) -> list[int]:
@@ -143,14 +153,12 @@ class Engine:
         self._check_ids(ids)
         return ids
 
-    def _serve(self, prompts, max_new_tokens: int, *, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=None,
-               stop=None, ignore_eos=False, speculate=True, one_row=False, chat_template=None, on_prefill=None,
-               on_decode=None, **unknown) -> tuple[Iterator[tuple[int, str]], list[Session]]:
+    def _serve(self, prompts, max_new_tokens: int, *, stop=None, ignore_eos=False, speculate=True, one_row=False,
+               chat_template=None, on_prefill=None, on_decode=None,
+               **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
         """Checks everything, then gives a generator of (index of the prompt, piece of text), and a list that gets the
         sessions whose results these are."""
-        if unknown:
-            known = list(inspect.signature(self._serve).parameters)[1:-1]
-            raise UserError("; ".join(not_known(name, "option of generate", known) for name in unknown))
+        [sampling], _ = split(options, Sampling, what="option of generate", known=generate_options())
         max_new_tokens = check_max_new_tokens(max_new_tokens)
         if one_row and speculate:
             raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
@@ -160,25 +168,21 @@ class Engine:
         ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
         for prompt in ids:
             self.check_len(len(prompt), max_new_tokens)
-        temperature, top_p, top_k, min_p, seed = map(as_numbers, (temperature, top_p, top_k, min_p, seed))
-        if not isinstance(seed, (list, tuple)):
-            begin = self._agreed(random.getrandbits(32)) if seed is None else seed
-            if isinstance(begin, float) and begin.is_integer():
-                begin = int(begin)
-            seed = [begin + i for i in range(len(ids))] if isinstance(begin, int) else [begin] * len(ids)
-        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        check_sampling(sampling, len(ids))
-        request = Request(ids, max_new_tokens, sampling, () if ignore_eos else self.eos_ids, stops, speculate, one_row,
-                          on_prefill, on_decode)
+        sampling = sampling.with_seed(len(ids), lambda: self._agreed(random.getrandbits(32)))
+        sampling.columns(len(ids))
+        plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
+        request = Request(ids, max_new_tokens, sampling, () if ignore_eos else self.eos_ids, stops, plan, on_prefill,
+                          on_decode)
         sessions: list[Session] = []
         return self._answer(request, sessions), sessions
 
     def _answer(self, request: "Request", sessions: list[Session]) -> Iterator[tuple[int, str]]:
         """Group by group, of as many prompts as run side by side."""
-        for first in range(0, len(request.ids), self.max_batch_size):
-            group = request.part(slice(first, first + self.max_batch_size))
+        size = self.placement.max_batch_size
+        for first in range(0, len(request.ids), size):
+            group = request.part(slice(first, first + size))
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
-            session, where = Session(group.ids, outputs, group.sampling["seed"], self.device), None
+            session, where = Session(group.ids, outputs, group.sampling.seed, self.device), None
             sessions.append(session)
             try:
                 for row, piece in self._decode(session, group):
@@ -190,9 +194,8 @@ class Engine:
             finally:
                 session.close()
             if where is not None:  # here, where no traceback holds on to the buffers any more
-                session.state = None
                 self.release()
-                offload = "" if self.offload or self.device.type == "cpu" else "--offload, "
+                offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
                 raise UserError(f"{where} ran out of memory; leave more of it free, or ask for less: {offload}"
                                 "a smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size")
 
@@ -201,15 +204,15 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._serving = session
-        session.state = state = self.prepare(request.ids, request.max_new_tokens, request.on_prefill,
-                                             request.speculate, **request.sampling)
+        session.state = state = self.prepare(request.ids, request.max_new_tokens, request.on_prefill, request.plan,
+                                             **vars(request.sampling))
         while not session.done:
             if self._state is None:
                 raise UserError("the engine was released while this generation was under way; begin another one")
             if self._serving is not session or self._state is not state:
                 raise UserError("another generation has begun on this engine and taken over its caches; finish or "
                                 "close a stream first, or load a second engine")
-            pieces = session.round(request.speculate, request.one_row)
+            pieces = session.round()
             if request.on_decode is not None:
                 request.on_decode(session.num_tokens)
             yield from (piece for piece in pieces if piece[1])
@@ -221,72 +224,80 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, speculate: bool = True,
+    def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, plan: Plan | None = None,
                 **sampling) -> State:
         """A State with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
 
         Args:
-            speculate: see `State.begin`.
-            sampling: temperature, top_p, top_k, min_p, seed: see `SamplingParams.set`.
+            plan: what all rounds follow; None: chosen round by round, or what the settings say.
+            sampling: the fields of `Sampling`.
         """
         state = self._state_for(len(ids), max(map(len, ids)), max_new_tokens)
-        state.params.set(specialize=not self.compile, **sampling)
-        # Greedy output is promised to be the same bits; drawn tokens follow the same law from steps of any size.
-        # Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends.
-        loose = not state.params.greedy and self.target.group is None
-        state.set_padding(not loose, tight=loose and self.device.type == "cpu" and not self.compile)
+        state.params.set(specialize=not self.placement.compile, **sampling)
+        padding = self._padding(state.params.greedy)
+        if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
+            plan = ONE_ROW
         if state.prompts == ids:
-            state.rewind(max_new_tokens, speculate)
+            state.rewind(max_new_tokens, plan, padding)
             return state
         state.reset()
         for row, prompt in enumerate(ids):
             def report(share, row=row):
                 on_prefill((row + share) / len(ids))
             state.prefill(row, prompt, on_prefill and report)
-        state.begin(max_new_tokens, speculate)
+        state.begin(max_new_tokens, plan, padding)
         state.prompts = ids
         return state
 
+    def _padding(self, greedy: bool) -> Padding:
+        """Greedy output is promised to be the same bits; drawn tokens follow the same law from steps of any size.
+
+        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. On a
+        GPU, and where steps are compiled, rows cost next to nothing and other shapes are compiled anew.
+        """
+        if greedy or self.target.group is not None:
+            return PADDED
+        return Padding(plain=False, drafts=self.device.type != "cpu" or self.placement.compile)
+
     def _state_for(self, batch: int, prompt_len: int, max_new_tokens: int) -> State:
-        settings = self.settings
-        needed = prompt_len + max_new_tokens + settings.block_size
-        if self.max_seq_len is not None:
-            needed = self.max_seq_len + settings.block_size
+        """The State of the last call if it is large enough, else a new one."""
+        settings, longest = self.settings, self.placement.max_seq_len
+        needed = (prompt_len + max_new_tokens if longest is None else longest) + settings.block_size
         budget = self.resolve_budget(prompt_len)
         state = self._state
         if state is not None and state.batch == batch and state.capacity >= needed and state.budget == budget:
             return state
-        capacity = -(-needed // 1024) * 1024 if self.max_seq_len is None else needed
+        capacity = -(-needed // 1024) * 1024 if longest is None else needed
         del state
         self.release()  # before the new ones are planned
-        resident = self._plan(batch, capacity, budget)
+        sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.vocab_size}
+        resident = self._plan_memory(**sizes)
         # The same bytes a second time: only where they are a small part of what is free.
-        kv_bytes = memory.prefix_bytes(self.target.config, self.target.config.n_layer, batch=batch, capacity=capacity,
-                                       itemsize=self.target.dtype.itemsize)
-        pack = 8 * kv_bytes < (memory.available(self.device) or 0)
+        config = self.target.config
+        kv_bytes = config.n_layer * memory.layer_bytes(config, batch=batch, capacity=capacity, dtype=self.target.dtype)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
-            self._state = State(self.target, self.draft, settings, batch=batch, capacity=capacity, budget=budget,
-                                vocab_size=self.vocab_size, compiler=Compiler(self.compile, self.device),
-                                drafting=self.drafting, num_resident_layers=resident, pack=pack,
-                                draft_ranks=self.draft_ranks)
+            self._state = State(self.target, self.draft, settings, **sizes, drafting=self.drafting,
+                                compiler=Compiler(self.placement.compile, self.device), num_resident_layers=resident,
+                                pack=8 * kv_bytes < (memory.available(self.device) or 0),
+                                draft_ranks=self.placement.draft_ranks)
         return self._state
 
-    def _plan(self, batch: int, capacity: int, budget: int) -> int | None:
+    def _plan_memory(self, *, batch: int, capacity: int, **sizes) -> int | None:
         """Checks that everything fits. Returns how many layers of the KV cache stay on the device; None: all."""
-        config, draft = self.target.config, None if self.draft is None else self.draft.config
-        sizes = {"batch": batch, "capacity": capacity, "itemsize": self.target.dtype.itemsize}
+        config, draft, place = self.target.config, None if self.draft is None else self.draft.config, self.placement
+        prefix = {"batch": batch, "capacity": capacity, "dtype": self.target.dtype}
 
         def parts(num_resident: int | None) -> list[memory.Part]:
-            return memory.cache_parts(config, draft, self.settings, budget=budget, num_resident_layers=num_resident,
-                                      **sizes)
+            return memory.state_parts(config, draft, self.settings, device=self.device,
+                                      num_resident_layers=num_resident, **prefix, **sizes)
 
         resident = None
-        if self.offload:
-            resident = self.num_resident_layers
-            if resident is None and (self.offload == "auto" or self.resident_memory is not None):
-                resident = memory.fitting_layers(config, parts(0), self.device, self.resident_memory, **sizes)
+        if place.offload:
+            resident = place.num_resident_layers
+            if resident is None and (place.offload == "auto" or place.resident_memory is not None):
+                resident = memory.fitting_layers(config, parts(0), self.device, place.resident_memory, **prefix)
             resident = self._agreed(resident or 0)
-        host = memory.host_part(config, 0 if resident is None else config.n_layer - resident, **sizes)
+        host = memory.host_part(config, 0 if resident is None else config.n_layer - resident, **prefix)
         of_no_use = ("--batch-size",) if batch == 1 else ()
         if self.device.type == "cpu":  # the same memory, wherever a layer lies
             memory.check([host, *parts(resident)], self.device, (*of_no_use, "--offload", "--num-resident-layers"))
@@ -300,18 +311,7 @@ class Engine:
 
     def resolve_budget(self, prompt_len: int) -> int:
         """Tokens of the view that drafts, for a prompt; 0 without one."""
-        if not self.settings.has_view:
-            return 0
-        chunk, interval = self.settings.chunk_size, self.settings.flush_interval
-        if self.budget is None:
-            # Beside a verify that streams from the host, a dearer step that is right more often pays.
-            share, most = (16, 8192) if self.offload else (32, 4096)
-            budget = min(max(-(-prompt_len // share // 256) * 256, 1024), most)
-        elif isinstance(self.budget, float):
-            budget = max(int(self.budget * prompt_len), interval + 2 * chunk)
-        else:
-            return self.budget
-        return max(-(-budget // chunk) * chunk, interval + 2 * chunk)
+        return self.settings.view_tokens(prompt_len, self.placement.offload)
 
     def _agreed(self, value):
         """With several ranks, rank 0's value."""
@@ -335,10 +335,10 @@ class Engine:
 
     def check_len(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raises UserError if so many tokens do not fit the model, or max_seq_len."""
-        limit = self.target.config.max_len
+        limit, longest = self.target.config.max_len, self.placement.max_seq_len
         what = f"the model's {self._limit_name()} ({limit})"
-        if self.max_seq_len is not None:
-            limit, what = self.max_seq_len, f"max_seq_len ({self.max_seq_len})"
+        if longest is not None:
+            limit, what = longest, f"max_seq_len ({longest})"
         if prompt_len + max_new_tokens > limit:
             excess, ways = prompt_len + max_new_tokens - limit, []
             if prompt_len > excess:
@@ -355,19 +355,16 @@ class Request:
 
     ids: list[list[int]]
     max_new_tokens: int
-    sampling: dict  # by name, a value for all prompts or a list of one a prompt
+    sampling: Sampling
     eos_ids: tuple[int, ...]
     stops: list[str]
-    speculate: bool
-    one_row: bool
+    plan: Plan | None  # what all rounds follow; None: chosen
     on_prefill: Callable[[float], None] | None
     on_decode: Callable[[int], None] | None
 
     def part(self, rows: slice) -> "Request":
         """The same for some of the prompts."""
-        sampling = {name: value[rows] if isinstance(value, (list, tuple)) else value
-                    for name, value in self.sampling.items()}
-        return replace(self, ids=self.ids[rows], sampling=sampling)
+        return replace(self, ids=self.ids[rows], sampling=self.sampling.part(rows))
 
 
 class Stream:
@@ -401,11 +398,9 @@ def _is_batch(prompt) -> bool:
     return getattr(prompt, "ndim", 0) == 2
 
 
-def as_numbers(value):
-    """A setting, or a list of one a prompt, without the types of NumPy and PyTorch."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return [as_numbers(one) for one in value] if isinstance(value, (list, tuple)) else value
+def generate_options() -> frozenset[str]:
+    """What `Engine.generate` takes by name."""
+    return frozenset(inspect.signature(Engine.stream).parameters.keys() - {"self", "prompt"})
 
 
 def _as_ids(prompt) -> list[int]:

@@ -12,5 +12,5 @@ def not_known(name: str, what: str, known: Iterable[str]) -> str:
     """One line for a name that is none of the known ones, with the one that was probably meant."""
     known = sorted(known)
     meant = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(known)}"
-    return f"{name} is no {what}; {hint}"
+    hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(known)}"
+    return f"{name} is not a known {what}; {hint}"

@@ -1,6 +1,5 @@
 """What a generation returns, and when a row's text ends. Knows nothing of models or devices."""
 
-import operator
 from dataclasses import dataclass, field
 
 from .errors import UserError
@@ -48,9 +47,10 @@ class Stats:
         ]
 
     NOTES = (
-        "acceptance: of the tokens that were drafted for a level, the share that it kept.",
+        "acceptance: of the tokens drafted for a level, the share that it kept; those",
+        "  that follow a rejected one count as not kept.",
         "target forward: a pass of the whole model over its whole KV cache.",
-        "retrieval rebuild: a new choice of the tokens that drafts are read from.")
+        "retrieval rebuild: the tokens that drafts read (the budget) were chosen anew.")
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<26}{value:>14}" for name, value in self.rows())
@@ -119,18 +119,3 @@ def stop_strings(stop) -> list[str]:
     if not all(isinstance(s, str) and s for s in strings):
         raise UserError(f"stop ({stop!r}) must be a string or a list of strings, none of them empty")
     return strings
-
-
-def check_max_new_tokens(value) -> int:
-    """The whole number, at least 1, that it must be.
-
-    Raises:
-        UserError: it is not.
-    """
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise UserError(f"max_new_tokens ({value!r}) must be a whole number; try 256") from None
-    if count < 1:
-        raise UserError(f"max_new_tokens ({count}) must be at least 1; try 256")
-    return count

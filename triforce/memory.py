@@ -1,6 +1,5 @@
-"""What a run will need, part by part, before anything is allocated. Knows shapes and sizes, and allocates nothing."""
+"""What a run will need, part by part: its caches are built on the meta device, without memory, and added up."""
 
-import re
 import resource
 import sys
 from collections.abc import Collection
@@ -9,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from .cache import aligned
+from .config import Settings
 from .errors import UserError
-from .model import ModelConfig
-from .offload import STAGING_BUFFERS, piece_tokens
-from .state import Settings
+from .graphs import Compiler
+from .model import ModelConfig, Transformer
+from .state import State
 
 
 @dataclass
@@ -30,83 +29,81 @@ def weight_parts(target: ModelConfig, draft: ModelConfig | None, itemsize: int) 
     return parts
 
 
-def prefix_bytes(config: ModelConfig, num_layers: int, *, batch: int, capacity: int, itemsize: int) -> int:
-    """K and V of so many layers, without the tail."""
-    return batch * config.kv_elements_per_token * itemsize // config.n_layer * num_layers * capacity
+def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, batch: int, capacity: int,
+                budget: int, vocab_size: int, dtype: torch.dtype, device: torch.device,
+                num_resident_layers: int | None = None) -> list[Part]:
+    """Caches of a State, built on the meta device, and what a prefill and a step hold besides at their widest point.
 
-
-def cache_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, batch: int, capacity: int,
-                budget: int, itemsize: int, num_resident_layers: int | None = None) -> list[Part]:
-    """Caches of a State, and what a prefill holds besides them at its widest point.
-
-    num_resident_layers: of the KV prefix; the others are not counted (see `host_part`), what streams them is.
+    Args:
+        num_resident_layers: of the KV prefix; the others are not counted (see `host_part`), what streams them is.
     """
-    per_token = batch * target.kv_elements_per_token * itemsize
-    block = settings.block_size
-    chunk = min(settings.prefill_chunk_size, capacity)
-    per_chunk_token = 4 * target.ffn_dim + 8 * target.n_head * target.head_dim
-    embedded = 1 if target.num_shards == 1 else 2  # ranks add up what each knows of the words
-    prefill = (capacity * embedded * target.dim + chunk * per_chunk_token) * itemsize
-    levels = 2 if draft is not None else 1
-    laws = batch * target.vocab_size * 4 * block * (4 + levels)
-    layers = target.n_layer if num_resident_layers is None else num_resident_layers
-    sizes = {"batch": batch, "capacity": capacity, "itemsize": itemsize}
-    tail, view = aligned(settings.flush_interval + 2 * block), aligned(budget)
-    offloads = layers < target.n_layer
+    state = _on_meta(target, draft, settings, batch=batch, capacity=capacity, budget=budget, vocab_size=vocab_size,
+                     dtype=dtype, device=device, num_resident_layers=num_resident_layers)
+    cache, view, sources = state.cache, state.hierarchy.view, state.hierarchy.sources
+    prefix, offload = cache.prefix, cache.prefix.offload
+    kept = f"KV cache of {prefix.num_resident} resident layers" if offload else "KV cache"
+    resident, chunk_keys = (sum(x.nbytes for x in tensors) for tensors in ((*prefix.k, *prefix.v), cache.chunk_keys))
     parts = [
-        Part(f"KV cache of {layers} resident layers" if offloads else "KV cache", prefix_bytes(target, layers, **sizes),
-             ("--num-resident-layers" if offloads else "--offload", "--max-seq-len", "--batch-size")),
-        Part("tail", per_token * tail, ("flush_interval", "--batch-size")),
-        Part("prefill activations", prefill, ("--prefill-chunk-size",)),
-        Part("logits and probabilities", laws, ("--batch-size",)),
-    ]
-    if settings.scores_chunks:
-        parts.append(Part("chunk keys", per_token * capacity // 2 // settings.chunk_size, ("--chunk-size",)))
-    if settings.retrieval:
-        parts.append(Part("retrieval view", per_token * view, ("--budget",)))
-    if offloads:
-        one_layer = per_token // target.n_layer
-        piece = piece_tokens(one_layer, settings.flush_interval, capacity, settings.piece_tokens)
-        work = prefix_bytes(target, 1, **{**sizes, "batch": 1})  # a prompt is prefilled at a time
+        Part(kept, resident, ("--num-resident-layers" if offload else "--offload", "--max-seq-len", "--batch-size")),
+        Part("tail", cache.nbytes - prefix.nbytes - chunk_keys, ("flush_interval", "--batch-size")),
+        Part("prefill activations", _prefill_bytes(target, settings, state.capacity, dtype), ("--prefill-chunk-size",)),
+        Part("logits and probabilities", _law_bytes(target, settings, batch, levels=1 if draft is None else 2),
+             ("--batch-size",)),
+        Part("chunk keys", chunk_keys, ("--chunk-size",))]
+    if view is not None:
+        parts.append(Part("retrieval view", view.nbytes, ("--budget",)))
+    if offload is not None:
+        work = batch and offload.nbytes // batch // len(offload.layers)  # a prompt is prefilled at a time
         parts.append(Part("a layer's KV during prefill", work, ("--max-seq-len",)))
-        parts.append(Part("staging buffers", STAGING_BUFFERS * piece * one_layer, ("piece_tokens", "--batch-size")))
+        parts.append(Part("staging buffers", sum(x.nbytes for x in offload.staging), ("piece_tokens", "--batch-size")))
     if draft is not None:
-        tokens = settings.draft_sink + settings.draft_window + max(64, 2 * block)
-        if settings.drafts_over != "streaming":
-            tokens = capacity + tail + (view if settings.has_view else 0)
-        parts.append(Part("draft cache", batch * tokens * draft.kv_elements_per_token * itemsize,
-                          () if settings.drafts_over == "streaming" else ("--draft-cache streaming",)))
+        parts.append(Part("draft cache", sum(source.nbytes for source in sources.values()),
+                          () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",)))
     if settings.draft_cache == "snapkv":  # scores, their softmax and what of it counts, one layer at a time
         chooser = target if settings.retrieval else draft
-        parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * block * capacity * 4, ("--draft-cache",)))
-    return parts
+        parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * settings.block_size * capacity * 4,
+                          ("--draft-cache",)))
+    return [part for part in parts if part.bytes]
 
 
-def host_part(config: ModelConfig, num_layers: int, **sizes: int) -> Part:
-    """The prefix of so many offloaded layers, in host memory. sizes: see `prefix_bytes`."""
-    return Part(f"KV cache of {num_layers} layers in host memory", prefix_bytes(config, num_layers, **sizes),
+def _on_meta(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, dtype: torch.dtype,
+             device: torch.device, **sizes) -> State:
+    """The State that these sizes make on a device, without its memory."""
+    models = [None if config is None else Transformer.empty(config, "meta", dtype) for config in (target, draft)]
+    return State(*models, settings, compiler=Compiler(False, torch.device("cpu")), runs_on=device, **sizes)
+
+
+def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype: torch.dtype) -> int:
+    """Hidden states of the whole prompt, and activations of a chunk."""
+    per_chunk_token = 4 * config.ffn_dim + 8 * config.n_head * config.head_dim
+    embedded = 1 if config.num_shards == 1 else 2  # ranks add up what each knows of the words
+    chunk = min(settings.prefill_chunk_size, capacity)
+    return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize
+
+
+def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int) -> int:
+    """Logits and laws of a step, sorted and summed up, and the laws that are passed from level to level."""
+    return batch * config.vocab_size * 4 * settings.block_size * (4 + levels)
+
+
+def layer_bytes(config: ModelConfig, *, batch: int, capacity: int, dtype: torch.dtype) -> int:
+    """K and V of one layer of the prefix."""
+    return batch * capacity * config.kv_elements_per_token // config.n_layer * dtype.itemsize
+
+
+def host_part(config: ModelConfig, num_layers: int, **sizes) -> Part:
+    """The prefix of so many offloaded layers, in host memory. sizes: see `layer_bytes`."""
+    return Part(f"KV cache of {num_layers} layers in host memory", num_layers * layer_bytes(config, **sizes),
                 ("--num-resident-layers", "--max-seq-len", "--batch-size"))
 
 
 def fitting_layers(config: ModelConfig, parts: list[Part], device: torch.device, resident_memory: int | None,
-                   **sizes: int) -> int:
+                   **sizes) -> int:
     """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes."""
-    layer = prefix_bytes(config, 1, **sizes)
     free = available(device)
     room = [] if free is None else [int(0.95 * free) - sum(part.bytes for part in parts)]
     room += [] if resident_memory is None else [resident_memory]
-    return min(max(min(room, default=0) // layer, 0), config.n_layer)
-
-
-def parse_size(size: int | str, name: str) -> int:
-    """Bytes of a number, or of a text such as "20GiB" or "512 MB"."""
-    if isinstance(size, int) and size >= 0:
-        return size
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(size).lower())
-    if match is None:
-        raise UserError(f"{name} ({size!r}) must be a number of bytes or a size such as '20GiB'")
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
+    return min(max(min(room, default=0) // layer_bytes(config, **sizes), 0), config.n_layer)
 
 
 def available(device: torch.device) -> int | None:

@@ -126,9 +126,11 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        attention = self.dim * self.head_dim * (2 * self.n_head + 2 * self.n_kv_head)
+        rows = self.head_dim * (self.n_head + 2 * self.n_kv_head)  # of the fused projection
+        attention = self.dim * (rows + self.head_dim * self.n_head)
+        biases = rows * self.qkv_bias + self.dim * self.out_bias + (2 * self.ffn_dim + self.dim) * self.mlp_bias
         embeddings = self.vocab_rows * self.dim * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.n_layer * (attention + 3 * self.dim * self.ffn_dim + 2 * self.dim) + self.dim
+        return embeddings + self.n_layer * (attention + biases + 3 * self.dim * self.ffn_dim + 2 * self.dim) + self.dim
 
 
 def _rope_from_hf(hf: dict) -> tuple[float, RopeScaling]:
@@ -236,11 +238,13 @@ def eager(function):
 
 
 class RMSNorm(nn.Module):
+    """x [B, M, ..., dim] -> the same, scaled to a root mean square of 1 and then by a weight. M are rows of a block."""
+
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
-        # Where they are wanted, on the CPU; no buffers, which would follow the weights elsewhere.
+        # Plain tensors on the CPU: buffers would move with the weights.
         self.constants = torch.tensor([0.0, (eps * dim) ** 0.5], device="cpu").unbind()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -371,8 +375,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer.
 
-    `kv` is a block of any cache: `kv.layer(i)` has `write` and `read` (see `cache.py`), `kv.compiled(function)` is the
-    function, compiled or as it is.
+    `kv` is a block of any cache: `kv.layer(i)` has `write` and `read` (see `kv/store.py`), `kv.compiled(function)` is
+    the function, compiled or as it is.
     """
 
     def __init__(self, config: ModelConfig):
@@ -421,7 +425,7 @@ class Transformer(nn.Module):
                 cache_only: bool = False) -> Tensor | None:
         """Runs a long stretch of tokens layer by layer: all chunks through layer 0, then layer 1, and so on.
 
-        So a layer's keys are complete, and still hot, before the next layer begins.
+        So a layer's keys are complete, and still in the caches of the processor, before the next layer begins.
 
         Args:
             tokens: [B, S].

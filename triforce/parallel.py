@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import UserError
-from .model import ModelConfig, Transformer
+from .model import ModelConfig
 
 if dist.is_available():  # not in every build of PyTorch
     import torch.distributed._functional_collectives as collectives
@@ -159,39 +159,3 @@ def shard_config(config: ModelConfig, group: Group | None) -> ModelConfig:
                             f"{' or '.join(map(str, fits))}")
     return replace(config, n_head=config.n_head // group.size, n_kv_head=config.n_kv_head // group.size,
                    ffn_dim=config.ffn_dim // group.size, num_shards=group.size)
-
-
-def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
-    """This rank's part of a checkpoint's tensor.
-
-    Args:
-        shape: of the part. The dimension in which it differs is the one that is split; the last rank's may be shorter.
-    """
-    for dim, (whole, part) in enumerate(zip(tensor.shape, shape, strict=True)):
-        if whole != part:
-            start = min(group.rank * part, whole)
-            return tensor.narrow(dim, start, min(part, whole - start))
-    if name.endswith(("o_proj.bias", "down_proj.bias")) and group.rank > 0:
-        return torch.zeros_like(tensor)  # it is added on every rank before the sum
-    return tensor
-
-
-def shard(model: Transformer, group: Group) -> Transformer:
-    """A rank's share of a whole model, by the same rules by which a checkpoint is read. The whole one is left alone."""
-    from .checkpoint import places
-
-    local = Transformer.empty(shard_config(model.config, group), model.device, model.dtype)
-    whole, parts = dict(model.named_parameters()), dict(local.named_parameters())
-    theirs, ours = places(model.config), places(local.config)
-    with torch.no_grad():
-        for name, place in theirs.items():
-            tensor = whole[place.parameter][place.start : place.start + place.shape[0]]
-            fill(parts[ours[name].parameter], ours[name], cut(name, tensor, ours[name].shape, group))
-    return local.join(group)
-
-
-def fill(parameter: Tensor, place, tensor: Tensor) -> None:
-    """Writes a tensor to its place; rows that it lacks (words that fill up the last rank's share) become zero."""
-    rows = parameter[place.start : place.start + place.shape[0]]
-    rows[: len(tensor)].copy_(tensor)
-    rows[len(tensor) :].zero_()

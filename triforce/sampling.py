@@ -7,12 +7,12 @@ and a row of a batch draws what it would draw alone. No function here makes the 
 Shapes: B batch, V vocabulary, n positions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from .errors import UserError
+from .config import Sampling
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
@@ -23,82 +23,40 @@ class Uses:
     """Which parts of `probabilities` some row needs; the others may be skipped."""
 
     greedy: bool = True
-    hot: bool = True
+    drawn: bool = True
     top_k: bool = True
     top_p: bool = True
     min_p: bool = True
 
 
-@dataclass
 class SamplingParams:
-    """Per-row sampling settings, as tensors: to change one changes no shape and recompiles nothing."""
+    """Per-row sampling settings, a tensor [B] for each field of `Sampling`: to change one changes no shape and
+    recompiles nothing."""
 
-    temperature: Tensor  # [B] float32; 0 is greedy
-    top_p: Tensor  # [B] float32 in (0, 1]; 1 keeps all
-    top_k: Tensor  # [B] int64; 0 keeps all
-    min_p: Tensor  # [B] float32 in [0, 1); 0 keeps all
-    seed: Tensor  # [B] int64
-    uses: Uses = Uses()
-    greedy: bool = False  # any row
-
-    @classmethod
-    def allocate(cls, batch: int, device) -> "SamplingParams":
-        floats = [torch.ones(batch, device=device), torch.ones(batch, device=device)]
-        ints = torch.zeros(batch, dtype=torch.int64, device=device)
-        return cls(*floats, ints, torch.zeros(batch, device=device), ints.clone())
-
-    def tensors(self) -> list[Tensor]:
-        return [self.temperature, self.top_p, self.top_k, self.min_p, self.seed]
+    def __init__(self, batch: int, device):
+        for field in fields(Sampling):
+            value = field.metadata["neutral"] if field.metadata["neutral"] is not None else 1
+            setattr(self, field.name, torch.full((batch,), value, dtype=field.metadata["dtype"], device=device))
+        self.uses = Uses()
+        self.greedy = False  # any row
 
     def set(self, specialize: bool = False, **values) -> None:
-        """Overwrites all rows in place: temperature, top_p, top_k, min_p, seed, as checked by `check_sampling`.
-
-        Scalars hold for every row, sequences give one value a row. None is "keep all" for the filters.
+        """Overwrites all rows in place by the fields of `Sampling`, each one value or a list of one a row.
 
         Args:
             specialize: skip whatever no row needs. For eager steps alone: a recorded one goes on as it was recorded.
         """
-        rows = len(self.seed)
-        check_sampling(values, rows)
-        columns = {}
-        for name, value in values.items():
-            column = list(value) if isinstance(value, (list, tuple)) else [value] * rows
-            column = [_KEEP_ALL[name] if one is None else one for one in column]
-            if name == "temperature":  # below this a float32 logit divided by it overflows
-                column = [max(one, 1e-6) if one > 0 else 0.0 for one in column]
+        columns = Sampling(**values).columns(len(self.seed))
+        # Below this a float32 logit divided by the temperature overflows.
+        columns["temperature"] = [max(one, 1e-6) if one > 0 else 0.0 for one in columns["temperature"]]
+        for name, column in columns.items():
             target = getattr(self, name)
             target.copy_(torch.tensor(column, dtype=target.dtype))
-            columns[name] = column
-        self.greedy = 0.0 in columns.get("temperature", [])
-        hot = any(columns.get("temperature", [1.0]))
-        top_k = any(columns.get("top_k", [0]))
+        self.greedy = 0.0 in columns["temperature"]
+        drawn = any(columns["temperature"])
         self.uses = Uses() if not specialize else Uses(
-            greedy=self.greedy, hot=hot, top_k=hot and top_k,
-            top_p=hot and any(p < 1 for p in columns.get("top_p", [])), min_p=hot and any(columns.get("min_p", [])))
-
-
-_KEEP_ALL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-_RANGES = {
-    "temperature": (lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number"),
-    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token"),
-    "top_k": (lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token"),
-    "min_p": (lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token"),
-    "seed": (lambda x: -(2**63) <= x < 2**63 and int(x) == x, "a whole number of at most 64 bits"),
-}
-
-
-def check_sampling(values: dict, rows: int) -> None:
-    """Raises UserError for a sampling setting that is out of range, of the wrong kind or of the wrong length."""
-    for name, value in values.items():
-        column = list(value) if isinstance(value, (list, tuple)) else [value]
-        if len(column) != rows and isinstance(value, (list, tuple)):
-            raise UserError(f"{name} has {len(column)} values for {rows} prompts; give one value, or one a prompt")
-        in_range, wanted = _RANGES[name]
-        for one in column:
-            if one is None and name in _KEEP_ALL:
-                continue
-            if not isinstance(one, (int, float)) or not in_range(one):
-                raise UserError(f"{name} ({one!r}) must be {wanted}")
+            greedy=self.greedy, drawn=drawn, top_k=drawn and any(columns["top_k"]),
+            top_p=drawn and any(p < 1 for p in columns["top_p"]), min_p=drawn and any(columns["min_p"]))
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -120,7 +78,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     if uses.greedy:
         greedy = temperature == 0
         one_hot = torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-        if not uses.hot:
+        if not uses.drawn:
             return one_hot
         temperature = torch.where(greedy, 1.0, temperature)
     probs = torch.softmax(logits / temperature, dim=-1)

@@ -45,11 +45,11 @@ class Session:
     def num_tokens(self) -> int:
         return sum(len(output.tokens) for output in self.outputs)
 
-    def round(self, speculate: bool, one_row: bool) -> list[tuple[int, str]]:
+    def round(self) -> list[tuple[int, str]]:
         """A round of the state, which is prefilled: (row, text that is now certain) of each row that had not ended."""
         state, started = self.state, time.perf_counter()
-        timing = state.timing_seconds
-        emitted = state.round(speculate, one_row)
+        timing = state.pilot.timing_seconds
+        emitted = state.round()
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
         if not any(emitted[row] for row in running):
             raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
@@ -61,33 +61,32 @@ class Session:
         if not self._first_round:
             self._first_round, self._ttft = [len(output.tokens) for output in self.outputs], now - self._begun
         else:
-            self._seconds += now - started - (state.timing_seconds - timing)
+            self._seconds += now - started - (state.pilot.timing_seconds - timing)
         for row in ended:  # its drafting levels go on counting while its neighbours draft
-            self._ended[row] = self._progress(row, speculate)
+            self._ended[row] = self._progress(row)
         return pieces
 
-    def _progress(self, row: int, speculate: bool) -> Progress:
-        rates = self.state.acceptance_rates()[row] if speculate else {}
-        return Progress(self.state.num_forwards, self._seconds, rates)
+    def _progress(self, row: int) -> Progress:
+        return Progress(self.state.num_forwards, self._seconds, self.state.hierarchy.acceptance_rates()[row])
 
     def results(self) -> list[Generation]:
         """What each row has said: all of it once the session has ended, and until then what there is."""
         return self._results or [self._result(row) for row in range(len(self.outputs))]
 
     def close(self) -> None:
-        """No round will follow."""
-        self._results = self.results()
+        """No round will follow: what was said is kept, and the caches are let go."""
+        self._results, self.state = self.results(), None
 
     def _result(self, row: int) -> Generation:
         output, state = self.outputs[row], self.state
         progress = self._ended[row]
         if progress is None:
-            progress = self._progress(row, True) if state is not None and self._first_round else Progress()
+            progress = self._progress(row) if state is not None and self._first_round else Progress()
         later = len(output.tokens) - (self._first_round[row] if self._first_round else 0)
         return Generation(output.text, output.tokens, output.finish_reason or "interrupted", Stats(
             prompt_len=len(self.prompts[row]), new_tokens=len(output.tokens), ttft=self._ttft,
             tbt=progress.seconds / later if later else 0.0, acceptance_rate=progress.acceptance or {},
-            timing=state.timing_seconds if state else 0.0,
+            timing=state.pilot.timing_seconds if state else 0.0,
             block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,
-            retrieval_rebuilds=state.retrieval.num_rebuilds if state and state.retrieval else 0,
+            retrieval_rebuilds=state.hierarchy.view.num_rebuilds if state and state.hierarchy.view else 0,
             flushes=state.num_flushes if state else 0, peak_memory=memory.peak(self.device), seed=self.seeds[row]))

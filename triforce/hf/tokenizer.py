@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
-from .errors import UserError
+from ..errors import UserError
 from .vocabulary import build_backend, read_optional_json
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -5,20 +5,20 @@ is comes from its config.json, never from its name.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .errors import UserError
-from .model import ModelConfig, Transformer
-from .parallel import Group, cut, fill, shard_config
+from ..errors import UserError
+from ..model import ModelConfig, Transformer
+from ..parallel import Group, shard_config
+from .places import cut, fill, is_derived, places
 from .tokenizer import Tokenizer
 from .vocabulary import read_json
 
-TINY = Path(__file__).parent / "tiny"  # the embedded pair: target/ and draft/
+TINY = Path(__file__).parents[1] / "tiny"  # the embedded pair: target/ and draft/
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -127,47 +127,6 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} holds more than tensors, or is damaged ({type(error).__name__}); "
                         "get this checkpoint as safetensors") from None
     return tensors
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one tensor of a checkpoint goes: rows `start` to `start + shape[0]` of a parameter of `Transformer`."""
-
-    parameter: str
-    start: int
-    shape: tuple[int, ...]
-
-
-def places(config: ModelConfig) -> dict[str, Place]:
-    """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter."""
-    dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    table = {"model.embed_tokens.weight": Place("embedding.weight", 0, (config.vocab_rows, dim)),
-             "model.norm.weight": Place("norm.weight", 0, (dim,))}
-    if not config.tie_word_embeddings:
-        table["lm_head.weight"] = Place("output.weight", 0, (config.vocab_rows, dim))
-    linears = [  # (Hugging Face's name, ours, first row, rows, columns, has a bias)
-        ("self_attn.q_proj", "attention.qkv", 0, q, dim, config.qkv_bias),
-        ("self_attn.k_proj", "attention.qkv", q, kv, dim, config.qkv_bias),
-        ("self_attn.v_proj", "attention.qkv", q + kv, kv, dim, config.qkv_bias),
-        ("self_attn.o_proj", "attention.out", 0, dim, q, config.out_bias),
-        ("mlp.gate_proj", "mlp.gate_up", 0, ffn, dim, config.mlp_bias),
-        ("mlp.up_proj", "mlp.gate_up", ffn, ffn, dim, config.mlp_bias),
-        ("mlp.down_proj", "mlp.down", 0, dim, ffn, config.mlp_bias),
-    ]
-    for i in range(config.n_layer):
-        theirs, ours = f"model.layers.{i}.", f"layers.{i}."
-        table[theirs + "input_layernorm.weight"] = Place(ours + "attention_norm.weight", 0, (dim,))
-        table[theirs + "post_attention_layernorm.weight"] = Place(ours + "mlp_norm.weight", 0, (dim,))
-        for hf_name, name, start, rows, columns, bias in linears:
-            table[f"{theirs}{hf_name}.weight"] = Place(f"{ours}{name}.weight", start, (rows, columns))
-            if bias:
-                table[f"{theirs}{hf_name}.bias"] = Place(f"{ours}{name}.bias", start, (rows,))
-    return table
-
-
-def is_derived(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor only repeats the config or another tensor: old checkpoints store RoPE's, tied ones lm_head."""
-    return ".rotary_emb." in name or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

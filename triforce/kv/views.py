@@ -1,6 +1,6 @@
 """The view that drafts: a few thousand tokens of the prefix. Exactness never depends on which ones, only speed does.
 
-Knows nothing of drafting or acceptance: it is told when to rebuild. There are three ways to choose, by `kind`:
+Knows nothing of drafting or acceptance: it is told when to rebuild. There are three ways to choose (`config.VIEWS`):
 
 - "retrieval": the chunks that the last verified queries attend to most, chosen anew again and again; per KV head, the
   queries pooled over the GQA group, against the mean key of each chunk (TriForce, arXiv 2404.11912, section 4.1);
@@ -18,45 +18,28 @@ than the budget, the view is the whole prefix, in order.
 Shapes: B batch, L layers, K KV heads, G query heads per KV head, M rows of queries, C chunks, D head_dim.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from .cache import TargetCache, View, aligned
-from .errors import UserError
-from .graphs import Compiler
+from ..config import split_view
+from ..graphs import Compiler
+from .store import Extent, View
+from .target import TargetCache, aligned
 
-KINDS = ("retrieval", "snapkv", "streaming")
 SMOOTHED = 7  # tokens over which "snapkv" averages attention
-
-
-def plan_view(budget: int, chunk_size: int, flush_interval: int, recent: float = 0.25) -> tuple[int, int]:
-    """Splits a budget into (window_size, number of selected chunks): the share `recent` of it, the sink one chunk.
-
-    Raises:
-        UserError: the budget is not a multiple of chunk_size, or too small for a sink, a window and one chunk.
-    """
-    if chunk_size < 1 or flush_interval % chunk_size:
-        raise UserError(f"chunk_size ({chunk_size}) must divide flush_interval ({flush_interval}); try 8")
-    smallest = flush_interval + 2 * chunk_size
-    if budget < smallest:
-        raise UserError(f"budget ({budget}) must be at least {smallest}: a sink chunk of {chunk_size}, a recent window "
-                        f"of {flush_interval} and one chunk of {chunk_size}")
-    if budget % chunk_size:
-        raise UserError(f"budget ({budget}) must be a multiple of chunk_size ({chunk_size}); try "
-                        f"{budget // chunk_size * chunk_size}")
-    most = (budget - 2 * chunk_size) // flush_interval  # leaves a sink chunk and a selected one
-    window_size = min(max(int(budget * recent) // flush_interval, 1), most) * flush_interval
-    return window_size, (budget - chunk_size - window_size) // chunk_size
 
 
 class RetrievalView(View):
     def __init__(self, cache: TargetCache, *, budget: int, chunk_size: int, recent: float = 0.25,
                  kind: str = "retrieval", batch: int, device, dtype, compiler: Compiler):
-        super().__init__(cache.config, batch, aligned(budget), device, dtype, cache.near)
-        self.lies_near = cache.near is not None
+        super().__init__(cache.config, batch, aligned(budget), device, dtype,
+                         storage=cache.tail.storage if cache.joins_view else None)
+        self.joined = cache.joins_view
         self.cache, self.budget, self.chunk_size, self.kind = cache, budget, chunk_size, kind
         self.renews = kind == "retrieval"
-        self.window_size, chunks = plan_view(budget, chunk_size, cache.flush_interval, recent)
+        self.window_size, chunks = split_view(budget, chunk_size, cache.flush_interval, recent)
         if kind == "streaming":
             self.window_size, chunks = (budget - chunk_size) // cache.flush_interval * cache.flush_interval, 0
         self.select_size = 1 if kind == "snapkv" else chunk_size  # tokens that are selected together
@@ -68,17 +51,22 @@ class RetrievalView(View):
         self._chunks = torch.zeros(batch, cache.config.n_layer, cache.config.n_kv_head, self.num_selected,
                                    dtype=torch.int64, device=device)
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._offload, self._awaited = cache.full.offload, [False] * batch
+        self._offload, self._awaited = cache.prefix.offload, [False] * batch
         self.compiled = compiler.level("rebuild")
         self._steps = [self.compiled.step(self._select_and_copy) for _ in range(batch)]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.k, *self.v))
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors()
+        yield "chunks", self._chunks
+        yield "prefix_len", self._prefix_len
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.selected = [length > self.budget for length in self.cache.lens]
 
     @property
-    def extent(self) -> tuple[int, int, tuple[int, ...]]:
-        return (0, 0, ()) if self.lies_near else super().extent  # then all of it is masked
+    def extent(self) -> Extent:
+        return Extent() if self.joined else super().extent  # joined to the tail, all of it is masked
 
     def rebuild(self, row: int, at_once: bool = True) -> None:
         """Selects anew for one row, from the queries that the cache kept. No host sync.
@@ -91,7 +79,7 @@ class RetrievalView(View):
         if not self.selected[row]:
             length = self.lens[row]
             for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
-                k[row, :, :length], v[row, :, :length] = self.cache.full.load(i, row, 0, length)
+                k[row, :, :length], v[row, :, :length] = self.cache.prefix.load(i, row, 0, length)
             return
         self.num_rebuilds += 1
         self._steps[row](row)
@@ -100,25 +88,25 @@ class RetrievalView(View):
         self._awaited[row] = True
         if at_once:
             for i in self._offload.layers:
-                for number, kv in self._offload.pieces(i, self.cache.full.lens[row]):
+                for number, kv in self._offload.pieces(i, self.cache.lens[row]):
                     self.gather(i, number, kv)
             self._awaited[row] = False
 
     def fit(self, row: int) -> None:
         """Sets the length of a row's view by that of its prefix."""
-        prefix_len = self.cache.full.lens[row]
+        prefix_len = self.cache.lens[row]
         self.selected[row], self._awaited[row] = prefix_len > self.budget, False
-        self.set_len(row, self.held if self.selected[row] else prefix_len)
+        self.truncate(row, self.held if self.selected[row] else prefix_len)
 
     def rebuild_layer(self, i: int, row: int) -> None:
-        """`rebuild` for one layer that a prefill has just written, while it is hot; after `fit`."""
-        k, v = self.cache.full.hot(i, row)
+        """`rebuild` for one layer that a prefill has just written, while it is at hand; after `fit`."""
+        k, v = self.cache.prefix.working_layer(i, row)
         if not self.selected[row]:
             length = self.lens[row]
             self.k[i][row, :, :length], self.v[i][row, :, :length] = k[:, :length], v[:, :length]
             return
         cache = self.cache
-        prefix_len = cache.full.len[row]
+        prefix_len = cache.prefix.len[row]
         if self.num_selected:
             self._chunks[row, i] = self._scores(row, i, k).topk(self.num_selected, dim=-1, sorted=False).indices
         self._prefix_len[row] = prefix_len
@@ -152,44 +140,44 @@ class RetrievalView(View):
         if self.kind == "retrieval":
             keys, smoothed = cache.chunk_keys[i][row], 0
         else:
-            keys, smoothed = cache.full.k[i][row] if k is None else k, SMOOTHED
-        end = (cache.full.len[row] - self.window_size) // self.select_size  # from here on lies the window
+            keys, smoothed = cache.prefix.k[i][row] if k is None else k, SMOOTHED
+        end = (cache.prefix.len[row] - self.window_size) // self.select_size  # from here on lies the window
         mask = self.compiled(_choice_mask)(self.chunk_size // self.select_size, end, keys.shape[1])
         return self.compiled(chunk_scores)(cache.queries[i][row], keys, cache.query_weight[row], mask, smoothed)
 
     def _select_and_copy(self, row: int) -> None:
         """One row's selection, in static shapes: what lies beyond the prefix is masked, so a graph can replay it."""
         cache, compiled = self.cache, self.compiled
-        prefix_len = cache.full.len[row]
+        prefix_len = cache.prefix.len[row]
         if self.num_selected:
             scores = torch.stack([self._scores(row, i) for i in range(cache.config.n_layer)])
             # One call for all layers: ten times faster on a GPU than one a layer.
             self._chunks[row] = scores.topk(self.num_selected, dim=-1, sorted=False).indices  # [L, K, num_selected]
         chunks = self._chunks[row]
         self._prefix_len[row] = prefix_len
-        num_resident = len(cache.full.k)
+        num_resident = cache.prefix.num_resident
         if num_resident == 0:
             return
         index = compiled(_token_index)(chunks[:num_resident], prefix_len, self.window_size, self.chunk_size,
                                        self.select_size)
         copy = compiled(_copy_tokens)
-        for full_k, full_v, chosen, k, v in zip(cache.full.k, cache.full.v, index, self.k, self.v, strict=False):
+        for full_k, full_v, chosen, k, v in zip(cache.prefix.k, cache.prefix.v, index, self.k, self.v, strict=False):
             copy(full_k[row], full_v[row], chosen, k[row], v[row])
 
-    def on_flush(self, row: int) -> None:
+    def flush(self, row: int) -> None:
         """Takes in the interval that the cache has just flushed, so that drafting never loses the newest tokens."""
         interval = self.cache.flush_interval
-        start = self.cache.full.lens[row] - interval
+        start = self.cache.lens[row] - interval
         if not self.selected[row]:
             if start + interval > self.budget:
                 self.rebuild(row)
                 return
             at = start
-            self.set_len(row, start + interval)
+            self.truncate(row, start + interval)
         else:
             at = self.chunk_size + start % self.window_size
-        for k, v, tail in zip(self.k, self.v, self.cache.tail, strict=True):  # it still stands in the tail
-            k[row, :, at : at + interval], v[row, :, at : at + interval] = tail[:, row, :, :interval]
+        for i in range(len(self.k)):
+            self.store(i, row, at, self.cache.tail.load(i, row, 0, interval))  # where it still stands
 
 
 def _choice_mask(start: int, end: Tensor, count: int) -> Tensor:

@@ -11,16 +11,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .cache import StreamingBlock, StreamingCache, TargetBlock, TargetCache
-from .graphs import Compiler
-from .model import Transformer
-from .retrieval import RetrievalView
-
-KINDS = ("streaming", "snapkv", "full")
+from ..graphs import Compiler
+from ..kv.blocks import TargetBlock, prefill_blocks
+from ..kv.store import Extent
+from ..kv.streaming import StreamingBlock, StreamingCache
+from ..kv.target import TargetCache
+from ..kv.views import RetrievalView
+from ..model import Transformer
 
 
 class DraftMemory(Protocol):
-    extent: tuple  # how the cache is attended to now: see `cache.View`. A step's graph is one for each.
+    extent: Extent  # how much of the cache is attended to now; a recorded step serves one extent
     nbytes: int
 
     def open(self, max_len: int) -> None:
@@ -35,7 +36,7 @@ class DraftMemory(Protocol):
     def flush(self, row: int, length: int) -> bool:
         """The target has just flushed at `length`. Returns whether all tokens before are taken in now."""
 
-    def block(self, start: Tensor, rows: int, extent: tuple, compiled):
+    def block(self, start: Tensor, rows: int, extent: Extent, compiled):
         """`kv` of a step: `rows` tokens a row of the batch, at consecutive positions from start [B]."""
 
 
@@ -43,7 +44,7 @@ class StreamingMemory:
     """The first and the newest tokens, at positions that a model of short context knows: see `StreamingCache`."""
 
     PREFILL_ROWS = 64
-    extent = 0, 0, ()
+    extent = Extent()
 
     def __init__(self, model: Transformer, tokens: Tensor, cache: StreamingCache):
         """tokens: [B, capacity], the tape."""
@@ -76,7 +77,7 @@ class StreamingMemory:
     def flush(self, row: int, length: int) -> bool:
         return False
 
-    def block(self, start: Tensor, rows: int, extent: tuple, compiled):
+    def block(self, start: Tensor, rows: int, extent: Extent, compiled):
         return StreamingBlock(self.cache, start, rows, compiled)
 
 
@@ -86,50 +87,51 @@ class LongMemory:
 
     def __init__(self, model: Transformer, tokens: Tensor, *, kind: str, capacity: int, block_size: int,
                  flush_interval: int, budget: int, chunk_size: int, recent: float, prefill_chunk_size: int,
-                 compiler: Compiler):
+                 compiler: Compiler, runs_on: torch.device):
         """tokens: [B, ...], the tape. budget, chunk_size, recent: of the view of "snapkv"; see retrieval.py."""
         self.model, self.tokens, self.prefill_chunk_size = model, tokens, prefill_chunk_size
         common = {"batch": len(tokens), "device": model.device, "dtype": model.dtype}
         self.cache = TargetCache(model.config, model.rope, capacity=capacity, block_size=block_size, chunk_size=0,
-                                 flush_interval=flush_interval, budget=budget if kind == "snapkv" else 0, **common)
+                                 flush_interval=flush_interval, budget=budget if kind == "snapkv" else 0,
+                                 runs_on=runs_on, **common)
         self.choice: RetrievalView | None = None
         if kind == "snapkv":
             self.choice = RetrievalView(self.cache, budget=budget, chunk_size=chunk_size, recent=recent, kind=kind,
                                         compiler=compiler, **common)
-        self.view = self.choice or self.cache.full
+        self.view = self.choice or self.cache.prefix
         self.nbytes = self.cache.nbytes + (self.choice.nbytes if self.choice else 0)
         self._opened: list[Tensor] = []  # the tails at `open`
 
     @property
-    def extent(self) -> tuple:
+    def extent(self) -> Extent:
         return self.view.extent
 
     def open(self, max_len: int) -> None:
-        self.cache.full.fix_extent(max_len)
-        self._opened = [tail.clone() for tail in self.cache.tail]
+        self.cache.prefix.open(max_len)
+        self._opened = [tail.clone() for tail in self.cache.tail.kv]
 
     def take_in(self, row: int, length: int, known: int = 0) -> None:
         """Computes anew what lies in the tail: the model is small, and its last tokens may not have been settled. What
         lies in the prefix was."""
         cache, interval = self.cache, self.cache.flush_interval
-        start = cache.full.lens[row] if known else 0
+        start = cache.lens[row] if known else 0
         if length > start:
-            blocks = cache.prefill_blocks(row, start, length, self.prefill_chunk_size, keep_queries=start == 0)
+            blocks = prefill_blocks(cache, row, start, length, self.prefill_chunk_size, keep_queries=start == 0)
             self.model.prefill(self.tokens[row, None, start:length], blocks, cache_only=True)
         if self.choice and start > 0:
             for end in range(start + interval, length + 1, interval):  # one after the other
-                cache.full.set_len(row, end)
-                for i, tail in enumerate(cache.tail):
-                    tail[:, row, :, :interval] = cache.full.load(i, row, end - interval, end)
-                self.choice.on_flush(row)
-        cache.seat_tail(row, length)
+                cache.prefix.truncate(row, end)
+                for i in range(self.model.config.n_layer):
+                    cache.tail.store(i, row, 0, cache.prefix.load(i, row, end - interval, end))
+                self.choice.flush(row)
+        cache.truncate(row, length)
         if self.choice and start == 0:
             self.choice.rebuild(row)
 
     def rewind(self, row: int, length: int) -> None:
-        self.cache.full.set_len(row, self.cache.whole(length))
-        for tail, opened in zip(self.cache.tail, self._opened, strict=True):
-            tail[:, row] = opened[:, row]
+        self.cache.prefix.truncate(row, self.cache.whole(length))
+        for i, opened in enumerate(self._opened):
+            self.cache.tail.store(i, row, 0, opened[:, row])
         if self.choice:
             self.choice.rebuild(row)  # from the prompt's queries: the same selection
 
@@ -137,5 +139,5 @@ class LongMemory:
         self.take_in(row, length, length)
         return True
 
-    def block(self, start: Tensor, rows: int, extent: tuple, compiled):
+    def block(self, start: Tensor, rows: int, extent: Extent, compiled):
         return TargetBlock(self.cache, self.view, start, rows, extent, False, compiled)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from .errors import UserError
+from ..errors import UserError
 
 WEIGHTS = (r"model\.safetensors", r"model-\d+-of-\d+\.safetensors", r"pytorch_model\.bin",
            r"pytorch_model-\d+-of-\d+\.bin")  # in order of preference

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .errors import UserError
-from .model import ModelConfig
+from ..errors import UserError
+from ..model import ModelConfig
 
 PIECE_BYTES = 32 * 2**20  # from 8 MB on, copies run at the bus's full speed (measured on an H200)
 STAGING_BUFFERS = 3
@@ -34,34 +34,37 @@ class Offload:
 
     Args:
         piece: tokens of a piece. None: as many as make PIECE_BYTES.
+        runs_on: the device that it is meant for, if it is not the one that it is allocated on.
 
     Raises:
         UserError: the system refuses to pin so much memory; what was pinned is released.
     """
 
     def __init__(self, config: ModelConfig, num_resident: int, *, batch: int, capacity: int, interval: int, device,
-                 dtype, piece: int | None = None):
+                 dtype, piece: int | None = None, runs_on: torch.device | None = None):
         self.num_resident, self.device = num_resident, torch.device(device)
         self.layers = range(num_resident, config.n_layer)
         token = (config.n_kv_head, config.head_dim)
         bytes_per_token = batch * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
         self.piece = piece_tokens(bytes_per_token, interval, capacity, piece)
         self.on_cuda = self.device.type == "cuda"
+        streams = torch.device(runs_on or device).type == "cuda"  # on a CPU a piece is a part of `host`
         self.host: dict[int, Tensor] = {}  # by layer: K and V, [2, B, S, K, D]
         self._pins = Pins() if self.on_cuda else None
         for i in self.layers:
             # empty and filled: by all cores, which pins twice as fast as pages that nobody has touched.
-            self.host[i] = torch.empty(2, batch, capacity, *token, dtype=dtype, device="cpu").zero_()
+            place = "meta" if self.device.type == "meta" else "cpu"
+            self.host[i] = torch.empty(2, batch, capacity, *token, dtype=dtype, device=place).zero_()
             if self._pins is not None:
                 self._pins.add(self.host[i])
         self.starts = torch.arange(0, capacity, self.piece, device=device)  # of the pieces, on the device
         # Two tensors: compiled code that writes to two views of one would mistake where they begin.
         self._work: tuple[Tensor, Tensor] | None = None
         self._stored: dict[int, torch.cuda.Event] = {}
+        self.staging = [torch.zeros(2, batch, self.piece, *token, dtype=dtype, device=device)
+                        for _ in range(STAGING_BUFFERS if streams else 0)]
         if self.on_cuda:
             self.copy_stream = torch.cuda.Stream(self.device)
-            self.staging = [torch.zeros(2, batch, self.piece, *token, dtype=dtype, device=device)
-                            for _ in range(STAGING_BUFFERS)]
             self._free: list[torch.cuda.Event | None] = [None] * STAGING_BUFFERS
             self._next = 0
 

@@ -11,43 +11,37 @@ import bisect
 import torch
 from torch import Tensor
 
-from .controller import Rate
-from .graphs import Compiler
-from .speculation import Tape
+from ..controller import Rate
+from ..graphs import Compiler
+from ..plan import Plan
+from ..tape import Tape
+from .protocol import Drafter
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes the continuation of the longest match of the newest tokens, of the latest one if several are as long.
 
     The search compares the whole tape with the newest tokens, a pass over N integers (1 MB at 128K): less than any
     index costs to keep, and it runs on the device without a host sync.
 
     Args:
-        gamma: how many tokens to propose.
+        max_drafted: the most tokens of a proposal to a level that wants no laws.
         longest: tokens that are compared. shortest: a match of fewer proposes nothing.
     """
 
-    settled_count = True
+    emits_laws = False
 
-    def __init__(self, tape: Tape, *, gamma: int, longest: int = 4, shortest: int = 2, compiler: Compiler):
-        self.tape, self.gamma, self.longest, self.shortest = tape, gamma, longest, shortest
+    def __init__(self, tape: Tape, *, max_drafted: int, longest: int = 4, shortest: int = 2, compiler: Compiler):
+        self.tape, self.max_drafted, self.longest, self.shortest = tape, max_drafted, longest, shortest
         self.base, self.num_drafted = tape.buffer(), tape.buffer()
         self.compiled = compiler.level("ngram")
         self.step = self.compiled.step(self._step)
 
-    def prefill(self, row: int, length: int, known: int = 0) -> None:
-        """Nothing to take in: it reads the tape."""
-
-    def rewind(self, row: int, length: int) -> None:
-        """Nothing to go back to."""
-
-    def commit(self, length: Tensor) -> None:
-        """Nothing is remembered between proposals."""
-
-    def propose(self, start: Tensor, n: int, probs: Tensor | None) -> Tensor:
+    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
-        self.step(n, probs)
-        return torch.clamp(self.num_drafted, max=self.gamma, out=self.num_drafted)
+        # As many as the checking level has rows for, so that one compiled step serves every gamma.
+        self.step(self.max_drafted if probs is None else probs.shape[1] - 1, probs)
+        return torch.clamp(self.num_drafted, max=plan.gamma, out=self.num_drafted)
 
     def _step(self, n: int, probs: Tensor | None) -> None:
         self.compiled(NgramDrafter._look_up)(self, n, probs)

@@ -1,0 +1,51 @@
+"""What a controller believes: rates that forget, speculation that must promise enough, hiccups that do not count."""
+
+import random
+
+import pytest
+
+from triforce.controller import Controller, Costs, Rate
+from triforce.drafting.ngram import NgramMeter
+from triforce.plan import Plan
+
+
+def test_a_rate_forgets():
+    rate = Rate(0.5)
+    for _ in range(2000):
+        rate.update(0, 1)
+    assert rate.value < 0.05
+    for _ in range(300):
+        rate.update(1, 1)
+    assert rate.value > 0.9
+
+
+def test_speculation_is_begun_where_it_promises_6_percent():
+    """3% for being another plan, and 3% since what it takes is an estimate."""
+    begun = {}
+    for step in [4.0 + 0.05 * i for i in range(120)]:  # of a view by itself, beside a verify of 10
+        controller = Controller(Costs({4: 10.0}, {1: step}), 3, 0)
+        times = controller.times_per_token({name: rate.value for name, rate in controller.rates.items()})
+        begun[min(times[1:]) / times[0]] = controller.choose() != Plan()
+    assert any(0.95 < promise < 0.97 for promise in begun) and any(promise < 0.93 for promise in begun)
+    assert all(now == (promise < 0.97**2) for promise, now in begun.items())
+
+
+def test_a_hiccup_changes_no_mind():
+    controller = Controller(Costs({8: 20.0}, {4: 5.0}, {"model": (0.25, 0.2)}), 7, 3)
+    plan = controller.choose()
+    own = 20.0 + plan.rounds * (5.0 + 0.25 + 0.2 * (plan.gamma_inner - 1))
+    for i in range(10):
+        controller.timed(plan, 1000 * own if i == 5 else own)
+        assert controller.choose() == plan
+
+
+def test_what_was_just_said_may_be_quoted():
+    rng = random.Random(0)
+    meter = NgramMeter([rng.randrange(1000) for _ in range(500)])
+    said = [rng.randrange(1000) for _ in range(200)]
+    meter.update(said)
+    assert meter.rate < 0.1
+    meter.update(said[50:80])
+    assert meter.rate > 0.8
+    meter.update([1000])
+    assert meter.rate == pytest.approx(meter.rates[0].value)

@@ -1,0 +1,473 @@
+"""Every option that a user can set, each written down once: its name, default, check and help.
+
+`Settings` say how a hierarchy is built, `Placement` where and how it runs, `Sampling` which law tokens are drawn from.
+`load`, `Engine.generate`, the command line's flags and their help are made from these fields. A field of None is
+decided by `resolve`, once, when the model and the device are known.
+"""
+
+import dataclasses
+import functools
+import inspect
+import operator
+import re
+import textwrap
+from argparse import ArgumentTypeError, BooleanOptionalAction
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from .errors import UserError, not_known
+
+VIEWS = ("retrieval", "snapkv", "streaming")  # how the retrieval level's view is chosen
+MEMORIES = ("streaming", "snapkv", "full")  # what a draft model keeps
+Check = Callable[[str, object], None]  # (name, value); raises UserError
+
+
+def option(default, help: str, check: Check | None = None, *, flag: str | None = "", more: dict | None = None,
+           **argparse):
+    """A field.
+
+    Args:
+        help: of the command line and of docstrings.
+        check: of a value that is not None.
+        flag: on the command line; "": the field's name; None: there is none.
+        more: metadata.
+        argparse: more for `add_argument`.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "check": check, "flag": flag,
+                                                        "argparse": argparse, **(more or {})})
+
+
+def whole(at_least: int, usual: int) -> Check:
+    def check(name: str, value) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+            raise UserError(f"{name} ({value!r}) must be a whole number, at least {at_least}; try {usual}")
+
+    return check
+
+
+def number(in_range: Callable[[float], bool], wanted: str) -> Check:
+    def check(name: str, value) -> None:
+        if not isinstance(value, (int, float)) or not in_range(value):
+            raise UserError(f"{name} ({value!r}) must be {wanted}")
+
+    return check
+
+
+def one_of(*values, wanted: str) -> Check:
+    def check(name: str, value) -> None:
+        if value not in values:
+            raise UserError(f"{name} ({value!r}) must be {wanted}")
+
+    return check
+
+
+def as_numbers(value):
+    """A setting, or a list of one a prompt, without the types of NumPy and PyTorch."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [as_numbers(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _gamma(value: str) -> int | str:
+    try:
+        return value if value == "auto" else int(value)
+    except ValueError:
+        raise ArgumentTypeError(f"{value!r} is neither a number of tokens nor 'auto'") from None
+
+
+def _budget(value: str) -> int | float:
+    try:
+        return float(value) if "." in value or "e" in value else int(value)
+    except ValueError:
+        raise ArgumentTypeError(f"{value!r} is neither a number of tokens nor a fraction") from None
+
+
+def _check_gamma(name: str, value) -> None:
+    if isinstance(value, str) and value != "auto":
+        raise UserError(f"{name} ({value!r}) must be a whole number, at least 1, or 'auto'")
+    if value != "auto":
+        whole(1, 6)(name, value)
+
+
+def _check_budget(name: str, value) -> None:
+    if not isinstance(value, (int, float)):
+        raise UserError(f"{name} ({value!r}) must be a number of tokens, or a fraction of the prompt; try 4096 or 0.1")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise UserError(f"{name} ({value}) as a fraction of the prompt must be above 0 and at most 1; try 0.1")
+
+
+class Options:
+    """What `Settings` and `Placement` share: fields are checked as they are made."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = as_numbers(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            if value is not None and field.metadata["check"] is not None:
+                field.metadata["check"](field.name, value)
+
+
+@dataclass(frozen=True)
+class Settings(Options):
+    """How a hierarchy is built. Shapes follow from these, so a change builds new caches."""
+
+    draft: str | Path | bool | Callable | None = option(
+        None, "the draft model: a folder, a repository id, or 'tiny'; 'ngram': no model, but what followed the newest "
+        "tokens where they stood before; False ('none' on the command line): nothing; in Python also a "
+        "function that makes a `Drafter` of a `Tape`. Default: the pair's own for 'tiny', else no model; with gamma "
+        "'auto' n-grams are one of the ways to draft")
+    retrieval: bool = option(
+        True, "False (--no-retrieval): no middle level, so that a draft is checked by the full cache directly",
+        flag="--no-retrieval", action="store_false")
+    budget: int | float | None = option(
+        None, "tokens of the view that drafts, or a fraction of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
+        "of 256, between 1024 and 4096; with offload 1/16, up to 8192", _check_budget, type=_budget)
+    gamma: int | str = option(
+        "auto", "tokens proposed per verify over the full cache, at most block_size - 1. 'auto' (default): chosen from "
+        "round to round by measured step times and observed acceptance, and so is which levels draft. The output's law "
+        "is the same, but as times vary, a seed gives the same text again only with a number", _check_gamma,
+        type=_gamma)
+    gamma_inner: int | None = option(
+        None, "tokens that the draft proposes per verify over the retrieval view (default: 2; with gamma 'auto' at "
+        "most 4, on a CPU 3)", whole(1, 2), type=int)
+    draft_cache: str | None = option(
+        None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest ones "
+        "attend to, chosen anew again and again; snapkv, those that the prompt's end attends to; streaming, the first "
+        "and the newest. Without a retrieval level, what the draft model keeps: streaming (default); snapkv, a view of "
+        "`budget` tokens; full. The last two need drafts that were trained on texts of this length")
+    chunk_size: int = option(8, "tokens that are retrieved together (default 8)", whole(1, 8), type=int)
+    recent: float = option(
+        0.25, "share of the view that goes to the newest tokens (default 0.25)",
+        number(lambda x: 0 <= x < 1, "a share of the budget, at least 0 and below 1; try 0.25"), type=float)
+    rebuild_interval: int | None = option(
+        None, "tokens between two choices of the view (default: by device and number of rows)", whole(1, 64), type=int)
+    block_size: int | None = option(
+        None, "rows of a full verify, on a CPU rounded up to a multiple of 4 (default: 8 on a CPU; 16 on a GPU, fewer "
+        "for a batch of more than 4; 64 with offload; 1 where nothing drafts)", whole(1, 8), type=int)
+    flush_interval: int | None = option(
+        None, "tokens between two flushes of the tail into the prefix (default 128; 256 with offload on a GPU)",
+        whole(1, 128), type=int)
+    draft_sink: int = option(4, "first tokens that a streaming draft keeps (default 4)", whole(0, 4), type=int)
+    draft_window: int = option(256, "newest tokens that a streaming draft attends to (default 256)", whole(1, 256),
+                               type=int)
+    prefill_chunk_size: int | None = option(None, "tokens prefilled at a time (default: 1024, on a GPU 8192)",
+                                            whole(1, 2048), type=int)
+    piece_tokens: int | None = option(None, "tokens of an offloaded layer copied at a time (default: 32 MiB of them)",
+                                      whole(1, 2048), type=int)
+    keep_logits: bool = option(False, "keep the logits of the last round, for tests", flag=None)
+    auto: bool = option(False, "resolved from gamma", flag=None)
+    ngram: bool = option(False, "resolved from draft and gamma", flag=None)
+
+    DERIVED = frozenset({"auto", "ngram"})  # `resolve` sets them; nobody else does
+
+    @property
+    def scores_chunks(self) -> bool:
+        return self.retrieval and self.draft_cache == "retrieval"
+
+    @property
+    def draft_attends_to(self) -> str:
+        """What a draft model keeps. Below a retrieval level it is to cost next to nothing."""
+        return "streaming" if self.retrieval or self.draft_cache == "retrieval" else self.draft_cache
+
+    @property
+    def has_view(self) -> bool:
+        """Whether there is a view of `budget` tokens."""
+        return self.retrieval or self.draft_attends_to == "snapkv"
+
+    def resolve(self, device: torch.device | str = "cpu", *, has_model: bool = True, offload: bool | str = False,
+                max_batch_size: int = 1) -> "Settings":
+        """With every field decided.
+
+        Args:
+            has_model: whether a draft model drafts (a drafter of the user's own is told by `draft`).
+
+        Raises:
+            UserError: fields do not fit each other.
+        """
+        cuda, auto = torch.device(device).type == "cuda", self.auto or self.gamma == "auto"
+        ngram = self.ngram or self.draft == "ngram"
+        drafts = self.retrieval or ngram or has_model or callable(self.draft)
+        if self.draft_cache is not None and not self.retrieval and not has_model and self.draft_cache in MEMORIES:
+            raise UserError(f"draft_cache ({self.draft_cache!r}) has no effect, and neither a retrieval level nor a "
+                            "draft model reads it; leave out draft_cache, or retrieval=False (--draft-cache, "
+                            "--no-retrieval)")
+        block = self.block_size
+        if block is None:
+            block = self._usual_block(cuda, offload, max_batch_size) if drafts else 1
+        if block > 1 and not cuda:  # a CPU's products have the same bits in each of 4 or 8 rows, not of 5 or 6
+            block = -(-block // 4) * 4
+        most = 4 if cuda else 3  # a CPU's step takes longer for each row more
+        made = replace(
+            self, block_size=block, auto=auto, gamma=max(block - 1, 1) if self.gamma == "auto" else self.gamma,
+            ngram=ngram or self.gamma == "auto" and drafts and self.draft is not False,
+            gamma_inner=self.gamma_inner or min(most if auto else 2, max(block - 1, 1)),
+            draft_cache=self.draft_cache or ("retrieval" if self.retrieval else "streaming"),
+            # A round ends at a flush at the latest: where a verify takes a second, flushes are to be rare.
+            flush_interval=self.flush_interval or (256 if offload and cuda else 128),
+            prefill_chunk_size=self.prefill_chunk_size or (8192 if cuda else 1024))
+        made._check_fit(drafts, offload)
+        return made
+
+    def _usual_block(self, cuda: bool, offload: bool | str, max_batch_size: int) -> int:
+        """On a GPU weights are read once for the rows of all prompts, and up to 64 rows cost little more than one."""
+        if not cuda:
+            return 8
+        if offload:
+            return 64
+        wanted = self.gamma + 1 if isinstance(self.gamma, int) else 0
+        return min(max(64 // max_batch_size, wanted, 4), 16)
+
+    def _check_fit(self, drafts: bool, offload: bool | str) -> None:
+        """Of fields that are decided: do they fit each other?"""
+        block, interval = self.block_size, self.flush_interval
+        if block > interval:
+            raise UserError(f"block_size ({block}) must be between 1 and flush_interval ({interval}); "
+                            f"try {min(8, interval)}")
+        if drafts and self.gamma > block - 1:
+            remedy = f"--gamma {block - 1}" if block > 1 else "--block-size 8"
+            if self.gamma < interval:
+                remedy += f" or --block-size {self.gamma + 1}"
+            raise UserError(f"gamma ({self.gamma}) must be between 1 and block_size - 1 ({block - 1}); try {remedy}")
+        if drafts and self.gamma_inner > block - 1:
+            raise UserError(f"gamma_inner ({self.gamma_inner}) must be between 1 and block_size - 1 ({block - 1}); "
+                            f"try {min(2, block - 1)}")
+        kinds, whose = (VIEWS, "with") if self.retrieval else (MEMORIES, "without")
+        if self.draft_cache not in kinds:
+            raise UserError(f"draft_cache ({self.draft_cache!r}) {whose} a retrieval level must be one of "
+                            f"{', '.join(kinds)}" + (" (it is for a draft without one: --no-retrieval)"
+                                                     if self.draft_cache in MEMORIES else ""))
+        if self.draft_cache == "snapkv" and offload and self.retrieval:
+            raise UserError("draft_cache 'snapkv' chooses from a cache on the device; use 'retrieval' or 'streaming' "
+                            "with offload")
+        if self.has_view:
+            budget = self.budget if isinstance(self.budget, int) else interval + 2 * self.chunk_size
+            split_view(budget, self.chunk_size, interval, self.recent)
+
+    def view_tokens(self, prompt_len: int, offload: bool | str = False) -> int:
+        """Tokens of the view that drafts, for a prompt; 0 without one."""
+        if not self.has_view:
+            return 0
+        chunk, smallest = self.chunk_size, self.flush_interval + 2 * self.chunk_size
+        if isinstance(self.budget, int):
+            return self.budget
+        if self.budget is None:
+            # Beside a verify that streams from the host, a dearer step that is right more often pays.
+            share, most = (16, 8192) if offload else (32, 4096)
+            budget = min(max(-(-prompt_len // share // 256) * 256, 1024), most)
+        else:
+            budget = int(self.budget * prompt_len)
+        return max(-(-budget // chunk) * chunk, smallest)
+
+
+def split_view(budget: int, chunk_size: int, flush_interval: int, recent: float = 0.25) -> tuple[int, int]:
+    """Splits a budget into (window_size, number of selected chunks): the share `recent` of it, the sink one chunk.
+
+    Raises:
+        UserError: the budget is not a multiple of chunk_size, or too small for a sink, a window and one chunk.
+    """
+    if chunk_size < 1 or flush_interval % chunk_size:
+        raise UserError(f"chunk_size ({chunk_size}) must divide flush_interval ({flush_interval}); try 8")
+    smallest = flush_interval + 2 * chunk_size
+    if budget < smallest:
+        raise UserError(f"budget ({budget}) must be at least {smallest}: a sink chunk of {chunk_size}, a recent window "
+                        f"of {flush_interval} and one chunk of {chunk_size}")
+    if budget % chunk_size:
+        raise UserError(f"budget ({budget}) must be a multiple of chunk_size ({chunk_size}); try "
+                        f"{budget // chunk_size * chunk_size}")
+    most = (budget - 2 * chunk_size) // flush_interval  # leaves a sink chunk and a selected one
+    window_size = min(max(int(budget * recent) // flush_interval, 1), most) * flush_interval
+    return window_size, (budget - chunk_size - window_size) // chunk_size
+
+
+@dataclass(frozen=True)
+class Placement(Options):
+    """Where a model runs, in what, and how much memory it may have."""
+
+    device: str | torch.device | None = option(None, "cpu, cuda, cuda:1 (default: cuda if there is one)")
+    dtype: str | torch.dtype | None = option(
+        None, "float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
+    compile: bool | None = option(None, "compile the steps (default: on for CUDA)", action=BooleanOptionalAction)
+    max_seq_len: int | None = option(None, "most tokens of prompt and output (default: as needed)", whole(2, 4096),
+                                     type=int)
+    max_batch_size: int = option(1, "prompts that run side by side; more are served group by group", whole(1, 8),
+                                 flag=None)
+    offload: bool | str = option(
+        False, "keep the KV cache in pinned host memory and stream it through the device; 'auto': only the layers that "
+        "do not fit the device", one_of(False, True, "auto", wanted="True, False or 'auto'"), nargs="?", const=True,
+        choices=["auto"], metavar="auto")
+    num_resident_layers: int | None = option(None, "so many layers of an offloaded cache stay on the device (alias "
+                                             "--on-chip)", whole(0, 4), type=int)
+    resident_memory: int | str | None = option(
+        None, "memory of the device for layers of an offloaded cache, in bytes or as a text: 20GiB")
+    draft_dtype: str | None = option(
+        None, "'fp8': the retrieval level drafts with a copy of the target's weights in fp8. The output stays exact. "
+        "The copy takes one more byte for each weight of the blocks' linear layers, and needs a GPU of compute "
+        "capability 8.9 or later",
+        one_of("fp8", wanted="'fp8', or left out"))
+    draft_ranks: list[int] | None = option(
+        None, "of the ranks that torchrun started, those that run the draft, rank 0 among them; several share it. "
+        "Default: all of them run all of it", nargs="+", type=int, metavar="RANK")
+
+    def resolve(self) -> "Placement":
+        """With device, compile and resident_memory decided.
+
+        Raises:
+            UserError: fields do not fit each other, or the device is not there.
+        """
+        device = find_device(self.device)
+        if not self.offload and (self.num_resident_layers is not None or self.resident_memory is not None):
+            raise UserError("num_resident_layers and resident_memory (--num-resident-layers, --resident-memory) say "
+                            "what stays on the device while the rest is offloaded; add offload=True (--offload)")
+        if self.num_resident_layers is not None and self.resident_memory is not None:
+            raise UserError("num_resident_layers and resident_memory were both given; give one")
+        size = self.resident_memory
+        return replace(self, device=device, compile=device.type == "cuda" if self.compile is None else self.compile,
+                       resident_memory=None if size is None else parse_size(size, "resident_memory"))
+
+
+def find_device(device) -> torch.device:
+    """Raises UserError where there is no such device."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UserError(f"device {device!r} is unknown; use 'cpu', 'cuda' or 'cuda:1'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {str(device)!r} is not supported; use 'cpu' or 'cuda'")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise UserError(f"device {device} was asked for and {count} CUDA devices are here; use --device cpu")
+    return device
+
+
+def parse_size(size: int | str, name: str) -> int:
+    """Bytes of a number, or of a text such as "20GiB" or "512 MB"."""
+    if isinstance(size, int) and size >= 0:
+        return size
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(size).lower())
+    if match is None:
+        raise UserError(f"{name} ({size!r}) must be a number of bytes or a size such as '20GiB'")
+    amount, unit, binary = match.groups()
+    return int(float(amount) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
+
+
+def per_row(default, neutral, dtype: torch.dtype, help: str, in_range, wanted: str, type: type):
+    """A field of `Sampling`. neutral: what None stands for; None: nothing, a number must be given."""
+    return option(default, help, number(in_range, wanted), more={"neutral": neutral, "dtype": dtype}, type=type)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The law that tokens are drawn from. Each field is one value, or a list of one a prompt."""
+
+    temperature: float = per_row(0.6, None, torch.float32, "0 is greedy (alias --temp; default 0.6)",
+                                 lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number", float)
+    top_p: float | None = per_row(0.9, 1.0, torch.float32, "keep the most probable tokens of this mass (default 0.9)",
+                                  lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token", float)
+    top_k: int | None = per_row(None, 0, torch.int64, "keep so many tokens, the most probable",
+                                lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token",
+                                int)
+    min_p: float | None = per_row(None, 0.0, torch.float32, "keep tokens at least so probable, relative to the best",
+                                  lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token", float)
+    seed: int | None = per_row(None, 0, torch.int64, "row i of a batch uses seed + i (default: drawn, and told in "
+                               "the statistics)", lambda x: -(2**63) <= x < 2**63 and int(x) == x,
+                               "a whole number of at most 64 bits", int)
+
+    def with_seed(self, rows: int, draw: Callable[[], int]) -> "Sampling":
+        """With a seed for each row. draw: makes one where none is given."""
+        if isinstance(as_numbers(self.seed), list):
+            return self
+        first = draw() if self.seed is None else as_numbers(self.seed)
+        if isinstance(first, float) and first.is_integer():
+            first = int(first)
+        return replace(self, seed=[first + i for i in range(rows)] if isinstance(first, int) else [first] * rows)
+
+    def part(self, rows: slice) -> "Sampling":
+        """Of some of the prompts."""
+        return Sampling(**{name: value[rows] if isinstance(value, (list, tuple)) else value
+                           for name, value in vars(self).items()})
+
+    def columns(self, rows: int) -> dict[str, list]:
+        """By field, a checked value for each row, neutral where it is None.
+
+        Raises:
+            UserError: a value is out of range, of the wrong kind, or a list of the wrong length.
+        """
+        columns = {}
+        for field in dataclasses.fields(self):
+            value = as_numbers(getattr(self, field.name))
+            if isinstance(value, (list, tuple)) and len(value) != rows:
+                raise UserError(f"{field.name} has {len(value)} values for {rows} prompts; give one value, or one a "
+                                "prompt")
+            about, column = field.metadata, list(value) if isinstance(value, (list, tuple)) else [value] * rows
+            column = [about["neutral"] if one is None else one for one in column]
+            for one in column:
+                about["check"](field.name, one)
+            columns[field.name] = column
+        return columns
+
+
+def names_of(*classes: type) -> frozenset[str]:
+    """The options that these classes take."""
+    return frozenset(field.name for one in classes for field in dataclasses.fields(one)) - Settings.DERIVED
+
+
+def split(options: dict, *classes: type, what: str, known: Iterable[str] = ()) -> tuple[list, dict]:
+    """An instance of each class, made of its options; and the options that belong to none of them.
+
+    Args:
+        what: an option is, for the message. known: names of all that may be meant.
+
+    Raises:
+        UserError: an option is neither of a class nor known.
+    """
+    known = names_of(*classes) | set(known)
+    for name in options:
+        if name not in known:
+            raise UserError(not_known(name, what, known))
+    made = [one(**{name: options[name] for name in names_of(one) & options.keys()}) for one in classes]
+    return made, {name: value for name, value in options.items() if name not in names_of(*classes)}
+
+
+def takes(*classes: type):
+    """A decorator: the function's `**options` are the fields of these classes, in its signature and its docstring."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        signature = inspect.signature(function)
+        fields = [field for one in classes for field in dataclasses.fields(one) if field.name in names_of(one)]
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                                     annotation=field.type) for field in fields]
+        rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD and p.name != "options"]
+        wrapped.__signature__ = signature.replace(parameters=[*own, *options, *rest])
+        indent = re.search(r"( *)options: OPTIONS", function.__doc__)[1]
+        lines = [textwrap.fill(f"{field.name}: {field.metadata['help']}.", 118, initial_indent=indent,
+                               subsequent_indent=indent + "    ") for field in fields]
+        wrapped.__doc__ = function.__doc__.replace(indent + "options: OPTIONS", "\n".join(lines))
+        return wrapped
+
+    return decorate
+
+
+def check_max_new_tokens(value) -> int:
+    """The whole number, at least 1, that it must be.
+
+    Raises:
+        UserError: it is not.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise UserError(f"max_new_tokens ({value!r}) must be a whole number; try 256") from None
+    if count < 1:
+        raise UserError(f"max_new_tokens ({count}) must be at least 1; try 256")
+    return count

@@ -1,0 +1,110 @@
+"""A small model as a drafter: it draws one token a step.
+
+Shapes: B batch, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from .. import sampling
+from ..graphs import Compiler, put
+from ..kv.store import Extent
+from ..model import Transformer
+from ..plan import Plan
+from ..sampling import SAMPLE
+from ..tape import DRAFT, Tape
+from .memory import DraftMemory
+from .protocol import Drafter
+
+
+class ModelDrafter(Drafter):
+    """See the module.
+
+    Args:
+        memory: what the model attends to.
+        max_drafted: the most tokens of a proposal.
+    """
+
+    # The most tokens that are settled between two proposals and that the draft has not seen: the last drafted one, a
+    # bonus token of each level above, and the pending one.
+    CATCH_UP_ROWS = 4
+
+    def __init__(self, model: Transformer, memory: DraftMemory, tape: Tape, *, max_drafted: int, compiler: Compiler):
+        self.model, self.memory, self.tape = model, memory, tape
+        self.nbytes = memory.nbytes
+        self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
+        self.num_drafted = tape.buffer()
+        self.noise = tape.buffer(max_drafted, dtype=torch.float64)
+        self.levels = {rows: compiler.level(f"draft{rows}") for rows in (1, self.CATCH_UP_ROWS)}
+        self.steps = {rows: level.step(self._step, num_lengths=2) for rows, level in self.levels.items()}
+        self._seen = [0] * len(tape.tokens)  # tokens of each row that it has taken in for certain
+        self._left_out = False  # of the last round
+
+    def prefill(self, row: int, length: int, fresh: bool = True) -> None:
+        self._take_in(row, length, 0 if fresh else self._seen[row])
+
+    def _take_in(self, row: int, length: int, known: int) -> None:
+        self.memory.take_in(row, length, known)
+        self.length[row].fill_(length)
+        self._seen[row] = length
+
+    def rewind(self, row: int, length: int) -> None:
+        self.memory.rewind(row, length)
+        self.length[row].fill_(length)
+        self._seen[row] = length
+
+    def open(self, max_len: int) -> None:
+        self.memory.open(max_len)
+
+    def catch_up(self, lengths: list[int]) -> None:
+        if self._left_out:
+            for row, (length, known) in enumerate(zip(lengths, self._seen, strict=True)):
+                if length > known:
+                    self._take_in(row, length, known)
+        self._seen, self._left_out = list(lengths), False
+
+    def leave_out(self) -> None:
+        self._left_out = True
+
+    def flush(self, row: int, length: int) -> None:
+        if not self._left_out and self.memory.flush(row, length):
+            self.length[row].fill_(length)
+
+    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+        self.base.copy_(start)
+        self.head.copy_(start)
+        self.num_drafted.fill_(plan.gamma)
+        for i in range(plan.gamma):
+            rows = self.CATCH_UP_ROWS if i == 0 else 1
+            self.steps[rows](*self.memory.extent, rows, probs)
+        return self.num_drafted
+
+    def commit(self, length: Tensor) -> None:
+        self.length.copy_(torch.minimum(self.length, length))
+
+    def _step(self, dense: int, longest: int, starts: tuple, rows: int, probs: Tensor) -> None:
+        """Takes in the tape up to `head`, then draws the token at head + 1."""
+        compiled = self.levels[rows]
+        tokens = compiled(ModelDrafter._begin)(self, rows)
+        kv = self.memory.block(self.length, rows, Extent(dense, longest, starts), compiled)
+        hidden = self.model(tokens, kv)  # [B, rows, dim]
+        compiled(ModelDrafter._finish)(self, hidden, probs)
+
+    def _begin(self, rows: int) -> Tensor:
+        if rows > 1:  # the first of a proposal draws the numbers for all
+            ahead = self.base[:, None] + 1 + torch.arange(self.noise.shape[1], device=self.base.device)
+            self.noise.copy_(self.tape.uniform(ahead, DRAFT, SAMPLE))
+        index = self.length[:, None] + torch.arange(rows, device=self.base.device)
+        return self.tape.tokens.gather(1, torch.minimum(index, self.head[:, None]))  # padded with a valid token
+
+    def _finish(self, hidden: Tensor, probs: Tensor) -> None:
+        tape, length, head = self.tape, self.length, self.head
+        if hidden.shape[1] > 1:
+            hidden = hidden.gather(1, (head - length)[:, None, None].expand(-1, 1, hidden.shape[2]))
+        law = tape.law(self.model.output(hidden))  # [B, 1, V]
+        at = (head - self.base)[:, None]
+        token = sampling.sample(law, self.noise.gather(1, at))  # [B, 1]
+        head += 1
+        put(tape.tokens, head[:, None], token)
+        put(probs, at, law)
+        length.copy_(head)

@@ -1,0 +1,67 @@
+"""What a drafter is. A new kind of drafter derives from `Drafter`; docs/extending.md has a small one.
+
+Whether position i is drafted may depend on tokens before i and on the law at i, never on token i itself: a drawn token
+that is dropped for a reason that looks at it would bias the output.
+
+Nothing here waits for the device but `prefill`, `open`, `rewind`, `catch_up` and `flush`, which the host calls between
+rounds. `propose` and `commit` are parts of a step, which a GPU records.
+
+Shapes: B batch, M rows of the level that checks, V vocabulary.
+"""
+
+from torch import Tensor
+
+from ..plan import Plan
+
+
+class Drafter:
+    """Proposes tokens to a level that checks them. Only `propose` must be written; the rest does nothing.
+
+    Calls come in this order: `prefill` for each row, `open`; then before each round either `catch_up` or `leave_out`;
+    in the round `propose`, once for each round of the level that checks, and `commit`; `flush` between rounds;
+    `rewind` instead of a prefill.
+    """
+
+    emits_laws = True  # its tokens are drawn from laws that it writes down; False: its proposals are deterministic
+    # How many tokens it proposes follows from the plan and the tokens up to `start`. False where it depends on tokens
+    # that it drafts, for instance if it stops at a full stop that it drew.
+    settled_count = True
+    nbytes = 0  # of its caches
+
+    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+        """Drafts on the tape what follows its token at `start` [B]: at most plan.gamma tokens, or none.
+
+        The tape has room for them. What stands there before, after `start`, is left over from other rounds.
+
+        Args:
+            probs: [B, M, V], M > plan.gamma, written: row i the law that token i was drawn from. A drafter that emits
+                no laws writes ones at its tokens. None: nobody wants laws.
+
+        Returns:
+            how many were drafted, [B]: a buffer, valid until the next call. Rows may differ.
+        """
+        raise NotImplementedError
+
+    def commit(self, length: Tensor) -> None:
+        """A level that checks has kept the tokens before index `length` [B]; the one at `length` is new.
+
+        The level above may still reject some of them: a later call may name a smaller length, or the same one again. It
+        comes after rounds in which this drafter was left out, too. Settled tokens are told by `catch_up`.
+        """
+    def prefill(self, row: int, length: int, fresh: bool = True) -> None:
+        """The first `length` tokens of a row of the tape are settled. fresh: the row is a new conversation."""
+
+    def open(self, max_len: int) -> None:
+        """All prompts are in: no row's prefix will outgrow max_len."""
+
+    def rewind(self, row: int, length: int) -> None:
+        """Back to the first `length` tokens of a row, where `open` was called."""
+
+    def catch_up(self, lengths: list[int]) -> None:
+        """It drafts in the next round: so many tokens of each row are settled, some of them perhaps without it."""
+
+    def leave_out(self) -> None:
+        """It does not draft in the next round."""
+
+    def flush(self, row: int, length: int) -> None:
+        """The target has just flushed a row at `length`."""

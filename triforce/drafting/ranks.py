@@ -1,0 +1,58 @@
+"""A draft model on some of the ranks that share a target. One broadcast a proposal tells the others what it drafted."""
+
+import torch
+from torch import Tensor
+
+from ..parallel import Group
+from ..plan import Plan
+from ..tape import Tape
+from .model import ModelDrafter
+from .protocol import Drafter
+
+
+class SharedDrafter(Drafter):
+    """What a rank knows of the draft model that runs here, or elsewhere.
+
+    Args:
+        drafter: this rank's, or its share of it; None: it runs elsewhere.
+        source: the rank whose proposals hold for all.
+    """
+
+    def __init__(self, drafter: ModelDrafter | None, tape: Tape, group: Group, source: int):
+        self.runs_here = drafter is not None
+        self.own = drafter if drafter is not None else Drafter()
+        self.tape, self.group, self.source, self.nbytes = tape, group, source, self.own.nbytes
+        self.num_drafted = tape.buffer()
+
+    def propose(self, start: Tensor, plan: Plan, probs: Tensor) -> Tensor:
+        if self.runs_here:
+            self.own.propose(start, plan, probs)
+        count = plan.gamma
+        self.num_drafted.fill_(count)
+        place = start[:, None] + 1 + torch.arange(count, device=start.device)
+        self.tape.tokens.scatter_(1, place, self.group.broadcast(self.tape.tokens.gather(1, place), self.source))
+        probs[:, :count] = self.group.broadcast(probs[:, :count].contiguous(), self.source)
+        return self.num_drafted
+
+    # The rest is the business of this rank's own drafter, and of nobody where there is none.
+
+    def commit(self, length: Tensor) -> None:
+        self.own.commit(length)
+
+    def prefill(self, row: int, length: int, fresh: bool = True) -> None:
+        self.own.prefill(row, length, fresh)
+
+    def open(self, max_len: int) -> None:
+        self.own.open(max_len)
+
+    def rewind(self, row: int, length: int) -> None:
+        self.own.rewind(row, length)
+
+    def catch_up(self, lengths: list[int]) -> None:
+        self.own.catch_up(lengths)
+
+    def leave_out(self) -> None:
+        self.own.leave_out()
+
+    def flush(self, row: int, length: int) -> None:
+        self.own.flush(row, length)

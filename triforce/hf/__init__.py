@@ -1,0 +1,1 @@
+"""Hugging Face folders: fetched, converted, and read into models and tokenizers."""

@@ -1,0 +1,84 @@
+"""Which tensor of a Hugging Face checkpoint goes where in the model, and which part of it a rank gets."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model import ModelConfig, Transformer
+from ..parallel import Group, shard_config
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor of a checkpoint goes: rows `start` to `start + shape[0]` of a parameter of `Transformer`."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def places(config: ModelConfig) -> dict[str, Place]:
+    """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter."""
+    dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    table = {"model.embed_tokens.weight": Place("embedding.weight", 0, (config.vocab_rows, dim)),
+             "model.norm.weight": Place("norm.weight", 0, (dim,))}
+    if not config.tie_word_embeddings:
+        table["lm_head.weight"] = Place("output.weight", 0, (config.vocab_rows, dim))
+    linears = [  # (Hugging Face's name, ours, first row, rows, columns, has a bias)
+        ("self_attn.q_proj", "attention.qkv", 0, q, dim, config.qkv_bias),
+        ("self_attn.k_proj", "attention.qkv", q, kv, dim, config.qkv_bias),
+        ("self_attn.v_proj", "attention.qkv", q + kv, kv, dim, config.qkv_bias),
+        ("self_attn.o_proj", "attention.out", 0, dim, q, config.out_bias),
+        ("mlp.gate_proj", "mlp.gate_up", 0, ffn, dim, config.mlp_bias),
+        ("mlp.up_proj", "mlp.gate_up", ffn, ffn, dim, config.mlp_bias),
+        ("mlp.down_proj", "mlp.down", 0, dim, ffn, config.mlp_bias),
+    ]
+    for i in range(config.n_layer):
+        theirs, ours = f"model.layers.{i}.", f"layers.{i}."
+        table[theirs + "input_layernorm.weight"] = Place(ours + "attention_norm.weight", 0, (dim,))
+        table[theirs + "post_attention_layernorm.weight"] = Place(ours + "mlp_norm.weight", 0, (dim,))
+        for hf_name, name, start, rows, columns, bias in linears:
+            table[f"{theirs}{hf_name}.weight"] = Place(f"{ours}{name}.weight", start, (rows, columns))
+            if bias:
+                table[f"{theirs}{hf_name}.bias"] = Place(f"{ours}{name}.bias", start, (rows,))
+    return table
+
+
+def is_derived(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor only repeats the config or another tensor: old checkpoints store RoPE's, tied ones lm_head."""
+    return ".rotary_emb." in name or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+
+def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
+    """This rank's part of a checkpoint's tensor.
+
+    Args:
+        shape: of the part. The dimension in which it differs is the one that is split; the last rank's may be shorter.
+    """
+    for dim, (whole, part) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if whole != part:
+            start = min(group.rank * part, whole)
+            return tensor.narrow(dim, start, min(part, whole - start))
+    if name.endswith(("o_proj.bias", "down_proj.bias")) and group.rank > 0:
+        return torch.zeros_like(tensor)  # it is added on every rank before the sum
+    return tensor
+
+
+def fill(parameter: Tensor, place, tensor: Tensor) -> None:
+    """Writes a tensor to its place; rows that it lacks (words that fill up the last rank's share) become zero."""
+    rows = parameter[place.start : place.start + place.shape[0]]
+    rows[: len(tensor)].copy_(tensor)
+    rows[len(tensor) :].zero_()
+
+
+def shard(model: Transformer, group: Group) -> Transformer:
+    """A rank's share of a whole model, by the same rules by which a checkpoint is read. The whole one is left alone."""
+    local = Transformer.empty(shard_config(model.config, group), model.device, model.dtype)
+    whole, parts = dict(model.named_parameters()), dict(local.named_parameters())
+    theirs, ours = places(model.config), places(local.config)
+    with torch.no_grad():
+        for name, place in theirs.items():
+            tensor = whole[place.parameter][place.start : place.start + place.shape[0]]
+            fill(parts[ours[name].parameter], ours[name], cut(name, tensor, ours[name].shape, group))
+    return local.join(group)

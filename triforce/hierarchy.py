@@ -1,0 +1,185 @@
+"""The levels over one batch of conversations, and a round of all of them.
+
+    full        the target over its whole cache            emits
+    retrieval   the target over a view of its cache        proposes to the full level
+    sources     a draft model, n-grams, ...                propose to either
+
+Which of them take part in a round is the plan's to say.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .config import Settings
+from .drafting.memory import DraftMemory, LongMemory, StreamingMemory
+from .drafting.model import ModelDrafter
+from .drafting.ngram import NgramDrafter
+from .drafting.protocol import Drafter
+from .drafting.ranks import SharedDrafter
+from .graphs import Compiler
+from .kv.store import Extent
+from .kv.streaming import StreamingCache
+from .kv.target import TargetCache
+from .kv.views import RetrievalView
+from .model import Transformer
+from .plan import Plan
+from .speculator import RowRound, Speculator
+from .tape import FULL, RETRIEVAL, Tape
+
+
+@dataclass
+class Round:
+    """What a round brought."""
+
+    plan: Plan
+    rows: list[RowRound]
+    milliseconds: float  # from the first call to the host's read
+
+
+class Hierarchy:
+    """See the module.
+
+    Args:
+        cache: the target's, shared by the full level and the retrieval level.
+        sources: what drafts at the bottom, by name.
+        drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
+    """
+
+    def __init__(self, target: Transformer, cache: TargetCache, tape: Tape, settings: Settings, *, budget: int,
+                 sources: dict[str, Drafter], drafting: Transformer | None, compiler: Compiler):
+        self.cache, self.sources = cache, sources
+        self.drafters: dict[str, Drafter] = dict(sources)  # that may propose to the full level
+        self.view: RetrievalView | None = None
+        self.inner: Speculator | None = None
+        if settings.retrieval:
+            self.view = RetrievalView(cache, budget=budget, chunk_size=settings.chunk_size, recent=settings.recent,
+                                      kind=settings.draft_cache, batch=len(tape.tokens), device=target.device,
+                                      dtype=target.dtype, compiler=compiler)
+            self.inner = Speculator(drafting or target, cache, self.view, tape, level=RETRIEVAL,
+                                    rows=1 + (settings.gamma_inner if sources else 0), drafters=sources,
+                                    compiler=compiler)
+            self.drafters = {"retrieval": self.inner, **sources}
+        self.outer = Speculator(target, cache, cache.prefix, tape, level=FULL, rows=settings.block_size,
+                                drafters=self.drafters, keep_queries=True, keep_logits=settings.keep_logits,
+                                compiler=compiler)
+
+    @property
+    def levels(self) -> list[Speculator]:
+        return [level for level in (self.outer, self.inner) if level is not None]
+
+    def round(self, plan: Plan, lengths: list[int], next_extent: Extent | None = None) -> Round:
+        """One verify and all that is drafted for it; the one host sync is at its end.
+
+        Args:
+            lengths: settled tokens of each row.
+            next_extent: of the prefix, if that is about to grow: graphs for it are recorded while the device works.
+        """
+        begun = time.perf_counter()
+        self._check(plan)
+        for name, source in self.sources.items():
+            if name == plan.source:
+                source.catch_up(lengths)
+            else:
+                source.leave_out()
+        gathers = self.view is not None and self.view.awaits_pieces
+        self.outer.on_piece = self.view.gather if gathers else None
+        self.outer.round(plan)
+        if gathers:
+            self.view.gathered()
+        if next_extent is not None:
+            self.outer.look_ahead(plan, next_extent)
+        rows = self.outer.outbox.read()
+        return Round(plan, rows, (time.perf_counter() - begun) * 1e3)
+
+    def _check(self, plan: Plan) -> None:
+        """Raises ValueError for a plan that asks for drafters that are not here, or for more rows than there are."""
+        if plan.gamma and plan.drafter not in self.drafters or plan.source and plan.source not in self.sources:
+            raise ValueError(f"{plan} names a drafter that is not here; there are {', '.join(self.drafters) or 'none'}")
+        inner_rows = self.inner.rows if self.inner is not None else 1
+        if plan.gamma >= self.outer.rows or plan.retrieval and plan.inner.gamma >= inner_rows:
+            raise ValueError(f"{plan} has more tokens drafted than fit the steps of {self.outer.rows} and {inner_rows} "
+                             "rows; raise block_size or gamma_inner")
+
+    def prefill(self, row: int, length: int, fresh: bool) -> None:
+        """The target's cache holds the first `length` tokens of a row, and its last queries."""
+        for source in self.sources.values():
+            source.prefill(row, length, fresh)
+        self.outer.length[row].fill_(length)
+
+    def rewind(self, row: int, length: int) -> None:
+        """Back to `length` tokens of a row, where `open` was called."""
+        for source in self.sources.values():
+            source.rewind(row, length)
+        self.outer.length[row].fill_(length)
+
+    def open(self, max_len: int) -> None:
+        """All prompts are in: no row's prefix will outgrow max_len."""
+        self.cache.prefix.open(max_len)
+        for source in self.sources.values():
+            source.open(max_len)
+        for level in self.levels:
+            level.totals.zero_()
+        if self.view is not None:
+            self.view.num_rebuilds = 0
+
+    def flush(self, row: int, length: int) -> None:
+        """A row of `length` tokens has filled a flush interval, which moves from the tail to the prefix."""
+        self.cache.flush(row)
+        if self.view is not None:
+            self.view.flush(row)
+        for source in self.sources.values():
+            source.flush(row, length)
+
+    def rebuild_view(self, row: int) -> bool:
+        """Chooses anew what the retrieval level reads of a row. False: there is nothing to choose."""
+        if self.view is None or not self.view.renews or not self.view.selected[row]:
+            return False
+        self.view.rebuild(row, at_once=False)
+        return True
+
+    def limit(self, row: int, length: int) -> None:
+        """Rounds emit nothing for a row beyond `length` tokens."""
+        self.outer.limit[row].fill_(length)
+
+    def acceptance_rates(self) -> list[dict[str, float]]:
+        """Per row, accepted / drafted since `open`, by the level that checked. Waits for the device."""
+        rates: list[dict[str, float]] = [{} for _ in self.cache.lens]
+        for name, level in (("retrieval", self.inner), ("full", self.outer)):
+            for row, (accepted, drafted) in enumerate(level.totals.tolist() if level is not None else []):
+                if drafted:
+                    rates[row][name] = accepted / drafted
+        return rates
+
+
+def make_sources(target: Transformer, draft: Transformer | None, tape: Tape, settings: Settings, *, capacity: int,
+                 budget: int, draft_ranks: Sequence[int] | None, compiler: Compiler, runs_on) -> dict[str, Drafter]:
+    """What drafts at the bottom, by name. draft_ranks: see `State`."""
+    sources: dict[str, Drafter] = {}
+    drafter = None
+    if draft is not None:
+        memory = _memory(draft, tape, settings, capacity=capacity, budget=budget, compiler=compiler, runs_on=runs_on)
+        drafter = ModelDrafter(draft, memory, tape, max_drafted=settings.block_size - 1, compiler=compiler)
+    if draft_ranks is not None:
+        drafter = SharedDrafter(drafter, tape, target.group, draft_ranks[0])
+    if drafter is not None:
+        sources["model"] = drafter
+    if callable(settings.draft):
+        sources["custom"] = settings.draft(tape)
+    if settings.ngram:
+        sources["ngram"] = NgramDrafter(tape, max_drafted=settings.block_size - 1, compiler=compiler)
+    return sources
+
+
+def _memory(draft: Transformer, tape: Tape, settings: Settings, *, capacity: int, budget: int, compiler: Compiler,
+            runs_on) -> DraftMemory:
+    """What a draft model attends to."""
+    if settings.draft_attends_to != "streaming":
+        return LongMemory(draft, tape.tokens, kind=settings.draft_attends_to, capacity=capacity, budget=budget,
+                          block_size=settings.block_size, flush_interval=settings.flush_interval,
+                          chunk_size=settings.chunk_size, recent=settings.recent, compiler=compiler,
+                          prefill_chunk_size=settings.prefill_chunk_size, runs_on=runs_on)
+    cache = StreamingCache(draft.config, draft.rope, batch=len(tape.tokens), num_sink=settings.draft_sink,
+                           window_size=settings.draft_window, slack=max(64, 2 * settings.block_size),
+                           device=draft.device, dtype=draft.dtype)
+    return StreamingMemory(draft, tape.tokens, cache)

@@ -1,0 +1,1 @@
+"""Where keys and values are kept: `store.py` has the contract, the other modules its implementations."""

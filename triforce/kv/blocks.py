@@ -1,0 +1,248 @@
+"""Blocks of a target's cache: what a decoding step, or a chunk of a prefill, gives the model as its `kv`.
+
+Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, T tail slots, D head_dim.
+"""
+
+import torch
+from torch import Tensor
+
+from .. import attention
+from ..graphs import put
+from ..model import ModelConfig, RotaryEmbedding, eager, rotate
+from ..packed import MIN_ROWS
+from . import prefix
+from .store import Extent, View
+from .target import TargetCache
+
+
+def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, rows: int, tail_slots: int,
+                     config: ModelConfig, view_len: Tensor | None, room: int):
+    """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T].
+
+    Values have angles, too, of 0: all heads of a token are turned in one go.
+
+    Args:
+        view_len, room: of a view that lies before the tail, [B], and its capacity. None, 0: there is none.
+    """
+    positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
+    turned, still = config.n_head + config.n_kv_head, config.n_kv_head
+    cos, sin = (torch.cat([table[:, None].expand(-1, turned, -1, -1),
+                           torch.full_like(table, value)[:, None].expand(-1, still, -1, -1)], 1)
+                for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
+    slots, group = positions - prefix_len[:, None], config.n_head // config.n_kv_head
+    bias = attention.fold_mask(torch.arange(tail_slots, device=start.device) <= slots[..., None], group)
+    if room:
+        bias = torch.cat([_view_bias(view_len, 0, room, rows, group), bias], -1)
+    return cos, sin, slots + room, bias
+
+
+def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int) -> Tensor:
+    """Hides, of positions [start, stop) of a view, those that a row of the batch does not have."""
+    held = torch.arange(start, stop, device=view_len.device) < view_len[:, None]  # [B, stop - start]
+    return attention.fold_mask(held[:, None].expand(-1, rows, -1), group)
+
+
+class TargetBlock:
+    """`kv` of a decoding step over one view: M rows a row of the batch, at consecutive positions from `start`."""
+
+    def __init__(self, cache: TargetCache, view: View, start: Tensor, rows: int, extent: Extent, keep_queries: bool,
+                 compiled=eager, on_piece=None):
+        """start: [B], the position of each row's first token. extent: how much of the view is attended to.
+
+        on_piece: called with (layer, number, piece) for what `Offload.pieces` streams past, before it is overwritten.
+        """
+        self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
+        self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
+        tail = cache.tail
+        self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
+        self.cos, self.sin, self.slots, self.bias = compiled(_target_geometry)(
+            cache.rope, start, cache.prefix.len, rows, tail.slots, cache.config, view.len if view.joined else None,
+            tail.room if view.joined else 0)
+        self.ragged_bias = None
+        if not view.joined and extent.longest > extent.dense:
+            first = 0 if extent.starts else extent.dense
+            self.ragged_bias = _view_bias(view.len - view.starts if extent.starts else view.len, first,
+                                          first + extent.longest - extent.dense, rows, cache.group)
+
+    def layer(self, i: int) -> "TargetLayer":
+        return TargetLayer(self, i)
+
+
+class TargetLayer:
+    """One layer of a TargetBlock."""
+
+    def __init__(self, block: TargetBlock, i: int):
+        cache, config = block.cache, block.cache.config
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.cos, self.sin, self.slots, self.bias = block.cos, block.sin, block.slots, block.bias
+        self.written = block.written[i]  # [2, B, K, T, D], or with the view before it
+        self.queries = cache.queries[i] if block.keep_queries else None
+        self.length_on_device = block.view.length_on_device
+        self._block, self._i = block, i
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], or as `attention.up_to` takes them, and what they
+        see in the tail, or, where it lies before that, in view and tail; K and V are written."""
+        sizes = [self.n_head, 2 * self.n_kv_head]
+        if torch.compiler.is_compiling():  # two kernels; of the shorter form the compiler makes a third, for both
+            (q, kv), cos, sin = (x.split(sizes, dim=1) for x in (heads, self.cos, self.sin))
+            q, kv = rotate(q, cos[0], sin[0]), rotate(kv, cos[1], sin[1])
+        else:
+            q, kv = rotate(heads, self.cos, self.sin).split(sizes, dim=1)
+        if self.queries is not None:
+            self.queries[:, :, : q.shape[2]] = q
+        kv = kv.unflatten(1, (2, -1))  # [B, 2, K, M, D]
+        put(self.written, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3)
+        q = attention.fold(q, self.n_kv_head)
+        if self.length_on_device:
+            q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
+        states = [attention.masked(q, self.written[0], self.written[1], self.bias, no_empty_rows=True)]
+        return attention.as_one_query(q) if self.length_on_device else q, states
+
+    def read(self, q: Tensor) -> list:
+        """What the queries see in the view: a state over its dense part, one over its ragged part, where there are."""
+        block, view = self._block, self._block.view
+        if view.joined:
+            return []
+        if self._i >= len(view.k):
+            return self._read_pieces(q)
+        k, v = view.k[self._i], view.v[self._i]
+        dense, _, starts = block.extent
+        states = []
+        if block.ragged_bias is not None:
+            states.append(self._ragged(q, k, v))
+        start = 0
+        if view.packed is not None and q.shape[2] >= MIN_ROWS:
+            packed = view.packed[self._i]
+            states.append(packed.partial(q))
+            start = packed.length
+        if view.length_on_device and dense > 0:
+            states.append(attention.up_to(q, block.rows * block.cache.group, k, v, view.len, dense, view.ends))
+        elif dense > start:
+            states.append(attention.partial(q, k[:, :, start:dense], v[:, :, start:dense]))
+        if starts:
+            rows = [attention.partial(q[row, None], k[row, None, :, dense:stop], v[row, None, :, dense:stop])
+                    for row, stop in enumerate(starts)]
+            states.append(attention.as_batch(rows))
+        return states
+
+    def _ragged(self, q: Tensor, k: Tensor, v: Tensor) -> attention.State:
+        """Over what is masked, GROWTH positions at a time."""
+        block, merged = self._block, None
+        dense, longest, starts = block.extent
+        for begin in range(0, longest - dense, prefix.GROWTH):
+            end = min(begin + prefix.GROWTH, longest - dense)
+            seen = [torch.stack([x[row, :, start + begin : start + end] for row, start in enumerate(starts)])
+                    if starts else x[:, :, dense + begin : dense + end] for x in (k, v)]
+            state = attention.masked(q, *seen, block.ragged_bias[..., begin:end])
+            merged = state if merged is None else block.compiled(attention.merge)(merged, state)
+        return merged
+
+    def _read_pieces(self, q: Tensor) -> list:
+        """The same of a layer that streams past: the states of its pieces, merged as they come."""
+        block, offload = self._block, self._block.view.offload
+        merged, merge = None, block.compiled(attention.merge)
+        dense, longest, _ = block.extent
+        for number, kv in offload.pieces(self._i, longest):
+            start = number * offload.piece
+            k, v = kv[:, :, : longest - start].transpose(2, 3)  # [B, K, n, D] each
+            split = min(max(dense - start, 0), k.shape[2])
+            if split > 0:
+                state = attention.partial(q, k[:, :, :split], v[:, :, :split])
+                merged = merge(merged or attention.empty(q), state)
+            if split < k.shape[2]:
+                bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
+                state = attention.masked(q, k[:, :, split:], v[:, :, split:], bias)
+                merged = merge(merged or attention.empty(q), state)
+            if block.on_piece is not None:
+                block.on_piece(self._i, number, kv)
+        return [] if merged is None else [merged]
+
+
+class PrefillBlock:
+    """`kv` of a prefill chunk of one row: positions [start, stop), written straight into the prefix.
+
+    Args:
+        begin, end: the positions of the whole prefill that this chunk is a part of.
+        on_layer: called with each layer's number when the last chunk's keys and values are written.
+    """
+
+    def __init__(self, cache: TargetCache, row: int, start: int, stop: int, *, begin: int, end: int,
+                 keep_queries: bool = False, compiled=eager, on_layer=None):
+        self.cache, self.row, self.start, self.stop, self.begin, self.end = cache, row, start, stop, begin, end
+        self.keep_queries, self.compiled, self.on_layer = keep_queries, compiled, on_layer
+        self.cos, self.sin = cache.rope(torch.arange(start, stop, device=cache.prefix.len.device))  # [M, D]
+
+    def layer(self, i: int) -> "PrefillLayer":
+        return PrefillLayer(self, i)
+
+
+class PrefillLayer:
+    """One layer of a PrefillBlock."""
+
+    def __init__(self, block: PrefillBlock, i: int):
+        cache, config, here = block.cache, block.cache.config, slice(block.start, block.stop)
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.cos, self.sin = block.cos, block.sin
+        self._block, self._i = block, i
+        self._offload = cache.prefix.offload if i >= cache.prefix.num_resident else None
+        if self._offload is not None:
+            if block.start == block.begin:
+                self._offload.open_work(i, block.row, block.begin, block.end)
+            self._offload.await_chunk(block.start)
+        self._prefix_k, self._prefix_v = (kv[None] for kv in cache.prefix.working_layer(i, block.row))
+        self.k, self.v = self._prefix_k[:, :, here], self._prefix_v[:, :, here]  # [1, K, M, D]
+        self._queries = cache.queries[i][block.row] if block.keep_queries else None
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        """Unrotated [1, H + 2K, M, D] -> queries [1, H, M, D]; K and V are written."""
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        self.k.copy_(rotate(k, self.cos, self.sin))
+        self.v.copy_(v)
+        return rotate(q, self.cos, self.sin), []
+
+    def close(self, q: Tensor) -> None:
+        """All that a chunk leaves behind is there, once its last queries are kept."""
+        block = self._block
+        if self._offload is not None:
+            self._offload.store_chunk(self._i, block.row, block.start, block.stop)
+        if self._queries is not None:
+            rows = min(self._queries.shape[1], q.shape[2])
+            self._queries[:, :rows] = q[0, :, -rows:]
+        if block.on_layer is not None and block.stop == block.end:
+            block.on_layer(self._i)
+
+    def read(self, q: Tensor) -> list:
+        """The causal square of the chunk, and all that comes before it, unmasked."""
+        block = self._block
+        self.close(q)
+        group = self.n_head // self.n_kv_head
+        states = [attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))]
+        if block.start > 0:
+            before = attention.partial(attention.fold(q, self.n_kv_head), self._prefix_k[:, :, : block.start],
+                                       self._prefix_v[:, :, : block.start])
+            states.append((attention.unfold(before[0], self.n_head), before[1].reshape(states[0][1].shape)))
+        return states
+
+
+def prefill_blocks(cache: TargetCache, row: int, start: int, stop: int, size: int, *, keep_queries: bool = False,
+                   level=eager, on_layer=None) -> list[tuple[int, int, PrefillBlock]]:
+    """Chunks of at most `size` of the tokens [start, stop) of a row: what `Transformer.prefill` takes.
+
+    Args:
+        keep_queries: of the last tokens, for a view to choose by.
+        level: compiles chunks, where enough of them are alike.
+        on_layer: see `PrefillBlock`.
+    """
+    edges = [*range(start, stop, size), stop]
+    if keep_queries:
+        rows = cache.query_weight.shape[1]
+        kept = min(edges[-1] - edges[-2], rows)
+        cache.query_weight[row] = torch.arange(rows, device=cache.query_weight.device) < kept
+    blocks = []
+    for a, b in zip(edges, edges[1:], strict=False):
+        alike = len(edges) > 5 and a > 0 and b - a == size
+        block = PrefillBlock(cache, row, a, b, begin=start, end=stop, keep_queries=keep_queries and b == stop,
+                             compiled=level if alike else eager, on_layer=on_layer)
+        blocks.append((a - start, b - start, block))
+    return blocks

@@ -1,0 +1,134 @@
+"""The contract of everything that keeps keys and values.
+
+A forward pass is given a **block** of a store as its `kv`: some rows at consecutive positions. Built once a step, it
+holds what all layers share (angles, masks, slots). Its `layer(i)` has two methods:
+
+- `write(heads)` takes a layer's new keys and values in, and attends over what is small and of static shape. It is
+  compiled together with the layer around it.
+- `read(queries)` attends over what is long. It calls fixed kernels, whose lengths may change without anything being
+  compiled anew.
+
+Each returns partial states, which the layer merges (see `attention.py`).
+
+The rest of the library handles a store by rows and positions, with the methods of `Store`. What is written is never
+erased: `truncate` forgets a length, and later tokens overwrite the slots.
+
+Shapes: B batch, K KV heads, S capacity, D head_dim.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..model import ModelConfig
+
+
+class Extent(NamedTuple):
+    """How much of a view is attended to, and by which kernel. A recorded graph serves one extent."""
+
+    dense: int = 0  # positions that every row sees (or an upper bound, if the kernel reads the length on the device)
+    longest: int = 0  # positions that some row sees; those from `dense` on are masked per row
+    # Per row, where its masked positions begin: those between `dense` and there are attended to row by row. Empty: at
+    # `dense`, for all rows.
+    starts: tuple[int, ...] = ()
+
+
+class Store:
+    """Keys and values of one model for the rows of one batch. What has nothing to do does nothing."""
+
+    lens: list[int]  # per row: tokens that are held
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of all that is kept."""
+        raise NotImplementedError
+
+    def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
+        """Keys and values of layer i at positions [start, stop) of a row: [2, K, stop - start, D]."""
+        raise NotImplementedError
+
+    def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
+        """Writes [2, K, n, D] at positions from `start` on."""
+        raise NotImplementedError
+
+    def truncate(self, row: int, length: int) -> None:
+        """Holds the first `length` tokens of a row."""
+        self.lens[row] = length
+
+    def flush(self, row: int) -> None:
+        """A flush interval of a row's verified tokens leaves the tail for the prefix."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(tensor.nbytes for _, tensor in self.tensors())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that is kept, by name, and the rows' lengths: references, not copies."""
+        return {**dict(self.tensors()), "lens": torch.tensor(self.lens)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copies in what `state_dict` of an equally shaped store gave.
+
+        Raises:
+            ValueError: a tensor is missing, or has another shape.
+        """
+        for name, tensor in self.tensors():
+            if name not in state or state[name].shape != tensor.shape:
+                found = tuple(state[name].shape) if name in state else "missing"
+                raise ValueError(f"{name} must have the shape {tuple(tensor.shape)}, and is {found}")
+            tensor.copy_(state[name])
+        for row, length in enumerate(state["lens"].tolist()):
+            self.lens[row] = length
+
+
+class View(Store):
+    """A run of keys and values per layer that a level attends to besides the tail.
+
+    Row b sees the first `lens[b]` positions of `k[layer]`, `v[layer]`, each [B, K, capacity, D].
+    """
+
+    length_on_device = False  # its kernel reads the length from `len`, and `extent` is an upper bound
+    joined = False  # it lies right before the tail, in the same tensors: one call attends over both
+    packed: list | None = None  # per layer: a second copy of its first tokens in the CPU's own layout; see packed.py
+
+    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, num_layers: int | None = None,
+                 storage: list[Tensor] | None = None):
+        """num_layers: keeps the first so many, None: all. storage: per layer [2, B, K, capacity or more, D], to lie in;
+        None: it is allocated."""
+        if storage is None:
+            shape = (2, batch, config.n_kv_head, capacity, config.head_dim)
+            layers = config.n_layer if num_layers is None else num_layers
+            # K and V are tensors of their own: compiled code that writes to two views of one storage keeps the offsets
+            # that it first saw.
+            self.k, self.v = ([torch.zeros(shape[1:], device=device, dtype=dtype) for _ in range(layers)]
+                              for _ in range(2))
+        else:
+            self.k, self.v = ([kv[half, :, :, :capacity] for kv in storage] for half in range(2))
+        self.lens = [0] * batch
+        self.len = torch.zeros(batch, dtype=torch.int32, device=device)  # [B], the same on the device
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
+            yield f"k.{i}", k
+            yield f"v.{i}", v
+
+    def truncate(self, row: int, length: int) -> None:
+        self.lens[row] = length
+        self.len[row].fill_(length)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.len.copy_(state["lens"])
+
+    def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
+        return torch.stack([self.k[i][row, :, start:stop], self.v[i][row, :, start:stop]])
+
+    def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
+        stop = start + kv.shape[2]
+        self.k[i][row, :, start:stop], self.v[i][row, :, start:stop] = kv
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(min(self.lens), max(self.lens))

@@ -1,0 +1,103 @@
+"""Sinks and a ring of recent tokens, for a draft model of short context.
+
+Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, D head_dim.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import attention
+from ..graphs import put
+from ..model import ModelConfig, RotaryEmbedding, eager, rotate
+from .store import Store
+
+
+class StreamingCache(Store):
+    """Attention sinks and a ring of recent tokens (StreamingLLM, arXiv 2309.17453), for a draft of short context.
+
+    Keys are stored unrotated and rotated by their rank in the cache whenever they are attended to, so that a model
+    trained on 2,048 positions never meets position 124,928.
+
+    Args:
+        slack: how many tokens at least may be written ahead and then forgotten. The ring holds `window_size + slack`.
+    """
+
+    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, num_sink: int, window_size: int,
+                 slack: int, device, dtype):
+        self.config = config
+        capacity = -(-(num_sink + window_size + slack) // 8) * 8  # a multiple of what tensor cores load at a time
+        self.num_sink, self.window_size = num_sink, window_size
+        shape = (batch, config.n_kv_head, capacity, config.head_dim)
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.angles = rope(torch.arange(shape[2], device=device))  # cos, sin of every rank, [capacity, D] each
+        self.lens = [0] * batch  # whoever drafts with it holds the lengths
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
+            yield f"k.{i}", k
+            yield f"v.{i}", v
+
+    def row(self, row: int) -> "StreamingCache":
+        """The same storage, seen as a batch of one."""
+        view = object.__new__(StreamingCache)
+        view.__dict__.update(self.__dict__)
+        view.k, view.v = [k[row, None] for k in self.k], [v[row, None] for v in self.v]
+        return view
+
+
+def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int, num_sink: int, window_size: int,
+                        group: int):
+    """What all layers share: cos, sin of the keys [B, 1, capacity, D] and of the rows [B, 1, M, D], slots [B, M], bias
+    [B, 1, G * M, capacity]. angles: those of every rank, [capacity, D] each."""
+    capacity = len(angles[0])
+    ring = capacity - num_sink
+    positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
+    slots = torch.where(positions < num_sink, positions, num_sink + (positions - num_sink) % ring)
+    # Which position each slot holds once this block is written: the newest one that maps to it.
+    slot = torch.arange(capacity, device=start.device)
+    newest = positions[:, -1:]
+    held = torch.where(slot < num_sink, slot, newest - (newest - slot) % ring)  # [B, capacity]
+    oldest = (start[:, None] - window_size + 1).clamp(min=num_sink)  # [B, 1]
+    ranks = [torch.where(p < num_sink, p, num_sink + p - oldest).clamp(min=0) for p in (held, positions)]
+    (key_cos, key_sin), (cos, sin) = ([table[rank] for table in angles] for rank in ranks)
+    held, positions = held[:, None], positions[..., None]
+    recent = (held > positions - window_size) & (held >= num_sink) | (slot < num_sink)
+    bias = attention.fold_mask((held <= positions) & recent, group)
+    return key_cos[:, None], key_sin[:, None], cos[:, None], sin[:, None], slots, bias
+
+
+class StreamingBlock:
+    """`kv` of a draft's step: `rows` tokens a row of the batch, at consecutive positions from `start` [B]."""
+
+    def __init__(self, cache: StreamingCache, start: Tensor, rows: int, compiled=eager):
+        self.cache, self.compiled = cache, compiled
+        config = cache.config
+        self.key_cos, self.key_sin, self.cos, self.sin, self.slots, self.bias = compiled(_streaming_geometry)(
+            cache.angles, start, rows, cache.num_sink, cache.window_size, config.n_head // config.n_kv_head)
+
+    def layer(self, i: int) -> "StreamingLayer":
+        return StreamingLayer(self, i)
+
+
+class StreamingLayer:
+    """One layer of a StreamingBlock."""
+
+    def __init__(self, block: StreamingBlock, i: int):
+        self.n_head, self.n_kv_head = block.cache.config.n_head, block.cache.config.n_kv_head
+        self.key_cos, self.key_sin, self.cos, self.sin = block.key_cos, block.key_sin, block.cos, block.sin
+        self.slots, self.bias, self.k, self.v = block.slots, block.bias, block.cache.k[i], block.cache.v[i]
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the whole cache."""
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        put(self.k, self.slots, k.transpose(1, 2), dim=2)
+        put(self.v, self.slots, v.transpose(1, 2), dim=2)
+        keys = rotate(self.k, self.key_cos, self.key_sin)
+        q = attention.fold(rotate(q, self.cos, self.sin), self.n_kv_head)
+        return q, [attention.masked(q, keys, self.v, self.bias, no_empty_rows=True)]
+
+    def read(self, q: Tensor) -> list:
+        return []

@@ -1,0 +1,158 @@
+"""A target's keys and values for one batch: a long prefix and a short tail, shared by all levels.
+
+The **prefix** holds whole multiples of `flush_interval` tokens of a row and needs no mask. The **tail** holds the
+newest tokens in a static shape: those after the last flush and the block being computed. Where a token's K/V lie is
+thus a function of its absolute position alone, so a step of a given block size computes the same bits whatever was
+drafted before. To undo drafted tokens is to forget a length: their slots are overwritten. All views share the tail, so
+what the full level verifies, the others see.
+
+Shapes: B batch, K KV heads, T tail slots, M rows of a block, C chunks, D head_dim.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import attention
+from ..model import ModelConfig, RotaryEmbedding
+from .offload import Offload
+from .prefix import Prefix
+from .store import Store
+
+ALIGNED = 8 * attention.SPLIT  # tokens: tensor cores load 8 at a time, of each part of a product
+
+
+def aligned(tokens: int) -> int:
+    """So many tokens or a few more, over which a GPU's products are fast."""
+    return -(-tokens // ALIGNED) * ALIGNED
+
+
+class Tail(Store):
+    """The newest tokens of every row, and before them room for a view, so that one call attends over both.
+
+    Args:
+        slots: tokens. room: tokens of the view, 0 for none.
+    """
+
+    def __init__(self, config: ModelConfig, batch: int, slots: int, room: int, device, dtype):
+        shape = (2, batch, config.n_kv_head, room + slots, config.head_dim)  # K, then V
+        self.storage = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.kv = [kv[:, :, :, room:] for kv in self.storage]  # per layer [2, B, K, T, D]
+        self.slots, self.room = slots, room
+        self.lens = [0] * batch  # the levels hold the tail's lengths; it is not told
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((f"tail.{i}", kv) for i, kv in enumerate(self.kv))
+
+    def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
+        return self.kv[i][:, row, :, start:stop]
+
+    def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
+        self.kv[i][:, row, :, start : start + kv.shape[2]] = kv
+
+
+class TargetCache(Store):
+    """Prefix, tail, and what retrieval scores: allocated once, sized by `capacity` tokens a row.
+
+    Args:
+        budget: tokens of a view that is to lie before the tail; 0: none.
+        chunk_size: tokens whose mean key is kept; 0: none is.
+        offload: keeps the prefix of the last layers. None: all of it is on the device.
+        runs_on: the device whose kernels will read it, if it is not the one that it is allocated on.
+    """
+
+    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, capacity: int, block_size: int,
+                 flush_interval: int, chunk_size: int, budget: int = 0, offload: Offload | None = None, device, dtype,
+                 runs_on: torch.device | None = None):
+        self.config, self.rope = config, rope
+        self.group = config.n_head // config.n_kv_head
+        self.capacity, self.flush_interval, self.chunk_size = capacity, flush_interval, chunk_size
+        runs_on = torch.device(device if runs_on is None else runs_on)
+        self.prefix = Prefix(config, batch, capacity, device, dtype, offload=offload,
+                             length_on_device=attention.spans(runs_on, dtype, config.head_dim))
+        # In bf16 on a CPU, the kernel for unmasked keys is worth more than one call over view and tail.
+        joins = runs_on.type == "cuda" or dtype == torch.float32
+        # The tail has room for a block that starts just before a flush, and for a drafting level that runs ahead.
+        self.tail = Tail(config, batch, aligned(flush_interval + 2 * block_size), aligned(budget) if joins else 0,
+                         device, dtype)
+        self.joins_view = joins and budget > 0
+        layers = range(config.n_layer)
+        # What retrieval scores: the mean key of every chunk, and the queries of the block that was last verified.
+        chunks = (batch, config.n_kv_head, capacity // chunk_size if chunk_size else 0, config.head_dim)
+        self.chunk_keys = [torch.zeros(chunks, device=device, dtype=dtype) for _ in layers]
+        rows = (batch, config.n_head, block_size, config.head_dim)
+        self.queries = [torch.zeros(rows, device=device, dtype=dtype) for _ in layers]
+        # [B, M], 1 for the rows whose tokens were kept
+        self.query_weight = torch.zeros(batch, block_size, dtype=torch.float32, device=device)
+
+    @property
+    def lens(self) -> list[int]:
+        """Tokens of each row's prefix."""
+        return self.prefix.lens
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.prefix.tensors()
+        yield from self.tail.tensors()
+        for i, (keys, queries) in enumerate(zip(self.chunk_keys, self.queries, strict=True)):
+            yield f"chunk_keys.{i}", keys
+            yield f"queries.{i}", queries
+        yield "query_weight", self.query_weight
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.prefix.len.copy_(state["lens"])
+
+    def whole(self, length: int) -> int:
+        """Of so many tokens, those that lie in the prefix: whole flush intervals."""
+        return length - length % self.flush_interval
+
+    def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
+        """Wherever the positions lie."""
+        border = self.lens[row]
+        parts = [self.prefix.load(i, row, start, min(stop, border))] if start < border else []
+        if stop > border:
+            parts.append(self.tail.load(i, row, max(start - border, 0), stop - border))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
+        border = max(self.lens[row] - start, 0)
+        if border:
+            self.prefix.store(i, row, start, kv[:, :, :border])
+        if kv.shape[2] > border:
+            self.tail.store(i, row, start + border - self.lens[row], kv[:, :, border:])
+
+    def truncate(self, row: int, length: int) -> None:
+        """Goes on from `length` tokens, which all lie in the prefix: those past `whole` move to the tail."""
+        whole = self.whole(length)
+        for i in range(self.config.n_layer):
+            self.tail.store(i, row, 0, self.prefix.load(i, row, whole, length))
+        self.prefix.truncate(row, whole)
+
+    def truncate_layer(self, i: int, row: int, length: int) -> None:
+        """The same for one layer that a prefill has just written, while it is at hand; scores its chunks."""
+        whole = self.whole(length)
+        k, v = self.prefix.working_layer(i, row)
+        self.tail.store(i, row, 0, torch.stack([k[:, whole:length], v[:, whole:length]]))
+        self._score_keys(i, row, 0, k[:, :whole])
+
+    def spill_tail(self, row: int) -> None:
+        """Copies the tail behind the prefix, so that a prefill can go on from there."""
+        start = self.lens[row]
+        tokens = min(self.flush_interval, self.capacity - start)
+        for i in range(self.config.n_layer):
+            self.prefix.store(i, row, start, self.tail.load(i, row, 0, tokens))
+
+    def flush(self, row: int) -> None:
+        start = self.lens[row]
+        self.spill_tail(row)
+        self.prefix.truncate(row, start + self.flush_interval)
+        for i in range(self.config.n_layer):
+            self._score_keys(i, row, start, self.tail.load(i, row, 0, self.flush_interval)[0])
+
+    def _score_keys(self, i: int, row: int, start: int, k: Tensor) -> None:
+        """Mean keys of the chunks in k [K, n, D], which begin at `start`; both are multiples of chunk_size."""
+        if self.chunk_size and k.shape[1]:
+            chunks = k.unflatten(1, (-1, self.chunk_size))  # [K, C, chunk, D]
+            first = start // self.chunk_size
+            self.chunk_keys[i][row, :, first : first + chunks.shape[1]] = chunks.mean(2)

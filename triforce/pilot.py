@@ -1,0 +1,187 @@
+"""Chooses each round's plan, and says when a view is to be chosen anew: by what rounds brought, never by more.
+
+What it learns from are tokens that were kept, first rejections, and times that do not depend on discarded tokens: so
+nothing that it decides can bias the output.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .calibration import measure
+from .config import Settings
+from .controller import Controller, Costs
+from .drafting.ngram import NgramMeter
+from .plan import PADDED, Padding, Plan
+from .speculator import RowRound
+from .tape import ACCEPTED, MISSED
+
+if TYPE_CHECKING:
+    from .hierarchy import Hierarchy, Round
+    from .parallel import Group
+
+WORTH_TIMING = 16  # tokens that are still to come: for fewer, no steps are timed
+
+
+class Pilot:
+    """See the module.
+
+    Args:
+        group: the ranks that must choose alike, or None.
+        rebuild_interval: tokens between two choices of a view.
+    """
+
+    def __init__(self, hierarchy: "Hierarchy", settings: Settings, batch: int, *, group: "Group | None",
+                 rebuild_interval: int):
+        self.hierarchy, self.group = hierarchy, group
+        self.auto = settings.auto and bool(hierarchy.drafters)
+        self.default = default_plan(settings, hierarchy)  # what rounds follow where nothing is chosen
+        self.padding = PADDED
+        self.controller: Controller | None = None
+        self.meters: list[NgramMeter | None] = []  # of each row that is not finished, where n-grams are to choose
+        self.rebuild_interval = rebuild_interval
+        self.rebuilds = [RebuildPolicy(rebuild_interval) for _ in range(batch)]
+        self.timing_seconds = 0.0  # spent on timing steps since `open`
+        self._costs: dict[tuple, Costs] = {}
+        self._untimed: tuple | None = None  # where the steps are still to be timed, as `_costs` will remember it
+        self._fixed: Plan | None = None
+        self._chosen: Plan | None = None  # by the controller, for the present round
+        self._texts: Callable[[], list[list[int]]] = list
+
+    def open(self, plan: Plan | None, padding: Padding, lengths: list[int],
+             texts: Callable[[], list[list[int]]]) -> None:
+        """Decoding begins.
+
+        Args:
+            plan: what all rounds follow; None: chosen, or what the settings say.
+            padding: of the steps of plans that are not given.
+            lengths: settled tokens of each row. texts: gives each row's tokens, the pending one among them.
+        """
+        self._fixed, self.padding, self._texts, self.timing_seconds = plan, padding, texts, 0.0
+        self.controller, self.meters, self._untimed = None, [], None
+        self.rebuilds = [RebuildPolicy(self.rebuild_interval) for _ in lengths]
+        if plan is None and self.auto:
+            key = padding, -(-max(lengths) // 4096), -(-min(lengths) // 4096)
+            if key in self._costs:
+                self._steer(self._costs[key])
+            else:
+                self._untimed = key
+
+    def choose(self, num_rounds: int, remaining: int) -> Plan:
+        """The next round's plan.
+
+        Where the steps have not been timed at about this length, the first round is plain: the first token waits
+        neither for the timing nor for the levels that draft to be compiled.
+
+        Args:
+            num_rounds: so many were before. remaining: tokens that are still to come, of the row with the most.
+        """
+        if self._fixed is not None:
+            return self._fixed
+        if self._untimed is not None:
+            if num_rounds == 0 or remaining < WORTH_TIMING:
+                return Plan(padded=self.padding.plain)
+            self._time_steps()
+        if self.controller is None:
+            return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain)
+        rates = [meter.rate for meter in self.meters if meter is not None]
+        self._chosen = self.controller.choose(ngram=statistics.fmean(rates or [0.0]))
+        return self._chosen
+
+    def _time_steps(self) -> None:
+        """Times the steps where the rows stand, and starts a controller."""
+        begun, costs = time.perf_counter(), measure(self.hierarchy, self.padding, self.group)
+        # All ranks go by the times of one, or each would choose for itself.
+        self._costs[self._untimed] = costs if self.group is None else self.group.agree(costs)
+        self._steer(self._costs[self._untimed])
+        self._untimed = None
+        self.timing_seconds += time.perf_counter() - begun
+
+    def _steer(self, costs: Costs) -> None:
+        inner = self.hierarchy.inner
+        self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, self.padding)
+        if "ngram" in self.hierarchy.sources:
+            self.meters = [NgramMeter(text) for text in self._texts()]
+
+    def close_row(self, row: int) -> None:
+        """The row is finished."""
+        if self.meters:
+            self.meters[row] = None
+
+    def observe(self, result: "Round") -> list[bool]:
+        """Takes in a round. Returns for each row whether its view is due to be chosen anew."""
+        if self.controller is not None and result.plan is self._chosen:
+            if self.group is None:  # ranks must choose alike, and their clocks differ
+                self.controller.timed(result.plan, result.milliseconds)
+            seen = Tally(result.plan)
+            for row in result.rows:
+                seen.add(row)
+            self.controller.update(seen.tokens_a_row, **seen.counts)
+        for i, meter in enumerate(self.meters):
+            if meter is not None:
+                meter.update(result.rows[i].tokens)
+        return [policy.update(row) for policy, row in zip(self.rebuilds, result.rows, strict=True)]
+
+
+def default_plan(settings: Settings, hierarchy: "Hierarchy") -> Plan:
+    """What rounds follow where the settings say it."""
+    source = next(iter(hierarchy.sources), None)
+    if not settings.retrieval:
+        return Plan(settings.gamma, source) if source else Plan()
+    if source is None:
+        return Plan(settings.gamma, None, True, 0, settings.gamma)
+    return Plan(settings.gamma, source, True, settings.gamma_inner, -(-settings.gamma // 2))
+
+
+class Tally:
+    """What a round showed of each level's acceptance, over its rows: kept tokens and first rejections only."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.tokens, self.rows, self.counts = plan, 0, 0, {}
+
+    @property
+    def tokens_a_row(self) -> float:
+        return self.tokens / max(self.rows, 1)
+
+    def observe(self, name: str, hits: int, tests: int) -> None:
+        known = self.counts.get(name, (0, 0))
+        self.counts[name] = known[0] + hits, known[1] + tests
+
+    def add(self, row: RowRound) -> None:
+        """Takes in a row; one that emitted nothing has ended."""
+        if not row.tokens:
+            return
+        self.tokens += len(row.tokens)
+        self.rows += 1
+        checked = self.plan.drafter
+        if checked is not None and checked != "ngram":  # whose rates are kept by its meter
+            # A drafter that proposed nothing has missed: or one that seldom proposes would keep the rate it began with.
+            missed = row.num_accepted < max(row.num_drafted, 1)
+            self.observe(checked, row.num_accepted, row.num_accepted + missed)
+        if self.plan.retrieval and self.plan.source not in (None, "ngram"):
+            hits, misses = (row.origins[: row.num_accepted].count(kind) for kind in (ACCEPTED, MISSED))
+            self.observe(self.plan.source, hits, hits + misses)
+
+
+class RebuildPolicy:
+    """When a row's selection is renewed: every `interval` tokens, and when acceptance falls well below its average."""
+
+    def __init__(self, interval: int):
+        self.interval, self.tokens, self.recent, self.average = interval, 0, 1.0, None
+
+    def update(self, row: RowRound) -> bool:
+        """Takes in what a round brought for the row. Returns whether a selection is due."""
+        if not row.tokens:  # it has ended
+            return False
+        self.tokens += len(row.tokens)
+        if row.num_drafted > 0:
+            rate = row.num_accepted / (row.num_accepted + (row.num_accepted < row.num_drafted))
+            self.average = rate if self.average is None else 0.95 * self.average + 0.05 * rate
+            self.recent = 0.6 * self.recent + 0.4 * rate
+        dropped = self.average is not None and self.recent < 0.7 * self.average
+        return self.tokens >= self.interval or dropped and self.tokens >= 8
+
+    def rebuilt(self) -> None:
+        self.tokens, self.recent = 0, self.average if self.average is not None else 1.0

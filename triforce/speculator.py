@@ -1,0 +1,240 @@
+"""A level of the hierarchy: a model over one view of its cache, which checks what a drafter proposes.
+
+    inner = Speculator(target, retrieval view, {"model": ModelDrafter(draft), ...}, ...)
+    outer = Speculator(target, prefix,         {"retrieval": inner, ...}, ...)
+
+A speculator is itself a drafter: the tokens it emits follow exactly the law of its own model and view, and it says
+which law that was. With no drafter it is autoregression.
+
+Everything between two reads of the outbox is enqueued without the host waiting for the device.
+
+Shapes: B batch, M rows of a block, n drafted tokens, at most M - 1, V vocabulary.
+"""
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .acceptance import verify_chain
+from .drafting.protocol import Drafter
+from .graphs import Compiler, Graphed, put
+from .kv.blocks import TargetBlock
+from .kv.store import Extent, View
+from .kv.target import TargetCache
+from .model import Transformer
+from .plan import Plan
+from .sampling import ACCEPT, SAMPLE
+from .tape import ACCEPTED, BONUS, FULL, MISSED, Tape
+
+
+class RowRound(NamedTuple):
+    """What a round of the full level brought for one row."""
+
+    tokens: list[int]  # that were emitted
+    origins: list[int]  # of the drafted ones, in order, at least num_accepted
+    num_accepted: int
+    num_drafted: int
+    diverged: bool  # the ranks disagree on it
+
+
+class Outbox:
+    """What a round leaves for the host, in one buffer: it is read once a round, and the host waits nowhere else."""
+
+    def __init__(self, tape: Tape, rows: int):
+        self.rows = rows
+        self.buffer = tape.buffer(2 * rows + 3)  # M tokens, M - 1 origins, three counts, whether the ranks disagree
+
+    def write(self, tokens: Tensor, origins: Tensor, counts: Tensor, diverged: Tensor | None) -> None:
+        """tokens [B, n + 1], origins [B, n], counts [B, 3]: emitted, accepted, drafted; diverged [B]."""
+        self.buffer[:, : tokens.shape[1]] = tokens
+        self.buffer[:, self.rows : self.rows + origins.shape[1]] = origins
+        self.buffer[:, -4:-1] = counts
+        if diverged is not None:
+            self.buffer[:, -1] = diverged
+
+    def read(self) -> list[RowRound]:
+        """The one place where decoding waits for the device."""
+        mode = torch.cuda.get_sync_debug_mode() if self.buffer.is_cuda else 0
+        if mode:
+            torch.cuda.set_sync_debug_mode("default")
+        boxes = self.buffer.tolist()
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
+        rounds = []
+        for box in boxes:
+            num_emitted, num_accepted, num_drafted, diverged = box[-4:]
+            if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
+                num_accepted = num_drafted = num_emitted
+            rounds.append(RowRound(box[:num_emitted], box[self.rows : -4], num_accepted, num_drafted, bool(diverged)))
+        return rounds
+
+
+class Speculator(Drafter):
+    """See the module.
+
+    Args:
+        rows: M, the block's size: the pending token and up to M - 1 drafted ones.
+        level: keys the noise.
+        drafters: those that may propose to this level, by name. All hear what is committed.
+        keep_queries: keep each layer's queries for retrieval.
+    """
+
+    settled_count = False
+
+    def __init__(self, model: Transformer, cache: TargetCache, view: View, tape: Tape, *, level: int, rows: int,
+                 drafters: dict[str, Drafter], keep_queries: bool = False, keep_logits: bool = False,
+                 compiler: Compiler):
+        self.model, self.cache, self.view, self.tape = model, cache, view, tape
+        self.level, self.rows, self.drafters, self.keep_queries = level, rows, drafters, keep_queries
+        self.length, self.limit = tape.buffer(), tape.buffer()  # no round moves `length` past `limit`
+        self.base, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
+        wants_laws = any(drafter.emits_laws for drafter in drafters.values())
+        self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if wants_laws else None
+        self.logits = tape.buffer(rows, model.config.vocab_size, like=model) if keep_logits else None
+        self.outbox = Outbox(tape, rows) if level == FULL else None
+        self.totals = tape.buffer(2)  # accepted, drafted since the counters were last zeroed
+        self._nothing = tape.buffer()
+        # How many were drafted, for `step`: one place for all drafters, or each would have graphs of its own.
+        self.checked = tape.buffer()
+        self._compiler, self._levels = compiler, {}
+        steps = compiler.level(f"level{level}")
+        # What streams from the host takes a second, beside which enqueueing it anew takes nothing: no graph.
+        streams = level == FULL and cache.prefix.offload is not None
+        self.step = self._step if streams else steps.step(self._step, num_lengths=2)
+        self.on_piece = None  # see TargetBlock
+        # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
+        self._drafting_round = steps.step(self._round, num_lengths=2, warm_up=4)
+
+    def round(self, plan: Plan, probs: Tensor | None = None) -> None:
+        """Emits 1 to M tokens a row (none where `limit` is reached): on the tape, and in the outbox.
+
+        Args:
+            probs: see `Drafter.propose`; written from row length - base on.
+        """
+        num_drafted = self._nothing  # without speculation it is the same step, hence the same bits
+        self.asked.fill_(plan.gamma)
+        if plan.gamma:
+            num_drafted = self.drafters[plan.drafter].propose(self.length, plan, self.draft_probs)
+        self.checked.copy_(num_drafted)
+        self.step(*self.view.extent, self._rows_of(plan, num_drafted), self.checked, probs)
+
+    def look_ahead(self, plan: Plan, extent: Extent) -> None:
+        """Prepares `round` for another extent of the view, while the device is busy with the present one."""
+        if isinstance(self.step, Graphed):
+            self.step.prepare(*extent, self._rows_of(plan, self._nothing), self.checked, None)
+
+    def _rows_of(self, plan: Plan, num_drafted: Tensor) -> int:
+        """Rows of the step that checks these.
+
+        Measured times influence the plans, so a step's duration must not reveal tokens that are then discarded: only
+        a count that settled tokens decide is looked at. Elsewhere a step has as many rows as could have been drafted.
+        """
+        if plan.padded:
+            return self.rows
+        if plan.gamma == 0:
+            return 1
+        if self.level == FULL and self.drafters[plan.drafter].settled_count:
+            return 1 + int(num_drafted.max())
+        return 1 + plan.gamma
+
+    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+        torch.add(start, plan.gamma, out=self.limit)
+        self.base.copy_(start)
+        self.length.copy_(start)
+        for _ in range(plan.rounds):
+            self._drafting_round(*self.view.extent, plan.inner, probs)
+        torch.sub(self.length, start, out=self.num_drafted)
+        return self.num_drafted
+
+    def _round(self, dense: int, longest: int, starts: tuple, plan: Plan, probs: Tensor | None) -> None:
+        """`round`, with all that its graph depends on as arguments."""
+        self.round(plan, probs)
+
+    def commit(self, length: Tensor) -> None:
+        for drafter in self.drafters.values():
+            drafter.commit(length)
+
+    def catch_up(self, lengths: list[int]) -> None:
+        """It has nothing of its own to catch up with: it shares the tail with the level that checks it."""
+
+    @contextlib.contextmanager
+    def rehearsal(self):
+        """Rounds within leave no trace. What they write from the pending token on is written anew by later rounds."""
+        touched = [self.length, self.limit, self.totals]
+        if self.keep_queries:
+            touched += [self.cache.query_weight, *self.cache.queries]
+        before = [x.clone() for x in touched]
+        try:
+            yield
+        finally:
+            for x, value in zip(touched, before, strict=True):
+                x.copy_(value)
+
+    def rehearse(self, here: Tensor, rows: int, probs: Tensor | None = None) -> None:
+        """A step of `rows` rows from position `here` [B], all of them drafted. To be called in a rehearsal."""
+        self.checked.fill_(rows - 1)
+        self.length.copy_(here)
+        self.base.copy_(here)
+        torch.add(here, self.rows, out=self.limit)
+        self.step(*self.view.extent, rows, self.checked, probs)
+
+    def _level(self, rows: int):
+        """The compiler of steps of so many rows: their shapes are constant."""
+        if rows not in self._levels:
+            self._levels[rows] = self._compiler.level(f"level{self.level}_rows{rows}")
+        return self._levels[rows]
+
+    def _step(self, dense: int, longest: int, starts: tuple, rows: int, num_drafted: Tensor,
+              probs: Tensor | None) -> None:
+        compiled = self._level(rows)
+        block = compiled(Speculator._begin)(self, rows)
+        kv = TargetBlock(self.cache, self.view, self.length, rows, Extent(dense, longest, starts), self.keep_queries,
+                         compiled, self.on_piece)
+        compiled(Speculator._finish)(self, self.model(block, kv), block, num_drafted, probs)
+
+    def _begin(self, rows: int) -> Tensor:
+        """The pending token and those drafted after it; what lies behind them on the tape pads the block."""
+        return self.tape.read(self.length, rows)
+
+    def _finish(self, hidden: Tensor, block: Tensor, num_drafted: Tensor, probs: Tensor | None) -> None:
+        """hidden [B, M, dim] after the tokens of block [B, M]: checks the drafted ones, emits, moves on."""
+        tape, start = self.tape, self.length
+        tokens = block[:, 1:] if self.drafters else block[:, :0]
+        n = tokens.shape[1]
+        logits = self.model.output(hidden)  # [B, M, V]
+        if self.logits is not None:
+            self.logits[:, : block.shape[1]] = logits
+        law = tape.law(logits[:, : n + 1])
+        ahead = torch.arange(n + 1, device=start.device)
+        position = start[:, None] + 1 + ahead
+        sample_u = tape.uniform(position, self.level, SAMPLE)
+        accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
+        draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
+        verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u, sample_u)
+        num_emitted = torch.minimum(verdict.num_accepted + 1, self.limit - start)  # cut at a limit fixed beforehand
+
+        put(tape.tokens, position, verdict.tokens)
+        if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
+            place = (position - 1 - self.base[:, None]).clamp(max=probs.shape[1] - 1)
+            put(probs, place, law)
+            missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)[:, None]
+            put(tape.origin, position, torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, missed))
+        if self.keep_queries:
+            kept = torch.arange(self.cache.query_weight.shape[1], device=start.device) < num_emitted[:, None]
+            self.cache.query_weight.copy_(kept)
+        counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted], 1)
+        self.totals += torch.where((num_emitted > 0)[:, None], counts[:, 1:], 0)
+        if self.outbox is not None:
+            diverged = None if self.model.group is None else self._ranks_disagree(verdict.tokens, num_emitted)
+            self.outbox.write(verdict.tokens, tape.origin.gather(1, position[:, :n]), counts, diverged)
+        start += num_emitted
+        self.commit(start)
+
+    def _ranks_disagree(self, tokens: Tensor, num_emitted: Tensor) -> Tensor:
+        """[B], whether the ranks emit different tokens: by a digest that they exchange."""
+        weight = torch.arange(1, tokens.shape[1] + 2, device=tokens.device)
+        digest = (torch.cat([tokens, num_emitted[:, None]], 1) * weight).sum(1)  # [B]
+        digests = self.model.group.all_gather(digest[None])  # [ranks, B]
+        return (digests != digests[0]).any(0)
