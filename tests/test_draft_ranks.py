@@ -8,20 +8,23 @@ from triforce.plan import Plan
 from triforce.sampling import SamplingParams
 from triforce.tape import Tape
 
-VOCAB = 8
+VOCAB = 5
 
 
 class Drafts:
-    """In place of a ModelDrafter: always tokens 1, 2, 3, ..., and a note of what it is told."""
+    """In place of a ModelDrafter: always tokens 1, 2, 3, 4, 1, ..., and a note of what it is told."""
+
+    nbytes = 12
 
     def __init__(self, tape):
-        self.tape, self.told, self.nbytes = tape, [], 7
+        self.tape, self.told = tape, []
 
     def propose(self, start, plan, probs):
+        self.told.append(("propose", plan))
         for row, at in enumerate(start.tolist()):
             for i in range(plan.gamma):
-                self.tape.tokens[row, at + 1 + i] = i + 1
-                probs[row, i] = torch.eye(VOCAB)[i + 1]
+                self.tape.tokens[row, at + 1 + i] = token = i % 4 + 1
+                probs[row, i] = torch.eye(VOCAB)[token]
 
     def __getattr__(self, name):
         return lambda *args: self.told.append((name, *args))
@@ -55,19 +58,20 @@ def ranks():
     return made
 
 
-@pytest.mark.parametrize("gamma", [2, 3, 7])
+@pytest.mark.parametrize("gamma", [1, 3, 6])
 def test_both_know_what_was_drafted(ranks, gamma):
-    start, found = torch.tensor([5, 9]), []
+    start, found, plan = torch.tensor([5, 9]), [], Plan(gamma, "model")
     for drafter, tape in ranks:
         probs = torch.full((2, 8, VOCAB), 0.2)
-        count = drafter.propose(start, Plan(gamma, "model"), probs)
-        assert count.tolist() == [gamma] * 2
+        assert drafter.propose(start, plan, probs).tolist() == [gamma] * 2
         found.append((tape.tokens, probs))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    drafted = [i % 4 + 1 for i in range(gamma)]
     for row, at in enumerate((5, 9)):
-        drafted = list(range(1, gamma + 1))
-        assert found[1][0][row].tolist() == [4] * (at + 1) + drafted + [4] * (20 - at - 1 - len(drafted))
-        assert found[1][1][row, : len(drafted)].argmax(-1).tolist() == drafted
+        assert found[1][0][row].tolist() == [4] * (at + 1) + drafted + [4] * (20 - at - 1 - gamma)
+        assert found[1][1][row, :gamma].argmax(-1).tolist() == drafted
+        assert torch.equal(found[1][1][row, gamma:], torch.full((8 - gamma, VOCAB), 0.2))
+    assert ranks[0][0].own.told == [("propose", plan)]
 
 
 def test_the_draft_is_told_everything(ranks):
@@ -77,10 +81,10 @@ def test_the_draft_is_told_everything(ranks):
         one.prefill(1, 100, False)
         one.rewind(0, 50)
         one.open(1000)
+        one.catch_up([7, 8])
+        one.leave_out()
         one.flush(1, 128)
         one.commit(length)
-        one.leave_out()
-        one.catch_up([7, 9])
-    assert drafter.own.told == [("prefill", 1, 100, False), ("rewind", 0, 50), ("open", 1000), ("flush", 1, 128),
-                                ("commit", length), ("leave_out",), ("catch_up", [7, 9])]
-    assert drafter.nbytes == 7 and other.nbytes == 0
+    assert drafter.own.told == [("prefill", 1, 100, False), ("rewind", 0, 50), ("open", 1000), ("catch_up", [7, 8]),
+                                ("leave_out",), ("flush", 1, 128), ("commit", length)]
+    assert (drafter.nbytes, other.nbytes) == (12, 0)

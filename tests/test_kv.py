@@ -1,0 +1,108 @@
+"""What the stores of keys and values give away and take back: `state_dict`, and positions wherever they lie."""
+
+import pytest
+import torch
+from conftest import make_state, random_prompt, run_rounds
+
+from triforce.kv.streaming import StreamingCache
+
+PROMPTS = [random_prompt(150), random_prompt(90, seed=1)]
+KINDS = [{}, {"num_resident_layers": 1, "piece_tokens": 48}, {"draft_cache": "snapkv"}]
+
+
+def used(pair, **settings):
+    """A State whose rows have flushed, and whose tails are partly filled."""
+    state = make_state(*pair, PROMPTS, sampling={"temperature": 0.8}, **settings)
+    run_rounds(state, 40)
+    assert state.num_flushes >= 4
+    return state
+
+
+def stores(state) -> list:
+    return [state.cache, state.cache.prefix, state.hierarchy.view]
+
+
+@pytest.mark.parametrize("settings", KINDS)
+def test_a_saved_cache_is_loaded_whole(pair, settings):
+    """Into a State that held something else: tensors, lengths on the host and on the device, and what was selected."""
+    first, second = used(pair, **settings), make_state(*pair, [random_prompt(20, seed=8), [5]], **settings)
+    assert second.hierarchy.view.selected == [False, False]
+    for store, other in zip(stores(first), stores(second), strict=True):
+        saved = {name: tensor.clone() for name, tensor in store.state_dict().items()}
+        assert saved["lens"].tolist() == store.lens and any(length > 0 for length in store.lens)
+        other.load_state_dict(saved)
+        assert other.lens == store.lens
+        if store is not first.cache:
+            assert other.len.tolist() == store.lens
+        loaded = other.state_dict()
+        assert loaded.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert torch.equal(loaded[name], tensor), name
+    assert second.cache.prefix.len.tolist() == first.cache.lens
+    assert second.hierarchy.view.selected == first.hierarchy.view.selected == [True, True]
+    for row, length in enumerate(first.lens):
+        for i in range(first.target.config.n_layer):
+            kv = [state.cache.load(i, row, 0, length) for state in (first, second)]
+            assert torch.equal(*kv) and kv[0].shape[2] == length and kv[0].abs().sum() > 0
+
+
+def test_the_length_on_the_device_is_loaded_with_the_cache(pair):
+    first, second = used(pair), make_state(*pair, [[5], [5]])
+    second.cache.load_state_dict(first.cache.state_dict())
+    assert second.cache.prefix.len.tolist() == second.cache.lens == first.cache.lens
+
+
+def test_what_is_saved_is_all_that_is_kept(pair):
+    """Of a cache that is partly offloaded as well: prefix, tail, and what retrieval scores."""
+    for settings, prefix in (({}, {"k.0", "v.0", "k.1", "v.1"}), (KINDS[1], {"k.0", "v.0", "host.1"})):
+        state = make_state(*pair, [PROMPTS[0]], **settings)
+        assert set(state.cache.state_dict()) == prefix | {
+            "tail.0", "tail.1", "chunk_keys.0", "chunk_keys.1", "queries.0", "queries.1", "query_weight", "lens"}
+        assert state.cache.nbytes == sum(tensor.nbytes for _, tensor in state.cache.tensors())
+
+
+@pytest.mark.parametrize("which, more, words", [
+    (0, {"capacity": 2048}, "k.0 must have the shape"), (1, {"capacity": 2048}, "k.0 must have the shape"),
+    (0, {"block_size": 4, "gamma": 3}, "queries.0 must"), (0, {"chunk_size": 8}, "chunk_keys.0 must"),
+    (2, {"budget": 96}, "k.0 must"), (2, {"chunk_size": 8}, "chunks must"), (1, {"prompts": 3}, "k.0 must"),
+    (2, {"prompts": 3}, "k.0 must")])
+def test_another_shape_is_refused(pair, which, more, words):
+    first, second = (make_state(*pair, [[5]] * settings.pop("prompts", 2), **settings) for settings in ({}, dict(more)))
+    with pytest.raises(ValueError, match=words):
+        stores(second)[which].load_state_dict(stores(first)[which].state_dict())
+
+
+def test_what_is_missing_is_named(pair):
+    first, second = (make_state(*pair, [[5]]) for _ in range(2))
+    saved = first.cache.state_dict()
+    del saved["tail.1"]
+    with pytest.raises(ValueError, match="tail.1 must have the shape .* missing"):
+        second.cache.load_state_dict(saved)
+
+
+def test_a_draft_s_ring_is_saved(pair):
+    made = {"num_sink": 2, "window_size": 8, "slack": 6, "device": "cpu", "dtype": torch.float32}
+    caches = [StreamingCache(pair[1].config, pair[1].rope, batch=batch, **made) for batch in (2, 2, 3)]
+    for _, tensor in caches[0].tensors():
+        tensor.copy_(torch.randn_like(tensor))
+    caches[1].load_state_dict(caches[0].state_dict())
+    for (name, tensor), (_, other) in zip(caches[0].tensors(), caches[1].tensors(), strict=True):
+        assert torch.equal(tensor, other), name
+    with pytest.raises(ValueError, match=r"k.0 must have the shape \(3, 2, 16, 8\), and is \(2, 2, 16, 8\)"):
+        caches[2].load_state_dict(caches[0].state_dict())
+
+
+def test_positions_are_read_and_written_across_the_border_of_the_tail(pair):
+    cache = used(pair).cache
+    for row, border in enumerate(cache.lens):
+        for start, stop in ((0, 8), (border - 8, border), (border - 5, border + 7), (border, border + 9),
+                            (border + 3, border + 9)):
+            kv = torch.randn(2, 2, stop - start, 8)
+            around = [cache.load(1, row, a, b).clone() for a, b in ((max(start - 2, 0), start), (stop, stop + 2))]
+            cache.store(1, row, start, kv)
+            assert torch.equal(cache.load(1, row, start, stop), kv)
+            for place, (a, b) in zip(around, ((max(start - 2, 0), start), (stop, stop + 2)), strict=True):
+                assert torch.equal(cache.load(1, row, a, b), place)
+            here = [cache.prefix.k[1][row, :, at] if at < border else cache.tail.kv[1][0, row, :, at - border]
+                    for at in range(start, stop)]
+            assert torch.equal(torch.stack(here, 1), kv[0])
