@@ -328,10 +328,11 @@ def offloading(models, resident=0, **kw):
                        num_resident_layers=resident, **{"piece_tokens": 1024, **kw})
 
 
+@in_half_precision
 @pytest.mark.parametrize("resident", [0, 2])
-def test_offloaded_greedy_bits(random_models, resident):
-    """512 tokens at 16K in bf16, streamed from pinned memory: the same bits whatever drafts."""
-    ids = random_prompt(CONTEXT, vocab_size=VOCAB)
+def test_offloaded_greedy_bits(dtype, resident):
+    """512 tokens at 16K, streamed from pinned memory: the same bits whatever drafts."""
+    ids, random_models = random_prompt(CONTEXT, vocab_size=VOCAB), random_models_in(dtype)
     state = prepare(offloading(random_models, resident, keep_logits=True), ids, VOCAB)
     tokens, hashes, rejected, _ = bits(state, NEW)
     print(f"offloaded, {resident} resident layers: rejected {rejected}, flushes {state.num_flushes}, "
