@@ -87,9 +87,10 @@ def test_a_pipe_is_read_as_the_prompt(tmp_path):
                               stdin=file)
     assert json.loads(done.stdout)["tokens"] == by_flag["tokens"]
     assert json.loads(run("--prompt", "Once upon a time", *flags, stdin="Other").stdout)["tokens"] == by_flag["tokens"]
-    for stdin in (None, ""):
+    for stdin, words in ((None, "error: there is no prompt; give a text with --prompt"),
+                         ("", "error: standard input is empty; did the command before the pipe fail?")):
         done = run("--checkpoint", str(ROOT / "triforce/tiny/target"), "--device", "cpu", stdin=stdin)
-        assert done.returncode == 2 and "error: there is no prompt; give a text with --prompt" in done.stderr
+        assert done.returncode == 2 and words in done.stderr
 
 
 def test_the_demo_says_what_it_is(capsys):
@@ -117,6 +118,7 @@ def test_commands_and_their_modules():
 @pytest.mark.parametrize("argv,text", [
     (["--temprature", "1"], "--temprature is not a known flag; did you mean --temperature?"),
     (["--gama=3"], "--gama is not a known flag; did you mean --gamma?"),
+    (["--frobnicate"], "--frobnicate is not a known flag; triforce --help lists all"),
     (["--prompt", "Once", "upon"], "'upon' belongs to no flag; put quotes around"),
     (["--gamma", "x"], "'x' is neither a number of tokens nor 'auto'"),
     (["--max-new-tokens"], "expected one argument; triforce --help lists all flags"),

@@ -48,7 +48,7 @@ def parser() -> Parser:
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
-    prompt.add_argument("--prompt-file", help="read it from a file (from a pipe it is read as it is)")
+    prompt.add_argument("--prompt-file", help="read the text from a file; with no flag for it, it is read from a pipe")
     prompt.add_argument("--prompts", help="a file of prompts, one a line: JSON strings, or objects with a \"prompt\"; "
                                           "answers are lines of JSON")
     prompt.add_argument("--batch-size", type=int, default=8,
@@ -109,8 +109,11 @@ class Request:
     template: str | None = None  # of --chat-template
 
 
-def read_request(args) -> Request:
+def read_request(args, no_flags: bool = False) -> Request:
     """Reads the files and standard input that the flags name.
+
+    Args:
+        no_flags: were given. A pipe that brings nothing, as schedulers leave them, is then no mistake.
 
     Raises:
         UserError: a file cannot be read, a text is empty, a value is out of range, flags do not go together.
@@ -133,6 +136,11 @@ def read_request(args) -> Request:
             raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
         return Request(prompts=read_prompts(args.prompts), template=template)
     document = read_document(args)
+    if document == "" and args.prompt is None and args.prompt_file is None:
+        if not no_flags:
+            raise UserError("standard input is empty; did the command before the pipe fail? Give a text with --prompt "
+                            "or --prompt-file")
+        document = None
     if document is None and args.checkpoint != "tiny":
         raise UserError("there is no prompt; give a text with --prompt or --prompt-file, or pipe one in")
     if document is not None and not document.strip():
@@ -162,7 +170,7 @@ def read_document(args) -> str | None:
     if not _is_piped():
         return None
     print("reading the prompt from standard input ...", file=sys.stderr)
-    return _read_stdin() or None  # a pipe through which nothing came, as schedulers leave them
+    return _read_stdin()
 
 
 def _is_piped() -> bool:
@@ -343,7 +351,8 @@ def run(argv: list[str]) -> int:
     args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
     if unknown:
         name = unknown[0].partition("=")[0]
-        raise UserError(not_known(name, "flag", known | ALIASES.keys()) if name.startswith("-") else
+        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help lists all")
+                        if name.startswith("-") else
                         f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
@@ -352,7 +361,7 @@ def run(argv: list[str]) -> int:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         logging.disable()
     try:
-        request = read_first(group, lambda: read_request(args))
+        request = read_first(group, lambda: read_request(args, not argv))
         status = answer(args, group, request, wants_comparison=args.compare if args.compare is not None else not argv)
     except Exception:
         if group is not None:
@@ -368,6 +377,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
     ids = encode(args, engine.tokenizer, request.document, request)
+    engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
     result = stream_text(engine, ids, args, sampling)
     report = {"checkpoint": args.checkpoint, **asdict(result)}

@@ -120,7 +120,8 @@ class Settings(Options):
         "function that makes a `Drafter` of a `Tape`. Default: the pair's own for 'tiny', else no model; with gamma "
         "'auto' n-grams are one of the ways to draft")
     retrieval: bool = option(
-        True, "False (--no-retrieval): no middle level, so that a draft is checked by the full cache directly",
+        True, "a middle level, which checks drafts over a part of the cache; without it (--no-retrieval) the full "
+        "cache checks them directly",
         flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
         None, "tokens of the view that drafts, or a fraction of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
@@ -309,7 +310,7 @@ class Placement(Options):
         one_of("fp8", wanted="'fp8', or left out"))
     draft_ranks: list[int] | None = option(
         None, "of the ranks that torchrun started, those that run the draft, rank 0 among them; several share it. "
-        "Default: all of them run all of it", nargs="+", type=int, metavar="RANK")
+        "Default: every rank runs the whole draft", nargs="+", type=int, metavar="RANK")
 
     def resolve(self) -> "Placement":
         """With device, compile and resident_memory decided.

@@ -8,9 +8,13 @@ class UserError(ValueError):
     """Something in a call, a file or a machine that the caller can change. The text names the remedy."""
 
 
-def not_known(name: str, what: str, known: Iterable[str]) -> str:
-    """One line for a name that is none of the known ones, with the one that was probably meant."""
+def not_known(name: str, what: str, known: Iterable[str], otherwise: str = "") -> str:
+    """One line for a name that is none of the known ones, with the one that was probably meant.
+
+    Args:
+        otherwise: where none comes near, instead of the list of all.
+    """
     known = sorted(known)
     meant = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(known)}"
+    hint = f"did you mean {meant[0]}?" if meant else otherwise or f"known are {', '.join(known)}"
     return f"{name} is not a known {what}; {hint}"
