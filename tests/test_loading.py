@@ -4,6 +4,7 @@ import pytest
 
 import triforce
 from triforce import memory
+from triforce.config import Settings
 from triforce.errors import UserError
 
 
@@ -52,3 +53,38 @@ def test_weights_are_planned_before_they_are_read(monkeypatch):
     with pytest.raises(UserError) as error:
         triforce.load("tiny", device="cpu", draft=False)
     assert "draft weights" not in str(error.value)
+
+
+def test_settings_are_resolved_by_device():
+    cpu, gpu = Settings().resolve("cpu"), Settings().resolve("cuda")
+    assert (cpu.gamma, cpu.gamma_inner, cpu.block_size, cpu.prefill_chunk_size) == (7, 3, 8, 1024)
+    assert (gpu.gamma, gpu.gamma_inner, gpu.block_size, gpu.prefill_chunk_size) == (15, 4, 16, 8192)
+    blocks = [Settings().resolve("cuda", max_batch_size=rows).block_size for rows in (1, 4, 5, 8, 100)]
+    assert blocks == [16, 16, 12, 8, 4]
+    assert Settings(gamma=9).resolve("cuda", max_batch_size=100).block_size == 10
+    found = {(device, offload): Settings().resolve(device, offload=offload) for device in ("cpu", "cuda")
+             for offload in (False, True)}
+    assert {key: (one.block_size, one.flush_interval) for key, one in found.items()} == {
+        ("cpu", False): (8, 128), ("cpu", True): (8, 128), ("cuda", False): (16, 128), ("cuda", True): (64, 256)}
+    for draft, rows in (("ngram", 16), (None, 1)):
+        assert Settings(retrieval=False, draft=draft).resolve("cuda", has_model=False).block_size == rows
+
+
+def test_what_a_draft_keeps():
+    """Below a retrieval level no more than a window; without one what it is told."""
+    for settings, cache, keeps, has_view in (
+            ({}, "retrieval", "streaming", True), ({"draft_cache": "snapkv"}, "snapkv", "streaming", True),
+            ({"retrieval": False}, "streaming", "streaming", False),
+            ({"retrieval": False, "draft_cache": "full"}, "full", "full", False),
+            ({"retrieval": False, "draft_cache": "snapkv"}, "snapkv", "snapkv", True)):
+        resolved = Settings(**settings).resolve()
+        assert (resolved.draft_cache, resolved.draft_attends_to, resolved.has_view) == (cache, keeps, has_view)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"gamma": True}, "gamma .True. must be a whole number"), ({"draft_sink": False}, "draft_sink .False. must"),
+    ({"gamma_inner": 8}, "gamma_inner .8. must be between 1 and block_size - 1 .7."),
+    ({"ngram": True}, "ngram is not a known setting"), ({"auto": True}, "auto is not a known setting")])
+def test_settings_that_nobody_can_mean(options, words):
+    with pytest.raises(UserError, match=words):
+        triforce.load("tiny", device="cpu", **{"block_size": 8, **options})

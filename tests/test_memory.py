@@ -95,3 +95,8 @@ def test_the_peak_is_in_bytes():
 def test_tied_weights_are_planned_once():
     tied = memory.weight_parts(replace(TARGET, tie_word_embeddings=True), None, 2)[0].bytes
     assert memory.weight_parts(TARGET, None, 2)[0].bytes - tied == 64 * 32 * 2
+
+
+def test_what_streams_is_planned_for_the_device_that_is_meant():
+    gpu = parts(num_resident_layers=1, device=torch.device("cuda"))
+    assert gpu["staging buffers"] > 0 and "staging buffers" not in parts(num_resident_layers=1)

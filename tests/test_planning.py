@@ -60,3 +60,16 @@ def test_the_progress_of_a_batch(pair):
     shares = []
     engine.generate([random_prompt(100), random_prompt(200)], 4, on_prefill=shares.append)
     assert shares == sorted(set(shares)) and shares[-1] == 1 and 0.5 in shares and 0 < shares[0] <= 0.5
+
+
+def test_tokens_are_counted_over_all_rows(pair):
+    engine, counts = engine_of(pair, budget=64, max_batch_size=2), []
+    engine.generate([random_prompt(100), random_prompt(60)], 20, temperature=0.0, on_decode=counts.append)
+    assert counts == sorted(counts) and counts[-1] == 40 and len(set(counts)) > 3
+
+
+def test_the_same_prompt_is_prefilled_once(pair):
+    engine, shares = engine_of(pair, budget=64), []
+    for _ in range(2):
+        engine.generate(random_prompt(100), 10, on_prefill=shares.append)
+        assert shares.count(1) == 1

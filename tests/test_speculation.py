@@ -54,3 +54,12 @@ def test_where_rows_cost_steps_have_those_that_are_needed(pair):
         for plan in (None, AUTOREGRESSION):
             assert rows_of_passes(target, lambda state=state, plan=plan: state.round(plan)) == [8]
         assert rows_of_passes(target, lambda state=state: state.round(ONE_ROW)) == [1]
+
+
+def test_where_rows_cost_what_was_not_found_has_none(pair):
+    """A verify has as many rows as were looked up, which settled tokens decide."""
+    state = make_state(pair[0], None, [random_prompt(20) * 5], retrieval=False, ngram=True, gamma=6,
+                       sampling={"temperature": 0.8})
+    state.pilot.padding = Padding(plain=False, drafts=False)
+    rows = rows_of_passes(pair[0], lambda: run_rounds(state, 60))
+    assert {1, 7} <= set(rows)

@@ -147,6 +147,7 @@ def test_rewinding_a_batch_repeats_it(pair):
     for _ in range(2):
         state.rewind(512)
         assert state.hierarchy.acceptance_rates() == [{}, {}, {}]  # of this answer alone
+        assert state.hierarchy.view.num_rebuilds == 0
         assert run_rounds(state, 40) == first
     assert state.hierarchy.acceptance_rates() == rates
 
@@ -207,3 +208,53 @@ def test_auto_learns_from_what_is_said(pair, monkeypatch):
     for _ in range(10):
         (tokens,) = state.round()
         assert heard[-1] == tokens
+
+
+@pytest.mark.parametrize("plan, words", [
+    (Plan(8, "model"), "more tokens drafted than fit the steps of 8 and 3 rows"),
+    (Plan(6, "model", True, 3, 2), "more tokens drafted than fit the steps of 8 and 3 rows"),
+    (Plan(6, "ngram"), "a drafter that is not here; there are retrieval, model"),
+    (Plan(6, "ngram", True, 2, 2), "a drafter that is not here")])
+def test_a_plan_that_cannot_be_followed_is_refused(pair, plan, words):
+    state = make_state(*pair, [random_prompt(60)], gamma_inner=2)
+    with pytest.raises(ValueError, match=words):
+        state.round(plan)
+    assert state.lens == [59] and state.round(Plan(7, "model", True, 2, 4))[0]
+
+
+def test_rounds_that_nobody_chose_teach_nothing(pair):
+    state = make_state(*pair, [random_prompt(60)])
+    state.pilot.controller = Steady(Plan(6, "model", True, 2, 2))
+    for turn in range(1, 5):
+        state.round()
+        state.round(Plan(3, "model"))
+        assert state.pilot.controller.rounds == turn
+
+
+@pytest.mark.parametrize("draft_cache", ["streaming", "full"])
+def test_a_draft_reads_what_is_new(pair, draft_cache):
+    """Of a prompt that is appended, and of rounds that it was left out of."""
+    target, draft = pair
+    state = make_state(target, draft, [random_prompt(200)], retrieval=False, draft_cache=draft_cache)
+    tail, read = 2 * state.settings.flush_interval if draft_cache == "full" else 0, []  # is read anew
+    hook = draft.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
+    prefill, model_prefill = [], draft.prefill
+    draft.prefill = lambda tokens, *args, **more: prefill.append(tokens.shape[1]) or model_prefill(
+        tokens, *args, **more)
+    try:
+        run_rounds(state, 40)
+        read.clear()
+        prefill.clear()
+        state.prefill(0, random_prompt(10, seed=3))
+        assert 10 <= sum(read) + sum(prefill) <= 10 + 8 + tail
+        state.begin(200)
+        run_rounds(state, 20)
+        for _ in range(2):
+            state.round(AUTOREGRESSION)
+        read.clear()
+        prefill.clear()
+        state.round()
+        assert sum(read) + sum(prefill) <= 2 + 4 + 5 + 5 + tail
+    finally:
+        hook.remove()
+        del draft.prefill
