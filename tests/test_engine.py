@@ -41,6 +41,7 @@ def test_seeds(tiny_engine):
     assert tiny_engine.generate(TEXT, 30, seed=6, ignore_eos=True).tokens != first
     drawn = tiny_engine.generate(TEXT, 30, ignore_eos=True)
     assert tiny_engine.generate(TEXT, 30, seed=drawn.stats.seed, ignore_eos=True).tokens == drawn.tokens
+    assert len({tiny_engine.generate(TEXT, 1).stats.seed for _ in range(3)}) == 3
     for seed in (torch.tensor([5]), [torch.tensor(5)], torch.tensor(5), 5.0):  # and NumPy's
         assert tiny_engine.generate(TEXT, 30, seed=seed, ignore_eos=True).tokens == first
 

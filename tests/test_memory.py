@@ -29,6 +29,9 @@ def test_parts_by_their_definitions():
     layer = layer_bytes(TARGET, batch=1, capacity=4096, dtype=torch.float32)
     assert planned["KV cache"] == 4 * TOKEN * 4096 == 4 * layer
     assert planned["chunk keys"] == 4 * TOKEN // 2 * 4096 // 8  # of each 8 tokens one mean key
+    # Logits, laws, sorted, summed up; and a law for each level that drafts. Of 8 rows, 64 words, 4 bytes each.
+    laws = [parts(draft=draft)["logits and probabilities"] / (8 * 64 * 4) for draft in (DRAFT, None)]
+    assert laws == [6, 5]
     # The view's tokens, and which chunks they are of: 256 tokens, without a sink and a window of 128.
     assert planned["retrieval view"] == 4 * TOKEN * 256 + 4 * 2 * (256 - 8 - 128) // 8 * 8 + 8
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 from conftest import make_state, random_prompt, run_rounds
 
-from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding
+from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 
 
 def rows_of_passes(model, rounds) -> list[int]:
@@ -32,7 +32,7 @@ def test_a_draft_takes_a_step_for_each_token_that_it_proposes(pair, gamma):
     assert rows == ([4] + [1] * (gamma - 1)) * 5
 
 
-@pytest.mark.parametrize("gamma, gamma_inner", [(3, 2), (4, 1), (6, 1), (6, 3), (7, 2)])
+@pytest.mark.parametrize("gamma, gamma_inner", [(3, 2), (4, 1), (5, 1), (6, 1), (6, 3), (7, 2)])
 def test_what_is_always_right_is_drafted_and_kept_up_to_gamma(pair, gamma, gamma_inner):
     """The target as its own draft, and a view of everything: rounds emit gamma tokens and one, but before flushes."""
     target, _ = pair
@@ -54,6 +54,14 @@ def test_where_rows_cost_steps_have_those_that_are_needed(pair):
         for plan in (None, AUTOREGRESSION):
             assert rows_of_passes(target, lambda state=state, plan=plan: state.round(plan)) == [8]
         assert rows_of_passes(target, lambda state=state: state.round(ONE_ROW)) == [1]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_plan_pads_the_steps_of_both_levels_or_of_none(pair, padded):
+    drafting = copy.deepcopy(pair[0])
+    state = make_state(*pair, [random_prompt(100)], drafting=drafting, gamma=6, gamma_inner=3)
+    for model, rows in ((drafting, [4, 4] if padded else [2, 2]), (pair[0], [8] if padded else [5])):
+        assert rows_of_passes(model, lambda: state.round(Plan(4, "model", True, 1, 2, padded=padded))) == rows
 
 
 def test_where_rows_cost_what_was_not_found_has_none(pair):

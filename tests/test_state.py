@@ -8,7 +8,7 @@ from conftest import make_engine, make_state, random_pair, random_prompt, run_ro
 
 from triforce.controller import Controller
 from triforce.drafting.ngram import NgramMeter
-from triforce.pilot import RebuildPolicy, Tally
+from triforce.pilot import Pilot, RebuildPolicy, Tally
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.speculator import RowRound, Speculator
 from triforce.tape import ACCEPTED, BONUS, FULL, MISSED
@@ -258,3 +258,23 @@ def test_a_draft_reads_what_is_new(pair, draft_cache):
     finally:
         hook.remove()
         del draft.prefill
+
+
+def test_the_pilot_is_told_what_a_round_brought(pair, monkeypatch):
+    """A token more than were accepted, or, cut at a flush, as many as there is room for."""
+    told, observe = [], Pilot.observe
+    monkeypatch.setattr(Pilot, "observe", lambda self, result: told.append(result.rows) or observe(self, result))
+    state = make_state(*pair, [random_prompt(100), random_prompt(70, seed=1)], retrieval=False, gamma=3,
+                       sampling={"temperature": 0.8})
+    accepted = set()
+    for _ in range(30):
+        rooms = [16 - length % 16 for length in state.lens]
+        emitted = state.round()
+        for row, tokens, room in zip(told[-1], emitted, rooms, strict=True):
+            assert row.tokens == tokens and not row.diverged
+            if row.num_accepted < len(tokens):
+                assert (row.num_accepted, row.num_drafted) == (len(tokens) - 1, 3)
+            else:
+                assert row.num_accepted == row.num_drafted == len(tokens) == room
+            accepted.add(row.num_accepted)
+    assert len(accepted) >= 3

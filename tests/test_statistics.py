@@ -8,6 +8,7 @@ from conftest import make_engine, random_prompt
 
 from triforce.errors import UserError
 from triforce.model import Transformer
+from triforce.state import State
 
 PREFILL = 100.0
 
@@ -71,6 +72,25 @@ def test_counts(pair, monkeypatch):
 def test_rows_report_their_own_prompts(pair, monkeypatch):
     outs = Timed(pair, monkeypatch).engine.generate([random_prompt(100), random_prompt(30)], 5, seed=[4, 9])
     assert [(out.stats.prompt_len, out.stats.seed, out.stats.new_tokens) for out in outs] == [(100, 4, 5), (30, 9, 5)]
+
+
+def test_rows_that_have_ended_are_left_alone_and_report_what_was_theirs(pair, monkeypatch):
+    said, rates, step = [0, 0], [None, None], State.round
+
+    def observed(self, *args):
+        before, emitted = list(said), step(self, *args)
+        for row, tokens in enumerate(emitted):
+            assert bool(tokens) == (before[row] < 40)
+            said[row] += len(tokens)
+            if before[row] < 40 <= said[row]:
+                rates[row] = self.num_forwards, self.hierarchy.acceptance_rates()[row]
+        return emitted
+
+    monkeypatch.setattr(State, "round", observed)
+    engine = Timed(pair, monkeypatch).engine
+    outs = engine.generate([random_prompt(100), random_prompt(30)], 40, seed=3, temperature=0.8)
+    assert [(out.stats.target_forwards, out.stats.acceptance_rate) for out in outs] == rates
+    assert rates[0][0] != rates[1][0] and rates[0][1]["full"] != rates[1][1]["full"]
 
 
 def test_what_just_fits_is_taken(pair, monkeypatch):
