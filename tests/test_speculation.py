@@ -32,11 +32,11 @@ def test_a_draft_takes_a_step_for_each_token_that_it_proposes(pair, gamma):
     assert rows == ([4] + [1] * (gamma - 1)) * 5
 
 
-@pytest.mark.parametrize("gamma, gamma_inner", [(3, 2), (4, 1), (5, 1), (6, 1), (6, 3), (7, 2)])
+@pytest.mark.parametrize("gamma, gamma_inner", [(3, 2), (4, 1), (5, 1), (6, 1), (6, 3), (7, 2), (7, 7)])
 def test_what_is_always_right_is_drafted_and_kept_up_to_gamma(pair, gamma, gamma_inner):
     """The target as its own draft, and a view of everything: rounds emit gamma tokens and one, but before flushes."""
     target, _ = pair
-    state = make_state(target, target, [random_prompt(97)], budget=512, gamma=gamma, gamma_inner=gamma_inner)
+    state = make_state(target, target, [random_prompt(96)], budget=512, gamma=gamma, gamma_inner=gamma_inner)
     for _ in range(18):  # as far as the draft's window holds all there is
         room = 16 - state.lens[0] % 16  # no round emits past a flush position
         assert len(state.round()[0]) == min(gamma + 1, room)

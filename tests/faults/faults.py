@@ -1173,7 +1173,7 @@ FAULTS = [
           "return self.kv[i][:, 0, :, start:stop]", "test_cache.py -k ragged",
           "rows of a batch flush the first one's tail"),
     Fault("tail-slots", "kv/target.py", "aligned(flush_interval + 2 * block_size)", "flush_interval + block_size",
-          "test_greedy.py -k triforce", "a drafting level that runs ahead writes beyond the tail"),
+          "test_speculation.py -k always_right", "a drafting level that runs ahead writes beyond the tail"),
     Fault("target-load-border", "kv/target.py", "self.tail.load(i, row, max(start - border, 0), stop - border)",
           "self.tail.load(i, row, start, stop)", "test_kv.py",
           "what is read across the border of prefix and tail is wrong"),
