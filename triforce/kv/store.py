@@ -78,6 +78,7 @@ class Store:
             if name not in state or state[name].shape != tensor.shape:
                 found = tuple(state[name].shape) if name in state else "missing"
                 raise ValueError(f"{name} must have the shape {tuple(tensor.shape)}, and is {found}")
+        for name, tensor in self.tensors():  # once all of it is known to fit
             tensor.copy_(state[name])
         for row, length in enumerate(state["lens"].tolist()):
             self.lens[row] = length
