@@ -156,9 +156,6 @@ class Speculator(Drafter):
         for drafter in self.drafters.values():
             drafter.commit(length)
 
-    def catch_up(self, lengths: list[int]) -> None:
-        """It has nothing of its own to catch up with: it shares the tail with the level that checks it."""
-
     @contextlib.contextmanager
     def rehearsal(self):
         """Rounds within leave no trace. What they write from the pending token on is written anew by later rounds."""
