@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from triforce.calibration import milliseconds
 from triforce.engine import Engine
 from triforce.parallel import from_environment
 from triforce.plan import ONE_ROW, Plan
@@ -28,6 +27,7 @@ from triforce.state import State
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
 from harness import cap_memory, pyplot, read_rows, read_text, report, run_or_plot, save  # noqa: E402
+from steps import milliseconds  # noqa: E402
 
 # Ways to draft: (draft model, level over a view of the target's cache, draft_cache)
 WAYS = {"retrieval": (False, True, "retrieval"), "snapkv": (False, True, "snapkv"),

@@ -65,7 +65,7 @@ def time_per_token(costs: Costs, rates: tuple[float, float], tokens: int, seed: 
         less = 0.25 if hard > 0 else -0.03
         count, seen = one_round(rng, now, {"retrieval": min(max(rates[0] - 0.6 * less, 0.02), 0.985),
                                            "model": min(max(rates[1] - less, 0.02), 0.97)})
-        spent += costs.checking(now) + sum(costs.before_verify(now))
+        spent += sum(costs.milliseconds(now))
         emitted += count
         hard -= count
         if controller is not None:
@@ -93,7 +93,7 @@ def main() -> None:
 
             found = over_texts(None)
             line.append(found / min(over_texts(plan) for plan in plans))
-            over_plain.append(found / costs.checking(Plan()))
+            over_plain.append(found / sum(costs.milliseconds(Plan())))
         print(f"{name:<32}" + "".join(f"{ratio:>12.3f}" for ratio in line), flush=True)
         ratios += line
     print(f"mean {mean(ratios):.3f}, worst {max(ratios):.3f}; over autoregression at most {max(over_plain):.3f}")

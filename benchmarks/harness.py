@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 import torch
+from steps import milliseconds
 
-from triforce.calibration import milliseconds
 from triforce.cli import default_document
 from triforce.errors import UserError
 from triforce.parallel import leave

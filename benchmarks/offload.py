@@ -222,7 +222,8 @@ def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[
     chosen = engine._state.pilot.controller
     row["plan"] = str(chosen.plan)
     row |= {f"rate_{name}": rate.value for name, rate in chosen.rates.items()}
-    row["verify_ms"], row["retrieval_ms"] = max(chosen.costs.verify.values()), max(chosen.costs.retrieval.values())
+    costs = chosen.learned.now()
+    row["verify_ms"], row["retrieval_ms"] = max(costs.verify.values()), max(costs.retrieval.values())
     row["speedup"] = plain["tbt_ms"] / row["tbt_ms"]
     row["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30

@@ -24,7 +24,6 @@ from statistics import mean
 import torch
 
 import triforce
-from triforce.calibration import measure, milliseconds
 from triforce.config import Placement, Settings
 from triforce.controller import Controller
 from triforce.engine import Engine
@@ -32,7 +31,6 @@ from triforce.hf.checkpoint import TINY, read_config
 from triforce.loading import check_draft_ranks
 from triforce.model import Transformer
 from triforce.parallel import subgroup
-from triforce.pilot import WORTH_TIMING
 from triforce.plan import Plan
 from triforce.quantize import fp8_copy
 from triforce.state import State
@@ -40,6 +38,7 @@ from triforce.state import State
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
 from shares import FirstRanks, first_draft_ranks, first_ranks, holds_whole  # noqa: E402
+from steps import measure, milliseconds  # noqa: E402
 from widen import SHAPES, widen  # noqa: E402
 
 
@@ -98,16 +97,15 @@ class Rounds:
         self.originals = run, choose, update = State.round, Controller.choose, Controller.update
 
         def running(state, *args, **how):
-            # Timing the steps is no part of it.
-            count, begun = self.count, time.perf_counter() - state.pilot.timing_seconds
+            count, begun = self.count, time.perf_counter()
             emitted = run(state, *args, **how)  # waits for the device
             if self.count > count:
-                self.ms += (time.perf_counter() - state.pilot.timing_seconds - begun) * 1e3
+                self.ms += (time.perf_counter() - begun) * 1e3
             return emitted
 
         def choosing(controller, **known):
             plan = choose(controller, **known)
-            self.add(plan, controller.costs)
+            self.add(plan, controller.learned.now())
             return plan
 
         def updating(controller, num_tokens, **observed):
@@ -124,8 +122,10 @@ class Rounds:
 
     def add(self, plan: Plan, costs) -> None:
         self.count += 1
-        steps = costs.checking(plan), *costs.before_verify(plan)
-        self.parts = {name: ms + step for (name, ms), step in zip(self.parts.items(), steps, strict=True)}
+        parts = costs.parts()
+        self.parts["verify"] += costs.milliseconds(plan)[1]
+        for part, count in costs.drafting(plan).items():
+            self.parts["retrieval" if part[0] == "retrieval" else "draft"] += count * parts[part]
 
     def row(self) -> dict[str, float]:
         """Of a mean round; and the chance that a level keeps a token whose predecessors it kept."""
@@ -150,11 +150,14 @@ def fixed(engine: Engine, plan: Plan) -> None:
     pilot.auto, pilot.default = False, plan
 
 
+FEWEST_TOKENS = 32  # of a text: within fewer, rounds may not have shown yet what drafting takes
+
+
 def load(args, group=None, **more) -> tuple[Engine, object]:
     """more: settings of a widened shape that have no flag here."""
-    if args.plain_tokens < 2 or args.max_new_tokens < 2 * WORTH_TIMING:
+    if args.plain_tokens < 2 or args.max_new_tokens < FEWEST_TOKENS:
         raise SystemExit(f"--plain-tokens ({args.plain_tokens}) must be at least 2, for a time per token lies between "
-                         f"two, and --max-new-tokens ({args.max_new_tokens}) at least {2 * WORTH_TIMING}, for with "
+                         f"two, and --max-new-tokens ({args.max_new_tokens}) at least {FEWEST_TOKENS}, for with "
                          "fewer there may be no plan")
     if args.share_of is not None:
         if args.shape is None:
@@ -165,7 +168,7 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
                                block_size=args.block_size, chunk_size=args.chunk_size, group=group,
                                draft_ranks=args.draft_ranks)
         return engine, engine.tokenizer
-    tiny = triforce.load("tiny", device="cpu", compile=True)  # compile=True: weights stay unpacked
+    tiny = triforce.load("tiny", device="cpu", compile="beside")  # weights stay unpacked
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     shape = SHAPES[args.shape]

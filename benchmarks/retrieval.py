@@ -21,13 +21,13 @@ from unittest import mock
 import torch
 
 import triforce
-from triforce.calibration import milliseconds
 from triforce.config import split_view
 from triforce.kv.blocks import TargetLayer
 from triforce.kv.views import RetrievalView
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import read_text, run_or_plot  # noqa: E402
+from steps import milliseconds  # noqa: E402
 
 # The tiny target has 8 layers; shares of a variant sum to 8, and none exceeds MOST.
 MOST = 2

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
-from triforce.calibration import milliseconds
 from triforce.parallel import from_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 import offload  # noqa: E402
 import on_chip  # noqa: E402
 from harness import cap_memory, print_kernels, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
+from steps import milliseconds  # noqa: E402
 
 CHAIN = 50  # all-reduces in a graph
 

@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 
-from triforce import calibration
 from triforce.config import Placement, Settings, split
 from triforce.controller import Controller
+from triforce.costs import Costs, Learned, Shelf
 from triforce.engine import Engine
 from triforce.graphs import Compiler
 from triforce.model import ModelConfig, Transformer
@@ -22,7 +22,7 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
-QUICK = {"attention", "api", "calibration", "controller", "draft_memory", "faults", "flags", "generation", "graphs",
+QUICK = {"attention", "api", "controller", "costs", "draft_memory", "faults", "flags", "generation", "graphs",
          "kv", "laws", "memory", "model", "ngram", "packed", "planning", "quantize", "rates", "retrieval", "sampling",
          "speculation", "state", "statistics"}
 
@@ -57,7 +57,7 @@ def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=
               "prefill_chunk_size": 2048, **settings}
     resolved = Settings(**chosen).resolve(has_model=draft is not None)
     state = State(target, draft, resolved, batch=len(prompts), capacity=capacity, budget=budget, vocab_size=vocab_size,
-                  compiler=Compiler(False, torch.device("cpu")), drafting=drafting,
+                  compiler=Compiler(torch.device("cpu")), drafting=drafting,
                   num_resident_layers=num_resident_layers, pack=pack)
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
     state.params.set(**{**law, **(sampling or {})})
@@ -130,26 +130,25 @@ def positions_in_view(state, layer=0, row=0, view=None, full=None):
 
 @pytest.fixture
 def eager_to_draft(monkeypatch):
-    """With gamma="auto", the steps are timed (on a CPU, run once), and a verify is then said to take so long that
-    whatever can draft pays. A list of the plans of the rounds that are timed from then on."""
-    plans, timed = [], Controller.timed
+    """With gamma="auto", a verify is said to take so long that whatever can draft pays. A list of the plans of the
+    rounds that are timed."""
+    plans = []
 
-    def measured(hierarchy, *args):
-        with pytest.MonkeyPatch.context() as patch:
-            if hierarchy.outer.length.device.type == "cpu":
-                patch.setattr(calibration, "milliseconds", lambda call, *args, **kw: call() or 1.0)
-            costs = calibration.measure(hierarchy, *args)
-        costs.verify = dict.fromkeys(costs.verify, 1000.0)
-        costs.plain = costs.plain and 1000.0
-        return costs
+    def found(shelf, name, like):
+        costs = Costs.of({part: 1000.0 if part[0] in ("verify", "plain") else 1.0 for part in like.parts()})
+        return costs, [Learned.WELL] * len(costs.parts())
 
-    def recorded(self, plan, milliseconds):
-        plans.append(plan)
-        timed(self, plan, milliseconds)
-
-    monkeypatch.setattr("triforce.pilot.measure", measured)
-    monkeypatch.setattr(Controller, "timed", recorded)
+    monkeypatch.setattr(Shelf, "find", found)
+    monkeypatch.setattr(Controller, "timed", lambda self, plan, drafting, checking: plans.append(plan))
     return plans
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """Nothing is kept in the user's folder, nor found there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIFORCE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from controller import one_round  # noqa: E402
 
-from triforce.controller import Controller, Costs, Rate, at_least, emitted  # noqa: E402
+from triforce.controller import Controller, Rate, at_least, emitted  # noqa: E402
+from triforce.costs import Costs  # noqa: E402
 from triforce.pilot import Tally  # noqa: E402
 from triforce.plan import Plan  # noqa: E402
 from triforce.speculator import RowRound  # noqa: E402
@@ -117,15 +118,14 @@ def test_rounds_set_the_times_right():
     controller = Controller(GPU_128K, 7, 3)
     first = controller.choose()
     assert first.retrieval and first.source == "model"
-    own = GPU_128K.verify[8] + first.rounds * (GPU_128K.drafting("model", first.gamma_inner) + GPU_128K.retrieval[4])
-    for _ in range(Controller.TIMED):
-        controller.timed(first, 3 * own)
+    drafting, checking = GPU_128K.milliseconds(first)
+    for _ in range(12):
+        controller.timed(first, 5 * drafting, checking)
     other = controller.choose()
-    assert (other.source, other.retrieval) != ("model", True)
-    controller.timed(other, 1000.0)  # a hiccup
-    assert controller.choose() == other
-    for _ in range(Controller.REMEMBERED):
-        controller.timed(first, own)
+    assert not other.retrieval
+    assert controller.learned.now().milliseconds(first)[0] == pytest.approx(5 * drafting, rel=0.05)
+    for _ in range(40):
+        controller.timed(first, drafting, checking)
     assert controller.choose() == first
 
 
@@ -159,7 +159,7 @@ def test_choosing_takes_no_time():
     times = []
     for _ in range(20):
         begun = time.perf_counter()
-        controller.timed(plan, 20.0)
+        controller.timed(plan, 10.0, 20.0)
         controller.choose()
         times.append(time.perf_counter() - begun)
     assert min(times) < 0.002

@@ -42,4 +42,5 @@ def test_the_documents_drafter(capsys):
     engine = triforce.load("tiny", draft=names["PeriodDrafter"], device="cpu")
     assert engine.generate(names["text"], 64, temperature=0.0).tokens == on.tokens[:64]
     controller = engine._state.pilot.controller
-    assert "custom" in controller.costs.sources and controller.rates["custom"].tests != 10  # observed, or forgotten
+    assert "custom" in controller.learned.now().sources
+    assert controller.rates["custom"].tests != 10  # observed, or forgotten

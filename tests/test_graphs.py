@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from triforce.graphs import KEPT_GRAPHS, Graphed, put
+from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, put
 
 
 class Recording(Graphed):
@@ -13,7 +13,8 @@ class Recording(Graphed):
 
     def __init__(self, num_lengths=0, warm_up=1):
         self.log = []
-        super().__init__(lambda *args: self.log.append(("run", args)), None, num_lengths, warm_up)
+        compiler = Compiler(torch.device("cpu"))
+        super().__init__(lambda *args: self.log.append(("run", args)), compiler, num_lengths, warm_up)
 
     def _record(self, args):
         self.log.append(("record", args))

@@ -5,7 +5,8 @@ import torch
 from conftest import bits, bits_of_rows, make_state, random_pair, random_prompt
 
 from triforce import acceptance
-from triforce.controller import Controller, Costs
+from triforce.controller import Controller
+from triforce.costs import Costs
 from triforce.plan import AUTOREGRESSION, Plan
 
 CONTEXT, NEW = 2048, 160
@@ -62,8 +63,8 @@ class Everything:
         self.used += 1
         return self.plans[self.used % len(self.plans)]
 
-    def timed(self, plan, milliseconds):
-        assert plan in self.plans and milliseconds > 0
+    def timed(self, plan, drafting, checking):
+        assert plan in self.plans and (drafting > 0) == (plan.gamma > 0) and checking > 0
 
     def update(self, num_tokens, **observed):
         assert num_tokens >= 1 and all(0 <= hits <= tests for hits, tests in observed.values())
@@ -83,12 +84,13 @@ def test_bits_do_not_depend_on_plans(models, plain, retrieval):
 
 
 def test_auto_measures_and_keeps_the_bits(models, plain, eager_to_draft):
-    """With its own measurements, which must leave no trace, and drafts."""
+    """With plans that it chooses."""
     state = make_state(*models, [random_prompt(CONTEXT)], capacity=4096, ngram=True, budget=256, gamma=7, gamma_inner=3,
                        auto=True, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
     tokens, hashes, rejected, _ = bits(state, NEW)
     assert (tokens, hashes) == plain
-    assert state.pilot.controller.costs.verify and set(state.pilot.controller.costs.sources) == {"model", "ngram"}
+    costs = state.pilot.controller.learned.now()
+    assert costs.verify and set(costs.sources) == {"model", "ngram"}
     assert sum(plan.gamma > 0 for plan in eager_to_draft) >= 20 and rejected["full"] >= 20
     state.rewind(1000)
     tokens, hashes, rejected, _ = bits(state, NEW)  # the controller is there from the first round on

@@ -180,7 +180,7 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     plans, seen = [Plan(3, "model", True, 1, 2, False), Plan(1, "model", padded=False),
                    Plan(2, None, True, 0, 2, False)], set()
 
-    def timed(self, plan, milliseconds):
+    def timed(self, plan, drafting, checking):
         self.turn = getattr(self, "turn", 0) + sum(work)
 
     def chosen(self, **known):

@@ -28,7 +28,7 @@ def test_proposals_equal_a_loop():
         for row, tokens in zip(tape.tokens, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
             row[len(tokens) :] = torch.randint(0, 3, (40 - len(tokens),))  # what an earlier proposal left
-        drafter = NgramDrafter(tape, max_drafted=6, compiler=Compiler(False, tape.tokens.device))
+        drafter = NgramDrafter(tape, max_drafted=6, compiler=Compiler(tape.tokens.device))
         probs = torch.full((3, 7, 3), 0.5)
         start = torch.tensor([len(tokens) - 1 for tokens in rows])
         num_drafted = drafter.propose(start, Plan(5, "ngram"), probs)

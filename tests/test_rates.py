@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from triforce.controller import Controller, Costs, Rate
+from triforce.controller import Controller, Rate
+from triforce.costs import Costs
 from triforce.drafting.ngram import NgramMeter
 from triforce.plan import Plan
 
@@ -33,9 +34,10 @@ def test_speculation_is_begun_where_it_promises_6_percent():
 def test_a_hiccup_changes_no_mind():
     controller = Controller(Costs({8: 20.0}, {4: 5.0}, {"model": (0.25, 0.2)}), 7, 3)
     plan = controller.choose()
-    own = 20.0 + plan.rounds * (5.0 + 0.25 + 0.2 * (plan.gamma_inner - 1))
+    own = 5.0 * plan.rounds + plan.rounds * (0.25 + 0.2 * (plan.gamma_inner - 1))
     for i in range(10):
-        controller.timed(plan, 1000 * own if i == 5 else own)
+        slow = 1000 if i == 5 else 1
+        controller.timed(plan, slow * own, slow * 20.0)
         assert controller.choose() == plan
 
 

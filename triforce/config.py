@@ -290,7 +290,10 @@ class Placement(Options):
     device: str | torch.device | None = option(None, "cpu, cuda, cuda:1 (default: cuda if there is one)")
     dtype: str | torch.dtype | None = option(
         None, "float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
-    compile: bool | None = option(None, "compile the steps (default: on for CUDA)", action=BooleanOptionalAction)
+    compile: bool | str | None = option(
+        None, "wait until the steps are compiled. Default: on a GPU that is done beside the first run, which does not "
+        "wait, and kept for later ones; on a CPU it is not done. --no-compile: never, and no graphs either",
+        one_of(True, False, "beside", wanted="True, False or 'beside'"), action=BooleanOptionalAction)
     max_seq_len: int | None = option(None, "most tokens of prompt and output (default: as needed)", whole(2, 4096),
                                      type=int)
     max_batch_size: int = option(1, "prompts that run side by side; more are served group by group", whole(1, 8),
@@ -325,7 +328,8 @@ class Placement(Options):
         if self.num_resident_layers is not None and self.resident_memory is not None:
             raise UserError("num_resident_layers and resident_memory were both given; give one")
         size = self.resident_memory
-        return replace(self, device=device, compile=device.type == "cuda" if self.compile is None else self.compile,
+        usual = "beside" if device.type == "cuda" else False
+        return replace(self, device=device, compile=usual if self.compile is None else self.compile,
                        resident_memory=None if size is None else parse_size(size, "resident_memory"))
 
 

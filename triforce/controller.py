@@ -1,4 +1,4 @@
-"""Which levels draft, and how many tokens, chosen round by round from measured step times and observed acceptance.
+"""Which levels draft, and how many tokens, chosen round by round from observed times and observed acceptance.
 
 Knows nothing of tensors or models: times and counts go in, a `Plan` comes out. It never changes what is said, only how
 fast: the choice depends on tokens that were kept and on the first rejection of a round, never on discarded ones, and
@@ -6,43 +6,12 @@ acceptance is exact whatever was drafted.
 """
 
 import functools
-import statistics
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from .costs import Costs, Learned
 from .plan import PADDED, Padding, Plan
-
-
-@dataclass
-class Costs:
-    """Milliseconds of each step: measured on this machine, with this context."""
-
-    verify: dict[int, float]  # by rows, over the full cache
-    retrieval: dict[int, float] = field(default_factory=dict)  # by rows, over the retrieval view
-    sources: dict[str, tuple[float, float]] = field(default_factory=dict)  # the first token of a proposal, each further
-    plain: float | None = None  # of a step that checks nothing, where that is not one of `verify`
-
-    def drafting(self, source: str | None, count: int) -> float:
-        if source is None or count == 0:
-            return 0.0
-        first, further = self.sources[source]
-        return first + (count - 1) * further
-
-    def checking(self, plan: Plan) -> float:
-        """Of a round: its verify."""
-        if plan.gamma == 0 and self.plain is not None:
-            return self.plain
-        return np.interp(1 + plan.gamma, *zip(*sorted(self.verify.items()), strict=True))
-
-    def before_verify(self, plan: Plan) -> tuple[float, float]:
-        """Of a round: the retrieval level's steps, and those of the source."""
-        if not plan.retrieval:
-            return 0.0, self.drafting(plan.source, plan.gamma)
-        step = np.interp(1 + plan.gamma_inner, *zip(*sorted(self.retrieval.items()), strict=True))
-        return plan.rounds * step, plan.rounds * self.drafting(plan.source, plan.gamma_inner)
 
 
 def emitted(rate, drafted):
@@ -99,7 +68,7 @@ class Controller:
     """Chooses the plan of least expected time per token.
 
     Args:
-        costs: see `Costs`; `costs.retrieval` is empty if there is no such level.
+        costs: see `Costs`; `costs.retrieval` is empty if there is no such level. seen: see `Learned`.
         max_gamma, max_inner: the most tokens that the full level, and the retrieval level, can check.
         padding: of the steps that plans take.
     """
@@ -108,33 +77,35 @@ class Controller:
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
     PROBE_AFTER = 64  # tokens of a row; what has not been tried for so long may have become better
-    TIMED, REMEMBERED = 3, 64  # so many rounds of a kind of plan, of the last so many, say what it takes
+    SHORT = 4  # tokens, and half as many rounds of the level between: the most for what no round has shown yet
 
-    def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED):
-        self.costs, self.padding = costs, padding
-        levels = (["retrieval"] if costs.retrieval else []) + list(costs.sources)
+    def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
+                 seen: list[int] | None = None):
+        self.learned, self.padding = Learned(costs, seen), padding
+        self._sources, self._has_view = list(costs.sources), bool(costs.retrieval)
+        levels = ["retrieval"] * self._has_view + self._sources
         self.rates = {name: Rate(self.PRIORS.get(name, 0.5)) for name in levels if name != "ngram"}
         self._names = levels
         self.plans = list(self._candidates(max_gamma, max_inner))
         self._now = 0  # no speculation
-        self._tabulate(max_gamma, max_inner)
+        self._tabulate(costs, max_gamma, max_inner)
 
     def _candidates(self, max_gamma: int, max_inner: int) -> Iterable[Plan]:
         yield Plan(padded=self.padding.plain)
         padded = self.padding.drafts
         for gamma in range(1, max_gamma + 1):
-            for source in self.costs.sources:
+            for source in self._sources:
                 yield Plan(gamma, source, padded=padded)
-            if self.costs.retrieval:
+            if self._has_view:
                 yield Plan(gamma, None, True, 0, gamma, padded)
-                for source in self.costs.sources:
+                for source in self._sources:
                     for gamma_inner in range(1, max_inner + 1):
                         for rounds in range(-(-gamma // (gamma_inner + 1)), gamma + 1):
                             yield Plan(gamma, source, True, gamma_inner, rounds, padded)
 
     def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
         """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""
-        return self._round * self._slower[self._kind] / self._tokens(rates)
+        return self._round / self._tokens(rates)
 
     def _tokens(self, rates: dict[str, float]) -> np.ndarray:
         """How many tokens a round of each plan is expected to emit."""
@@ -146,12 +117,15 @@ class Controller:
             tokens[which] = (known * rates["retrieval"] ** np.arange(known.shape[2])).cumsum(2)[tuple(entry)]
         return tokens
 
-    def _tabulate(self, max_gamma: int, max_inner: int) -> None:
-        """What all plans have in common over time, as arrays: there are thousands of them for large blocks."""
-        costs, plans = self.costs, self.plans
+    def _tabulate(self, costs: Costs, max_gamma: int, max_inner: int) -> None:
+        """What stays as it is over time, as arrays: there are thousands of plans for large blocks."""
+        plans = self.plans
         number = {name: i for i, name in enumerate(self._names)} | {None: len(self._names)}
         self._gamma = np.array([plan.gamma for plan in plans])
-        self._round = np.array([costs.checking(plan) + sum(costs.before_verify(plan)) for plan in plans])  # in ms
+        self._drafting = np.stack([self.learned.weights(costs.drafting(plan)) for plan in plans])
+        checks = {plan.gamma: self.learned.weights(costs.checking(plan)) for plan in plans}
+        self._checking = np.stack([checks[plan.gamma] for plan in plans])
+        self._long = (self._gamma > self.SHORT) | (2 * np.array([plan.rounds for plan in plans]) > self.SHORT)
         source = np.array([number[plan.source] for plan in plans])
         self._checker = np.array([number["retrieval" if plan.retrieval else plan.source] for plan in plans])
         self._uses = {name: (source == i) | (self._checker == i) for name, i in number.items() if name}
@@ -162,28 +136,27 @@ class Controller:
             entries = [(plans[i].gamma_inner - 1, plans[i].rounds, plans[i].gamma) for i in which]
             self._hierarchies[name] = np.array(which), *np.array(entries).T
         self._number = {plan: i for i, plan in enumerate(plans)}
-        # Plans of the same levels are of one kind: what a step costs after the others, that it did not on its own.
-        kinds = list(dict.fromkeys((plan.source, plan.retrieval) for plan in plans))
-        self._kind = np.array([kinds.index((plan.source, plan.retrieval)) for plan in plans])
-        self._timed: deque[tuple[int, float]] = deque(maxlen=self.REMEMBERED)
-        self._slower = np.ones(len(kinds))  # by kind: a round's time over that of its steps
+        self._add_up()
 
-    def timed(self, plan: Plan, milliseconds: float) -> None:
-        """How long a round of a plan took, to correct what the steps' own times say of that kind of plan."""
+    def _add_up(self) -> None:
+        """Milliseconds of a round of each plan."""
+        self._round = (self._drafting + self._checking) @ self.learned.values
+        new = (self._drafting[:, self.learned.seen == 0] > 0).any(1)
+        self._too_long = self._long & new
+
+    def timed(self, plan: Plan, drafting: float, checking: float) -> None:
+        """How long a round of a plan took, in milliseconds: all before its verify, and that."""
         i = self._number[plan]
-        self._timed.append((self._kind[i], milliseconds / self._round[i]))
-        ratios: list[list[float]] = [[] for _ in self._slower]
-        for kind, ratio in self._timed:
-            ratios[kind].append(ratio)
-        known = {kind: statistics.median(of) for kind, of in enumerate(ratios) if len(of) >= self.TIMED}
-        # The others are assumed to have half of the smallest overhead that is known: enough to try what comes near.
-        hoped = (1 + min(known.values(), default=1.0)) / 2
-        self._slower[:] = [known.get(kind, hoped) for kind in range(len(ratios))]
+        self.learned.observe(self._drafting[i], drafting)
+        self.learned.observe(self._checking[i], checking)
+        self._add_up()
 
     def choose(self, **known: float) -> Plan:
         """known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source."""
+        if not self.learned.seen.any():  # not even a verify's time is known
+            return self.plans[0]
         rates = {name: rate.value for name, rate in self.rates.items()} | known
-        times = self.times_per_token(rates)
+        times = np.where(self._too_long, np.inf, self.times_per_token(rates))
         times[0] *= self.CERTAIN
         best = int(times.argmin())
         if times[best] > self.STAY * times[self._now]:
@@ -207,6 +180,7 @@ class Controller:
 
         What lies idle ages with the text, not with the number of rows: or else many rows would try it all the time.
         """
+        self.learned.pass_by(num_tokens)
         for name, rate in self.rates.items():
             hits, tests = observed.get(name, (0, 0))
             if tests:

@@ -21,8 +21,8 @@ from . import memory
 from .config import Placement, Sampling, Settings, check_max_new_tokens, split, takes
 from .errors import UserError
 from .generation import Generation, RowOutput, stop_strings
-from .graphs import Compiler
 from .hf.tokenizer import Tokenizer
+from .jobs import Models, find_compiler, kept_folder
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
 from .model import Transformer
@@ -46,6 +46,7 @@ class Engine:
                  drafting: Transformer | None = None, settings: Settings | None = None,
                  placement: Placement | None = None, eos_ids: Sequence[int] = ()):
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
+        self._models = Models(target, draft, drafting)
         settings, placement = settings or Settings(), placement or Placement()
         self.placement = replace(placement, device=target.device).resolve()
         has_model = draft is not None or placement.draft_ranks is not None
@@ -232,8 +233,8 @@ class Engine:
             plan: what all rounds follow; None: chosen round by round, or what the settings say.
             sampling: the fields of `Sampling`.
         """
-        state = self._state_for(len(ids), max(map(len, ids)), max_new_tokens)
-        state.params.set(specialize=not self.placement.compile, **sampling)
+        state = self._state_for(ids, max_new_tokens)
+        state.params.set(specialize=self.placement.compile is False, **sampling)
         padding = self._padding(state.params.greedy)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
             plan = ONE_ROW
@@ -257,15 +258,18 @@ class Engine:
         """
         if greedy or self.target.group is not None:
             return PADDED
-        return Padding(plain=False, drafts=self.device.type != "cpu" or self.placement.compile)
+        return Padding(plain=False, drafts=self.device.type != "cpu" or self.placement.compile is not False)
 
-    def _state_for(self, batch: int, prompt_len: int, max_new_tokens: int) -> State:
-        """The State of the last call if it is large enough, else a new one."""
+    def _state_for(self, ids: list[list[int]], max_new_tokens: int) -> State:
+        """The State of the last call if it is large enough, else a new one; a new one also where steps have been
+        compiled in the meantime, but never between two calls for one prompt, whose bits are to be the same."""
         settings, longest = self.settings, self.placement.max_seq_len
+        batch, prompt_len = len(ids), max(map(len, ids))
         needed = (prompt_len + max_new_tokens if longest is None else longest) + settings.block_size
         budget = self.resolve_budget(prompt_len)
         state = self._state
-        if state is not None and state.batch == batch and state.capacity >= needed and state.budget == budget:
+        fits = state is not None and state.batch == batch and state.capacity >= needed and state.budget == budget
+        if fits and (state.prompts == ids or not self._agreed(state.compiler.outdated)):
             return state
         capacity = -(-needed // 1024) * 1024 if longest is None else needed
         del state
@@ -275,9 +279,11 @@ class Engine:
         # The same bytes a second time: only where they are a small part of what is free.
         config = self.target.config
         kv_bytes = config.n_layer * memory.layer_bytes(config, batch=batch, capacity=capacity, dtype=self.target.dtype)
+        folder = kept_folder(self._models, settings, self.placement, sizes)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self._state = State(self.target, self.draft, settings, **sizes, drafting=self.drafting,
-                                compiler=Compiler(self.placement.compile, self.device), num_resident_layers=resident,
+                                compiler=find_compiler(self._models, settings, self.placement, sizes, folder),
+                                folder=folder, num_resident_layers=resident,
                                 pack=8 * kv_bytes < (memory.available(self.device) or 0),
                                 draft_ranks=self.placement.draft_ranks)
         return self._state

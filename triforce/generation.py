@@ -12,7 +12,10 @@ class Stats:
     prompt_len: int
     new_tokens: int = 0
     ttft: float = 0.0  # from the call to the first token: prefill and the first round
-    tbt: float = 0.0  # decode seconds per token emitted after the first round, without `timing`
+    prefill: float = 0.0  # of that: until the prompts were in the cache
+    decode: float = 0.0  # after the first token
+    recording: float = 0.0  # of all: steps were warmed up, compiled ones read, and graphs recorded
+    tbt: float = 0.0  # `decode` per token emitted after the first round
     acceptance_rate: dict[str, float] = field(default_factory=dict)  # accepted / drafted, by the level that checks
     block_efficiency: float = 0.0  # tokens emitted per forward pass of the target over its full cache
     target_forwards: int = 0
@@ -20,9 +23,6 @@ class Stats:
     flushes: int = 0
     peak_memory: int = 0  # bytes: allocated on the GPU, or resident on the CPU
     seed: int = 0
-    # With gamma="auto", after the first token: the steps were timed, and on a GPU compiled. Once for each length (in
-    # steps of 4,096 tokens), number of rows, and greedy or not.
-    timing: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -34,8 +34,10 @@ class Stats:
         return [
             ("prompt tokens", f"{self.prompt_len:,}"),
             ("new tokens", f"{self.new_tokens:,}"),
+            ("prefill", f"{self.prefill:.2f} s"),
             ("time to first token", f"{self.ttft:.2f} s"),
-            ("timing the steps", f"{self.timing:.2f} s" if self.timing else "-"),
+            ("decoding after it", f"{self.decode:.2f} s"),
+            ("of all, recording steps", f"{self.recording:.2f} s" if self.recording else "-"),
             ("time per token", f"{self.tbt * 1e3:.2f} ms"),
             ("tokens per second", f"{self.tokens_per_second:.1f}"),
             *rates,

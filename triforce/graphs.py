@@ -1,16 +1,17 @@
-"""Compiled pieces of a step, and the step as a CUDA graph. Knows nothing of models or caches.
+"""The step as a CUDA graph, and the levels' way to their compiled pieces. Knows nothing of models or caches.
 
-A step is one pass over all layers. Compiling it whole takes half a minute at 32 layers; here only its few different
-pieces are compiled (a layer's two halves, once for all layers) and the sequence of them is recorded as one CUDA graph,
-whose replay costs the host microseconds. Between the pieces stand calls of fixed kernels, which see the lengths that
-change, or read them on the device: so nothing is compiled anew when the context grows.
+A step is one pass over all layers. Compiling it whole takes half a minute at 32 layers; instead its few different
+pieces are compiled, once for all layers and beforehand (see `pieces.py`), and the sequence of them is recorded as one
+CUDA graph, whose replay costs the host microseconds. Between the pieces stand calls of fixed kernels, which see the
+lengths that change, or read them on the device: so nothing is compiled anew when the context grows.
 """
 
 import contextlib
+import contextvars
 import gc
 import importlib
 import threading
-import types
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
@@ -46,44 +47,76 @@ def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 
     torch.ops.aten.index_put_(x, places, value)
 
 
-class Compiler:
-    """Makes the levels' compilers: real ones, or, if not enabled, ones that leave every function as it is.
+_tracing = contextvars.ContextVar("tracing", default=False)
 
-    One for each State: all graphs share one pool of memory, which ends with the last of them.
+
+@contextlib.contextmanager
+def traced():
+    """Within, functions are traced for the compiler: see `is_traced`."""
+    token = _tracing.set(True)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+def is_traced() -> bool:
+    """Whether operations are being noted down rather than done: no value of a tensor can be looked at."""
+    return _tracing.get()
+
+
+class Compiler:
+    """Makes the levels of a State, which say how their functions run.
+
+    All graphs of a State share one pool of memory, which ends with the last of them.
+
+    Args:
+        record: steps as CUDA graphs.
+        pieces: compiled ones, see `pieces.Pieces`. None: every function runs as it is written.
     """
 
-    def __init__(self, enabled: bool, device: torch.device):
-        self.enabled, self.record = enabled, enabled and device.type == "cuda"
+    def __init__(self, device: torch.device, *, record: bool = False, pieces=None):
+        self.record, self.pieces = record and device.type == "cuda", pieces
         self.pool = torch.cuda.graph_pool_handle() if self.record else None
+        self.num_recorded = 0  # calls of steps that were no replay of a graph
+        self.seconds = 0.0  # that they took the host
+
+    @contextlib.contextmanager
+    def recording(self):
+        """A call of a step that is no replay."""
+        begun = time.perf_counter()
+        yield
+        self.num_recorded += 1
+        self.seconds += time.perf_counter() - begun
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pieces are compiled that can be."""
+        return self.pieces is not None and self.pieces.complete
+
+    @property
+    def outdated(self) -> bool:
+        """Whether pieces have been compiled that were not when this was made."""
+        return self.pieces is not None and self.pieces.outdated
 
     def level(self, name: str) -> "Level":
         return Level(self, name)
 
 
 class Level:
-    """Compiles for one level, whose shapes are all constant: `level(function)`, and `level.step(function)`."""
-
-    # Fused kernels keep intermediate results in float32 unless told to round as the written code does. Which ones are
-    # fused depends on what else is in a graph, and bits must not. And products of few rows are not to be padded to
-    # eight, which the compiler would decide by timing them alone: the kernel that pads costs more than is gained.
-    OPTIONS = {"emulate_precision_casts": True, "shape_padding": False}
+    """The functions of one level, whose shapes are all constant: `level(function)`, and `level.step(function)`."""
 
     def __init__(self, compiler: Compiler, name: str):
         self.compiler, self.name = compiler, name
-        self._compiled: dict[Callable, Callable] = {}
+        self._pieces: dict[Callable, Callable] = {}
 
     def __call__(self, function: Callable) -> Callable:
-        """The function, compiled; each function once."""
-        if not self.compiler.enabled:
+        """The function, compiled if that was done beforehand."""
+        if self.compiler.pieces is None:
             return function
-        if function not in self._compiled:
-            # torch.compile remembers by code object which sizes vary. Other levels run the same code with other
-            # sizes: a copy under a name of its own keeps them constant.
-            code = function.__code__.replace(co_name=f"{function.__name__}_{self.name}")
-            copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__,
-                                      function.__closure__)
-            self._compiled[function] = torch.compile(copy, fullgraph=True, dynamic=False, options=self.OPTIONS)
-        return self._compiled[function]
+        if function not in self._pieces:
+            self._pieces[function] = self.compiler.pieces.piece(self.name, function)
+        return self._pieces[function]
 
     def step(self, function: Callable, num_lengths: int = 0, warm_up: int = 1) -> Callable:
         """The function as a graph, on a GPU; it must write its results into tensors that stay where they are.
@@ -94,7 +127,7 @@ class Level:
             warm_up: calls with the same arguments before a graph is recorded. More than 1 for what is made of steps
                 that are graphs already, and may not be called again.
         """
-        return Graphed(function, self.compiler.pool, num_lengths, warm_up) if self.compiler.record else function
+        return Graphed(function, self.compiler, num_lengths, warm_up) if self.compiler.record else function
 
 
 class Graphed:
@@ -104,8 +137,8 @@ class Graphed:
     the recording of another graph it runs as it is, and becomes part of that.
     """
 
-    def __init__(self, function: Callable, pool, num_lengths: int, warm_up: int):
-        self.function, self.pool, self.num_lengths, self.warm_up = function, pool, num_lengths, warm_up
+    def __init__(self, function: Callable, compiler: Compiler, num_lengths: int, warm_up: int):
+        self.function, self.compiler, self.num_lengths, self.warm_up = function, compiler, num_lengths, warm_up
         self.graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self.calls: Counter[tuple] = Counter()
 
@@ -114,12 +147,14 @@ class Graphed:
             self.function(*args)
             return
         key, kind = self._key(args)
-        if self.calls[kind] < self.warm_up:  # compiles, loads kernels, sizes workspaces: none of it can be recorded
+        if self.calls[kind] < self.warm_up:  # loads kernels, sizes workspaces: none of it can be recorded
             self.calls[kind] += 1
-            self.function(*args)
+            with self.compiler.recording():
+                self.function(*args)
             return
         if key not in self.graphs:
-            self._keep(key, args)
+            with self.compiler.recording():
+                self._keep(key, args)
         self.graphs.move_to_end(key)
         self.graphs[key].replay()
 
@@ -150,7 +185,7 @@ class Graphed:
         gc.disable()
         try:
             with torch.cuda.stream(stream):
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self.compiler.pool, capture_error_mode="thread_local")
                 try:
                     self.function(*args)
                 finally:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .config import Settings
 from .drafting.memory import DraftMemory, LongMemory, StreamingMemory
 from .drafting.model import ModelDrafter
@@ -29,12 +31,48 @@ from .tape import FULL, RETRIEVAL, Tape
 
 
 @dataclass
+class Timing:
+    """How long a round took, in milliseconds."""
+
+    plan: Plan
+    drafting: float  # all before its verify
+    checking: float  # from there to the host's read
+
+
+@dataclass
 class Round:
     """What a round brought."""
 
     plan: Plan
     rows: list[RowRound]
-    milliseconds: float  # from the first call to the host's read
+    # Of this round, or, with several ranks, what the first of them measured of the one before. None where a step was
+    # not as fast as it will be: it was warmed up, or recorded.
+    timing: Timing | None
+
+
+class Clock:
+    """Takes the times of one round: by events on a GPU, where the host runs ahead of the device."""
+
+    def __init__(self, compiler: Compiler, device: torch.device):
+        self.compiler, self.on_gpu, self.recorded = compiler, device.type == "cuda", compiler.num_recorded
+        self.begun = time.perf_counter()
+        if self.on_gpu:
+            self.start, self.middle = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.start.record()
+
+    def drafted(self) -> None:
+        """The drafting has been enqueued, or done."""
+        self.between = time.perf_counter()
+        if self.on_gpu:
+            self.middle.record()
+
+    def read(self, plan: Plan) -> Timing | None:
+        """After the host has read what the round brought."""
+        total = (time.perf_counter() - self.begun) * 1e3
+        drafting = self.start.elapsed_time(self.middle) if self.on_gpu else (self.between - self.begun) * 1e3
+        if self.compiler.num_recorded != self.recorded:
+            return None
+        return Timing(plan, drafting if plan.gamma else 0.0, max(total - drafting, 1e-3))
 
 
 class Hierarchy:
@@ -48,7 +86,9 @@ class Hierarchy:
 
     def __init__(self, target: Transformer, cache: TargetCache, tape: Tape, settings: Settings, *, budget: int,
                  sources: dict[str, Drafter], drafting: Transformer | None, compiler: Compiler):
-        self.cache, self.sources = cache, sources
+        self.cache, self.sources, self.compiler, self.group = cache, sources, compiler, target.group
+        self._last: Timing | None = None  # of the round before, as this rank measured it
+        self._last_plan: Plan | None = None
         self.drafters: dict[str, Drafter] = dict(sources)  # that may propose to the full level
         self.view: RetrievalView | None = None
         self.inner: Speculator | None = None
@@ -75,8 +115,10 @@ class Hierarchy:
             lengths: settled tokens of each row.
             next_extent: of the prefix, if that is about to grow: graphs for it are recorded while the device works.
         """
-        begun = time.perf_counter()
         self._check(plan)
+        clock = Clock(self.compiler, self.outer.length.device)
+        if self.group is not None:
+            self.outer.outbox.tell(self._last)
         for name, source in self.sources.items():
             if name == plan.source:
                 source.catch_up(lengths)
@@ -84,13 +126,20 @@ class Hierarchy:
                 source.leave_out()
         gathers = self.view is not None and self.view.awaits_pieces
         self.outer.on_piece = self.view.gather if gathers else None
-        self.outer.round(plan)
+        drafted = self.outer.draft(plan)
+        clock.drafted()
+        self.outer.check(plan, drafted)
         if gathers:
             self.view.gathered()
         if next_extent is not None:
             self.outer.look_ahead(plan, next_extent)
-        rows = self.outer.outbox.read()
-        return Round(plan, rows, (time.perf_counter() - begun) * 1e3)
+        rows, told = self.outer.outbox.read()
+        timing = clock.read(plan)
+        if self.group is None:
+            return Round(plan, rows, timing)
+        before, self._last = self._last_plan, timing
+        self._last_plan = plan
+        return Round(plan, rows, Timing(before, *told) if before is not None and told[1] > 0 else None)
 
     def _check(self, plan: Plan) -> None:
         """Raises ValueError for a plan that asks for drafters that are not here, or for more rows than there are."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from . import memory
+from . import kept, memory
 from .config import Placement, Settings, split, takes
 from .engine import Engine
 from .errors import UserError
@@ -59,12 +59,12 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))
     memory.check(parts, device)
 
-    with compiler_imported(place.compile):
+    with compiler_imported(place.compile is not False and kept.root().exists()):
         target = ckpt.load_model(folder, device, dtype, group)
         shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
         draft_group = subgroup(group, place.draft_ranks) if shares else None
         draft = None if draft_config is None else ckpt.load_model(draft_folder, device, dtype, draft_group)
-    if not place.compile:
+    if place.compile is False:
         for model in (target, draft):
             if model is not None:
                 model.pack(resolved.block_size)

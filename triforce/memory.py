@@ -70,7 +70,7 @@ def _on_meta(target: ModelConfig, draft: ModelConfig | None, settings: Settings,
              device: torch.device, **sizes) -> State:
     """The State that these sizes make on a device, without its memory."""
     models = [None if config is None else Transformer.empty(config, "meta", dtype) for config in (target, draft)]
-    return State(*models, settings, compiler=Compiler(False, torch.device("cpu")), runs_on=device, **sizes)
+    return State(*models, settings, compiler=Compiler(torch.device("cpu")), runs_on=device, **sizes)
 
 
 def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype: torch.dtype) -> int:

@@ -399,6 +399,13 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of what a step reads."""
+        held = {id(x): x.nbytes for x in (*self.parameters(), *self.buffers())}
+        size, count = sum(held.values()), self.config.num_parameters
+        return size if size >= count else count * self.dtype.itemsize  # they are packed
+
     def join(self, group) -> "Transformer":
         """Makes this model, whose config is one rank's, a part of the whole. group: see `parallel.Group`."""
         self.group, self.output.vocab_size = group, self.config.vocab_size

@@ -56,6 +56,12 @@ class Group:
         """What rank `source` has, on every rank."""
         return collectives.wait_tensor(collectives.broadcast(x, source, self.name))
 
+    def common(self, names: set[str]) -> set[str]:
+        """The names that all ranks have. Waits for all of them."""
+        boxes: list = [None] * self.size
+        dist.all_gather_object(boxes, names)
+        return set.intersection(*boxes)
+
     def agree(self, value):
         """Rank 0's value, on every rank. Waits for all of them."""
         box = [value]

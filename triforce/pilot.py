@@ -5,14 +5,13 @@ nothing that it decides can bias the output.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .calibration import measure
 from .config import Settings
-from .controller import Controller, Costs
+from .controller import Controller
+from .costs import Shelf, guess
 from .drafting.ngram import NgramMeter
 from .plan import PADDED, Padding, Plan
 from .speculator import RowRound
@@ -22,20 +21,19 @@ if TYPE_CHECKING:
     from .hierarchy import Hierarchy, Round
     from .parallel import Group
 
-WORTH_TIMING = 16  # tokens that are still to come: for fewer, no steps are timed
-
 
 class Pilot:
     """See the module.
 
     Args:
+        shelf: of costs that were learned before.
         group: the ranks that must choose alike, or None.
         rebuild_interval: tokens between two choices of a view.
     """
 
-    def __init__(self, hierarchy: "Hierarchy", settings: Settings, batch: int, *, group: "Group | None",
+    def __init__(self, hierarchy: "Hierarchy", settings: Settings, batch: int, *, shelf: Shelf, group: "Group | None",
                  rebuild_interval: int):
-        self.hierarchy, self.group = hierarchy, group
+        self.hierarchy, self.shelf, self.group = hierarchy, shelf, group
         self.auto = settings.auto and bool(hierarchy.drafters)
         self.default = default_plan(settings, hierarchy)  # what rounds follow where nothing is chosen
         self.padding = PADDED
@@ -43,11 +41,10 @@ class Pilot:
         self.meters: list[NgramMeter | None] = []  # of each row that is not finished, where n-grams are to choose
         self.rebuild_interval = rebuild_interval
         self.rebuilds = [RebuildPolicy(rebuild_interval) for _ in range(batch)]
-        self.timing_seconds = 0.0  # spent on timing steps since `open`
-        self._costs: dict[tuple, Costs] = {}
-        self._untimed: tuple | None = None  # where the steps are still to be timed, as `_costs` will remember it
+        self._name: tuple = ()  # of the costs on the shelf
         self._fixed: Plan | None = None
         self._chosen: Plan | None = None  # by the controller, for the present round
+        self._seen: set[tuple] = set()  # kinds of plans that a round has followed: their first is slow
         self._texts: Callable[[], list[list[int]]] = list
 
     def open(self, plan: Plan | None, padding: Padding, lengths: list[int],
@@ -59,51 +56,43 @@ class Pilot:
             padding: of the steps of plans that are not given.
             lengths: settled tokens of each row. texts: gives each row's tokens, the pending one among them.
         """
-        self._fixed, self.padding, self._texts, self.timing_seconds = plan, padding, texts, 0.0
-        self.controller, self.meters, self._untimed = None, [], None
+        self._fixed, self.padding, self._texts = plan, padding, texts
+        self.controller, self.meters = None, []
         self.rebuilds = [RebuildPolicy(self.rebuild_interval) for _ in lengths]
         if plan is None and self.auto:
-            key = padding, -(-max(lengths) // 4096), -(-min(lengths) // 4096)
-            if key in self._costs:
-                self._steer(self._costs[key])
-            else:
-                self._untimed = key
+            self._name = self.shelf.name(padding, lengths)
+            guessed = guess(self.hierarchy, padding, lengths)
+            found = self.shelf.find(self._name, guessed)
+            if self.group is not None:  # all ranks go by what one knows, or each would choose for itself
+                found = self.group.agree(found)
+            inner = self.hierarchy.inner
+            costs, seen = found or (guessed, [0] * len(guessed.parts()))
+            self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, padding,
+                                         seen)
+            if "ngram" in self.hierarchy.sources:
+                self.meters = [NgramMeter(text) for text in texts()]
 
-    def choose(self, num_rounds: int, remaining: int) -> Plan:
-        """The next round's plan.
-
-        Where the steps have not been timed at about this length, the first round is plain: the first token waits
-        neither for the timing nor for the levels that draft to be compiled.
+    def choose(self, num_rounds: int) -> Plan:
+        """The next round's plan. The first is plain: so the first token does not wait for what drafts to begin.
 
         Args:
-            num_rounds: so many were before. remaining: tokens that are still to come, of the row with the most.
+            num_rounds: so many were before.
         """
         if self._fixed is not None:
             return self._fixed
-        if self._untimed is not None:
-            if num_rounds == 0 or remaining < WORTH_TIMING:
-                return Plan(padded=self.padding.plain)
-            self._time_steps()
         if self.controller is None:
             return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain)
-        rates = [meter.rate for meter in self.meters if meter is not None]
-        self._chosen = self.controller.choose(ngram=statistics.fmean(rates or [0.0]))
+        if num_rounds == 0:
+            self._chosen = Plan(padded=self.padding.plain)
+        else:
+            rates = [meter.rate for meter in self.meters if meter is not None]
+            self._chosen = self.controller.choose(ngram=statistics.fmean(rates or [0.0]))
         return self._chosen
 
-    def _time_steps(self) -> None:
-        """Times the steps where the rows stand, and starts a controller."""
-        begun, costs = time.perf_counter(), measure(self.hierarchy, self.padding, self.group)
-        # All ranks go by the times of one, or each would choose for itself.
-        self._costs[self._untimed] = costs if self.group is None else self.group.agree(costs)
-        self._steer(self._costs[self._untimed])
-        self._untimed = None
-        self.timing_seconds += time.perf_counter() - begun
-
-    def _steer(self, costs: Costs) -> None:
-        inner = self.hierarchy.inner
-        self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, self.padding)
-        if "ngram" in self.hierarchy.sources:
-            self.meters = [NgramMeter(text) for text in self._texts()]
+    def keep(self) -> None:
+        """The generation has ended: what it showed of the costs is kept."""
+        if self.controller is not None and (self.group is None or self.group.rank == 0):
+            self.shelf.put(self._name, self.controller.learned)
 
     def close_row(self, row: int) -> None:
         """The row is finished."""
@@ -113,8 +102,12 @@ class Pilot:
     def observe(self, result: "Round") -> list[bool]:
         """Takes in a round. Returns for each row whether its view is due to be chosen anew."""
         if self.controller is not None and result.plan is self._chosen:
-            if self.group is None:  # ranks must choose alike, and their clocks differ
-                self.controller.timed(result.plan, result.milliseconds)
+            timing = result.timing
+            if timing is not None:
+                kind = timing.plan.source, timing.plan.retrieval, timing.plan.gamma_inner
+                if kind in self._seen:
+                    self.controller.timed(timing.plan, timing.drafting, timing.checking)
+                self._seen.add(kind)
             seen = Tally(result.plan)
             for row in result.rows:
                 seen.add(row)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import Sampling
+from .graphs import is_traced
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
@@ -117,7 +118,7 @@ def _smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
 def _most_probable(probs: Tensor, params: SamplingParams) -> Tensor:
     """Probabilities in descending order, all of them, or as many as decide every row's top-k and top-p."""
     few = 128
-    if probs.device.type == "cpu" and not torch.compiler.is_compiling() and probs.shape[-1] > few:
+    if probs.device.type == "cpu" and not is_traced() and probs.shape[-1] > few:
         # A CPU sorts slowly and looks for free: nearly always the first few hold the nucleus.
         ranked = probs.topk(few).values
         top_p = params.top_p[:, None]
@@ -153,7 +154,7 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
 
 def uniform(seed: Tensor, position: Tensor, level: int, purpose: int) -> Tensor:
     """Uniform numbers in [0, 1): seed [B], position [B, n] -> [B, n] float64, multiples of 2**-52."""
-    if seed.device.type == "cpu" and not torch.compiler.is_compiling():
+    if seed.device.type == "cpu" and not is_traced():
         # The same arithmetic on the same memory: on a few numbers numpy is several times faster.
         return torch.from_numpy(_noise(seed.numpy(), position.numpy(), level, purpose) * 2.0**-52)
     return _noise(seed, position, level, purpose).double() * 2.0**-52

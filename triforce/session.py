@@ -33,7 +33,7 @@ class Session:
         self.state: State | None = None
         self._begun = time.perf_counter()
         self._first_round: list[int] = []  # tokens of each row that the first round emitted
-        self._ttft = self._seconds = 0.0
+        self._ttft = self._prefill = self._seconds = 0.0
         self._ended: list[Progress | None] = [None] * len(prompts)
         self._results: list[Generation] | None = None
 
@@ -48,7 +48,6 @@ class Session:
     def round(self) -> list[tuple[int, str]]:
         """A round of the state, which is prefilled: (row, text that is now certain) of each row that had not ended."""
         state, started = self.state, time.perf_counter()
-        timing = state.pilot.timing_seconds
         emitted = state.round()
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
         if not any(emitted[row] for row in running):
@@ -60,8 +59,9 @@ class Session:
         now = time.perf_counter()
         if not self._first_round:
             self._first_round, self._ttft = [len(output.tokens) for output in self.outputs], now - self._begun
+            self._prefill = started - self._begun
         else:
-            self._seconds += now - started - (state.pilot.timing_seconds - timing)
+            self._seconds += now - started
         for row in ended:  # its drafting levels go on counting while its neighbours draft
             self._ended[row] = self._progress(row)
         return pieces
@@ -75,6 +75,8 @@ class Session:
 
     def close(self) -> None:
         """No round will follow: what was said is kept, and the caches are let go."""
+        if self.state is not None:
+            self.state.pilot.keep()
         self._results, self.state = self.results(), None
 
     def _result(self, row: int) -> Generation:
@@ -86,7 +88,7 @@ class Session:
         return Generation(output.text, output.tokens, output.finish_reason or "interrupted", Stats(
             prompt_len=len(self.prompts[row]), new_tokens=len(output.tokens), ttft=self._ttft,
             tbt=progress.seconds / later if later else 0.0, acceptance_rate=progress.acceptance or {},
-            timing=state.pilot.timing_seconds if state else 0.0,
+            prefill=self._prefill, decode=progress.seconds, recording=state.compiler.seconds if state else 0.0,
             block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,
             retrieval_rebuilds=state.hierarchy.view.num_rebuilds if state and state.hierarchy.view else 0,
             flushes=state.num_flushes if state else 0, peak_memory=memory.peak(self.device), seed=self.seeds[row]))

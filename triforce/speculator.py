@@ -44,18 +44,29 @@ class Outbox:
 
     def __init__(self, tape: Tape, rows: int):
         self.rows = rows
-        self.buffer = tape.buffer(2 * rows + 3)  # M tokens, M - 1 origins, three counts, whether the ranks disagree
+        # M tokens, M - 1 origins, three counts, whether the ranks disagree, two times
+        self.buffer = tape.buffer(2 * rows + 5)
+        self.clock = torch.zeros(2, dtype=torch.int64, device=self.buffer.device)  # what this rank has to tell
 
-    def write(self, tokens: Tensor, origins: Tensor, counts: Tensor, diverged: Tensor | None) -> None:
-        """tokens [B, n + 1], origins [B, n], counts [B, 3]: emitted, accepted, drafted; diverged [B]."""
+    def tell(self, timing) -> None:
+        """Microseconds of the last round, for the other ranks: one of them decides for all. None: 0."""
+        times = (timing.drafting, timing.checking) if timing else (0, 0)
+        for place, milliseconds in zip(self.clock, times, strict=True):
+            place.fill_(int(1e3 * milliseconds))
+
+    def write(self, tokens: Tensor, origins: Tensor, counts: Tensor, ranks: tuple[Tensor, Tensor] | None) -> None:
+        """tokens [B, n + 1], origins [B, n], counts [B, 3]: emitted, accepted, drafted.
+
+        ranks: whether they disagree [B], and the first one's clock [2].
+        """
         self.buffer[:, : tokens.shape[1]] = tokens
         self.buffer[:, self.rows : self.rows + origins.shape[1]] = origins
-        self.buffer[:, -4:-1] = counts
-        if diverged is not None:
-            self.buffer[:, -1] = diverged
+        self.buffer[:, -6:-3] = counts
+        if ranks is not None:
+            self.buffer[:, -3], self.buffer[:, -2:] = ranks
 
-    def read(self) -> list[RowRound]:
-        """The one place where decoding waits for the device."""
+    def read(self) -> tuple[list[RowRound], list[float]]:
+        """What each row brought, and the two times in milliseconds. Here alone decoding waits for the device."""
         mode = torch.cuda.get_sync_debug_mode() if self.buffer.is_cuda else 0
         if mode:
             torch.cuda.set_sync_debug_mode("default")
@@ -64,11 +75,11 @@ class Outbox:
             torch.cuda.set_sync_debug_mode(mode)
         rounds = []
         for box in boxes:
-            num_emitted, num_accepted, num_drafted, diverged = box[-4:]
+            num_emitted, num_accepted, num_drafted, diverged = box[-6:-2]
             if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
                 num_accepted = num_drafted = num_emitted
-            rounds.append(RowRound(box[:num_emitted], box[self.rows : -4], num_accepted, num_drafted, bool(diverged)))
-        return rounds
+            rounds.append(RowRound(box[:num_emitted], box[self.rows : -6], num_accepted, num_drafted, bool(diverged)))
+        return rounds, [micros / 1e3 for micros in boxes[0][-2:]]
 
 
 class Speculator(Drafter):
@@ -113,10 +124,17 @@ class Speculator(Drafter):
         Args:
             probs: see `Drafter.propose`; written from row length - base on.
         """
-        num_drafted = self._nothing  # without speculation it is the same step, hence the same bits
+        self.check(plan, self.draft(plan), probs)
+
+    def draft(self, plan: Plan) -> Tensor:
+        """The first part of a round: tokens are proposed. Returns how many, [B]."""
+        if plan.gamma == 0:
+            return self._nothing  # without speculation it is the same step, hence the same bits
+        return self.drafters[plan.drafter].propose(self.length, plan, self.draft_probs)
+
+    def check(self, plan: Plan, num_drafted: Tensor, probs: Tensor | None = None) -> None:
+        """The other part: they are checked, and tokens are emitted."""
         self.asked.fill_(plan.gamma)
-        if plan.gamma:
-            num_drafted = self.drafters[plan.drafter].propose(self.length, plan, self.draft_probs)
         self.checked.copy_(num_drafted)
         self.step(*self.view.extent, self._rows_of(plan, num_drafted), self.checked, probs)
 
@@ -190,6 +208,7 @@ class Speculator(Drafter):
         kv = TargetBlock(self.cache, self.view, self.length, rows, Extent(dense, longest, starts), self.keep_queries,
                          compiled, self.on_piece)
         compiled(Speculator._finish)(self, self.model(block, kv), block, num_drafted, probs)
+        self.commit(self.length)
 
     def _begin(self, rows: int) -> Tensor:
         """The pending token and those drafted after it; what lies behind them on the tape pads the block."""
@@ -224,14 +243,14 @@ class Speculator(Drafter):
         counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted], 1)
         self.totals += torch.where((num_emitted > 0)[:, None], counts[:, 1:], 0)
         if self.outbox is not None:
-            diverged = None if self.model.group is None else self._ranks_disagree(verdict.tokens, num_emitted)
-            self.outbox.write(verdict.tokens, tape.origin.gather(1, position[:, :n]), counts, diverged)
+            ranks = None if self.model.group is None else self._exchange(verdict.tokens, num_emitted)
+            self.outbox.write(verdict.tokens, tape.origin.gather(1, position[:, :n]), counts, ranks)
         start += num_emitted
-        self.commit(start)
 
-    def _ranks_disagree(self, tokens: Tensor, num_emitted: Tensor) -> Tensor:
-        """[B], whether the ranks emit different tokens: by a digest that they exchange."""
+    def _exchange(self, tokens: Tensor, num_emitted: Tensor) -> tuple[Tensor, Tensor]:
+        """[B], whether the ranks emit different tokens, by a digest of them; [2], the clock of the first rank."""
         weight = torch.arange(1, tokens.shape[1] + 2, device=tokens.device)
         digest = (torch.cat([tokens, num_emitted[:, None]], 1) * weight).sum(1)  # [B]
-        digests = self.model.group.all_gather(digest[None])  # [ranks, B]
-        return (digests != digests[0]).any(0)
+        told = self.model.group.all_gather(torch.cat([digest, self.outbox.clock])[None])  # [ranks, B + 2]
+        digests = told[:, :-2]
+        return (digests != digests[0]).any(0), told[0, -2:]

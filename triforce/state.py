@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from .config import Settings
+from .costs import Shelf
 from .graphs import Compiler
 from .hierarchy import Hierarchy, Round, make_sources
+from .kept import Folder
 from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
 from .kv.store import Extent
@@ -20,6 +22,11 @@ from .packed import packs
 from .pilot import Pilot
 from .plan import Padding, Plan
 from .tape import Tape
+
+
+def tape_length(capacity: int, settings: Settings) -> int:
+    """Tokens of a tape: a power of two, so that steps compiled for one length of prompts serve others."""
+    return 1 << (capacity + 4 * settings.block_size - 1).bit_length()
 
 
 class State:
@@ -34,6 +41,7 @@ class State:
         num_resident_layers: so many layers of the prefix stay on the device, the others in host memory. None: all.
         pack: keep the prompt's prefix in the CPU's own layout as well; see packed.py.
         draft_ranks: of the target's group, those that hold the draft; draft is None on the others. None: all of them.
+        folder: where learned costs are kept. None: nowhere.
         runs_on: the device that it is meant for, if it is not the one that the target is on: to plan its memory, it is
             built on the meta device.
     """
@@ -41,14 +49,15 @@ class State:
     def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
                  budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None,
                  num_resident_layers: int | None = None, pack: bool = False,
-                 draft_ranks: Sequence[int] | None = None, runs_on: torch.device | None = None):
+                 draft_ranks: Sequence[int] | None = None, folder: Folder | None = None,
+                 runs_on: torch.device | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
         config, device, dtype = target.config, target.device, target.dtype
         interval, block = settings.flush_interval, settings.block_size
         self.capacity = -(-capacity // interval) * interval
         self._pack = pack and batch == 1 and num_resident_layers is None and packs(device, dtype)
-        self._prefill_level = compiler.level("prefill")
-        self.tape = Tape.allocate(batch, self.capacity + 4 * block, vocab_size, device)
+        self.compiler, self.prefill_level = compiler, compiler.level("prefill")
+        self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), vocab_size, device)
         self.params = self.tape.params
         offload = None
         if num_resident_layers is not None and num_resident_layers < config.n_layer:
@@ -63,6 +72,7 @@ class State:
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, sources=sources,
                                    drafting=drafting, compiler=compiler)
         self.pilot = Pilot(self.hierarchy, settings, batch, group=target.group,
+                           shelf=Shelf(folder, compiler.is_complete),
                            rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval())
         self.lens = [0] * batch  # tokens with exact K/V, as the host knows them
         self.known = [0] * batch  # tokens on the tape
@@ -130,7 +140,7 @@ class State:
                 view.rebuild_layer(i, row)
 
         blocks = prefill_blocks(cache, row, start, stop, self.settings.prefill_chunk_size, keep_queries=True,
-                                      level=self._prefill_level, on_layer=on_layer)
+                                      level=self.prefill_level, on_layer=on_layer)
         try:
             self.target.prefill(self.tape.tokens[row, None, start:stop], blocks, on_progress, cache_only=True)
         finally:
@@ -199,8 +209,7 @@ class State:
             plan: what to follow, instead of what is chosen.
         """
         if plan is None:
-            remaining = max(end - now for end, now in zip(self._ends, self.lens, strict=True))
-            plan = self.pilot.choose(self.num_forwards, remaining)
+            plan = self.pilot.choose(self.num_forwards)
         result = self.hierarchy.round(plan, self.lens, self._next_extent())
         self.num_forwards += 1
         return self._settle(result)

@@ -31,7 +31,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, model: Transformer, memory: DraftMemory, tape: Tape, *, max_drafted: int, compiler: Compiler):
         self.model, self.memory, self.tape = model, memory, tape
-        self.nbytes = memory.nbytes
+        self.nbytes, self.weight_bytes = memory.nbytes, model.weight_bytes
         self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
         self.num_drafted = tape.buffer()
         self.noise = tape.buffer(max_drafted, dtype=torch.float64)

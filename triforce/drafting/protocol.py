@@ -27,6 +27,7 @@ class Drafter:
     # that it drafts, for instance if it stops at a full stop that it drew.
     settled_count = True
     nbytes = 0  # of its caches
+    weight_bytes = 0  # of its model, which a proposal reads once a token
 
     def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         """Drafts on the tape what follows its token at `start` [B]: at most plan.gamma tokens, or none.

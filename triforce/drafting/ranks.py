@@ -21,7 +21,8 @@ class SharedDrafter(Drafter):
     def __init__(self, drafter: ModelDrafter | None, tape: Tape, group: Group, source: int):
         self.runs_here = drafter is not None
         self.own = drafter if drafter is not None else Drafter()
-        self.tape, self.group, self.source, self.nbytes = tape, group, source, self.own.nbytes
+        self.tape, self.group, self.source = tape, group, source
+        self.nbytes, self.weight_bytes = self.own.nbytes, max(self.own.weight_bytes, 1)
         self.num_drafted = tape.buffer()
 
     def propose(self, start: Tensor, plan: Plan, probs: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from torch import Tensor
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config
 
+STAGED = 2**25  # bytes that are copied to a GPU at a time
+
 
 @dataclass(frozen=True)
 class Place:
@@ -68,7 +70,12 @@ def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tens
 def fill(parameter: Tensor, place, tensor: Tensor) -> None:
     """Writes a tensor to its place; rows that it lacks (words that fill up the last rank's share) become zero."""
     rows = parameter[place.start : place.start + place.shape[0]]
-    rows[: len(tensor)].copy_(tensor)
+    if rows.is_cuda and tensor.device.type == "cpu":  # through pinned memory, which the host fills while it copies
+        step = max(STAGED * len(tensor) // max(tensor.nbytes, 1), 1)
+        for target, source in zip(rows[: len(tensor)].split(step), tensor.split(step), strict=True):
+            target.copy_(source.pin_memory(), non_blocking=True)
+    else:
+        rows[: len(tensor)].copy_(tensor)
     rows[len(tensor) :].zero_()
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import attention
-from ..graphs import put
-from ..model import ModelConfig, RotaryEmbedding, eager, rotate
+from ..graphs import is_traced, put
+from ..model import Block, ModelConfig, RotaryEmbedding, eager, rotate
 from ..packed import MIN_ROWS
 from . import prefix
 from .store import Extent, View
@@ -84,7 +84,7 @@ class TargetLayer:
         """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], or as `attention.up_to` takes them, and what they
         see in the tail, or, where it lies before that, in view and tail; K and V are written."""
         sizes = [self.n_head, 2 * self.n_kv_head]
-        if torch.compiler.is_compiling():  # two kernels; of the shorter form the compiler makes a third, for both
+        if is_traced():  # two kernels; of the shorter form the compiler makes a third, for both
             (q, kv), cos, sin = (x.split(sizes, dim=1) for x in (heads, self.cos, self.sin))
             q, kv = rotate(q, cos[0], sin[0]), rotate(kv, cos[1], sin[1])
         else:
@@ -159,6 +159,10 @@ class TargetLayer:
         return [] if merged is None else [merged]
 
 
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
 class PrefillBlock:
     """`kv` of a prefill chunk of one row: positions [start, stop), written straight into the prefix.
 
@@ -170,8 +174,12 @@ class PrefillBlock:
     def __init__(self, cache: TargetCache, row: int, start: int, stop: int, *, begin: int, end: int,
                  keep_queries: bool = False, compiled=eager, on_layer=None):
         self.cache, self.row, self.start, self.stop, self.begin, self.end = cache, row, start, stop, begin, end
-        self.keep_queries, self.compiled, self.on_layer = keep_queries, compiled, on_layer
+        self.keep_queries, self._compiled, self.on_layer = keep_queries, compiled, on_layer
         self.cos, self.sin = cache.rope(torch.arange(start, stop, device=cache.prefix.len.device))  # [M, D]
+
+    def compiled(self, function):
+        """All but `Block.before`, which depends on the prefix's capacity: it writes to a stretch of it."""
+        return function if function is Block.before else self._compiled(function)
 
     def layer(self, i: int) -> "PrefillLayer":
         return PrefillLayer(self, i)
@@ -197,9 +205,10 @@ class PrefillLayer:
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
         """Unrotated [1, H + 2K, M, D] -> queries [1, H, M, D]; K and V are written."""
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
-        self.k.copy_(rotate(k, self.cos, self.sin))
+        q, k = self._block.compiled(_turned)(q, k, self.cos, self.sin)
+        self.k.copy_(k)
         self.v.copy_(v)
-        return rotate(q, self.cos, self.sin), []
+        return q, []
 
     def close(self, q: Tensor) -> None:
         """All that a chunk leaves behind is there, once its last queries are kept."""
@@ -231,7 +240,7 @@ def prefill_blocks(cache: TargetCache, row: int, start: int, stop: int, size: in
 
     Args:
         keep_queries: of the last tokens, for a view to choose by.
-        level: compiles chunks, where enough of them are alike.
+        level: compiles chunks of full size.
         on_layer: see `PrefillBlock`.
     """
     edges = [*range(start, stop, size), stop]
@@ -241,7 +250,7 @@ def prefill_blocks(cache: TargetCache, row: int, start: int, stop: int, size: in
         cache.query_weight[row] = torch.arange(rows, device=cache.query_weight.device) < kept
     blocks = []
     for a, b in zip(edges, edges[1:], strict=False):
-        alike = len(edges) > 5 and a > 0 and b - a == size
+        alike = a > 0 and b - a == size
         block = PrefillBlock(cache, row, a, b, begin=start, end=stop, keep_queries=keep_queries and b == stop,
                              compiled=level if alike else eager, on_layer=on_layer)
         blocks.append((a - start, b - start, block))

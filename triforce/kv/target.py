@@ -77,12 +77,12 @@ class TargetCache(Store):
         self.tail = Tail(config, batch, aligned(flush_interval + 2 * block_size), aligned(budget) if joins else 0,
                          device, dtype)
         self.joins_view = joins and budget > 0
-        layers = range(config.n_layer)
         # What retrieval scores: the mean key of every chunk, and the queries of the block that was last verified.
         chunks = (batch, config.n_kv_head, capacity // chunk_size if chunk_size else 0, config.head_dim)
-        self.chunk_keys = [torch.zeros(chunks, device=device, dtype=dtype) for _ in layers]
+        self.all_chunk_keys = torch.zeros(config.n_layer, *chunks, device=device, dtype=dtype)
         rows = (batch, config.n_head, block_size, config.head_dim)
-        self.queries = [torch.zeros(rows, device=device, dtype=dtype) for _ in layers]
+        self.all_queries = torch.zeros(config.n_layer, *rows, device=device, dtype=dtype)
+        self.chunk_keys, self.queries = list(self.all_chunk_keys), list(self.all_queries)  # by layer
         # [B, M], 1 for the rows whose tokens were kept
         self.query_weight = torch.zeros(batch, block_size, dtype=torch.float32, device=device)
 

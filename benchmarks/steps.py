@@ -1,4 +1,4 @@
-"""Times each step of a hierarchy where its rows stand, for the controller. It reports milliseconds and chooses nothing.
+"""Times each step of a hierarchy where its rows stand.
 
 Steps are rehearsed: they write K/V from the pending token on, and tokens behind it, which later rounds write anew.
 """
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .controller import Costs
-from .plan import Padding, Plan
+from triforce.costs import SIZES, Costs
+from triforce.plan import Padding, Plan
 
 if TYPE_CHECKING:
-    from .hierarchy import Hierarchy
+    from triforce.hierarchy import Hierarchy
 
 REPEATS = 5
 SLOW = 300
@@ -68,7 +68,7 @@ def measure(hierarchy: "Hierarchy", padding: Padding, group=None) -> Costs:
         def sizes(level) -> list[int]:
             if padding.drafts:
                 return [level.rows]
-            return sorted({rows for rows in (1, 2, 3, 4, 6, 8, 16, 32) if rows < level.rows} | {level.rows})
+            return sorted({rows for rows in SIZES if rows < level.rows} | {level.rows})
 
         costs = Costs({rows: step(outer, rows) for rows in sizes(outer)})
         if not padding.plain and padding.drafts:

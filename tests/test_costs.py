@@ -1,0 +1,118 @@
+"""Costs are guessed, learned from rounds, and kept for the next process."""
+
+import random
+
+import pytest
+from conftest import make_engine, make_state, random_prompt
+
+from triforce.controller import Controller
+from triforce.costs import Costs, Learned, Shelf, from_json, guess, to_json
+from triforce.kept import Folder
+from triforce.plan import PADDED, Padding, Plan
+
+TRUE = Costs({1: 15.0, 4: 28.0, 8: 32.0}, {1: 5.0, 4: 6.0}, {"model": (1.5, 1.2), "ngram": (0.4, 0.1)})
+
+
+def unknown(costs: Costs) -> Learned:
+    return Learned(costs, [0] * len(costs.parts()))
+
+
+def test_parts_and_back():
+    assert Costs.of(TRUE.parts()) == TRUE
+    with_plain = Costs({8: 2.0}, plain=1.0)
+    assert Costs.of(with_plain.parts()) == with_plain
+
+
+@pytest.mark.parametrize("plan, expected", [
+    (Plan(), (0.0, 15.0)),
+    (Plan(3, "model"), (1.5 + 2 * 1.2, 28.0)),
+    (Plan(2, None, True, 0, 2), (10.0, 15 + 2 / 3 * 13)),  # 3 rows lie between 1 and 4
+    (Plan(5, "model", True, 2, 3), (3 * (5 + 2 / 3 * 1 + 1.5 + 1.2), 30.0)),
+    (Plan(7, "ngram"), (0.4 + 6 * 0.1, 32.0)),
+])
+def test_what_a_round_takes(plan, expected):
+    assert TRUE.milliseconds(plan) == pytest.approx(expected)
+
+
+def test_rounds_set_a_wrong_guess_right():
+    """From a guess that is wrong in every part, rounds of several plans lead to what those plans take."""
+    rng = random.Random(0)
+    learned = unknown(Costs({1: 3.0, 4: 3.0, 8: 3.0}, {1: 4.0, 4: 4.0}, {"model": (0.1, 0.1), "ngram": (1.0, 1.0)}))
+    plans = [Plan(), Plan(3, "model"), Plan(1, "model"), Plan(7, "ngram"), Plan(3, None, True, 0, 3),
+             Plan(7, "model", True, 3, 2), Plan(7, "model", True, 1, 4)]
+    for _ in range(200):
+        plan = rng.choice(plans)
+        for weights, took in zip((TRUE.drafting(plan), TRUE.checking(plan)), TRUE.milliseconds(plan), strict=True):
+            learned.observe(learned.weights(weights), took * rng.uniform(0.97, 1.03))
+    for plan in plans:
+        for now, true in zip(learned.now().milliseconds(plan), TRUE.milliseconds(plan), strict=True):
+            assert now == pytest.approx(true, rel=0.12)
+
+
+def test_the_first_verify_sets_the_scale_of_all():
+    learned = unknown(Costs({8: 1.0}, {4: 0.5}, {"model": (0.1, 0.1)}))
+    learned.observe(learned.weights({("verify", 8): 1.0}), 20.0)
+    assert learned.now() == Costs({8: 20.0}, {4: 10.0}, {"model": (2.0, 2.0)})
+    learned.observe(learned.weights({("model", "first"): 1.0}), 0.5)  # what is like it is as new
+    assert learned.now() == Costs({8: 20.0}, {4: 10.0}, {"model": (0.5, 0.5)})
+
+
+def test_what_lies_idle_gets_another_chance():
+    learned = Learned(Costs({8: 20.0}, {4: 10.0}))
+    for _ in range(300):
+        learned.pass_by(1)
+        learned.observe(learned.weights({("verify", 8): 1.0}), 20.0)
+    assert learned.now().verify == pytest.approx({8: 20.0}) and learned.now().retrieval == pytest.approx({4: 9.0})
+
+
+def test_without_evidence_rounds_are_plain_then_short():
+    costs = Costs({16: 1.0}, {5: 0.1}, {"model": (0.01, 0.01)})
+    controller = Controller(costs, 15, 4, seen=[0] * len(costs.parts()))
+    assert controller.choose() == Plan()
+    controller.timed(Plan(), 0.0, 20.0)
+    plan = controller.choose()
+    assert 0 < plan.gamma <= Controller.SHORT and 2 * plan.rounds <= Controller.SHORT
+    controller.timed(plan, 4.0, 20.0)
+    assert controller.choose().gamma > Controller.SHORT or controller.choose().rounds > 2
+
+
+def test_guesses_know_how_much_is_read(pair):
+    state = make_state(*pair, [random_prompt(600)], ngram=True)
+    costs = guess(state.hierarchy, PADDED, [600])
+    longer = guess(state.hierarchy, PADDED, [6000])
+    assert set(costs.sources) == {"model", "ngram"} and list(costs.verify) == [8]
+    assert longer.verify[8] > 2 * costs.verify[8] and longer.sources == costs.sources
+    assert costs.retrieval[3] < costs.verify[8]
+    assert guess(state.hierarchy, Padding(False, True), [600]).plain == pytest.approx(costs.verify[8] / 1.56, rel=0.01)
+    assert list(guess(state.hierarchy, Padding(False, False), [600]).verify) == [1, 2, 3, 4, 6, 8]
+
+
+def test_what_was_learned_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path))
+    learned = unknown(TRUE)
+    learned.observe(learned.weights({("verify", 1): 1.0}), 30.0)
+    name = Shelf(None).name(PADDED, [5000])
+    Shelf(Folder({"model": "a"})).put(name, learned)
+    costs, seen = Shelf(Folder({"model": "a"})).find(name, TRUE)
+    assert costs == learned.now() and sum(seen) == 1
+    for other in (Shelf(Folder({"model": "b"})), Shelf(None)):
+        assert other.find(name, TRUE) is None
+    assert Shelf(Folder({"model": "a"})).find(Shelf(None).name(PADDED, [9000]), TRUE) is None
+    assert Shelf(None, compiled=True).name(PADDED, [5000]) != name
+    assert Shelf(Folder({"model": "a"})).find(name, Costs({8: 1.0})) is None  # other parts
+
+
+def test_json_and_back():
+    learned = Learned(TRUE)
+    assert from_json(to_json(learned), TRUE) == (TRUE, learned.seen.tolist())
+
+
+def test_a_second_engine_begins_with_what_the_first_learned(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path))
+    seen = []
+    for _ in range(2):
+        engine = make_engine(*pair, budget=64, flush_interval=16, chunk_size=4, gamma="auto", max_seq_len=512)
+        state = engine.prepare([random_prompt(100)], 60, temperature=0.0)
+        seen.append(state.pilot.controller.learned.seen.copy())
+        engine.generate(random_prompt(100), 60, temperature=0.0)
+    assert not seen[0].any() and seen[1].any()

@@ -1,0 +1,220 @@
+"""Pieces are traced without weights, compiled in another process, found again, and compute the same."""
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_engine, random_pair, random_prompt
+
+from triforce import jobs, precompile
+from triforce.kept import Folder
+from triforce.model import Block
+from triforce.pieces import COMPLETE, FAILED, Loaded, Pieces, piece_name, put_together, reachable, take_apart
+
+SETTINGS = {"budget": 64, "flush_interval": 16, "chunk_size": 4, "prefill_chunk_size": 64, "max_seq_len": 512}
+SMALL = "Speculator._begin"  # what a CPU compiles in a second
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """Jobs that engines ask for, which nobody does, in a cache of their own."""
+    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path / "cache"))
+    asked = []
+    monkeypatch.setattr(jobs, "start", lambda job, wait=False: asked.append(job))
+    return asked
+
+
+def run(engine, rows=1, tokens=48):
+    prompts = [random_prompt(200 + 40 * row, seed=row) for row in range(rows)]
+    return [out.tokens for out in engine.generate(prompts, tokens, temperature=0.0, ignore_eos=True)]
+
+
+def missing(engine):
+    return engine._state.compiler.pieces.missing
+
+
+@pytest.mark.parametrize("options, rows", [
+    ({}, 1), ({"gamma": "auto"}, 1), ({"draft_cache": "streaming"}, 1), ({"retrieval": False}, 1),
+    ({"retrieval": False, "draft_cache": "snapkv"}, 1), ({"gamma": "auto"}, 3), ({"offload": True}, 1),
+])
+def test_every_piece_that_a_step_calls_is_traced(pair, asked, options, rows):
+    """By name, which holds the shapes and strides of what it is called with."""
+    target, draft = pair
+    engine = make_engine(target, draft, compile="beside", max_batch_size=rows, **SETTINGS, **options)
+    run(engine, rows)
+    traced = precompile.collect(asked[0])
+    assert len(missing(engine)) > 10 and all(piece.paths for piece in traced.values())
+    rest = {name for name in missing(engine) if name not in traced}
+    if "offload" in options:  # the verify's second halves of a layer, and the merging of what streams past
+        rest -= {name for name in rest if name.startswith(("level2_rows8.Block.after", "level2_rows8.merge"))}
+    assert not rest
+
+
+def test_traced_without_memory(asked):
+    """A target of layers of a billion parameters is traced as one of a few is."""
+    target, draft = random_pair()
+    engine = make_engine(target, draft, compile="beside", **SETTINGS)
+    run(engine, tokens=2)
+    large = replace(target.config, dim=8192, n_head=64, n_kv_head=8, head_dim=128, ffn_dim=28672, n_layer=4, vocab_size=128256)
+    assert len(precompile.collect(replace(asked[0], target=large))) > 20
+
+
+def test_a_compiled_piece_computes_the_same(asked):
+    """Another layer of another model of the same shape, through the paths that were noted."""
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    run(engine, tokens=2)
+    traced = precompile.collect(asked[0])
+    name = next(name for name, piece in traced.items()
+                if "level2_rows8.Block.after" in name and [2, 1, 1] in piece.paths)  # of two states
+    loaded = Loaded(traced[name].compile())
+    like = {path: torch.empty_strided(x.shape, x.stride()).normal_() for path, x in
+            zip(map(tuple, traced[name].paths), traced[name].tensors, strict=True)}
+    states = [(like[2, i, 0], like[2, i, 1]) for i in range(3) if (2, i, 0) in like]
+    args = random_pair(std=0.1)[0].layers[1], like[1,], states
+    assert piece_name("level2_rows8", Block.after, args) == name
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(args), Block.after(*args))
+        with pytest.raises(AssertionError, match="compiled as"):
+            loaded((args[0], args[1][:, :4], states))
+
+
+def compile_some(job):
+    """Of a job, what a CPU compiles in seconds; the rest is said to have failed."""
+    folder = Folder(job.about)
+    for name, piece in precompile.collect(job).items():
+        if SMALL in name:
+            folder.write(name, piece.compile())
+    folder.write(COMPLETE, b"")
+    return folder
+
+
+def test_the_next_prompt_runs_compiled_pieces_and_no_text_changes_in_its_midst(asked):
+    pair = random_pair()
+    expected = run(make_engine(*pair, compile=False, **SETTINGS))
+    engine = make_engine(*pair, compile="beside", **SETTINGS)
+    assert run(engine) == expected and len(asked) == 1
+    first = engine._state
+    compile_some(asked[0])
+    assert run(engine) == expected and engine._state is first  # the same prompt: the same bits
+    engine.generate(random_prompt(150, seed=9), 8)
+    pieces = engine._state.compiler.pieces
+    assert engine._state is not first and pieces.complete and len(asked) == 1
+    assert run(engine) == expected and not any(SMALL in name for name in pieces.missing)
+    another = make_engine(*pair, compile="beside", **SETTINGS)  # as a later process
+    assert run(another) == expected and another._state.compiler.pieces.complete and len(asked) == 1
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "text"])
+def test_what_is_damaged_is_not_there(asked, harm, caplog):
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    expected = run(engine)
+    folder = compile_some(asked[0])
+    for name in folder.names(".piece"):
+        path = folder.path / name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes({"flip": data, "cut": data[:-100], "empty": b"", "text": b"{}"}[harm])
+    again = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    assert run(again) == expected and any(SMALL in name for name in missing(again))
+    assert sum("damaged" in record.message for record in caplog.records) == 1  # said once
+
+
+def test_another_version_is_another_folder(asked, monkeypatch):
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    run(engine, tokens=2)
+    compile_some(asked[0])
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    other = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    run(other, tokens=2)
+    assert len(asked) == 2 and not other._state.compiler.pieces.complete
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="a superuser may write anywhere")
+def test_a_folder_that_cannot_be_written(asked, tmp_path, caplog):
+    (tmp_path / "cache").mkdir(mode=0o500)
+    assert run(make_engine(*random_pair(), compile="beside", gamma="auto", **SETTINGS), tokens=20)
+    assert sum("cannot keep" in record.message for record in caplog.records) == 1
+
+
+def test_a_cache_that_is_a_file(asked, tmp_path, caplog):
+    (tmp_path / "cache").write_text("not a folder")
+    assert run(make_engine(*random_pair(), compile="beside", gamma="auto", **SETTINGS), tokens=20)
+    assert sum("cannot" in record.message for record in caplog.records) == 1
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path))
+    folder = Folder({"a": 1})
+    assert folder.write("x.piece", b"before")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert not folder.write("x.piece", b"after") and folder.read("x.piece") == b"before"
+    assert sorted(path.name for path in folder.path.iterdir()) == ["about.json", "x.piece"]
+    assert "No space left" in caplog.text
+
+
+def test_a_piece_that_does_not_compile_runs_as_it_is_written(asked, monkeypatch):
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    expected = run(engine)
+
+    def fails(piece):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(precompile.Traced, "compile", fails)
+    new = precompile.work(asked[0])
+    assert new and all(name.endswith(FAILED) for name in new)
+    again = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    assert run(again) == expected and again._state.compiler.pieces.complete and len(asked) == 1
+    assert precompile.work(asked[0]) != []  # it is tried again when asked again
+
+
+def test_killed_and_two_at_once(asked):
+    """A process that is killed leaves whole files or none; two at the same work do it once."""
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    run(engine, tokens=2)
+    job = asked[0]
+    code = ("import pickle, sys\nfrom triforce import precompile\n"
+            "own = precompile.collect\n"
+            "precompile.collect = lambda job: {n: p for n, p in own(job).items() if '_begin' in n}\n"
+            "print(*precompile.work(pickle.load(sys.stdin.buffer)))\n")
+
+    def begin():
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process.stdin.write(pickle.dumps(job))
+        process.stdin.close()
+        return process
+
+    killed, folder = begin(), Folder(job.about)
+    while not folder.names(".piece") and killed.poll() is None:
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    assert all(folder.read(name) is not None for name in folder.names(".piece"))
+    done = len(folder.names(".piece"))
+    said = [process.stdout.read().split() for process in (begin(), begin())]
+    assert sorted(map(len, said))[0] == 0 and sum(map(len, said)) == len(folder.names(".piece")) - done
+    assert Pieces(folder).complete
+
+
+def test_paths_lead_to_what_is_reached(pair):
+    target, _ = pair
+    found = reachable((target.layers[1], [torch.zeros(2)]))
+    paths = {path for _, path in found.values()}
+    assert (0, "attention", "qkv", "weight") in paths and (1, 0) in paths
+
+
+def test_results_are_put_together_as_they_were():
+    x, y, z = (torch.full((1,), i) for i in range(3))
+    for result in (x, (x, [(y, z)]), [x, None], None):
+        tensors = []
+        shape = take_apart(result, tensors)
+        again = put_together(shape, tensors)
+        assert str(again) == str(result)

@@ -1,0 +1,227 @@
+"""What each step of a hierarchy takes, in milliseconds: guessed by the bytes that it reads, then learned from rounds.
+
+No step is run only to be timed. What was learned is kept for the next process, see `kept.py`.
+"""
+
+import json
+import statistics
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .kept import Folder
+from .plan import Padding, Plan
+
+if TYPE_CHECKING:
+    from .hierarchy import Hierarchy
+
+ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
+SIZES = (1, 2, 3, 4, 6, 8, 16, 32)  # rows whose steps have times of their own, where steps are not padded
+
+
+@dataclass
+class Costs:
+    """Milliseconds of each step."""
+
+    verify: dict[int, float]  # by rows, over the full cache
+    retrieval: dict[int, float] = field(default_factory=dict)  # by rows, over the retrieval view
+    sources: dict[str, tuple[float, float]] = field(default_factory=dict)  # the first token of a proposal, each further
+    plain: float | None = None  # of a step that checks nothing, where that is not one of `verify`
+
+    def parts(self) -> dict[tuple, float]:
+        """By name: (what, which)."""
+        parts = {("verify", rows): cost for rows, cost in sorted(self.verify.items())}
+        if self.plain is not None:
+            parts["plain", 0] = self.plain
+        parts |= {("retrieval", rows): cost for rows, cost in sorted(self.retrieval.items())}
+        for name, (first, further) in self.sources.items():
+            parts |= {(name, "first"): first, (name, "further"): further}
+        return parts
+
+    @classmethod
+    def of(cls, parts: dict[tuple, float]) -> "Costs":
+        """The opposite of `parts`."""
+        rows = {name: {which: cost for (what, which), cost in parts.items() if what == name}
+                for name in ("verify", "retrieval")}
+        names = [what for what, which in parts if which == "first"]
+        return cls(rows["verify"], rows["retrieval"],
+                   {name: (parts[name, "first"], parts[name, "further"]) for name in names}, parts.get(("plain", 0)))
+
+    def drafting(self, plan: Plan) -> dict[tuple, float]:
+        """How often a round of the plan pays for each part before its verify."""
+        if plan.gamma == 0:
+            return {}
+        if not plan.retrieval:
+            return self._source(plan.source, plan.gamma, 1)
+        weights = {part: plan.rounds * share for part, share in
+                   _between("retrieval", self.retrieval, 1 + plan.gamma_inner).items()}
+        return weights | (self._source(plan.source, plan.gamma_inner, plan.rounds) if plan.source else {})
+
+    def checking(self, plan: Plan) -> dict[tuple, float]:
+        """The same of its verify."""
+        if plan.gamma == 0 and self.plain is not None:
+            return {("plain", 0): 1.0}
+        return _between("verify", self.verify, 1 + plan.gamma)
+
+    def milliseconds(self, plan: Plan) -> tuple[float, float]:
+        """Of a round of the plan: drafting, and checking."""
+        parts = self.parts()
+        return tuple(sum(parts[part] * count for part, count in weights.items())
+                     for weights in (self.drafting(plan), self.checking(plan)))
+
+    def _source(self, name: str, count: int, rounds: int) -> dict[tuple, float]:
+        weights = {(name, "first"): float(rounds), (name, "further"): float(rounds * (count - 1))}
+        return {part: weight for part, weight in weights.items() if weight}
+
+
+def _between(what: str, nodes: dict[int, float], rows: int) -> dict[tuple, float]:
+    """A step of so many rows as a mean of the nearest sizes that have a time."""
+    sizes = sorted(nodes)
+    rows = min(max(rows, sizes[0]), sizes[-1])
+    at = int(np.searchsorted(sizes, rows))
+    if sizes[at] == rows:
+        return {(what, rows): 1.0}
+    low, high = sizes[at - 1], sizes[at]
+    share = (rows - low) / (high - low)
+    return {(what, low): 1 - share, (what, high): share}
+
+
+class Learned:
+    """Costs that rounds set right.
+
+    A round shows two sums, of its drafting and of its verify. Each sum corrects the parts that it is made of by one
+    factor: fully the first time, then by a share. What has never been seen moves along with what is like it, as long
+    as that is new, too.
+
+    Args:
+        costs: what is known or guessed.
+        seen: how often rounds have shown each part. None: all are known well.
+    """
+
+    WELL = 4  # times seen: then a part is known well
+    SHARE = 0.25  # of a correction, in the long run
+    RECENT = 3  # sums of the same parts: their median counts, since one may be a hiccup of the machine
+    STALE, HOPE = 256, 0.9  # what was not seen for so many tokens may have become faster by so much
+
+    def __init__(self, costs: Costs, seen: list[int] | None = None):
+        parts = costs.parts()
+        self.names = list(parts)
+        self.number = {name: i for i, name in enumerate(self.names)}
+        self.values = np.array([max(cost, 1e-6) for cost in parts.values()])
+        self.seen = np.full(len(parts), self.WELL) if seen is None else np.minimum(seen, self.WELL)
+        self.age = np.zeros(len(parts))
+        self._recent: dict[tuple, deque] = defaultdict(lambda: deque(maxlen=self.RECENT))
+
+    def weights(self, parts: dict[tuple, float]) -> np.ndarray:
+        """As an array over all parts."""
+        row = np.zeros(len(self.names))
+        for part, weight in parts.items():
+            row[self.number[part]] = weight
+        return row
+
+    def observe(self, weights: np.ndarray, milliseconds: float) -> None:
+        """So often each part was paid for, and all of it took so long."""
+        used = weights > 0
+        if not used.any():
+            return
+        recent = self._recent[tuple(np.flatnonzero(used))]
+        recent.append((weights, milliseconds))
+        factor = statistics.median(max(took, 1e-6) / float(row @ self.values) for row, took in recent)
+        share = np.maximum(1 / (self.seen + 1.0), self.SHARE)
+        along = self._like(used)
+        self.values = np.where(used, self.values * factor**share, np.where(along, self.values * factor, self.values))
+        self.seen[used] += 1
+        self.age[used] = 0
+
+    def _like(self, used: np.ndarray) -> np.ndarray:
+        """Parts that have never been seen and are like those, if those are new: all, as long as nothing was seen."""
+        unseen = self.seen == 0
+        if unseen.all():
+            return ~used
+        kinds = {self.names[i][0] for i in np.flatnonzero(used)}
+        new = {kind for kind in kinds if all(unseen[i] for i, name in enumerate(self.names) if name[0] == kind)}
+        return ~used & np.array([name[0] in new for name in self.names])
+
+    def pass_by(self, num_tokens: float) -> None:
+        """So many tokens of a row were emitted. What lies idle gets another chance, now and then."""
+        self.age += num_tokens
+        stale = self.age > self.STALE
+        self.values = np.where(stale, self.values * self.HOPE, self.values)
+        self.age[stale] = 0
+
+    def now(self) -> Costs:
+        """What is believed at present."""
+        return Costs.of(dict(zip(self.names, self.values.tolist(), strict=True)))
+
+
+def to_json(learned: Learned) -> bytes:
+    """[[what, which, milliseconds, how often it was seen], ...]"""
+    return json.dumps([[*name, value, seen] for name, value, seen in
+                       zip(learned.names, learned.values.tolist(), learned.seen.tolist(), strict=True)]).encode()
+
+
+def from_json(data: bytes, like: Costs) -> tuple[Costs, list[int]] | None:
+    """Costs, and how often each part was seen. None where the parts are not those of `like`: they were learned under
+    other settings."""
+    parts = {tuple(name): (value, seen) for *name, value, seen in json.loads(data)}
+    if parts.keys() != like.parts().keys():
+        return None
+    return Costs.of({name: parts[name][0] for name in like.parts()}), [parts[name][1] for name in like.parts()]
+
+
+class Shelf:
+    """Learned costs by the length of the rows, in this process and, with a folder, over processes."""
+
+    STRIDE = 4096  # tokens
+
+    def __init__(self, folder: Folder | None, compiled: bool = False):
+        self.folder, self.compiled = folder, compiled
+        self._known: dict[tuple, bytes] = {}
+
+    def find(self, name: tuple, like: Costs) -> tuple[Costs, list[int]] | None:
+        """What was put there, if it has the parts of `like`."""
+        data = self._known.get(name)
+        if data is None and self.folder is not None:
+            data = self.folder.read(self._file(name))
+        return None if data is None else from_json(data, like)
+
+    def put(self, name: tuple, learned: Learned) -> None:
+        self._known[name] = data = to_json(learned)
+        if self.folder is not None:
+            self.folder.write(self._file(name), data)
+
+    def name(self, padding: Padding, lengths: list[int]) -> tuple:
+        """Of what was learned under such circumstances."""
+        longest, shortest = (-(-length // self.STRIDE) for length in (max(lengths), min(lengths)))
+        return int(self.compiled), int(padding.plain), int(padding.drafts), longest, shortest
+
+    @staticmethod
+    def _file(name: tuple) -> str:
+        return f"costs-{'-'.join(map(str, name))}.json"
+
+
+def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:
+    """By the bytes that a step reads. It hopes for the best of what drafts: a round soon shows what that takes."""
+    outer, inner, cache = hierarchy.outer, hierarchy.inner, hierarchy.cache
+    on_cpu = outer.length.device.type == "cpu"
+    rate = 2e7 if on_cpu else 4e9  # bytes a millisecond
+    host_rate = rate if on_cpu else 5e7
+    config, itemsize, offload = outer.model.config, outer.model.dtype.itemsize, cache.prefix.offload
+    prefix = sum(lengths) * config.kv_elements_per_token * itemsize
+    on_host = 0 if offload is None else prefix * len(offload.layers) / config.n_layer
+    verify = (outer.model.weight_bytes + prefix - on_host) / rate + on_host / host_rate
+
+    def by_rows(level, first: float) -> dict[int, float]:
+        sizes = {level.rows} if padding.drafts else {rows for rows in SIZES if rows < level.rows} | {level.rows}
+        return {rows: first * (1 + ROW * (rows - 1) * on_cpu) for rows in sorted(sizes)}
+
+    costs = Costs(by_rows(outer, verify), plain=verify if padding.drafts and not padding.plain else None)
+    if inner is not None:
+        view = min(hierarchy.view.nbytes, prefix)
+        costs.retrieval = by_rows(inner, (inner.model.weight_bytes + view) / rate)
+    for name, source in hierarchy.sources.items():
+        first = (source.nbytes + source.weight_bytes) / rate + 0.001
+        costs.sources[name] = first, first if source.weight_bytes else 0.0
+    return costs

@@ -1,0 +1,191 @@
+"""Compiled pieces of a step, made once for a machine and kept in a folder.
+
+A piece is a function of a step between two calls of fixed kernels: half a layer, the sampling at its end. The module
+`precompile` traces pieces without weights and compiles them in a process of its own; here they are found and run. A
+piece that is not there runs as it is written: that is slower, and otherwise the same but for rounding.
+
+What a piece reads need not be among its arguments: weights and buffers are found through the objects that are. A traced
+piece names each tensor by its path from the arguments, so that the same code finds the tensors of another layer, or of
+another process. All else that it depends on (numbers, settings) is in the folder's description, or among the arguments.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor, nn
+
+from .kept import Folder
+from .tape import FULL, RETRIEVAL
+
+log = logging.getLogger("triforce")
+ENDING = ".piece"
+COMPLETE = "complete"  # its presence says that all pieces of the folder have been tried
+FAILED = ".failed"  # ends the name of a file that says why a piece could not be compiled
+Path = tuple  # steps from a list of arguments to a tensor: a str is an attribute, an int an index, [name] a key
+
+
+def signature(args) -> str:
+    """Shapes, strides and dtypes of the tensors among the arguments, and the values of all plain ones."""
+    return json.dumps([_describe(arg) for arg in args])
+
+
+def _describe(arg):
+    if isinstance(arg, Tensor):
+        return layout(arg)
+    if isinstance(arg, (list, tuple)):
+        return [_describe(one) for one in arg]
+    return arg if arg is None or isinstance(arg, (bool, int, float, str)) else type(arg).__name__
+
+
+def layout(x: Tensor) -> list:
+    strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return [list(x.shape), strides, str(x.dtype), x.device.type]
+
+
+def piece_name(level: str, function: Callable, args) -> str:
+    """The file of a piece of a level, called with these arguments."""
+    digest = hashlib.sha256(signature(args).encode()).hexdigest()[:16]
+    return f"{level}.{function.__qualname__}.{digest}{ENDING}"
+
+
+def find(args, path: Path) -> Tensor:
+    """The tensor at a path."""
+    here = args
+    for step in path:
+        here = getattr(here, step) if isinstance(step, str) else here[step] if isinstance(step, int) else here[step[0]]
+    return here
+
+
+def reachable(args) -> dict[int, tuple[Tensor, Path]]:
+    """All tensors that can be reached from the arguments, by identity, each with the shortest path to it."""
+    found: dict[int, tuple[Tensor, Path]] = {}
+    seen, queue = set(), [(args, ())]
+    while queue:
+        later = []
+        for here, path in queue:
+            if id(here) in seen:
+                continue
+            seen.add(id(here))
+            if isinstance(here, Tensor):
+                found[id(here)] = here, path
+            else:
+                later += [(child, (*path, step)) for step, child in _children(here)]
+        queue = later
+    return found
+
+
+def _children(here) -> list[tuple]:
+    if isinstance(here, (list, tuple)):
+        return list(enumerate(here))
+    if isinstance(here, dict):
+        return [([name], value) for name, value in here.items()]
+    children = []
+    if isinstance(here, nn.Module):
+        parts = (here._parameters, here._buffers, here._modules)
+        children = [(name, value) for part in parts for name, value in part.items()]
+    if isinstance(here, nn.Module) or type(here).__module__.startswith(__package__ + "."):
+        children += [(name, value) for name, value in getattr(here, "__dict__", {}).items()
+                     if name not in ("_parameters", "_buffers", "_modules")]
+    return children
+
+
+def take_apart(result, tensors: list[Tensor]):
+    """What a piece returns, with each tensor replaced by its number in `tensors`, to which it is added."""
+    if isinstance(result, Tensor):
+        tensors.append(result)
+        return len(tensors) - 1
+    if isinstance(result, (list, tuple)):
+        return [type(result).__name__, *(take_apart(one, tensors) for one in result)]
+    assert result is None, result
+    return None
+
+
+def put_together(shape, tensors: list[Tensor]):
+    """The opposite of `take_apart`."""
+    if not isinstance(shape, list):
+        return shape if shape is None else tensors[shape]
+    parts = [put_together(one, tensors) for one in shape[1:]]
+    return parts if shape[0] == "list" else tuple(parts)
+
+
+def pack(paths: list[Path], layouts: list, result, artifact: bytes) -> bytes:
+    """A piece as it is kept: a line of JSON, then PyTorch's compiled artifact."""
+    return json.dumps({"paths": paths, "layouts": layouts, "result": result}).encode() + b"\n" + artifact
+
+
+class Loaded:
+    """A compiled piece, ready to run."""
+
+    def __init__(self, data: bytes):
+        import torch._inductor as inductor  # takes seconds, where it was not imported beside the loading of weights
+
+        head, _, artifact = data.partition(b"\n")
+        about = json.loads(head)
+        self.paths = [tuple(path) for path in about["paths"]]
+        self.layouts, self.result = about["layouts"], about["result"]
+        handle, path = tempfile.mkstemp(suffix=".artifact")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(artifact)
+            self.run = inductor.CompiledArtifact.load(path=path, format="binary")
+        finally:
+            os.unlink(path)
+
+    def __call__(self, args):
+        tensors = [find(args, path) for path in self.paths]
+        for tensor, expected, path in zip(tensors, self.layouts, self.paths, strict=True):
+            assert layout(tensor) == expected, f"{path} is {layout(tensor)}, and was compiled as {expected}"
+        return put_together(self.result, self.run(*tensors))
+
+
+class Pieces:
+    """The pieces that a folder held when this was made: what is added later is not seen, so that the bits of a text do
+    not change in its midst.
+
+    Args:
+        common: given the names that this rank found, says which of them all ranks found: they must compute alike.
+    """
+
+    def __init__(self, folder: Folder, common: Callable[[set[str]], set[str]] = lambda names: names):
+        self.folder = folder
+        found = {name: folder.read(name) for name in [COMPLETE, *folder.names(ENDING)]}
+        names = common({name for name, data in found.items() if data is not None})
+        self.complete = COMPLETE in names
+        names -= {COMPLETE}
+        self._loading: dict[str, Future] = {}
+        if names:
+            loader = ThreadPoolExecutor(1, "pieces")  # beside the prefill, for which the host does little
+            for name in sorted(names, key=_order):
+                self._loading[name] = loader.submit(Loaded, found[name])
+            loader.shutdown(wait=False)
+        self.missing: set[str] = set()  # that were asked for and ran as they are written
+    @property
+    def outdated(self) -> bool:
+        """Whether the folder has become complete."""
+        return not self.complete and self.folder.read(COMPLETE) is not None
+
+    def piece(self, level: str, function: Callable) -> Callable:
+        """The function, compiled where it was kept for what it is called with."""
+
+        def call(*args):
+            loaded = self._find(piece_name(level, function, args))
+            return function(*args) if loaded is None else loaded(args)
+
+        return call
+
+    def _find(self, name: str) -> Loaded | None:
+        if name not in self._loading:
+            self.missing.add(name)
+            return None
+        return self._loading[name].result()
+
+
+def _order(name: str) -> tuple:
+    """Pieces in the order in which a generation first calls them."""
+    levels = ["prefill", f"level{FULL}", f"level{RETRIEVAL}"]
+    return next((i for i, level in enumerate(levels) if name.startswith(level)), len(levels)), name
