@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from triforce import cli
 from triforce.errors import UserError
 from triforce.loading import check_draft_ranks
 from triforce.model import ModelConfig
@@ -28,18 +29,19 @@ def run(command: list[str], **kw) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_ranks_compute_what_one_computes(count):
-    done = torchrun(count, "tests/parallel_worker.py", timeout=240 if count < 8 else 600)
+    done = run([sys.executable, "tests/parallel_worker.py", str(count)])
     assert done.returncode == 0, done.stderr[-3000:]
     assert all(f"rank {rank} of {count} done" in done.stdout for rank in range(count))
 
 
-def test_the_command_line_speaks_once():
-    flags = ["--prompt-file", "-", "--max-new-tokens", "12", "--temperature", "0", "--device", "cpu", "--gamma", "4"]
+def test_the_command_line_speaks_once(capsys):
+    flags = ["--max-new-tokens", "12", "--temperature", "0", "--device", "cpu", "--gamma", "4"]
     text = "It was the best of times, it was the worst of times, it was the age of wisdom."
-    alone = run([sys.executable, "generate.py", *flags], input=text)
-    shared = torchrun(2, "generate.py", *flags, input=text)
+    assert cli.main(["--prompt", text, *flags]) == 0
+    alone = capsys.readouterr().out
+    shared = torchrun(2, "generate.py", "--prompt-file", "-", *flags, input=text)
     assert shared.returncode == 0, shared.stderr[-3000:]
-    assert shared.stdout == alone.stdout != ""
+    assert shared.stdout == alone != ""
     assert shared.stderr.count("time per token") == 1
 
 
