@@ -22,9 +22,9 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
-QUICK = {"attention", "api", "calibration", "controller", "draft_memory", "faults", "flags", "generation", "graphs",
-         "kv", "laws", "memory", "model", "ngram", "packed", "planning", "quantize", "rates", "retrieval", "sampling",
-         "speculation", "state", "statistics"}
+QUICK = {"acceptance", "attention", "api", "calibration", "cli_flags", "controller", "controller_rates", "draft_memory",
+         "engine_plans", "faults", "generation", "graphs", "kv", "memory", "model", "ngram", "packed", "quantize",
+         "sampling", "session", "speculator", "state", "views"}
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -1,10 +1,13 @@
-"""Several ranks against one, as processes on a CPU: `parallel_worker.py` is what each of them runs."""
+"""Several ranks against one, as processes on a CPU: `parallel_worker.py` is what each of them runs. And what ranks
+share, without processes.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,9 @@ from triforce import cli
 from triforce.errors import UserError
 from triforce.loading import check_draft_ranks
 from triforce.model import ModelConfig
-from triforce.parallel import Group, shard_config
+from triforce.parallel import Group, from_environment, shard_config
 
+CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48)
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
@@ -96,3 +100,24 @@ def test_a_killed_rank_ends_the_others():
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
+
+
+def test_a_share_of_a_config():
+    local = shard_config(CONFIG, Group(1, 2, ""))
+    assert local == replace(CONFIG, n_head=4, n_kv_head=2, ffn_dim=24, num_shards=2)
+    assert local.vocab_rows == 33 and shard_config(CONFIG, None) is CONFIG
+    with pytest.raises(UserError, match="4 ranks cannot share 50 MLP rows evenly; use --nproc-per-node 1 or 2$"):
+        shard_config(replace(CONFIG, ffn_dim=50), Group(0, 4, ""))
+    with pytest.raises(UserError, match="4 ranks cannot share 6 heads evenly; use --nproc-per-node 1$"):
+        shard_config(replace(CONFIG, n_head=6, n_kv_head=4, ffn_dim=9), Group(0, 4, ""))
+
+
+def test_half_an_environment_is_named(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert from_environment("cpu") == (None, "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(UserError, match=r"WORLD_SIZE \(2\) is set, but not MASTER_PORT; start with torchrun"):
+        from_environment("cpu")
