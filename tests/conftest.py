@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import weakref
 
 import pytest
 import torch
@@ -150,6 +151,21 @@ def eager_to_draft(monkeypatch):
     monkeypatch.setattr("triforce.pilot.measure", measured)
     monkeypatch.setattr(Controller, "timed", recorded)
     return plans
+
+
+@pytest.fixture
+def states():
+    """Weak references to the States that are made during a test, in order."""
+    made, init = [], State.__init__
+
+    def noted(self, *args, **kw):
+        if "runs_on" not in kw:  # one of memory.py's plans, which holds nothing
+            made.append(weakref.ref(self))
+        init(self, *args, **kw)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(State, "__init__", noted)
+        yield made
 
 
 @pytest.fixture(scope="session")

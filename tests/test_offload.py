@@ -253,7 +253,7 @@ def test_too_little_host_memory_is_said_before_anything_is_allocated(monkeypatch
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(
     "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
-def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error):
+def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error, states):
     engine = triforce.load("tiny", device="cpu", offload=True, gamma=3)
     prompt = random_prompt(300)
     whole = engine.generate(prompt, max_new_tokens=20, temperature=0).tokens
@@ -266,9 +266,10 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error):
     monkeypatch.setattr("triforce.state.State.round", fails)
     with pytest.raises(UserError, match="ran out of memory.*--max-seq-len"):
         engine.generate(prompt, max_new_tokens=20, temperature=0)
-    assert rounds and engine._state is None
+    assert rounds and len(states) == 1
     monkeypatch.undo()
     assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole
+    assert len(states) == 2  # nothing was kept of what had failed
 
 
 def test_memory_that_the_system_refuses_is_no_traceback():
