@@ -1,4 +1,7 @@
-"""The command line as a user meets it: in a process of its own, piped, and with mistakes."""
+"""The command line as a user meets it: in a process of its own, piped, and with mistakes.
+
+Of cli.py, with the library behind it; test_cli_flags.py has it without.
+"""
 
 import json
 import os

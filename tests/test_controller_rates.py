@@ -1,4 +1,7 @@
-"""What a controller believes: rates that forget, speculation that must promise enough, hiccups that do not count."""
+"""What a controller believes: rates that forget, speculation that must promise enough, hiccups that do not count.
+
+Of controller.py.
+"""
 
 from triforce.controller import Controller, Costs, Rate
 from triforce.plan import Plan

@@ -1,4 +1,7 @@
-"""The drafter of docs/extending.md, run from the document."""
+"""The drafter of docs/extending.md, run from the document.
+
+A promise of the document, not of one module.
+"""
 
 import re
 from pathlib import Path

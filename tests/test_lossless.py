@@ -1,4 +1,7 @@
-"""The joint law of the next three tokens, enumerated through the production code, is the target's."""
+"""The joint law of the next three tokens, enumerated through the production code, is the target's.
+
+A promise of the whole library, not of one module.
+"""
 
 from unittest import mock
 

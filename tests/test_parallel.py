@@ -1,5 +1,6 @@
-"""Several ranks against one, as processes on a CPU: `parallel_worker.py` is what each of them runs. And what ranks
-share, without processes.
+"""Several ranks against one, as processes on a CPU; and what ranks share, without processes.
+
+Most of it is a promise of the whole library, not of parallel.py alone; `parallel_worker.py` is what each rank runs.
 """
 
 import os
