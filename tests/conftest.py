@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import weakref
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
-QUICK = {"attention", "api", "controller", "costs", "draft_memory", "faults", "flags", "generation", "graphs",
-         "kv", "laws", "memory", "model", "ngram", "packed", "planning", "quantize", "rates", "retrieval", "sampling",
-         "speculation", "state", "statistics"}
+QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controller_rates", "costs",
+         "draft_memory",
+         "engine_plans", "faults", "generation", "graphs", "kv", "memory", "model", "ngram", "packed", "quantize",
+         "sampling", "session", "speculator", "state", "views"}
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -149,6 +151,21 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIFORCE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def states():
+    """Weak references to the States that are made during a test, in order."""
+    made, init = [], State.__init__
+
+    def noted(self, *args, **kw):
+        if "runs_on" not in kw:  # one of memory.py's plans, which holds nothing
+            made.append(weakref.ref(self))
+        init(self, *args, **kw)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(State, "__init__", noted)
+        yield made
 
 
 @pytest.fixture(scope="session")

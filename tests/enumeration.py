@@ -14,6 +14,8 @@ import itertools
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
+
 from triforce import acceptance, sampling, speculator
 
 KEY_BASE = 1000.0
@@ -66,26 +68,24 @@ class Enumerator:
         return KEY_BASE + position.double() * 8 + 2 * level + purpose
 
     def sample(self, probs, u):
-        flat_probs, flat_u = probs.reshape(len(self.branches), -1), u.reshape(-1).clone()
-        cumulative = flat_probs.double().cumsum(-1)
+        cumulative = probs.reshape(len(self.branches), -1).double().cumsum(-1)
         cumulative = (cumulative / cumulative[:, -1:]).tolist()
-        for row in range(len(self.branches)):
-            flat_u[row] = self.number(row, float(flat_u[row]), cumulative[row])
-        return self.original_sample(probs, flat_u.reshape(u.shape))
+        numbers = [self.number(row, key, cumulative[row]) for row, key in enumerate(u.reshape(-1).tolist())]
+        return self.original_sample(probs, torch.tensor(numbers, dtype=u.dtype).reshape(u.shape))
 
     def is_accepted(self, draft_prob, target_prob, u):
-        u = u.clone()
-        for row in range(u.shape[0]):
-            for i in range(u.shape[1]):
-                if i >= int(self.num_drafted[row]):
-                    u[row, i] = 0.5
+        count, numbers = self.num_drafted.tolist(), u.tolist()
+        drafts, targets = draft_prob.double().tolist(), target_prob.double().tolist()
+        for row, keys in enumerate(numbers):
+            rejected = False
+            for i, key in enumerate(keys):
+                if rejected or i >= count[row]:  # what follows the first rejection decides nothing
+                    keys[i] = 0.5
                     continue
-                d, t = float(draft_prob[row, i]), float(target_prob[row, i])
-                u[row, i] = self.number(row, float(u[row, i]), [t / d] if d > 0 else [])
-                if not u[row, i] * d < t:  # what follows the first rejection decides nothing
-                    u[row, i + 1 :] = 0.5
-                    break
-        return self.original_is_accepted(draft_prob, target_prob, u)
+                d, t = drafts[row][i], targets[row][i]
+                keys[i] = self.number(row, key, [t / d] if d > 0 else [])
+                rejected = not keys[i] * d < t
+        return self.original_is_accepted(draft_prob, target_prob, torch.tensor(numbers, dtype=u.dtype))
 
     def verify_chain(self, tokens, draft_probs, num_drafted, target_probs, accept_u, sample_u):
         self.num_drafted = num_drafted

@@ -1,4 +1,7 @@
-"""Caches against a slow twin: one growing cache, or a loop over positions."""
+"""Caches against a slow twin: one growing cache, or a loop over positions.
+
+Of triforce/kv/ as a whole.
+"""
 
 import pytest
 import torch

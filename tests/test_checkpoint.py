@@ -18,7 +18,7 @@ from tokenizer_folders import sentencepiece_folder
 
 from triforce.errors import UserError
 from triforce.hf import checkpoint
-from triforce.hf.checkpoint import eos_token_ids, load_model, read_config, resolve
+from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config, resolve
 from triforce.hf.places import places
 from triforce.model import RopeScaling, Transformer
 
@@ -239,3 +239,26 @@ def test_resolve(folder, tmp_path, monkeypatch):
     assert resolve("owner/name") == cached / "snapshots" / "abc"
     shutil.copytree(folder, tmp_path / "checkpoints" / "owner" / "name")
     assert resolve("owner/name").resolve() == tmp_path / "checkpoints" / "owner" / "name"
+
+
+@pytest.mark.parametrize("spelling", ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16])
+def test_spellings_of_a_dtype(spelling):
+    assert parse_dtype(spelling) == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_without_a_word_the_files_own_dtype_counts(tmp_path, dtype):
+    folder = save(build("Llama 1").to(dtype), {**config_json("Llama 1"), "torch_dtype": None}, tmp_path / "model")
+    assert load_model(folder).dtype == dtype
+
+
+def test_a_cache_that_has_no_weights_is_no_download(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    cached = tmp_path / "cache" / "models--owner--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "snapshots" / "abc" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="download it"):
+        resolve("owner/name")

@@ -1,7 +1,11 @@
-"""The command line as a user meets it: in a process of its own, piped, and with mistakes."""
+"""The command line as a user meets it: in a process of its own, piped, and with mistakes.
+
+Of cli.py, with the library behind it; test_cli_flags.py has it without.
+"""
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -74,23 +78,26 @@ def test_prompts_from_files_and_stdin(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_a_pipe_is_read_as_the_prompt(tmp_path):
+def test_a_pipe_is_read_as_the_prompt(tmp_path, capsys):
     """Also a file behind `<`; a prompt that is given goes before; what brings nothing is no prompt."""
+    def said(*argv, stdin=os.devnull):
+        with open(stdin) as file, mock.patch.object(sys, "stdin", file):
+            return cli.main(argv), *capsys.readouterr()
+
     flags = ["--max-new-tokens", "4", "--device", "cpu", "--json", "--seed", "0"]
-    by_flag = json.loads(run("--prompt", "Once upon a time", *flags).stdout)
     piped = run(*flags, stdin="Once upon a time")
-    assert json.loads(piped.stdout)["tokens"] == by_flag["tokens"] and "standard input" in piped.stderr
-    document = tmp_path / "text"
-    document.write_text("Once upon a time")
-    with open(document) as file:
-        done = subprocess.run([sys.executable, "generate.py", *flags], cwd=ROOT, capture_output=True, text=True,
-                              stdin=file)
-    assert json.loads(done.stdout)["tokens"] == by_flag["tokens"]
-    assert json.loads(run("--prompt", "Once upon a time", *flags, stdin="Other").stdout)["tokens"] == by_flag["tokens"]
-    for stdin, words in ((None, "error: there is no prompt; give a text with --prompt"),
-                         ("", "error: standard input is empty; did the command before the pipe fail?")):
-        done = run("--checkpoint", str(ROOT / "triforce/tiny/target"), "--device", "cpu", stdin=stdin)
-        assert done.returncode == 2 and words in done.stderr
+    _, by_flag, _ = said("--prompt", "Once upon a time", *flags)
+    tokens = json.loads(by_flag)["tokens"]
+    assert json.loads(piped.stdout)["tokens"] == tokens and "standard input" in piped.stderr
+    document, other, empty = (tmp_path / name for name in ("text", "other", "empty"))
+    for file, text in ((document, "Once upon a time"), (other, "Other"), (empty, "")):
+        file.write_text(text)
+    assert json.loads(said(*flags, stdin=document)[1])["tokens"] == tokens
+    assert json.loads(said("--prompt", "Once upon a time", *flags, stdin=other)[1])["tokens"] == tokens
+    for stdin, words in ((os.devnull, "error: there is no prompt; give a text with --prompt"),
+                         (empty, "error: standard input is empty; did the command before the pipe fail?")):
+        status, _, errors = said("--checkpoint", str(ROOT / "triforce/tiny/target"), "--device", "cpu", stdin=stdin)
+        assert status == 2 and words in errors
 
 
 def test_the_demo_says_what_it_is(capsys):
@@ -104,15 +111,26 @@ def test_the_demo_says_what_it_is(capsys):
     assert all(len(line) <= 80 for line in shown.err.splitlines())
 
 
-def test_commands_and_their_modules():
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")  # other tests have imported them
+def test_commands_and_their_modules(capsys, monkeypatch):
     """`triforce download`, `triforce convert`, and the modules by name: each runs, none does nothing."""
-    for program in (("-m", "triforce"), ("generate.py",)):
-        assert run("--version", program=program).stdout.startswith("triforce 0.")
+    def said(program, *argv):
+        monkeypatch.setattr(sys, "argv", [program, *argv])
+        with pytest.raises(SystemExit) as end:  # as Python runs a file, or a module behind -m
+            if program.endswith(".py"):
+                runpy.run_path(str(ROOT / program), run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return end.value.code or 0, capsys.readouterr().out
+
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    for program in ("triforce", "generate.py"):
+        assert said(program, "--version")[1].startswith("triforce 0.")
         for command in cli.COMMANDS:
-            done = run(command, "--help", program=program)
-            assert done.returncode == 0 and f"usage: triforce {command}" in done.stdout
+            status, text = said(program, command, "--help")
+            assert status == 0 and f"usage: triforce {command}" in text
     for command in cli.COMMANDS:
-        assert run(program=("-m", f"triforce.hf.{command}")).returncode == 2
+        assert said(f"triforce.hf.{command}")[0] == 2
 
 
 @pytest.mark.parametrize("argv,text", [
@@ -203,15 +221,17 @@ def test_a_file_of_prompts(tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
     file.write_text('"It was the best of times"\n\n{"prompt": "Call me"}\n"The"\n')
     flags = ["--prompts", str(file), "--batch-size", "2", "--max-new-tokens", "8", "--temperature", "0", "--gamma", "4"]
-    done = run(*flags)
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [answer["index"] for answer in answers] == [0, 1, 2] and done.returncode == 0
-    assert "3 of 3 prompts, 24 new tokens" in done.stderr
-    assert done.stderr.startswith("tiny on cpu, float32: 3 prompts, ") and "2 side by side" in done.stderr
-    alone = run("--prompt", "Call me", *flags[4:], "--json")
-    assert json.loads(alone.stdout)["tokens"] == answers[1]["tokens"]
+    assert cli.main(flags) == 0
+    out, errors = capsys.readouterr()
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [answer["index"] for answer in answers] == [0, 1, 2]
+    assert "3 of 3 prompts, 24 new tokens" in errors
+    assert errors.startswith("tiny on cpu, float32: 3 prompts, ") and "2 side by side" in errors
+    assert cli.main(["--prompt", "Call me", *flags[4:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == answers[1]["tokens"]
     file.write_text('\ufeff"one\u2028line"\n', encoding="utf-8")  # a BOM, and no line end
-    assert [json.loads(line)["stats"]["new_tokens"] for line in run(*flags).stdout.splitlines()] == [8]
+    assert cli.main(flags) == 0
+    assert [json.loads(line)["stats"]["new_tokens"] for line in capsys.readouterr().out.splitlines()] == [8]
     for text, words in (("not json", "line 1"), ('"a"\n{"text": "b"}', "line 2"), ("", "holds no prompt"),
                         ('"a"\n"' + "b c " * 70_000 + '"', "prompt 1 of")):
         file.write_text(text)

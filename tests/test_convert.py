@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import build, config_json, save
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from triforce.errors import UserError
 from triforce.hf import convert as module
@@ -113,3 +114,31 @@ def test_faults(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to"):
         convert(tmp_path, tmp_path / "file")
+
+
+def test_what_a_conversion_writes_of_tied_weights(tmp_path):
+    """Once, and the index knows how much it is."""
+    model, config = build("Llama 3.2"), config_json("Llama 3.2")
+    assert config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "pytorch_model.bin")
+    out = convert(tmp_path, tmp_path / "out", max_shard_bytes=40_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    tensors = {name: tensor for path in out.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert "lm_head.weight" not in tensors and tensors.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("limit, last", [(10**9, "model.safetensors"), (40_000, "model.safetensors.index.json")])
+def test_what_makes_a_folder_loadable_comes_last(tmp_path, monkeypatch, limit, last):
+    source = save(build("llama-68m"), config_json("llama-68m"), tmp_path / "source", "bin")
+    moved, replace = [], module.os.replace
+
+    def note(path, target):
+        if Path(target).parent == source:
+            moved.append(Path(target).name)
+        replace(path, target)
+
+    monkeypatch.setattr(module.os, "replace", note)
+    convert(source, dtype="float16", max_shard_bytes=limit)
+    assert moved[-1] == last and "config.json" in moved and len(moved) >= (2 if limit == 10**9 else 4)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from families import build, config_json, save
@@ -30,6 +31,7 @@ SAFETENSORS = {"model-00001-of-00002.safetensors": b"1", "model-00002-of-00002.s
                "model.safetensors.index.json": b"{}"}
 BIN = {"pytorch_model-00001-of-00002.bin": b"1", "pytorch_model-00002-of-00002.bin": b"2",
        "pytorch_model.bin.index.json": b"{}"}
+FILES = {"config.json": b"{}", "model.safetensors": b"0123456789"}
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def hub(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     server = Hub({"owner/both": TEXTS | OTHERS | SAFETENSORS | BIN, "owner/bin": TEXTS | OTHERS | BIN,
-                  "owner/none": {"README.md": b"x", "model.gguf": b"x"}})
+                  "owner/none": {"README.md": b"x", "model.gguf": b"x"}, "owner/name": FILES})
     yield server
     server.close()
 
@@ -126,3 +128,41 @@ def test_no_room(hub, tmp_path, monkeypatch):
     assert "is full; make room" in refusal(hub, tmp_path)
     (tmp_path / "file").write_text("")
     assert "cannot write to" in refusal(hub, tmp_path / "file")
+
+
+def test_room_is_wanted_for_what_is_still_to_come(hub, tmp_path, monkeypatch):
+    folder = download.download("owner/name", tmp_path / "out", endpoint=hub.url)
+    (folder / "config.json").unlink()
+    usage = namedtuple("usage", "total used free")
+    for free in (1, 2):
+        monkeypatch.setattr(download.shutil, "disk_usage", lambda path, free=free: usage(100, 100 - free, free))
+        if free < len(FILES["config.json"]):
+            with pytest.raises(UserError, match="make room"):
+                download.download("owner/name", folder, endpoint=hub.url)
+        else:
+            download.download("owner/name", folder, endpoint=hub.url)
+    assert (folder / "config.json").read_bytes() == FILES["config.json"]
+
+
+def test_all_files_are_of_the_revision(hub, tmp_path):
+    download.download("owner/name", tmp_path / "out", revision="v1", endpoint=hub.url)
+    assert hub.fetched() == set(FILES)
+    assert not any("main" in path for _, path, _ in hub.requests)
+
+
+@pytest.mark.parametrize("status, words", [(403, "is gated"), (401, "rejects the token"), (404, "does not exist"),
+                                           (500, "the hub answers 500"), (None, "cannot reach the hub")])
+def test_what_a_refusal_of_a_file_means(status, words, tmp_path):
+    """Not each is an error of the client's own kinds: storage behind the hub refuses, too."""
+    error = RuntimeError("refused")
+    error.response = SimpleNamespace(status_code=status)
+    assert words in str(download.explain(error, "owner/name", None, tmp_path))
+
+
+def test_flags_of_the_download_command(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(download, "download", lambda *args: asked.append(args) or Path("folder"))
+    assert download.main(["--repo-id", "a/b", "--out-dir", "c", "--revision", "v1", "--token", "hf_x"]) == 0
+    assert download.main(["--repo_id", "a/b"]) == 0
+    assert asked == [("a/b", "c", "v1", "hf_x"), ("a/b", None, None, None)]
+    assert "--checkpoint folder" in capsys.readouterr().out

@@ -1,4 +1,7 @@
-"""A draft's long memory: what it chooses by, and how much it computes anew."""
+"""A draft's long memory: what it chooses by, and how much it computes anew.
+
+Of drafting/memory.py.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""A draft on some ranks, as each of two ranks knows it, in one process: what one broadcasts the other takes."""
+"""A draft on some ranks, as each of two ranks knows it, in one process: what one broadcasts the other takes.
+
+Of drafting/ranks.py.
+"""
 
 import pytest
 import torch

@@ -119,7 +119,8 @@ def test_a_second_generation_ends_an_unfinished_stream(tiny_engine):
 
 def test_interrupt_leaves_the_engine_usable(tiny_engine, monkeypatch):
     expected = tiny_engine.generate(TEXT, 40, seed=1).tokens
-    state = tiny_engine._state
+    law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None}
+    state = tiny_engine.prepare([ids_of(tiny_engine)], 40, seed=[1], **law)  # which the next call takes over
     original, calls = state.hierarchy.outer.step, []
 
     def interrupted(*args):
@@ -205,28 +206,23 @@ def test_use_inside_and_outside_of_inference_mode(pair):
     assert engine.generate(random_prompt(90), 40, seed=0).stats.new_tokens == 40
 
 
-def test_old_buffers_are_gone_before_new_ones_are_made(pair):
-    import weakref
-
+def test_old_buffers_are_gone_before_new_ones_are_made(pair, states):
     engine = make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, budget=64)
     engine.generate(random_prompt(100), 4)
-    old = weakref.ref(engine._state)
     engine.generate(random_prompt(3000), 4)
-    assert old() is None
+    assert [state() is None for state in states] == [True, False]
 
 
 @pytest.mark.parametrize("pieces", [3, 1000])
-def test_a_stream_that_has_ended_holds_no_buffers(pieces):
+def test_a_stream_that_has_ended_holds_no_buffers(pieces, states):
     """Neither one that was closed nor one that came to its end, although both still tell their results."""
-    import weakref
-
     engine = triforce.load("tiny", device="cpu", gamma=6)
     stream = engine.stream(TEXT, 40, temperature=0.0, ignore_eos=True)
     said = [piece for piece, _ in zip(stream, range(pieces), strict=False)]
     stream.close()
-    state = weakref.ref(engine._state)
+    assert [state() is None for state in states] == [False]
     engine.release()
-    assert state() is None and stream.result.text.startswith("".join(said))
+    assert states[0]() is None and stream.result.text.startswith("".join(said))
 
 
 def test_tiny_temperatures_are_greedy(tiny_engine):
@@ -432,14 +428,14 @@ def test_release_in_mid_stream_is_said(tiny_engine):
         list(stream)
 
 
-def test_state_grows_with_the_prompt_and_is_kept(tiny_engine):
+def test_state_grows_with_the_prompt_and_is_kept(states):
     engine = triforce.load("tiny", device="cpu")
     engine.generate("short", 4)
-    small = engine._state
+    capacity = states[0]().capacity
     engine.generate("short again", 4)
-    assert engine._state is small
+    assert len(states) == 1
     engine.generate(TEXT * 5, 4)
-    assert engine._state is not small and engine._state.capacity > small.capacity
+    assert len(states) == 2 and states[1]().capacity > capacity
 
 
 @pytest.mark.parametrize("options,message", [
@@ -459,12 +455,13 @@ def test_settings_that_do_not_fit(options, message):
     ({}, {"model", "ngram"}), ({"retrieval": False}, {"model", "ngram"}), ({"draft": False}, set()),
     ({"draft": "ngram"}, {"ngram"}), ({"gamma": 4}, {"model"}), ({"gamma": 4, "draft": "ngram"}, {"ngram"}),
     ({"gamma": 4, "draft": False}, set()), ({"draft": False, "retrieval": False}, set())])
-def test_what_drafts(options, sources):
+def test_what_drafts(options, sources, states):
     """Besides the retrieval level: with gamma="auto", the default, n-grams as well as a model."""
     engine = triforce.load("tiny", device="cpu", **options)
     engine.generate([5], 1)
-    assert set(engine._state.hierarchy.sources) == sources
-    assert (engine._state.hierarchy.view is not None) == options.get("retrieval", True)
+    hierarchy = states[-1]().hierarchy
+    assert set(hierarchy.sources) == sources
+    assert (hierarchy.view is not None) == options.get("retrieval", True)
 
 
 @pytest.mark.parametrize("options", [
@@ -509,18 +506,15 @@ def test_levels_can_be_left_out():
     assert set(no_draft.stats.acceptance_rate) == {"full"} == set(classic.stats.acceptance_rate)
 
 
-def test_all_in_one_call():
+def test_all_in_one_call(states):
     triforce.unload()
     first = triforce.generate(TEXT, max_new_tokens=8, seed=1, device="cpu")
-    from triforce import api
-
-    kept = dict(api._kept)
     assert triforce.generate(TEXT, max_new_tokens=8, seed=1, device="cpu").tokens == first.tokens
-    assert api._kept == kept
+    assert len(states) == 1  # of the engine that is kept
     triforce.generate(TEXT, max_new_tokens=8, seed=1, device="cpu", gamma=3)
-    assert len(api._kept) == 1 and api._kept != kept
+    assert [state() is None for state in states] == [True, False]
     triforce.unload()
-    assert not api._kept
+    assert states[1]() is None
 
 
 def test_row_output_without_a_tokenizer():

@@ -1,4 +1,7 @@
-"""The drafter of docs/extending.md, run from the document."""
+"""The drafter of docs/extending.md, run from the document.
+
+A promise of the document, not of one module.
+"""
 
 import re
 from pathlib import Path
@@ -9,7 +12,7 @@ from triforce.drafting.protocol import Drafter
 DOCUMENT = Path(__file__).parent.parent / "docs" / "extending.md"
 
 
-def test_a_drafter_that_never_proposes_is_given_up():
+def test_a_drafter_that_never_proposes_is_given_up(states):
     """It costs next to nothing, and still another way to draft must get its chance."""
 
     class Silent(Drafter):
@@ -27,10 +30,10 @@ def test_a_drafter_that_never_proposes_is_given_up():
     out = engine.generate(prompt, 120, temperature=0.0, ignore_eos=True)
     assert out.tokens == engine.generate(prompt, 120, temperature=0.0, ignore_eos=True, speculate=False).tokens
     engine.generate(prompt, 120, temperature=0.0, ignore_eos=True)
-    assert engine._state.pilot.controller.rates["custom"].value < 0.3
+    assert states[-1]().pilot.controller.rates["custom"].value < 0.3
 
 
-def test_the_documents_drafter(capsys):
+def test_the_documents_drafter(capsys, states):
     """It drafts, some of it is kept, and the text is that of no speculation; with "auto" it is timed and observed."""
     code = "\n".join(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S))
     names = {}
@@ -41,6 +44,6 @@ def test_the_documents_drafter(capsys):
     assert "tokens per second" in capsys.readouterr().out
     engine = triforce.load("tiny", draft=names["PeriodDrafter"], device="cpu")
     assert engine.generate(names["text"], 64, temperature=0.0).tokens == on.tokens[:64]
-    controller = engine._state.pilot.controller
+    controller = states[-1]().pilot.controller
     assert "custom" in controller.learned.now().sources
     assert controller.rates["custom"].tests != 10  # observed, or forgotten

@@ -1,4 +1,7 @@
-"""The list of faults fits the code. `tests/faults/run.py` says whether the suite sees them."""
+"""The list of faults fits the code. `tests/faults/run.py` says whether the suite sees them.
+
+Of the tests themselves, not of a module.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Greedy tokens and logits are the same bits with speculation on and off, for every drafter, budget and gamma."""
+"""Greedy tokens and logits are the same bits with speculation on and off, for every drafter, budget and gamma.
+
+A promise of the whole library, not of one module.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""What is installed: an editable clone beside which Python is started, and a wheel."""
+"""What is installed: an editable clone beside which Python is started, and a wheel.
+
+A promise of the package, not of one module.
+"""
 
 import subprocess
 import sys

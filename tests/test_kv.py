@@ -1,4 +1,7 @@
-"""What the stores of keys and values give away and take back: `state_dict`, and positions wherever they lie."""
+"""What the stores of keys and values give away and take back: `state_dict`, and positions wherever they lie.
+
+Of triforce/kv/ as a whole.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The joint law of the next three tokens, enumerated through the production code, is the target's."""
+"""The joint law of the next three tokens, enumerated through the production code, is the target's.
+
+A promise of the whole library, not of one module.
+"""
 
 from unittest import mock
 
@@ -63,9 +66,10 @@ def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PRO
     return [total_variation(law, other) for law, other in zip(laws, exact, strict=True)], count, laws
 
 
+# The two that branch most have one prompt each; rows of different lengths side by side are met by the others.
 CASES = [
-    {"gamma": 3, "gamma_inner": 1},
-    {"gamma": 2, "gamma_inner": 2},
+    {"gamma": 3, "gamma_inner": 1, "prompts": PROMPTS[:1]},
+    {"gamma": 2, "gamma_inner": 2, "prompts": PROMPTS[1:]},
     {"gamma": 1, "gamma_inner": 1},
     {"gamma": 3, "gamma_inner": 2, "sampling": {"top_p": 0.9}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}},
@@ -81,7 +85,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{k}={v}" for k, v in case.items()))
+def name_of(case: dict) -> str:
+    return "-".join(f"{name}={value}" for name, value in case.items() if name != "prompts")
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_joint_law_is_the_targets(models, case):
     found, branches, laws = distances(models, **case)
     assert max(found) < 1e-6, f"total variation {found} over {branches} branches"
@@ -119,6 +127,7 @@ def test_rebuilding_when_acceptance_drops_does_not_bias(models):
 
     text = PROMPTS[1] + PROMPTS[0]
     found, _, _ = distances(models, gamma=3, gamma_inner=1, rebuild_interval=64, prepare=about_to_drop,
+                            sampling={"top_k": 2},
                             prompts=[text[:20]])  # the pending token stands one before a flush position
     assert max(found) < 1e-6
 
@@ -164,7 +173,7 @@ def test_choosing_plans_does_not_bias(models, monkeypatch):
         state.pilot.meters = [NgramMeter(state.tape.tokens[0, : state.known[0]].tolist())]
 
     found, _, _ = distances(models, gamma=3, gamma_inner=2, ngram=True, batch=1, prompts=PROMPTS[:1], prepare=steer,
-                            horizon=3)
+                            horizon=3, sampling={"top_k": 2})
     assert max(found) < 1e-6
     assert len(seen) >= 3, seen  # it did change its mind
 
@@ -263,24 +272,5 @@ def test_enumeration_sees_a_biased_inner_level(models):
             return exact(*args)
 
     with mock.patch.object(speculator, "verify_chain", biased):
-        found, _, _ = distances(models, gamma=2, gamma_inner=1)
+        found, _, _ = distances(models, gamma=2, gamma_inner=1, sampling={"top_k": 2})
     assert min(found) > 1e-3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_equal_and_nearly_equal_laws_give_no_nan(dtype):
-    generator = torch.Generator().manual_seed(0)
-    for scale in (0.0, 1e-3, 1e-2):
-        logits = torch.randn(4, 6, 50, generator=generator).to(dtype)
-        target = logits.float().softmax(-1)
-        draft = (logits + scale * torch.randn(4, 6, 50, generator=generator)).to(dtype)[:, :5].float().softmax(-1)
-        tokens = draft.argmax(-1)
-        for u in (0.0, 0.5, 1 - 2.0**-52):
-            verdict = acceptance.verify_chain(tokens, draft, torch.tensor([0, 1, 3, 5]), target,
-                                              torch.full((4, 5), u, dtype=torch.float64),
-                                              torch.full((4, 6), u, dtype=torch.float64))
-            assert ((verdict.tokens >= 0) & (verdict.tokens < 50)).all()
-            assert (verdict.num_accepted <= torch.tensor([0, 1, 3, 5])).all()
-        same = target[:, :5]
-        assert torch.isfinite(acceptance.residual(same, same)).all()
-        assert (acceptance.residual(same, same).sum(-1) > 0).all()

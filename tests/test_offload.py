@@ -25,6 +25,7 @@ from triforce.model import ModelConfig
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 
 CONTEXT, NEW = 640, 140
+PROMPTS = [random_prompt(310), random_prompt(205, seed=1), random_prompt(450, seed=2)]
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +215,7 @@ def test_parts_of_the_plan_are_what_is_allocated(models):
 
 
 def test_load_offloads(caplog):
-    ids = random_prompt(3000, vocab_size=4096)
+    ids = random_prompt(1300, vocab_size=4096)  # a view holds 1,024 of them
     caplog.set_level("INFO", logger="triforce")
     options = {"max_new_tokens": 24, "temperature": 0}
     expected = triforce.load("tiny", device="cpu").generate(ids, **options).tokens
@@ -252,7 +253,7 @@ def test_too_little_host_memory_is_said_before_anything_is_allocated(monkeypatch
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(
     "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
-def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error):
+def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error, states):
     engine = triforce.load("tiny", device="cpu", offload=True, gamma=3)
     prompt = random_prompt(300)
     whole = engine.generate(prompt, max_new_tokens=20, temperature=0).tokens
@@ -265,9 +266,10 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error):
     monkeypatch.setattr("triforce.state.State.round", fails)
     with pytest.raises(UserError, match="ran out of memory.*--max-seq-len"):
         engine.generate(prompt, max_new_tokens=20, temperature=0)
-    assert rounds and engine._state is None
+    assert rounds and len(states) == 1
     monkeypatch.undo()
     assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole
+    assert len(states) == 2  # nothing was kept of what had failed
 
 
 def test_memory_that_the_system_refuses_is_no_traceback():
@@ -303,3 +305,23 @@ def test_a_prefill_that_is_broken_off_leaves_nothing_behind():
     with pytest.raises(KeyboardInterrupt):
         list(engine.stream(other, 20, on_prefill=interrupt))
     assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole
+
+
+@pytest.mark.parametrize("piece", [32, 112, 2048])
+def test_rows_of_a_batch(pair, piece):
+    """No row is so short that all of the pieces are masked; the last piece is a partial one; and once more, rewound."""
+    expected = run_rounds(make_state(*pair, PROMPTS), 60)
+    state = make_state(*pair, PROMPTS, num_resident_layers=1, piece_tokens=piece)
+    assert run_rounds(state, 60) == expected
+    state.rewind(512)
+    assert run_rounds(state, 60) == expected
+
+
+def test_short_rows_of_a_batch_are_taken_whole(pair):
+    """Views that hold all of a prefix are loaded row by row, and draft what the full level says."""
+    state = make_state(*pair, [prompt[:120] for prompt in PROMPTS], budget=512, num_resident_layers=0, piece_tokens=48,
+                       sampling={"temperature": 0.8})
+    for _ in range(2):
+        run_rounds(state, 50)
+        assert all(rates["full"] > 0.99 for rates in state.hierarchy.acceptance_rates())
+        state.rewind(512)

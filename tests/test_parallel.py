@@ -1,19 +1,25 @@
-"""Several ranks against one, as processes on a CPU: `parallel_worker.py` is what each of them runs."""
+"""Several ranks against one, as processes on a CPU; and what ranks share, without processes.
+
+Most of it is a promise of the whole library, not of parallel.py alone; `parallel_worker.py` is what each rank runs.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from triforce import cli
 from triforce.errors import UserError
 from triforce.loading import check_draft_ranks
 from triforce.model import ModelConfig
-from triforce.parallel import Group, shard_config
+from triforce.parallel import Group, from_environment, shard_config
 
+CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48)
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
@@ -28,18 +34,19 @@ def run(command: list[str], **kw) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_ranks_compute_what_one_computes(count):
-    done = torchrun(count, "tests/parallel_worker.py", timeout=240 if count < 8 else 600)
+    done = run([sys.executable, "tests/parallel_worker.py", str(count)])
     assert done.returncode == 0, done.stderr[-3000:]
     assert all(f"rank {rank} of {count} done" in done.stdout for rank in range(count))
 
 
-def test_the_command_line_speaks_once():
-    flags = ["--prompt-file", "-", "--max-new-tokens", "12", "--temperature", "0", "--device", "cpu", "--gamma", "4"]
+def test_the_command_line_speaks_once(capsys):
+    flags = ["--max-new-tokens", "12", "--temperature", "0", "--device", "cpu", "--gamma", "4"]
     text = "It was the best of times, it was the worst of times, it was the age of wisdom."
-    alone = run([sys.executable, "generate.py", *flags], input=text)
-    shared = torchrun(2, "generate.py", *flags, input=text)
+    assert cli.main(["--prompt", text, *flags]) == 0
+    alone = capsys.readouterr().out
+    shared = torchrun(2, "generate.py", "--prompt-file", "-", *flags, input=text)
     assert shared.returncode == 0, shared.stderr[-3000:]
-    assert shared.stdout == alone.stdout != ""
+    assert shared.stdout == alone != ""
     assert shared.stderr.count("time per token") == 1
 
 
@@ -94,3 +101,24 @@ def test_a_killed_rank_ends_the_others():
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
+
+
+def test_a_share_of_a_config():
+    local = shard_config(CONFIG, Group(1, 2, ""))
+    assert local == replace(CONFIG, n_head=4, n_kv_head=2, ffn_dim=24, num_shards=2)
+    assert local.vocab_rows == 33 and shard_config(CONFIG, None) is CONFIG
+    with pytest.raises(UserError, match="4 ranks cannot share 50 MLP rows evenly; use --nproc-per-node 1 or 2$"):
+        shard_config(replace(CONFIG, ffn_dim=50), Group(0, 4, ""))
+    with pytest.raises(UserError, match="4 ranks cannot share 6 heads evenly; use --nproc-per-node 1$"):
+        shard_config(replace(CONFIG, n_head=6, n_kv_head=4, ffn_dim=9), Group(0, 4, ""))
+
+
+def test_half_an_environment_is_named(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert from_environment("cpu") == (None, "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(UserError, match=r"WORLD_SIZE \(2\) is set, but not MASTER_PORT; start with torchrun"):
+        from_environment("cpu")

@@ -60,7 +60,7 @@ def test_traced_without_memory(asked):
     target, draft = random_pair()
     engine = make_engine(target, draft, compile="beside", **SETTINGS)
     run(engine, tokens=2)
-    large = replace(target.config, dim=8192, n_head=64, n_kv_head=8, head_dim=128, ffn_dim=28672, n_layer=4, vocab_size=128256)
+    large = replace(target.config, dim=8192, n_head=64, n_kv_head=8, head_dim=128, ffn_dim=28672, vocab_size=128256)
     assert len(precompile.collect(replace(asked[0], target=large))) > 20
 
 

@@ -2,6 +2,8 @@
 
 With speculation a token is checked in some row of a block, without it in the first: that both have the same logits to
 the bit rests on this. Each test gives all rows the same numbers and wants the same from each.
+
+A promise of the whole library, not of one module.
 """
 
 import pytest

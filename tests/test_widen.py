@@ -1,4 +1,7 @@
-"""A widened model says what the small one says."""
+"""A widened model says what the small one says.
+
+Of benchmarks/widen.py.
+"""
 
 import sys
 from dataclasses import replace

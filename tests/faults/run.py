@@ -91,7 +91,7 @@ def run_pytest(arguments: list[str], output: int) -> None:
         os.chdir(tree)
         import pytest
 
-        status = int(pytest.main(["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *arguments]))
+        status = int(pytest.main(["-n", "0", "-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *arguments]))
         sys.stdout.flush()
     finally:
         os._exit(status)

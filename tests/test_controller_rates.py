@@ -1,12 +1,10 @@
-"""What a controller believes: rates that forget, speculation that must promise enough, hiccups that do not count."""
+"""What a controller believes: rates that forget, speculation that must promise enough, hiccups that do not count.
 
-import random
-
-import pytest
+Of controller.py.
+"""
 
 from triforce.controller import Controller, Rate
 from triforce.costs import Costs
-from triforce.drafting.ngram import NgramMeter
 from triforce.plan import Plan
 
 
@@ -39,15 +37,3 @@ def test_a_hiccup_changes_no_mind():
         slow = 1000 if i == 5 else 1
         controller.timed(plan, slow * own, slow * 20.0)
         assert controller.choose() == plan
-
-
-def test_what_was_just_said_may_be_quoted():
-    rng = random.Random(0)
-    meter = NgramMeter([rng.randrange(1000) for _ in range(500)])
-    said = [rng.randrange(1000) for _ in range(200)]
-    meter.update(said)
-    assert meter.rate < 0.1
-    meter.update(said[50:80])
-    assert meter.rate > 0.8
-    meter.update([1000])
-    assert meter.rate == pytest.approx(meter.rates[0].value)

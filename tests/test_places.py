@@ -3,15 +3,12 @@
 `tests/test_parallel.py` has them as processes.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from triforce.errors import UserError
 from triforce.hf.places import cut, shard
 from triforce.model import ModelConfig, Transformer
-from triforce.parallel import Group, from_environment, shard_config
+from triforce.parallel import Group
 
 CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
 
@@ -80,24 +77,3 @@ def test_the_last_share_may_be_shorter():
     parts = [cut("lm_head.weight", words, (17, 4), Group(rank, 4, "")) for rank in range(4)]
     assert torch.equal(torch.cat(parts), words)
     assert [len(cut("lm_head.weight", words[:9], (3, 4), Group(rank, 4, ""))) for rank in range(4)] == [3, 3, 3, 0]
-
-
-def test_a_share_of_a_config():
-    local = shard_config(CONFIG, Group(1, 2, ""))
-    assert local == replace(CONFIG, n_head=4, n_kv_head=2, ffn_dim=24, num_shards=2)
-    assert local.vocab_rows == 33 and shard_config(CONFIG, None) is CONFIG
-    with pytest.raises(UserError, match="4 ranks cannot share 50 MLP rows evenly; use --nproc-per-node 1 or 2$"):
-        shard_config(replace(CONFIG, ffn_dim=50), Group(0, 4, ""))
-    with pytest.raises(UserError, match="4 ranks cannot share 6 heads evenly; use --nproc-per-node 1$"):
-        shard_config(replace(CONFIG, n_head=6, n_kv_head=4, ffn_dim=9), Group(0, 4, ""))
-
-
-def test_half_an_environment_is_named(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert from_environment("cpu") == (None, "cpu")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "0")
-    with pytest.raises(UserError, match=r"WORLD_SIZE \(2\) is set, but not MASTER_PORT; start with torchrun"):
-        from_environment("cpu")

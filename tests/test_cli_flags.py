@@ -1,4 +1,7 @@
-"""What the command line makes of its flags, seen by an engine that only notes what it is asked."""
+"""What the command line makes of its flags, seen by an engine that only notes what it is asked.
+
+Of cli.py, without the library behind it; test_cli.py has it with.
+"""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""What an engine plans for a call: the budget, buffers that fit it, the ids that it takes; and how far it has come."""
+"""What an engine plans for a call: the budget, buffers that fit it, the ids that it takes; and how far it has come.
+
+Of engine.py.
+"""
 
 
 import pytest
