@@ -2,9 +2,7 @@
 
 import sys
 
+from triforce.start import main
+
 if __name__ == "__main__":
-    try:
-        from triforce.cli import main
-    except KeyboardInterrupt:  # PyTorch takes seconds to load
-        sys.exit(130)
     sys.exit(main())

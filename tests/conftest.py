@@ -23,10 +23,9 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
-QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controller_rates", "costs",
-         "draft_memory",
-         "engine_plans", "faults", "generation", "graphs", "kv", "memory", "model", "ngram", "packed", "quantize",
-         "sampling", "session", "speculator", "state", "views"}
+QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controller_rates", "costs", "draft_memory",
+         "engine_plans", "faults", "generation", "graphs", "hierarchy", "kv", "memory", "model", "ngram", "packed",
+         "quantize", "sampling", "session", "speculator", "state", "views"}
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -119,7 +119,7 @@ def test_rounds_set_the_times_right():
     first = controller.choose()
     assert first.retrieval and first.source == "model"
     drafting, checking = GPU_128K.milliseconds(first)
-    for _ in range(12):
+    for _ in range(16):
         controller.timed(first, 5 * drafting, checking)
     other = controller.choose()
     assert not other.retrieval

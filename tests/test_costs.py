@@ -72,7 +72,8 @@ def test_without_evidence_rounds_are_plain_then_short():
     controller.timed(Plan(), 0.0, 20.0)
     plan = controller.choose()
     assert 0 < plan.gamma <= Controller.SHORT and 2 * plan.rounds <= Controller.SHORT
-    controller.timed(plan, 4.0, 20.0)
+    for _ in range(2):  # the first is slow, and does not count
+        controller.timed(plan, 4.0, 20.0)
     assert controller.choose().gamma > Controller.SHORT or controller.choose().rounds > 2
 
 

@@ -1,8 +1,10 @@
 """How much is drafted, in how many rows it is checked, and by which law: seen from outside, by what models are run."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import make_state, random_prompt, run_rounds
 
 from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
@@ -71,3 +73,22 @@ def test_where_rows_cost_what_was_not_found_has_none(pair):
     state.pilot.padding = Padding(plain=False, drafts=False)
     rows = rows_of_passes(pair[0], lambda: run_rounds(state, 60))
     assert {1, 7} <= set(rows)
+
+
+def test_the_first_ranks_clock_decides(pair):
+    """Ranks that say the same agree; each hears the times of the first."""
+    outer = make_state(*pair, [random_prompt(40)]).hierarchy.outer
+    outer.outbox.clock.copy_(torch.tensor([5, 6]))
+    first = torch.tensor([[0, 11, 12]])  # its digest, and its times
+    for digest, disagree in ((None, False), (0, True)):
+        def all_gather(own, digest=digest):
+            other = first.clone()
+            other[0, 0] = own[0, 0] if digest is None else digest
+            return torch.cat([other, own])
+
+        outer.model.group = SimpleNamespace(all_gather=all_gather)
+        try:
+            told = outer._exchange(torch.tensor([[3, 4]]), torch.tensor([2]))
+        finally:
+            outer.model.group = None
+        assert told[0].tolist() == [disagree] and told[1].tolist() == [11, 12]

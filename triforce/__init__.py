@@ -5,11 +5,30 @@
     print(out.text, out.stats)
 """
 
-from .api import generate, unload
-from .engine import Engine, Stream
-from .errors import UserError
-from .generation import Generation, Stats
-from .loading import load
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .api import generate, unload
+    from .engine import Engine, Stream
+    from .errors import UserError
+    from .generation import Generation, Stats
+    from .loading import load
 
 __all__ = ["Engine", "Generation", "Stats", "Stream", "UserError", "generate", "load", "unload"]
 __version__ = "0.1.0"
+
+_MODULES = {"generate": "api", "unload": "api", "Engine": "engine", "Stream": "engine", "UserError": "errors",
+            "Generation": "generation", "Stats": "generation", "load": "loading"}
+
+
+def __getattr__(name: str):
+    """PyTorch takes seconds to import: it is imported with the first name that needs it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _MODULES.keys())

@@ -88,6 +88,7 @@ class Controller:
         self._names = levels
         self.plans = list(self._candidates(max_gamma, max_inner))
         self._now = 0  # no speculation
+        self._warm: set[tuple] = set()  # what has drafted
         self._tabulate(costs, max_gamma, max_inner)
 
     def _candidates(self, max_gamma: int, max_inner: int) -> Iterable[Plan]:
@@ -145,7 +146,14 @@ class Controller:
         self._too_long = self._long & new
 
     def timed(self, plan: Plan, drafting: float, checking: float) -> None:
-        """How long a round of a plan took, in milliseconds: all before its verify, and that."""
+        """How long a round of a plan took, in milliseconds: all before its verify, and that.
+
+        The first round with a drafter is not looked at: memory is touched for the first time.
+        """
+        drafter = plan.source, plan.retrieval
+        if plan.gamma and drafter not in self._warm:
+            self._warm.add(drafter)
+            return
         i = self._number[plan]
         self.learned.observe(self._drafting[i], drafting)
         self.learned.observe(self._checking[i], checking)

@@ -11,10 +11,11 @@ class Stats:
 
     prompt_len: int
     new_tokens: int = 0
+    load: float = 0.0  # before the call, of a command: from its start until the model was ready
     ttft: float = 0.0  # from the call to the first token: prefill and the first round
     prefill: float = 0.0  # of that: until the prompts were in the cache
     decode: float = 0.0  # after the first token
-    recording: float = 0.0  # of all: steps were warmed up, compiled ones read, and graphs recorded
+    recording: float = 0.0  # of all: steps were warmed up, compiled pieces read, and graphs recorded
     tbt: float = 0.0  # `decode` per token emitted after the first round
     acceptance_rate: dict[str, float] = field(default_factory=dict)  # accepted / drafted, by the level that checks
     block_efficiency: float = 0.0  # tokens emitted per forward pass of the target over its full cache
@@ -23,6 +24,11 @@ class Stats:
     flushes: int = 0
     peak_memory: int = 0  # bytes: allocated on the GPU, or resident on the CPU
     seed: int = 0
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the start of the command, or of the call, to the last token."""
+        return self.load + self.ttft + self.decode
 
     @property
     def tokens_per_second(self) -> float:
@@ -34,10 +40,11 @@ class Stats:
         return [
             ("prompt tokens", f"{self.prompt_len:,}"),
             ("new tokens", f"{self.new_tokens:,}"),
+            ("start and load", f"{self.load:.2f} s" if self.load else "-"),
             ("prefill", f"{self.prefill:.2f} s"),
             ("time to first token", f"{self.ttft:.2f} s"),
-            ("decoding after it", f"{self.decode:.2f} s"),
-            ("of all, recording steps", f"{self.recording:.2f} s" if self.recording else "-"),
+            ("all other tokens", f"{self.decode:.2f} s"),
+            ("  of it, preparing steps", f"{self.recording:.2f} s" if self.recording else "-"),
             ("time per token", f"{self.tbt * 1e3:.2f} ms"),
             ("tokens per second", f"{self.tokens_per_second:.1f}"),
             *rates,

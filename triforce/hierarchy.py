@@ -164,6 +164,7 @@ class Hierarchy:
 
     def open(self, max_len: int) -> None:
         """All prompts are in: no row's prefix will outgrow max_len."""
+        self._last = self._last_plan = None
         self.cache.prefix.open(max_len)
         for source in self.sources.values():
             source.open(max_len)

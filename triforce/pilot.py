@@ -41,10 +41,10 @@ class Pilot:
         self.meters: list[NgramMeter | None] = []  # of each row that is not finished, where n-grams are to choose
         self.rebuild_interval = rebuild_interval
         self.rebuilds = [RebuildPolicy(rebuild_interval) for _ in range(batch)]
+        self._begins = self.auto  # no round has been chosen yet
         self._name: tuple = ()  # of the costs on the shelf
         self._fixed: Plan | None = None
         self._chosen: Plan | None = None  # by the controller, for the present round
-        self._seen: set[tuple] = set()  # kinds of plans that a round has followed: their first is slow
         self._texts: Callable[[], list[list[int]]] = list
 
     def open(self, plan: Plan | None, padding: Padding, lengths: list[int],
@@ -72,18 +72,14 @@ class Pilot:
             if "ngram" in self.hierarchy.sources:
                 self.meters = [NgramMeter(text) for text in texts()]
 
-    def choose(self, num_rounds: int) -> Plan:
-        """The next round's plan. The first is plain: so the first token does not wait for what drafts to begin.
-
-        Args:
-            num_rounds: so many were before.
-        """
+    def choose(self) -> Plan:
+        """The next round's plan. The very first is plain: so the first token waits for nothing that drafts."""
         if self._fixed is not None:
             return self._fixed
         if self.controller is None:
             return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain)
-        if num_rounds == 0:
-            self._chosen = Plan(padded=self.padding.plain)
+        if self._begins:
+            self._begins, self._chosen = False, Plan(padded=self.padding.plain)
         else:
             rates = [meter.rate for meter in self.meters if meter is not None]
             self._chosen = self.controller.choose(ngram=statistics.fmean(rates or [0.0]))
@@ -102,12 +98,8 @@ class Pilot:
     def observe(self, result: "Round") -> list[bool]:
         """Takes in a round. Returns for each row whether its view is due to be chosen anew."""
         if self.controller is not None and result.plan is self._chosen:
-            timing = result.timing
-            if timing is not None:
-                kind = timing.plan.source, timing.plan.retrieval, timing.plan.gamma_inner
-                if kind in self._seen:
-                    self.controller.timed(timing.plan, timing.drafting, timing.checking)
-                self._seen.add(kind)
+            if result.timing is not None:
+                self.controller.timed(result.timing.plan, result.timing.drafting, result.timing.checking)
             seen = Tally(result.plan)
             for row in result.rows:
                 seen.add(row)

@@ -209,7 +209,7 @@ class State:
             plan: what to follow, instead of what is chosen.
         """
         if plan is None:
-            plan = self.pilot.choose(self.num_forwards)
+            plan = self.pilot.choose()
         result = self.hierarchy.round(plan, self.lens, self._next_extent())
         self.num_forwards += 1
         return self._settle(result)

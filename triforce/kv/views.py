@@ -141,9 +141,13 @@ class RetrievalView(View):
             keys, smoothed = cache.chunk_keys[i][row], 0
         else:
             keys, smoothed = cache.prefix.k[i][row] if k is None else k, SMOOTHED
-        end = (cache.prefix.len[row] - self.window_size) // self.select_size  # from here on lies the window
-        mask = _choice_mask(self.chunk_size // self.select_size, end, keys.shape[1])
+        mask = self._mask(row, keys.shape[1])
         return chunk_scores(cache.queries[i][row], keys, cache.query_weight[row], mask, smoothed)
+
+    def _mask(self, row: int, count: int) -> Tensor:
+        """Of so many chunks or tokens, what there is to choose from; see `_choice_mask`."""
+        end = (self.cache.prefix.len[row] - self.window_size) // self.select_size  # from here on lies the window
+        return _choice_mask(self.chunk_size // self.select_size, end, count)
 
     def _all_scores(self, row: int) -> Tensor:
         """`_scores` of all layers, [L, K, chunks or tokens]; several layers at a time, where keys are few enough."""
@@ -151,8 +155,7 @@ class RetrievalView(View):
         if self.kind != "retrieval":
             return torch.stack([self._scores(row, i) for i in range(cache.config.n_layer)])
         queries, keys, weight = cache.all_queries[:, row], cache.all_chunk_keys[:, row], cache.query_weight[row]
-        end = (cache.prefix.len[row] - self.window_size) // self.select_size
-        mask = _choice_mask(self.chunk_size // self.select_size, end, keys.shape[2])
+        mask = self._mask(row, keys.shape[2])
         together = max(SCORES // (queries.shape[1] * queries.shape[2] * keys.shape[2]), 1)
         return torch.cat([chunk_scores(q, k, weight, mask)
                           for q, k in zip(queries.split(together), keys.split(together), strict=True)])

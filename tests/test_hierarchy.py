@@ -1,0 +1,60 @@
+"""A round's times."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_state, random_pair, random_prompt
+
+from triforce import hierarchy
+from triforce.hierarchy import Clock
+from triforce.plan import PADDED, Padding, Plan
+
+
+@pytest.mark.parametrize("plan, drafting", [(Plan(3, "model"), 4.0), (Plan(), 0.0)])
+def test_drafting_and_checking_add_up_to_the_round(monkeypatch, plan, drafting):
+    now = iter([10.0, 10.0 + drafting / 1e3, 10.025])
+    monkeypatch.setattr(hierarchy, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    clock = Clock(SimpleNamespace(num_recorded=7), torch.device("cpu"))
+    clock.drafted()
+    timing = clock.read(plan)
+    assert timing.drafting == pytest.approx(drafting) and timing.checking == pytest.approx(25 - drafting)
+
+
+def test_no_drafting_is_told_of_a_plain_round(monkeypatch):
+    now = iter([10.0, 10.001, 10.025])
+    monkeypatch.setattr(hierarchy, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    clock = Clock(SimpleNamespace(num_recorded=0), torch.device("cpu"))
+    clock.drafted()
+    assert clock.read(Plan()).drafting == 0
+
+
+def test_rounds_in_which_steps_were_recorded_tell_nothing():
+    compiler = SimpleNamespace(num_recorded=0)
+    clock = Clock(compiler, torch.device("cpu"))
+    clock.drafted()
+    compiler.num_recorded += 1
+    assert clock.read(Plan()) is None
+
+
+def test_ranks_learn_from_the_first_ones_times_and_only_of_the_same_generation():
+    """One process that plays two ranks: both say the same, and the first has another clock."""
+    target, draft = random_pair()
+    told = []
+
+    def all_gather(own):
+        first = own.clone()
+        first[:, -2:] = torch.where(own[:, -2:] > 0, 7_000_000, 0)  # microseconds
+        told.append(first[0, -1].item())
+        return torch.cat([first, own])
+
+    target.group = SimpleNamespace(rank=0, size=2, all_gather=all_gather, agree=lambda value: value)
+    state = make_state(target, draft, [random_prompt(100)], auto=True, ngram=True)
+    for padding in (PADDED, Padding(False, False), PADDED):  # each has plans of its own
+        state.rewind(200, padding=padding)
+        told.clear()
+        for _ in range(12):
+            state.round()
+        assert told[0] == 0 and all(told[1:])  # nothing is told of the round before the first
+        costs = state.pilot.controller.learned.now()
+        assert max(costs.verify.values()) > 5_000  # seven seconds, by the first rank's clock
