@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(items) -> None:
             item.add_marker("quick")
 
 
+@pytest.hookimpl(optionalhook=True)  # on machines without pytest-xdist: -p no:xdist -o addopts=""
 def pytest_xdist_auto_num_workers(config) -> int:
     """Tests have one thread each, so as many run side by side as there are cores, up to four; on a GPU one."""
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)

@@ -97,14 +97,14 @@ def find_compiler(models: Models, settings: Settings, place: Placement, sizes: d
     if place.compile is False:
         return Compiler(device)
     common = target.group.common if target.group is not None else lambda names: names
-    pieces = Pieces(folder, common)
+    pieces = Pieces(folder, common, device)
     if not pieces.complete:
         wait = place.compile is True
         if wait:
             log.info("compiling the steps, once for this machine (kept in %s) ...", folder.path)
         start(make_job(models, settings, place, sizes, folder), wait)
         if wait:
-            pieces = Pieces(folder, common)
+            pieces = Pieces(folder, common, device)
     return Compiler(device, record=True, pieces=pieces)
 
 

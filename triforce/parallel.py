@@ -126,6 +126,13 @@ def from_environment(device: str | None = None) -> tuple[Group | None, str | Non
     return Group(dist.get_rank(), size, name, buffer), device
 
 
+def use_device(device: torch.device | str | None) -> None:
+    """Makes it this thread's: a new thread begins with the first GPU, whichever its process uses."""
+    device = torch.device(device or "cpu")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def subgroup(group: Group, ranks: list[int]) -> Group | None:
     """The group of some of the ranks, on those; None on the others. Every rank calls it."""
     made = dist.new_group(ranks, timeout=TIMEOUT)

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor, nn
 
 from .kept import Folder
+from .parallel import use_device
 from .tape import FULL, RETRIEVAL
 
 log = logging.getLogger("triforce")
@@ -149,9 +150,10 @@ class Pieces:
 
     Args:
         common: given the names that this rank found, says which of them all ranks found: they must compute alike.
+        device: that the pieces run on.
     """
 
-    def __init__(self, folder: Folder, common: Callable[[set[str]], set[str]] = lambda names: names):
+    def __init__(self, folder: Folder, common: Callable[[set[str]], set[str]] = lambda names: names, device=None):
         self.folder = folder
         found = {name: folder.read(name) for name in [COMPLETE, *folder.names(ENDING)]}
         names = common({name for name, data in found.items() if data is not None})
@@ -159,7 +161,8 @@ class Pieces:
         names -= {COMPLETE}
         self._loading: dict[str, Future] = {}
         if names:
-            loader = ThreadPoolExecutor(1, "pieces")  # beside the prefill, for which the host does little
+            # Beside the prefill, for which the host does little.
+            loader = ThreadPoolExecutor(1, "pieces", use_device, (device,))
             for name in sorted(names, key=_order):
                 self._loading[name] = loader.submit(Loaded, found[name])
             loader.shutdown(wait=False)

@@ -4,6 +4,7 @@ It knows nothing of caches, sampling or text, and it never uses the network: `do
 is comes from its config.json, never from its name.
 """
 
+import functools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..model import ModelConfig, Transformer
-from ..parallel import Group, shard_config
+from ..parallel import Group, shard_config, use_device
 from .places import cut, fill, is_derived, places
 from .tokenizer import Tokenizer
 from .vocabulary import read_json
@@ -187,7 +188,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
             tensor = tensor if group is None else cut(name, tensor, part.shape, group)
             work.append((parameters[part.parameter], part, tensor))
             missing.pop(name, None)
-        with ThreadPoolExecutor(READERS) as readers:
+        with ThreadPoolExecutor(READERS, initializer=functools.partial(use_device, device)) as readers:
             list(readers.map(lambda args: fill(*args), work))
     if missing:
         first = next(iter(missing))
