@@ -172,8 +172,8 @@ def test_rewinding_to_a_longer_output(pair):
     prompts = [random_prompt(40), random_prompt(70, seed=1)]
     used = make_engine(target, draft, **made)
     used.generate(prompts, 8, temperature=0.0)
-    longer = [out.tokens for out in used.generate(prompts, 300, temperature=0.0)]
-    fresh = make_engine(target, draft, **made).generate(prompts, 300, temperature=0.0)
+    longer = [out.tokens for out in used.generate(prompts, 100, temperature=0.0)]
+    fresh = make_engine(target, draft, **made).generate(prompts, 100, temperature=0.0)
     assert longer == [out.tokens for out in fresh]
 
 
