@@ -3,6 +3,8 @@
 Of controller.py.
 """
 
+import pytest
+
 from triforce.controller import Controller, Rate
 from triforce.costs import Costs
 from triforce.plan import Plan
@@ -29,11 +31,11 @@ def test_speculation_is_begun_where_it_promises_6_percent():
     assert all(now == (promise < 0.97**2) for promise, now in begun.items())
 
 
-def test_a_hiccup_changes_no_mind():
+@pytest.mark.parametrize("drafting, checking", [(1000, 1), (1, 1000), (1000, 1000)])
+def test_a_hiccup_changes_no_mind(drafting, checking):
     controller = Controller(Costs({8: 20.0}, {4: 5.0}, {"model": (0.25, 0.2)}), 7, 3)
     plan = controller.choose()
     own = 5.0 * plan.rounds + plan.rounds * (0.25 + 0.2 * (plan.gamma_inner - 1))
     for i in range(10):
-        slow = 1000 if i == 5 else 1
-        controller.timed(plan, slow * own, slow * 20.0)
+        controller.timed(plan, own * (drafting if i == 5 else 1), 20.0 * (checking if i == 5 else 1))
         assert controller.choose() == plan
