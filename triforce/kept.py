@@ -29,7 +29,7 @@ DIGEST = hashlib.sha256().digest_size
 def root() -> Path:
     """Where everything is kept."""
     named = os.environ.get("TRIFORCE_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triforce"
+    return Path(named or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "triforce"))
 
 
 @functools.cache
