@@ -7,6 +7,7 @@ import torch
 from conftest import make_state, random_pair, random_prompt
 
 from triforce import hierarchy
+from triforce.costs import Costs
 from triforce.hierarchy import Clock
 from triforce.plan import PADDED, Padding, Plan
 
@@ -58,3 +59,20 @@ def test_ranks_learn_from_the_first_ones_times_and_only_of_the_same_generation()
         assert told[0] == 0 and all(told[1:])  # nothing is told of the round before the first
         costs = state.pilot.controller.learned.now()
         assert max(costs.verify.values()) > 5_000  # seven seconds, by the first rank's clock
+
+
+def test_ranks_begin_with_the_first_ones_guess():
+    """A rank that has no draft guesses otherwise than the others, and must not choose by that."""
+    target, draft = random_pair()
+    first = {}
+
+    def agree(value):
+        if value is None:
+            return None
+        costs, seen = value
+        first["costs"] = Costs.of({part: 2 * cost for part, cost in costs.parts().items()})
+        return first["costs"], seen
+
+    target.group = SimpleNamespace(rank=1, size=2, all_gather=lambda own: torch.cat([own, own]), agree=agree)
+    state = make_state(target, draft, [random_prompt(100)], auto=True)
+    assert state.pilot.controller.learned.now() == first["costs"]

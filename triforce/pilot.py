@@ -45,7 +45,6 @@ class Pilot:
         self._name: tuple = ()  # of the costs on the shelf
         self._fixed: Plan | None = None
         self._chosen: Plan | None = None  # by the controller, for the present round
-        self._texts: Callable[[], list[list[int]]] = list
 
     def open(self, plan: Plan | None, padding: Padding, lengths: list[int],
              texts: Callable[[], list[list[int]]]) -> None:
@@ -56,17 +55,16 @@ class Pilot:
             padding: of the steps of plans that are not given.
             lengths: settled tokens of each row. texts: gives each row's tokens, the pending one among them.
         """
-        self._fixed, self.padding, self._texts = plan, padding, texts
+        self._fixed, self.padding = plan, padding
         self.controller, self.meters = None, []
         self.rebuilds = [RebuildPolicy(self.rebuild_interval) for _ in lengths]
         if plan is None and self.auto:
             self._name = self.shelf.name(padding, lengths)
             guessed = guess(self.hierarchy, padding, lengths)
-            found = self.shelf.find(self._name, guessed)
-            if self.group is not None:  # all ranks go by what one knows, or each would choose for itself
-                found = self.group.agree(found)
+            costs, seen = self.shelf.find(self._name, guessed) or (guessed, [0] * len(guessed.parts()))
+            if self.group is not None:  # a guess, too: a rank without the draft does not know what it reads
+                costs, seen = self.group.agree((costs, seen))
             inner = self.hierarchy.inner
-            costs, seen = found or (guessed, [0] * len(guessed.parts()))
             self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, padding,
                                          seen)
             if "ngram" in self.hierarchy.sources:
