@@ -172,6 +172,15 @@ def test_a_cache_that_is_a_file(asked, tmp_path, caplog):
     assert sum("cannot" in record.message for record in caplog.records) == 1
 
 
+def test_waiting_for_what_cannot_be_kept_is_no_traceback(tmp_path, monkeypatch, caplog, capfd):
+    (tmp_path / "cache").write_text("not a folder")
+    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path / "cache"))
+    assert run(make_engine(*random_pair(), compile=True, **SETTINGS), tokens=20)
+    assert "not all steps could be compiled" in caplog.text
+    said = capfd.readouterr().err
+    assert "set TRIFORCE_CACHE to a folder" in said and "Traceback" not in said
+
+
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path))
     folder = Folder({"a": 1})

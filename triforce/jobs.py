@@ -55,11 +55,7 @@ class Job:
 
 
 def start(job: Job, wait: bool = False) -> None:
-    """Has processes of their own do the job. They outlive this one, unless that waits for them.
-
-    Raises:
-        RuntimeError: waited for in vain.
-    """
+    """Has processes of their own do the job. They outlive this one, unless that waits for them."""
     count = max(min((os.cpu_count() or 1) // 4, MOST_PROCESSES), 1)
     quiet = None if wait else subprocess.DEVNULL
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -70,10 +66,8 @@ def start(job: Job, wait: bool = False) -> None:
                                           start_new_session=not wait))
         with processes[-1].stdin as pipe:
             pipe.write(pickle.dumps(job))
-    if wait:
-        failed = [status for status in [process.wait() for process in processes] if status]
-        if failed:
-            raise RuntimeError(f"compiling ended with status {failed[0]}; its own message is above")
+    if wait and any([process.wait() for process in processes]):
+        log.warning("not all steps could be compiled; those run as they are written, only slower")
 
 
 def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dict) -> Folder:

@@ -224,4 +224,8 @@ def trace(function: Callable, args, mode: FakeTensorMode) -> Traced:
 if __name__ == "__main__":
     os.nice(10)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    work(pickle.load(sys.stdin.buffer), *map(int, sys.argv[1:]))
+    try:
+        work(pickle.load(sys.stdin.buffer), *map(int, sys.argv[1:]))
+    except OSError as error:
+        sys.exit(f"cannot keep compiled steps in {error.filename}: {error.strerror}; set TRIFORCE_CACHE to a folder "
+                 "that can be written")
