@@ -42,18 +42,22 @@ def levels(base: Engine, ids: list[int], args):
     base.release()  # there is room for one cache
     for way in ways_of(base, args):
         engine = engine_of(base, way)
-        yield {"setting": way, **on_chip.decode(engine, ids, args), "plan": str(engine._state.pilot.controller.plan)}
+        yield {"setting": way, **on_chip.decode(engine, ids, args), "plan": last_plan(engine)}
         engine.release()
 
 
+def last_plan(engine: Engine) -> str:
+    return str(engine.caches.state.pilot.controller.plan)
+
+
 def gammas(engine: Engine, ids: list[int], args):
-    yield {"setting": "auto", **on_chip.decode(engine, ids, args), "plan": str(engine._state.pilot.controller.plan)}
+    yield {"setting": "auto", **on_chip.decode(engine, ids, args), "plan": last_plan(engine)}
     for inner in INNER:
         for gamma in (gamma for gamma in GAMMAS if gamma < engine.settings.block_size):
             on_chip.fixed(engine, Plan(gamma, "model", True, inner, -(-gamma // 2)))
             yield {"setting": f"gamma {gamma}, gamma_inner {inner}", "gamma": gamma, "gamma_inner": inner,
                    **on_chip.decode(engine, ids, args)}
-    engine._state.pilot.auto = True
+    engine.caches.state.pilot.auto = True
 
 
 def temperatures(engine: Engine, ids: list[int], args):

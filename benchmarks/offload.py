@@ -42,9 +42,9 @@ def stage(what: str) -> None:
 def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[float, State]:
     """A prefill once everything is compiled and allocated."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None, "seed": [0]}
-    if engine._state is not None:
-        engine._state.prompts = None
-    state = engine._state_for(1, len(ids), new)
+    if engine.caches.state is not None:
+        engine.caches.state.reset()
+    state = engine.caches.find([ids], new, None)
     state.params.set(specialize=False, **sampling)
     state.reset()
     begun = wait()
@@ -219,7 +219,7 @@ def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[
     row["streamed_gb_s"] = streamed / 1e6 / plain["tbt_ms"]
     row |= on_chip.decode(engine, ids, args)
     stage(f"speculation: {row['tbt_ms']:.1f} ms per token")
-    chosen = engine._state.pilot.controller
+    chosen = engine.caches.state.pilot.controller
     row["plan"] = str(chosen.plan)
     row |= {f"rate_{name}": rate.value for name, rate in chosen.rates.items()}
     costs = chosen.learned.now()
@@ -300,7 +300,7 @@ def run(args) -> None:
     prompts = read_prompts(tokenizer, args)
     machine = {**on_chip.about(engine, args), "flush_interval": args.flush_interval}
     for ids, budget, resident in itertools.product(prompts, args.budgets, args.resident):
-        engine.settings = replace(engine.settings, budget=budget)
+        engine.caches.settings = replace(engine.settings, budget=budget)
         row = measure(engine, ids, resident, args)
         title = f"{args.shape} (widened), {len(ids):,} tokens, {resident} resident layers"
         report(title, row, machine, args.out)

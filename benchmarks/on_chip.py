@@ -146,7 +146,7 @@ def sweep_plans(state: State) -> list[Plan]:
 
 def fixed(engine: Engine, plan: Plan) -> None:
     """Turns the present state's controller off and sets a plan."""
-    pilot = engine._state.pilot
+    pilot = engine.caches.state.pilot
     pilot.auto, pilot.default = False, plan
 
 
@@ -264,7 +264,7 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     stats = engine.generate(ids, 8, **{**sampling, "seed": 0}, ignore_eos=True).stats
     row["first_call_s"] = time.perf_counter() - begun  # prefill, compiling and recording included
     row["ttft_s"] = stats.ttft
-    engine._state.prompts = None  # prefills anew
+    engine.caches.state.reset()  # prefills anew
     begun = time.perf_counter()
     state = engine.prepare([ids], longest, **sampling)
     if cuda:
@@ -431,7 +431,7 @@ def run(args) -> None:
     model = f"{args.shape} (widened)" if args.shape else args.checkpoint
     for ids in prompts:
         for budget in args.budgets or [None]:
-            engine.settings = replace(engine.settings, budget=budget)
+            engine.caches.settings = replace(engine.settings, budget=budget)
             rows.append(measure_context(engine, ids, args))
             title = f"{model}, {len(ids):,} tokens, {machine['device']}, torch {torch.__version__}"
             report(title, rows[-1], machine, args.out)

@@ -75,7 +75,7 @@ def by_attention():
         weight = cache.query_weight[row].repeat(cache.group)[:, None]
         attended = ((q @ keys.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1) * weight).sum(1)  # [K, S]
         end = (length - view.window_size) // chunk
-        found = torch.full(cache.chunk_keys[i][row].shape[:2], float("-inf"), device=q.device)
+        found = torch.full(cache.prefix.chunk_keys[i][row].shape[:2], float("-inf"), device=q.device)
         found[:, 1:end] = attended.unflatten(1, (-1, chunk)).sum(2)[:, 1:end]
         return found
 
@@ -101,10 +101,11 @@ def measure(ids: list[int], variant: dict, budget: int, args) -> tuple[float, in
     with patches:
         for seed in range(args.seeds):
             engine.generate(ids, args.max_new_tokens, seed=seed, ignore_eos=True)
-            kept, drafted = engine._state.hierarchy.outer.totals[0].tolist()
+            kept, drafted = engine.caches.state.hierarchy.outer.totals[0].tolist()
             accepted, tested = accepted + kept, tested + drafted
     with torch.inference_mode():
-        rebuild = milliseconds(lambda: engine._state.hierarchy.view.rebuild(0), engine.device, repeats=9, warm_up=3)
+        view = engine.caches.state.hierarchy.view
+        rebuild = milliseconds(lambda: view.rebuild(0), engine.device, repeats=9, warm_up=3)
     return accepted / tested, tested, rebuild, engine
 
 

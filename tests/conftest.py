@@ -53,18 +53,28 @@ def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[i
 
 
 def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=1024, max_new_tokens=512, sampling=None,
-               drafting=None, num_resident_layers=None, pack=False, **settings) -> State:
-    """A State with prompts prefilled, without an Engine around it."""
+               drafting=None, num_resident_layers=None, pack=False, base=0, **settings) -> State:
+    """A State with prompts prefilled, without an Engine around it.
+
+    base: tokens that the prompts have in common, which its rows share.
+    """
     chosen = {"gamma": 6, "block_size": 8, "flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16,
               "prefill_chunk_size": 2048, **settings}
     resolved = Settings(**chosen).resolve(has_model=draft is not None)
-    state = State(target, draft, resolved, batch=len(prompts), capacity=capacity, budget=budget, vocab_size=vocab_size,
-                  compiler=Compiler(torch.device("cpu")), drafting=drafting,
-                  num_resident_layers=num_resident_layers, pack=pack)
+    common = {"capacity": capacity, "budget": budget, "vocab_size": vocab_size,
+              "compiler": Compiler(torch.device("cpu"))}
+    shared = None
+    if base:
+        document = State(target, None, resolved, batch=1, num_resident_layers=num_resident_layers, **common)
+        document.prefill(0, prompts[0][: base + 1])
+        shared, num_resident_layers = document.cache.prefix.part(base), None
+        if pack:
+            shared.pack()
+    state = State(target, draft, resolved, batch=len(prompts), drafting=drafting,
+                  num_resident_layers=num_resident_layers, pack=pack, shared=shared, **common)
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
     state.params.set(**{**law, **(sampling or {})})
-    for row, prompt in enumerate(prompts):
-        state.prefill(row, prompt)
+    state.prefill_all(prompts)
     state.begin(max_new_tokens)
     return state
 

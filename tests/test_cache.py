@@ -55,7 +55,7 @@ def test_views_share_what_was_verified(pair):
     for mine, other in zip(state.cache.tail.kv, fresh.cache.tail.kv, strict=True):
         mine, other = mine[..., : length - whole, :], other[..., : length - whole, :]
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    for mine, other in zip(state.cache.chunk_keys, fresh.cache.chunk_keys, strict=True):
+    for mine, other in zip(state.cache.prefix.chunk_keys, fresh.cache.prefix.chunk_keys, strict=True):
         torch.testing.assert_close(mine[:, :, : whole // 4], other[:, :, : whole // 4], rtol=1e-4, atol=1e-5)
 
 

@@ -391,7 +391,7 @@ def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory():
 
     with pytest.raises(Cut):
         list(engine.stream(ids, 64, on_prefill=cut))
-    offload = engine._state.cache.prefix.offload
+    offload = engine.caches.state.cache.prefix.offload
     assert offload.copy_stream.query()
     expected = engine.generate(ids, 64, temperature=0).tokens
     stream = engine.stream(ids, 64, temperature=0)

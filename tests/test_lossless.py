@@ -21,6 +21,7 @@ from triforce.pilot import Tally
 from triforce.plan import ONE_ROW, Plan
 from triforce.quantize import fp8_copy
 from triforce.speculator import Speculator
+from triforce.state import State
 from triforce.tape import ACCEPTED, BONUS
 
 VOCAB = 3  # of the tokenizer; the models' own vocabularies are padded, differently
@@ -83,6 +84,23 @@ CASES = [
     {"levels": "draft", "gamma": 2, "draft_cache": "snapkv"},
     {"levels": "draft", "gamma": 3, "sampling": {"top_p": 0.8, "temperature": 1.3}},
 ]
+
+
+SHARED = [PROMPTS[0][:8] + PROMPTS[1][:7], PROMPTS[0][:8] + PROMPTS[1][3:14]]  # with own prefixes of 4 and 8 tokens
+
+
+@pytest.mark.parametrize("case", [
+    {"gamma": 3, "gamma_inner": 1}, {"levels": "draft", "gamma": 3}, {"levels": "retrieval", "gamma": 2},
+    {"gamma": 2, "gamma_inner": 1, "num_resident_layers": 1, "piece_tokens": 4},
+], ids=lambda case: "-".join(f"{name}={value}" for name, value in case.items()))
+def test_joint_law_of_rows_that_share_a_prefix(models, case, monkeypatch):
+    flushed, flush = set(), State._flush
+    monkeypatch.setattr(State, "_flush", lambda self, row: flushed.add(row % 2) or flush(self, row))
+    lengths = []
+    found, branches, _ = distances(models, **case, prompts=SHARED, base=8, prepare=lambda state: lengths.extend(
+        state.cache.prefix.own_lens[:2]))
+    assert lengths == [4, 8] and flushed  # rows with own prefixes of different lengths; one of them grew
+    assert max(found) < 1e-6, f"total variation {found} over {branches} branches"
 
 
 def name_of(case: dict) -> str:

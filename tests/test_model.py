@@ -99,7 +99,7 @@ def test_a_prefills_progress_goes_from_0_to_1_with_its_work():
                             device="cpu", dtype=torch.float32)
         shares = []
         with torch.inference_mode():
-            model.prefill(torch.zeros(1, length, dtype=torch.int64), prefill_blocks(cache, 0, 0, length, size),
+            model.prefill(torch.zeros(1, length, dtype=torch.int64), prefill_blocks(cache, range(1), 0, length, size),
                           shares.append)
         assert shares == sorted(set(shares)) and shares[0] > 0 and shares[-1] == pytest.approx(1)
         assert shares[0] == pytest.approx(min(size, length) ** 2 / length**2 / 2)  # a later token takes longer

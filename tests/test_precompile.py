@@ -51,7 +51,7 @@ def run(engine, rows=1, tokens=48):
 
 
 def missing(engine):
-    return engine._state.compiler.pieces.missing
+    return engine.caches.state.compiler.pieces.missing
 
 
 @pytest.mark.parametrize("options, rows", [
@@ -117,15 +117,15 @@ def test_the_next_prompt_runs_compiled_pieces_and_no_text_changes_in_its_midst(a
     expected = run(make_engine(*pair, compile=False, **SETTINGS))
     engine = make_engine(*pair, compile="beside", **SETTINGS)
     assert run(engine) == expected and len(asked) == 1
-    first = engine._state
+    first = engine.caches.state
     compile_some(asked[0])
-    assert run(engine) == expected and engine._state is first  # the same prompt: the same bits
+    assert run(engine) == expected and engine.caches.state is first  # the same prompt: the same bits
     engine.generate(random_prompt(150, seed=9), 8)
-    pieces = engine._state.compiler.pieces
-    assert engine._state is not first and pieces.complete and len(asked) == 1
+    pieces = engine.caches.state.compiler.pieces
+    assert engine.caches.state is not first and pieces.complete and len(asked) == 1
     assert run(engine) == expected and not any(SMALL in name for name in pieces.missing)
     another = make_engine(*pair, compile="beside", **SETTINGS)  # as a later process
-    assert run(another) == expected and another._state.compiler.pieces.complete and len(asked) == 1
+    assert run(another) == expected and another.caches.state.compiler.pieces.complete and len(asked) == 1
 
 
 def test_what_is_damaged_is_not_there(asked, caplog):
@@ -156,7 +156,7 @@ def test_another_version_is_another_folder(asked, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "99.0")
     other = make_engine(*random_pair(), compile="beside", **SETTINGS)
     run(other, tokens=2)
-    assert len(asked) == 2 and not other._state.compiler.pieces.complete
+    assert len(asked) == 2 and not other.caches.state.compiler.pieces.complete
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="a superuser may write anywhere")
@@ -206,7 +206,7 @@ def test_a_piece_that_does_not_compile_runs_as_it_is_written(asked, monkeypatch)
     new = precompile.work(asked[0])
     assert new and all(name.endswith(FAILED) for name in new)
     again = make_engine(*random_pair(), compile="beside", **SETTINGS)
-    assert run(again) == expected and again._state.compiler.pieces.complete and len(asked) == 1
+    assert run(again) == expected and again.caches.state.compiler.pieces.complete and len(asked) == 1
 
 
 def test_killed_and_two_at_once(asked):

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .api import generate, unload
+    from .chat import Chat
     from .engine import Engine, Stream
     from .errors import UserError
     from .generation import Generation, Stats
     from .loading import load
+    from .prefix import Prefix
 
-__all__ = ["Engine", "Generation", "Stats", "Stream", "UserError", "generate", "load", "unload"]
+__all__ = ["Chat", "Engine", "Generation", "Prefix", "Stats", "Stream", "UserError", "generate", "load", "unload"]
 __version__ = "0.1.0"
 
 _MODULES = {"generate": "api", "unload": "api", "Engine": "engine", "Stream": "engine", "UserError": "errors",
+            "Chat": "chat", "Prefix": "prefix",
             "Generation": "generation", "Stats": "generation", "load": "loading"}
 
 

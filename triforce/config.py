@@ -158,6 +158,10 @@ class Settings(Options):
                                             whole(1, 2048), type=int)
     piece_tokens: int | None = option(None, "tokens of an offloaded layer copied at a time (default: 32 MiB of them)",
                                       whole(1, 2048), type=int)
+    reuse: bool = option(
+        True, "keep what was computed: prompts of a call share the tokens that they begin with in common, and a prompt "
+        "that begins with what the last call holds computes only the rest (--no-reuse: neither)",
+        flag="--no-reuse", action="store_false")
     keep_logits: bool = option(False, "keep the logits of the last round, for tests", flag=None)
     auto: bool = option(False, "resolved from gamma", flag=None)
     ngram: bool = option(False, "resolved from draft and gamma", flag=None)
@@ -464,6 +468,10 @@ def takes(*classes: type):
 
 
 def check_max_new_tokens(value) -> int:
+    return whole_number("max_new_tokens", value, 256)
+
+
+def whole_number(name: str, value, usual: int = 8) -> int:
     """The whole number, at least 1, that it must be.
 
     Raises:
@@ -472,7 +480,7 @@ def check_max_new_tokens(value) -> int:
     try:
         count = operator.index(value)
     except TypeError:
-        raise UserError(f"max_new_tokens ({value!r}) must be a whole number; try 256") from None
+        raise UserError(f"{name} ({value!r}) must be a whole number; try {usual}") from None
     if count < 1:
-        raise UserError(f"max_new_tokens ({count}) must be at least 1; try 256")
+        raise UserError(f"{name} ({count}) must be at least 1; try {usual}")
     return count

@@ -208,16 +208,23 @@ def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs
     on_cpu = outer.length.device.type == "cpu"
     rate = 2e7 if on_cpu else 4e9  # bytes a millisecond
     host_rate = rate if on_cpu else 5e7
-    config, itemsize, offload = outer.model.config, outer.model.dtype.itemsize, cache.prefix.offload
-    prefix = sum(lengths) * config.kv_elements_per_token * itemsize
-    on_host = 0 if offload is None else prefix * len(offload.layers) / config.n_layer
+    config, itemsize, offload = outer.model.config, outer.model.dtype.itemsize, cache.prefix.streams
+    base, token = cache.prefix.base, config.kv_elements_per_token * itemsize
+    shared, own = base * token, (sum(lengths) - base * len(lengths)) * token
+    prefix = shared + own
+    on_host = 0 if offload is None else (shared or own) * len(offload.layers) / config.n_layer
     verify = (outer.model.weight_bytes + prefix - on_host) / rate + on_host / host_rate
+    # All rows attend to a shared prefix, which is read once for them: beyond some number of rows that is arithmetic.
+    products = 4 * config.n_head * config.head_dim * config.n_layer * base * len(lengths)  # of one token a row
+    speed = 5e7 if on_cpu else 5e11  # operations a millisecond
 
     def by_rows(level, first: float) -> dict[int, float]:
         sizes = {level.rows} if padding.drafts else {rows for rows in SIZES if rows < level.rows} | {level.rows}
-        return {rows: first * (1 + ROW * (rows - 1) * on_cpu) for rows in sorted(sizes)}
+        work = products if level is outer else 0
+        return {rows: max(first * (1 + ROW * (rows - 1) * on_cpu), work * rows / speed) for rows in sorted(sizes)}
 
-    costs = Costs(by_rows(outer, verify), plain=verify if padding.drafts and not padding.plain else None)
+    plain = max(verify, products / speed)
+    costs = Costs(by_rows(outer, verify), plain=plain if padding.drafts and not padding.plain else None)
     if inner is not None:
         view = min(hierarchy.view.nbytes, prefix)
         costs.retrieval = by_rows(inner, (inner.model.weight_bytes + view) / rate)

@@ -6,7 +6,6 @@ An Engine holds weights, tokenizer and settings, and the buffers of the conversa
 call takes over if they are large enough.
 """
 
-import gc
 import inspect
 import logging
 import operator
@@ -18,15 +17,18 @@ import torch
 from torch import Tensor
 
 from . import memory
-from .config import Placement, Sampling, Settings, check_max_new_tokens, split, takes
+from .caches import Caches
+from .chat import Chat
+from .config import Placement, Sampling, Settings, check_max_new_tokens, split, takes, whole_number
 from .errors import UserError
 from .generation import Generation, RowOutput, stop_strings
 from .hf.tokenizer import Tokenizer
-from .jobs import Models, find_compiler, kept_folder
+from .jobs import Models
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
 from .model import Transformer
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
+from .prefix import Prefix, asked, common_length
 from .session import Session
 from .state import State
 
@@ -46,12 +48,8 @@ class Engine:
                  drafting: Transformer | None = None, settings: Settings | None = None,
                  placement: Placement | None = None, eos_ids: Sequence[int] = ()):
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
-        self._models = Models(target, draft, drafting)
         settings, placement = settings or Settings(), placement or Placement()
         self.placement = replace(placement, device=target.device).resolve()
-        has_model = draft is not None or placement.draft_ranks is not None
-        self.settings = settings.resolve(target.device, has_model=has_model, offload=placement.offload,
-                                         max_batch_size=placement.max_batch_size)
         self.eos_ids = tuple(eos_ids)
         models = [target] if draft is None else [target, draft]
         self.vocab_size = min(model.config.vocab_size for model in models)
@@ -62,7 +60,7 @@ class Engine:
         if longest is not None and longest > limit:
             raise UserError(f"max_seq_len ({longest}) exceeds the model's {self._limit_name()} ({limit}); "
                             f"use at most {limit}")
-        self._state: State | None = None
+        self.caches = Caches(self, Models(target, draft, drafting), settings, self.placement, self.vocab_size)
         self._serving: Session | None = None  # whom the state belongs to
 
     def __repr__(self) -> str:
@@ -75,6 +73,11 @@ class Engine:
                 f"{self.device}; drafts by {', '.join(drafts) or 'nothing'}>")
 
     @property
+    def settings(self) -> Settings:
+        """Resolved."""
+        return self.caches.settings
+
+    @property
     def num_parameters(self) -> int:
         """Of the whole target, over all ranks."""
         return self.target.config.num_parameters * self.target.config.num_shards
@@ -83,32 +86,83 @@ class Engine:
     def device(self) -> torch.device:
         return self.target.device
 
-    def generate(self, prompt, max_new_tokens: int = 256, **options) -> "Generation | list[Generation]":
+    def generate(self, prompt, max_new_tokens: int = 256, *, prefix: Prefix | None = None,
+                 num_samples: int | None = None, **options) -> "Generation | list":
         """Continues one prompt, or each of a list of prompts.
 
         Args:
             prompt: text (the tokenizer adds its own bos), a list of ids (taken as they are), a list of messages
                 {"role", "content"} (the chat template applies), or a list of such prompts, answered by a list.
             max_new_tokens: exactly so many, unless the text ends before.
+            prefix: what the prompts are questions about, see `prefill`. Its keys and values are read once for all of
+                them, and only the questions are computed.
+            num_samples: continuations of each prompt, with the seeds seed, seed + 1, ...: a list instead of each
+                result.
             options: see `stream`; those of `Sampling` may be lists, one value a prompt.
 
         Raises:
             UserError: an empty prompt, one too long for the model or the memory, a sampling value out of range.
         """
         many = _is_batch(prompt)
-        pieces, sessions = self._serve(prompt if many else [prompt], max_new_tokens, **options)
+        prompts = list(prompt) if many else [prompt]
+        count = 1 if num_samples is None else whole_number("num_samples", num_samples)
+        pieces, sessions = self._serve([one for one in prompts for _ in range(count)], max_new_tokens, prefix=prefix,
+                                       **options)
         for _ in pieces:
             pass
         results = [result for session in sessions for result in session.results()]
+        if num_samples is not None:
+            results = [results[first : first + count] for first in range(0, len(results), count)]
         return results if many else results[0]
 
+    def prefill(self, document, *, chat_template: str | None = None, on_progress=None) -> Prefix:
+        """Computes the keys and values of a document, for any number of questions, samples or conversations about it.
+
+        Args:
+            document: text, ids or a list of messages, as `generate` takes them. With messages, the last one of the
+                user is what the questions are about; what is computed is what the rendered prompts begin with in
+                common, whatever is asked.
+            on_progress: called with the share of the work that is done.
+
+        Returns:
+            a `Prefix`, which holds the memory for as long as it lives.
+
+        Raises:
+            UserError: an empty document, or one too long for the model or the memory.
+        """
+        messages = None
+        if isinstance(document, Sequence) and not isinstance(document, (str, bytes)) and document and all(
+                isinstance(item, dict) for item in document):
+            messages = list(document)
+            rendered = [self.encode_prompt(asked(messages, question), chat_template) for question in ("a?", "The b.")]
+            ids = rendered[0][: common_length(*rendered)]
+        else:
+            ids = self.encode_prompt(document)
+        self.check_len(len(ids), 1)
+        prefix = self.caches.compute(ids, on_progress)
+        prefix.messages, prefix.chat_template = messages, chat_template
+        return prefix
+
+    def chat(self, prefix: Prefix | None = None, **options) -> Chat:
+        """A conversation, about a document if there is a prefix.
+
+        With a chat template, a turn is a message of the user. Without one, or over a prefix made of text, what is said
+        stands between empty lines, and the answer continues it.
+
+        Args:
+            options: `system`, a text that the conversation begins with; `chat_template`; and what `stream` takes, for
+                all turns.
+        """
+        return Chat(self, prefix, **options)
+
     @takes(Sampling)
-    def stream(self, prompt, max_new_tokens: int = 256, *, stop=None, ignore_eos: bool = False, speculate: bool = True,
-               one_row: bool = False, chat_template: str | None = None, on_prefill=None, on_decode=None,
-               **options) -> "Stream":
+    def stream(self, prompt, max_new_tokens: int = 256, *, prefix: Prefix | None = None, stop=None,
+               ignore_eos: bool = False, speculate: bool = True, one_row: bool = False,
+               chat_template: str | None = None, on_prefill=None, on_decode=None, **options) -> "Stream":
         """The same for one prompt, piece by piece: iterate for valid text, then read `.result`.
 
         Args:
+            prefix: what the prompt is a question about; see `prefill`.
             options: OPTIONS
             stop: a string or several; the text ends before the first that appears.
             ignore_eos: go on after an end-of-text token.
@@ -120,9 +174,9 @@ class Engine:
         """
         if _is_batch(prompt):
             raise UserError("stream takes one prompt; generate takes a list")
-        return Stream(*self._serve([prompt], max_new_tokens, stop=stop, ignore_eos=ignore_eos, speculate=speculate,
-                                   one_row=one_row, chat_template=chat_template, on_prefill=on_prefill,
-                                   on_decode=on_decode, **options))
+        return Stream(*self._serve([prompt], max_new_tokens, prefix=prefix, stop=stop, ignore_eos=ignore_eos,
+                                   speculate=speculate, one_row=one_row, chat_template=chat_template,
+                                   on_prefill=on_prefill, on_decode=on_decode, **options))
 
     @torch.inference_mode()
     def logits(self, tokens) -> Tensor:
@@ -136,17 +190,17 @@ class Engine:
         size, length = self.settings.prefill_chunk_size, tokens.shape[1]
         cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                             flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
-        blocks = prefill_blocks(cache, 0, 0, length, size)
+        blocks = prefill_blocks(cache, range(1), 0, length, size)
         return torch.cat([self.target.output(self.target.prefill(row[None], blocks)).float() for row in tokens])
 
     def encode_prompt(self, prompt, chat_template: str | None = None) -> list[int]:
         """Ids of a prompt in any of the forms that `generate` takes."""
         if isinstance(prompt, str):
-            ids = self._tokenizer().encode(prompt) if prompt else []
+            ids = self.tokenizer_or_raise().encode(prompt) if prompt else []
         elif isinstance(prompt, (bytes, bytearray)):
             raise UserError("a prompt of bytes could be text or ids; decode it: prompt.decode()")
         elif isinstance(prompt, Sequence) and prompt and all(isinstance(item, dict) for item in prompt):
-            ids = self._tokenizer().apply_chat_template(prompt, chat_template)
+            ids = self.tokenizer_or_raise().apply_chat_template(prompt, chat_template)
         else:
             ids = _as_ids(prompt)
         if not ids:
@@ -154,8 +208,8 @@ class Engine:
         self._check_ids(ids)
         return ids
 
-    def _serve(self, prompts, max_new_tokens: int, *, stop=None, ignore_eos=False, speculate=True, one_row=False,
-               chat_template=None, on_prefill=None, on_decode=None,
+    def _serve(self, prompts, max_new_tokens: int, *, prefix=None, stop=None, ignore_eos=False, speculate=True,
+               one_row=False, chat_template=None, on_prefill=None, on_decode=None,
                **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
         """Checks everything, then gives a generator of (index of the prompt, piece of text), and a list that gets the
         sessions whose results these are."""
@@ -165,21 +219,26 @@ class Engine:
             raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
         stops = stop_strings(stop)
         if stops:
-            self._tokenizer()
-        ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
+            self.tokenizer_or_raise()
+        if prefix is not None and (not isinstance(prefix, Prefix) or prefix.engine is not self):
+            raise UserError("prefix must be what this engine's `prefill` or `open` returned")
+        if prefix is not None:
+            ids = [prefix.ids(prompt) for prompt in prompts]
+        else:
+            ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
         for prompt in ids:
             self.check_len(len(prompt), max_new_tokens)
         sampling = sampling.with_seed(len(ids), lambda: self._agreed(random.getrandbits(32)))
         sampling.columns(len(ids))
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
-        request = Request(ids, max_new_tokens, sampling, () if ignore_eos else self.eos_ids, stops, plan, on_prefill,
-                          on_decode)
+        request = Request(ids, prefix, max_new_tokens, sampling, () if ignore_eos else self.eos_ids, stops, plan,
+                          on_prefill, on_decode)
         sessions: list[Session] = []
         return self._answer(request, sessions), sessions
 
     def _answer(self, request: "Request", sessions: list[Session]) -> Iterator[tuple[int, str]]:
         """Group by group, of as many prompts as run side by side."""
-        size = self.placement.max_batch_size
+        size = self.caches.rows(request.ids, request.max_new_tokens, request.prefix)
         for first in range(0, len(request.ids), size):
             group = request.part(slice(first, first + size))
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
@@ -206,11 +265,11 @@ class Engine:
             torch.cuda.reset_peak_memory_stats(self.device)
         self._serving = session
         session.state = state = self.prepare(request.ids, request.max_new_tokens, request.on_prefill, request.plan,
-                                             **vars(request.sampling))
+                                             request.prefix, **vars(request.sampling))
         while not session.done:
-            if self._state is None:
+            if self.caches.state is None:
                 raise UserError("the engine was released while this generation was under way; begin another one")
-            if self._serving is not session or self._state is not state:
+            if self._serving is not session or self.caches.state is not state:
                 raise UserError("another generation has begun on this engine and taken over its caches; finish or "
                                 "close a stream first, or load a second engine")
             pieces = session.round()
@@ -219,33 +278,28 @@ class Engine:
             yield from (piece for piece in pieces if piece[1])
 
     def release(self) -> None:
-        """Frees the buffers of the last conversation."""
-        self._state = None
-        gc.collect()  # compiled steps make reference cycles
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Frees the buffers of the last call."""
+        self.caches.release()
 
     def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, plan: Plan | None = None,
-                **sampling) -> State:
+                prefix: Prefix | None = None, **sampling) -> State:
         """A State with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
 
         Args:
             plan: what all rounds follow; None: chosen round by round, or what the settings say.
+            prefix: what the prompts begin with.
             sampling: the fields of `Sampling`.
         """
-        state = self._state_for(ids, max_new_tokens)
+        state = self.caches.find(ids, max_new_tokens, prefix, on_prefill)
         state.params.set(specialize=self.placement.compile is False, **sampling)
         padding = self._padding(state.params.greedy)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
             plan = ONE_ROW
         if state.prompts == ids:
             state.rewind(max_new_tokens, plan, padding)
+            state.reused = min(map(len, ids)) - 1
             return state
-        state.reset()
-        for row, prompt in enumerate(ids):
-            def report(share, row=row):
-                on_prefill((row + share) / len(ids))
-            state.prefill(row, prompt, on_prefill and report)
+        self.caches.fill(state, ids, on_prefill)
         state.begin(max_new_tokens, plan, padding)
         state.prompts = ids
         return state
@@ -260,61 +314,6 @@ class Engine:
             return PADDED
         return Padding(plain=False, drafts=self.device.type != "cpu" or self.placement.compile is not False)
 
-    def _state_for(self, ids: list[list[int]], max_new_tokens: int) -> State:
-        """The State of the last call if it is large enough, else a new one; a new one also where steps have been
-        compiled in the meantime, but never between two calls for one prompt, whose bits are to be the same."""
-        settings, longest = self.settings, self.placement.max_seq_len
-        batch, prompt_len = len(ids), max(map(len, ids))
-        needed = (prompt_len + max_new_tokens if longest is None else longest) + settings.block_size
-        budget = self.resolve_budget(prompt_len)
-        state = self._state
-        fits = state is not None and state.batch == batch and state.capacity >= needed and state.budget == budget
-        if fits and (state.prompts == ids or not self._agreed(state.compiler.outdated)):
-            return state
-        capacity = -(-needed // 1024) * 1024 if longest is None else needed
-        del state
-        self.release()  # before the new ones are planned
-        sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.vocab_size}
-        resident = self._plan_memory(**sizes)
-        # The same bytes a second time: only where they are a small part of what is free.
-        config = self.target.config
-        kv_bytes = config.n_layer * memory.layer_bytes(config, batch=batch, capacity=capacity, dtype=self.target.dtype)
-        folder = kept_folder(self._models, settings, self.placement, sizes)
-        with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
-            self._state = State(self.target, self.draft, settings, **sizes, drafting=self.drafting,
-                                compiler=find_compiler(self._models, settings, self.placement, sizes, folder),
-                                folder=folder, num_resident_layers=resident,
-                                pack=8 * kv_bytes < (memory.available(self.device) or 0),
-                                draft_ranks=self.placement.draft_ranks)
-        return self._state
-
-    def _plan_memory(self, *, batch: int, capacity: int, **sizes) -> int | None:
-        """Checks that everything fits. Returns how many layers of the KV cache stay on the device; None: all."""
-        config, draft, place = self.target.config, None if self.draft is None else self.draft.config, self.placement
-        prefix = {"batch": batch, "capacity": capacity, "dtype": self.target.dtype}
-
-        def parts(num_resident: int | None) -> list[memory.Part]:
-            return memory.state_parts(config, draft, self.settings, device=self.device,
-                                      num_resident_layers=num_resident, **prefix, **sizes)
-
-        resident = None
-        if place.offload:
-            resident = place.num_resident_layers
-            if resident is None and (place.offload == "auto" or place.resident_memory is not None):
-                resident = memory.fitting_layers(config, parts(0), self.device, place.resident_memory, **prefix)
-            resident = self._agreed(resident or 0)
-        host = memory.host_part(config, 0 if resident is None else config.n_layer - resident, **prefix)
-        of_no_use = ("--batch-size",) if batch == 1 else ()
-        if self.device.type == "cpu":  # the same memory, wherever a layer lies
-            memory.check([host, *parts(resident)], self.device, (*of_no_use, "--offload", "--num-resident-layers"))
-        else:
-            memory.check(parts(resident), self.device, of_no_use)
-            memory.check([host], torch.device("cpu"), of_no_use)
-        if resident is not None:
-            log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", resident, config.n_layer, self.device,
-                     host.bytes / 2**30)
-        return resident
-
     def resolve_budget(self, prompt_len: int) -> int:
         """Tokens of the view that drafts, for a prompt; 0 without one."""
         return self.settings.view_tokens(prompt_len, self.placement.offload)
@@ -323,7 +322,7 @@ class Engine:
         """With several ranks, rank 0's value."""
         return value if self.target.group is None else self.target.group.agree(value)
 
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer_or_raise(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UserError("this engine has no tokenizer; give prompts as lists of ids, and no stop strings")
         return self.tokenizer
@@ -360,6 +359,7 @@ class Request:
     """What a call asks for, checked."""
 
     ids: list[list[int]]
+    prefix: Prefix | None
     max_new_tokens: int
     sampling: Sampling
     eos_ids: tuple[int, ...]
@@ -406,7 +406,8 @@ def _is_batch(prompt) -> bool:
 
 def generate_options() -> frozenset[str]:
     """What `Engine.generate` takes by name."""
-    return frozenset(inspect.signature(Engine.stream).parameters.keys() - {"self", "prompt"})
+    names = inspect.signature(Engine.stream).parameters.keys() | inspect.signature(Engine.generate).parameters.keys()
+    return frozenset(names - {"self", "prompt", "options"})
 
 
 def _as_ids(prompt) -> list[int]:

@@ -11,6 +11,8 @@ class Stats:
 
     prompt_len: int
     new_tokens: int = 0
+    shared_tokens: int = 0  # of the prompt: their K/V are kept once for all rows of the call
+    reused_tokens: int = 0  # of the prompt: their K/V were there before the call
     load: float = 0.0  # before the call, of a command: from its start until the model was ready
     ttft: float = 0.0  # from the call to the first token: prefill and the first round
     prefill: float = 0.0  # of that: until the prompts were in the cache
@@ -39,6 +41,8 @@ class Stats:
         rates = [(f"acceptance at {level}", f"{rate:.3f}") for level, rate in self.acceptance_rate.items()]
         return [
             ("prompt tokens", f"{self.prompt_len:,}"),
+            *([("  shared by all rows", f"{self.shared_tokens:,}")] if self.shared_tokens else []),
+            *([("  held from before", f"{self.reused_tokens:,}")] if self.reused_tokens else []),
             ("new tokens", f"{self.new_tokens:,}"),
             ("start and load", f"{self.load:.2f} s" if self.load else "-"),
             ("prefill", f"{self.prefill:.2f} s"),

@@ -21,7 +21,7 @@ from .tape import Tape
 log = logging.getLogger("triforce")
 # Settings that change which steps are taken, or which tokens they see, and not the steps.
 STEPS_DO_NOT_DEPEND_ON = {"draft", "gamma", "auto", "budget", "recent", "chunk_size", "rebuild_interval",
-                          "prefill_chunk_size", "piece_tokens"}
+                          "prefill_chunk_size", "piece_tokens", "reuse"}
 MOST_PROCESSES = 4  # that compile; each takes half a gigabyte of the GPU meanwhile
 
 
@@ -51,6 +51,7 @@ class Job:
     one_shot: bool = False  # they read each other's memory
     draft_ranks: list[int] | None = None
     shared_draft: bool = False  # several of them share the draft
+    base: int = 0  # tokens of a prefix that all rows share
     custom_laws: bool | None = None  # whether a drafter of the user's emits laws; None: there is none
 
 
@@ -70,8 +71,12 @@ def start(job: Job, wait: bool = False) -> None:
         log.warning("not all steps could be compiled; those run as they are written, only slower")
 
 
-def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dict) -> Folder:
-    """Where compiled pieces and learned costs of a State are kept. sizes: those that `State` takes."""
+def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dict, base: int = 0) -> Folder:
+    """Where compiled pieces and learned costs of a State are kept.
+
+    Args:
+        sizes: those that `State` takes. base: tokens of a prefix that its rows share.
+    """
     target, draft, fp8 = models
     own = {name: value for name, value in vars(settings).items() if name not in STEPS_DO_NOT_DEPEND_ON}
     group = target.group
@@ -80,12 +85,13 @@ def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dic
              "ranks": None if group is None else [group.size, group.buffer is not None],
              "draft_ranks": place.draft_ranks, "offload": place.offload is not False,
              "compile": place.compile is not False, "custom": callable(settings.draft),
-             "tokens": tape_length(sizes["capacity"], settings),
+             "shared": base > 0, "tokens": tape_length(sizes["capacity"], settings),
              **{name: size for name, size in sizes.items() if name != "capacity"}}
     return Folder(about, say=group is None or group.rank == 0)
 
 
-def find_compiler(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder) -> Compiler:
+def find_compiler(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder,
+                  base: int = 0) -> Compiler:
     """What runs the steps of a State: as graphs, where there are any, of the pieces that were compiled for it."""
     target, device = models.target, models.target.device
     if place.compile is False:
@@ -96,18 +102,19 @@ def find_compiler(models: Models, settings: Settings, place: Placement, sizes: d
         wait = place.compile is True
         if wait:
             log.info("compiling the steps, once for this machine (kept in %s) ...", folder.path)
-        start(make_job(models, settings, place, sizes, folder), wait)
+        start(make_job(models, settings, place, sizes, folder, base), wait)
         if wait:
             pieces = Pieces(folder, common, device)
     return Compiler(device, record=True, pieces=pieces)
 
 
-def make_job(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder) -> Job:
+def make_job(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder,
+             base: int = 0) -> Job:
     """The work that is to be done for such a State."""
     target, draft, fp8 = models
     custom = settings.draft(Tape.allocate(1, 1, 1, target.device)) if callable(settings.draft) else None
     job = Job(folder.about, target.config, None if draft is None else draft.config, replace(settings, draft=None),
-              sizes, target.dtype, target.device, fp8=fp8 is not None, draft_ranks=place.draft_ranks,
+              sizes, target.dtype, target.device, fp8=fp8 is not None, draft_ranks=place.draft_ranks, base=base,
               custom_laws=None if custom is None else custom.emits_laws)
     group = target.group
     if group is None:

@@ -11,6 +11,8 @@ import torch
 from .config import Settings
 from .errors import UserError
 from .graphs import Compiler
+from .kv.offload import Offload
+from .kv.prefix import PrefixStore
 from .model import ModelConfig, Transformer
 from .state import State
 
@@ -31,22 +33,29 @@ def weight_parts(target: ModelConfig, draft: ModelConfig | None, itemsize: int) 
 
 def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, batch: int, capacity: int,
                 budget: int, vocab_size: int, dtype: torch.dtype, device: torch.device,
-                num_resident_layers: int | None = None) -> list[Part]:
+                num_resident_layers: int | None = None, base: int = 0) -> list[Part]:
     """Caches of a State, built on the meta device, and what a prefill and a step hold besides at their widest point.
 
     Args:
         num_resident_layers: of the KV prefix; the others are not counted (see `host_part`), what streams them is.
+        base: tokens of a prefix that all rows share. It is not counted (see `prefix_parts`).
     """
+    shared = None
+    if base:
+        shared = PrefixStore(target, 1, base, "meta", dtype)
+        shared.truncate(0, base)
     state = _on_meta(target, draft, settings, batch=batch, capacity=capacity, budget=budget, vocab_size=vocab_size,
-                     dtype=dtype, device=device, num_resident_layers=num_resident_layers)
+                     dtype=dtype, device=device, num_resident_layers=num_resident_layers, shared=shared)
     cache, view, sources = state.cache, state.hierarchy.view, state.hierarchy.sources
     prefix, offload = cache.prefix, cache.prefix.offload
     kept = f"KV cache of {prefix.num_resident} resident layers" if offload else "KV cache"
-    resident, chunk_keys = (sum(x.nbytes for x in tensors) for tensors in ((*prefix.k, *prefix.v), cache.chunk_keys))
+    kept = f"KV cache of {batch} rows behind what they share" if base else kept
+    resident, chunk_keys = (sum(x.nbytes for x in tensors) for tensors in ((*prefix.k, *prefix.v), prefix.chunk_keys))
     parts = [
         Part(kept, resident, ("--num-resident-layers" if offload else "--offload", "--max-seq-len", "--batch-size")),
-        Part("tail", cache.nbytes - prefix.nbytes - chunk_keys, ("flush_interval", "--batch-size")),
-        Part("prefill activations", _prefill_bytes(target, settings, state.capacity, dtype), ("--prefill-chunk-size",)),
+        Part("tail", cache.nbytes - prefix.nbytes, ("flush_interval", "--batch-size")),
+        Part("prefill activations", _prefill_bytes(target, settings, state.capacity - base, dtype),
+             ("--prefill-chunk-size",)),
         Part("logits and probabilities", _law_bytes(target, settings, batch, levels=1 if draft is None else 2),
              ("--batch-size",)),
         Part("chunk keys", chunk_keys, ("--chunk-size",))]
@@ -63,6 +72,27 @@ def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         chooser = target if settings.retrieval else draft
         parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * settings.block_size * capacity * 4,
                           ("--draft-cache",)))
+    return [part for part in parts if part.bytes]
+
+
+def prefix_parts(config: ModelConfig, settings: Settings, *, capacity: int, dtype: torch.dtype, device: torch.device,
+                 num_resident_layers: int | None = None) -> list[Part]:
+    """Of a prefix that rows are to share, and of its prefill. num_resident_layers: see `state_parts`."""
+    offload = None
+    if num_resident_layers is not None and num_resident_layers < config.n_layer:
+        offload = Offload(config, num_resident_layers, batch=1, capacity=capacity, interval=settings.flush_interval,
+                          device="meta", dtype=dtype, piece=settings.piece_tokens, runs_on=device)
+    store = PrefixStore(config, 1, capacity, "meta", dtype, offload=offload,
+                        chunk_size=settings.chunk_size if settings.scores_chunks else 0)
+    resident, chunk_keys = (sum(x.nbytes for x in tensors) for tensors in ((*store.k, *store.v), store.chunk_keys))
+    parts = [Part("KV cache of the shared prefix", resident, ("--num-resident-layers" if offload else "--offload",
+                                                              "a shorter document")),
+             Part("its chunk keys", chunk_keys, ("--chunk-size",)),
+             Part("prefill activations", _prefill_bytes(config, settings, capacity, dtype), ("--prefill-chunk-size",))]
+    if offload is not None:
+        work = offload.nbytes // len(offload.layers)
+        parts.append(Part("a layer's KV during prefill", work, ("a shorter document",)))
+        parts.append(Part("staging buffers", sum(x.nbytes for x in offload.staging), ("piece_tokens",)))
     return [part for part in parts if part.bytes]
 
 

@@ -27,6 +27,7 @@ from .graphs import Compiler, traced
 from .jobs import Job
 from .kept import Folder
 from .kv.blocks import prefill_blocks
+from .kv.prefix import PrefixStore
 from .kv.target import TargetCache
 from .model import ModelConfig, Transformer
 from .parallel import ONE_SHOT_BYTES, Group
@@ -73,7 +74,12 @@ def collect(job: Job) -> "dict[str, Traced]":
         target = _model(job.target, job, group)
         draft = None if job.draft is None else _model(job.draft, job, None)
         settings = job.settings if job.custom_laws is None else replace(job.settings, draft=lambda _: Unknown(job))
-        state = State(target, draft, settings, compiler=Compiler(job.device, pieces=tracer),
+        shared = None
+        if job.base:
+            shared = PrefixStore(job.target, 1, job.base, job.device, job.dtype,
+                                 chunk_size=settings.chunk_size if settings.scores_chunks else 0)
+            shared.truncate(0, job.base)
+        state = State(target, draft, settings, shared=shared, compiler=Compiler(job.device, pieces=tracer),
                       drafting=fp8_copy(target) if job.fp8 else None, draft_ranks=job.draft_ranks, **job.sizes)
         for lengths in _lengths(state):
             _go_through(state, lengths)
@@ -103,10 +109,10 @@ def _fake_group(job: Job, mode: FakeTensorMode) -> Group:
 
 def _lengths(state: State) -> Iterator[list[int]]:
     """Lengths of the rows' prefixes that differ in which parts attention is made of."""
-    interval, rows = state.settings.flush_interval, state.batch
-    long = (state.capacity // interval - 1) // 2 * interval
-    yield [0] * rows
-    if long > 0:
+    interval, rows, base = state.settings.flush_interval, state.batch, state.base
+    long = base + ((state.capacity - base) // interval - 1) // 2 * interval
+    yield [base] * rows
+    if long > base:
         yield [long] * rows
         if rows > 1:
             yield [long - interval, *[long] * (rows - 1)]
@@ -136,7 +142,7 @@ def _prefill(state: State) -> None:
     size, target = state.settings.prefill_chunk_size, state.target
     cache = TargetCache(target.config, target.rope, batch=1, capacity=2 * size, block_size=1, flush_interval=1,
                         chunk_size=0, device=target.device, dtype=target.dtype)
-    _, _, block = prefill_blocks(cache, 0, 0, 2 * size, size, level=state.prefill_level)[-1]
+    _, _, block = prefill_blocks(cache, range(1), 0, 2 * size, size, level=state.prefill_level)[-1]
     x = torch.empty(1, size, target.config.dim, device=target.device, dtype=target.dtype)
     target.layers[0](x, block.layer(0), block.compiled)
 

@@ -87,6 +87,7 @@ class Session:
         later = len(output.tokens) - (self._first_round[row] if self._first_round else 0)
         return Generation(output.text, output.tokens, output.finish_reason or "interrupted", Stats(
             prompt_len=len(self.prompts[row]), new_tokens=len(output.tokens), ttft=self._ttft,
+            shared_tokens=state.base if state else 0, reused_tokens=state.reused if state else 0,
             tbt=progress.seconds / later if later else 0.0, acceptance_rate=progress.acceptance or {},
             prefill=self._prefill, decode=progress.seconds, recording=state.compiler.seconds if state else 0.0,
             block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,

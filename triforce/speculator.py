@@ -112,7 +112,7 @@ class Speculator(Drafter):
         self._compiler, self._levels = compiler, {}
         steps = compiler.level(f"level{level}")
         # What streams from the host takes a second, beside which enqueueing it anew takes nothing: no graph.
-        streams = level == FULL and cache.prefix.offload is not None
+        streams = level == FULL and cache.prefix.streams is not None
         self.step = self._step if streams else steps.step(self._step, num_lengths=2)
         self.on_piece = None  # see TargetBlock
         # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.

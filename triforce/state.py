@@ -15,6 +15,7 @@ from .hierarchy import Hierarchy, Round, make_sources
 from .kept import Folder
 from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
+from .kv.prefix import PrefixStore
 from .kv.store import Extent
 from .kv.target import TargetCache
 from .model import Transformer
@@ -40,6 +41,7 @@ class State:
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
         num_resident_layers: so many layers of the prefix stay on the device, the others in host memory. None: all.
         pack: keep the prompt's prefix in the CPU's own layout as well; see packed.py.
+        shared: the prefix that all rows have in common: their prompts begin with its tokens.
         draft_ranks: of the target's group, those that hold the draft; draft is None on the others. None: all of them.
         folder: where learned costs are kept. None: nowhere.
         runs_on: the device that it is meant for, if it is not the one that the target is on: to plan its memory, it is
@@ -48,14 +50,16 @@ class State:
 
     def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
                  budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None,
-                 num_resident_layers: int | None = None, pack: bool = False,
+                 num_resident_layers: int | None = None, pack: bool = False, shared: PrefixStore | None = None,
                  draft_ranks: Sequence[int] | None = None, folder: Folder | None = None,
                  runs_on: torch.device | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
         config, device, dtype = target.config, target.device, target.dtype
         interval, block = settings.flush_interval, settings.block_size
         self.capacity = -(-capacity // interval) * interval
-        self._pack = pack and batch == 1 and num_resident_layers is None and packs(device, dtype)
+        self.base = 0 if shared is None else shared.lens[0]  # tokens that all rows share
+        self._pack = (pack and batch == 1 and num_resident_layers is None and shared is None
+                      and packs(device, dtype))
         self.compiler, self.prefill_level = compiler, compiler.level("prefill")
         self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), vocab_size, device)
         self.params = self.tape.params
@@ -65,6 +69,7 @@ class State:
                               device=device, dtype=dtype, piece=settings.piece_tokens, runs_on=runs_on)
         self.cache = TargetCache(config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
                                  flush_interval=interval, budget=budget if settings.retrieval else 0, offload=offload,
+                                 shared=shared,
                                  chunk_size=settings.chunk_size if settings.scores_chunks else 0, device=device,
                                  dtype=dtype, runs_on=runs_on)
         sources = make_sources(target, draft, self.tape, settings, capacity=self.capacity, budget=budget,
@@ -74,11 +79,13 @@ class State:
         self.pilot = Pilot(self.hierarchy, settings, batch, group=target.group,
                            shelf=Shelf(folder, compiler.is_complete),
                            rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval())
-        self.lens = [0] * batch  # tokens with exact K/V, as the host knows them
+        self.lens = [self.base] * batch  # tokens with exact K/V, as the host knows them
         self.known = [0] * batch  # tokens on the tape
         self.prompt_end = [0] * batch  # lens when the last prefill ended
         self._ends = [0] * batch  # what lens will not exceed
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
+        self.reused = 0  # set by the caller: tokens of each prompt that were not computed for it
+        self.is_whole = True  # nothing was broken off in the middle: `truncate` finds all that `lens` promise
         self._prompt_queries: list[torch.Tensor] = []
         self._prompt_weight: torch.Tensor | None = None
         self.num_forwards = 0
@@ -88,7 +95,7 @@ class State:
         """The newest selection drafts best. Offloaded, it takes no time: it is gathered beside the next verify's
         copies. On a GPU it takes the longer the more chunks there are. Of many rows each is rebuilt on its own, and on
         a CPU a rebuild takes as long as a token."""
-        if self.batch == 1 and self.cache.prefix.offload is not None:
+        if self.cache.prefix.streams is not None and (self.batch == 1 or self.base):
             return 1
         if self.batch == 1 and self.target.device.type == "cuda":
             return max(16, 256 // self.settings.chunk_size)
@@ -103,57 +110,129 @@ class State:
     @torch.inference_mode()
     def reset(self) -> None:
         """Forgets all conversations, keeps the memory."""
-        self.lens, self.known, self.prompts = [0] * self.batch, [0] * self.batch, None
+        self.lens, self.known, self.prompts = [self.base] * self.batch, [0] * self.batch, None
+        self.is_whole = True
         for row in range(self.batch):
-            self.cache.prefix.truncate(row, 0)
+            self.cache.prefix.truncate(row, self.base)
 
     @torch.inference_mode()
-    def prefill(self, row: int, tokens: Sequence[int], on_progress=None) -> None:
+    def truncate(self, row: int, length: int) -> None:
+        """Keeps the first `length` tokens of a row, at most those with K/V: a prefill goes on from there."""
+        if length < self.cache.lens[row]:
+            self.cache.truncate(row, length)
+        self.lens[row] = self.known[row] = length
+        self.prompts = None
+
+    @torch.inference_mode()
+    def adopt(self, other: "State", length: int) -> None:
+        """Takes over the first `length` tokens of row 0 from a State over the same shared prefix; a prefill goes on
+        from there."""
+        for i in range(self.target.config.n_layer):
+            self.cache.prefix.store(i, 0, self.base, other.cache.load(i, 0, self.base, length))
+        self.tape.tokens[0, :length] = other.tape.tokens[0, :length]
+        self.cache.truncate(0, length)
+        self.lens[0] = self.known[0] = length
+
+    @torch.inference_mode()
+    def prefill(self, row: int, tokens: Sequence[int], on_progress=None, fresh: bool | None = None) -> None:
         """Appends tokens to a row, which may be in use, and computes K/V for all but the last, the pending one.
+
+        The tokens of a new row are those of the shared prefix, too.
 
         Args:
             on_progress: called with the share of the work that is done, 0 to 1.
+            fresh: what drafts knows nothing of this row. None: if the row is new.
         """
         start, known = self.lens[row], self.known[row]
-        self.cache.prefix.packed = None
+        self.cache.prefix.packed, self.is_whole = None, False
         stop = known + len(tokens) - 1
         self.tape.tokens[row, known : stop + 1] = torch.tensor(tokens, dtype=torch.int64)
         if start > self.cache.lens[row]:
             self.cache.spill_tail(row)
         if stop > start:
-            self._compute(row, start, stop, on_progress)
+            self._compute(range(row, row + 1), start, [stop], on_progress)
         else:
             self._seat(row, stop)
-        self.known[row], self.lens[row], self.prompt_end[row] = stop + 1, stop, stop
-        self.hierarchy.prefill(row, stop, fresh=start == 0)
+        self._prefilled(row, stop, start == self.base if fresh is None else fresh)
+        self.is_whole = True
 
-    def _compute(self, row: int, start: int, stop: int, on_progress) -> None:
-        """K/V of the tokens [start, stop), layer by layer, and the view of a row of `stop` tokens."""
+    @torch.inference_mode()
+    def prefill_all(self, prompts: list[list[int]], on_progress=None) -> None:
+        """`prefill` of every row, all of them new. Rows over a shared prefix go through the model side by side: it is
+        read once for as many as a chunk of the prefill holds."""
+        done = 0
+        for rows in self._together(prompts):
+            count = len(rows)
+
+            def report(share, begun=done, count=count):
+                on_progress((begun + share * count) / self.batch)
+
+            if count == 1:
+                self.prefill(rows.start, prompts[rows.start], on_progress and report)
+            else:
+                self.is_whole = False
+                for row in rows:
+                    self.tape.tokens[row, : len(prompts[row])] = torch.tensor(prompts[row], dtype=torch.int64)
+                stops = [len(prompts[row]) - 1 for row in rows]
+                self._compute(rows, self.base, stops, on_progress and report)
+                for row, stop in zip(rows, stops, strict=True):
+                    self._prefilled(row, stop, True)
+                self.is_whole = True
+            done += count
+
+    def _together(self, prompts: list[list[int]]) -> list[range]:
+        """The rows in runs that are prefilled side by side, each padded to the longest of its run."""
+        runs, width = [range(0, 1)], len(prompts[0])
+        for row, prompt in enumerate(prompts[1:], 1):
+            width, begun = max(width, len(prompt)), runs[-1].start
+            fits = (row + 1 - begun) * (width - self.base) <= self.settings.prefill_chunk_size
+            if self.base and fits and min(map(len, prompts[begun : row + 1])) > self.base + 1:
+                runs[-1] = range(begun, row + 1)
+            else:
+                runs.append(range(row, row + 1))
+                width = len(prompt)
+        return runs
+
+    def _prefilled(self, row: int, stop: int, fresh: bool) -> None:
+        self.known[row], self.lens[row], self.prompt_end[row] = stop + 1, stop, stop
+        self.hierarchy.prefill(row, stop, fresh)
+
+    def _compute(self, rows: range, start: int, stops: list[int], on_progress) -> None:
+        """K/V of the tokens from `start` to each row's stop, layer by layer, and the views of these rows."""
         cache, view, offload = self.cache, self.hierarchy.view, self.cache.prefix.offload
-        cache.prefix.truncate(row, cache.whole(stop))
-        if view is not None:
-            view.fit(row)
+        for row, stop in zip(rows, stops, strict=True):
+            cache.prefix.truncate(row, cache.whole(stop))
+            if view is not None:
+                view.fit(row)
 
         def on_layer(i: int) -> None:
-            cache.truncate_layer(i, row, stop)
-            if view is not None and offload is not None:
-                view.rebuild_layer(i, row)
+            for row, stop in zip(rows, stops, strict=True):
+                cache.truncate_layer(i, row, stop)
+                if view is not None and offload is not None:
+                    view.rebuild_layer(i, row)
 
-        blocks = prefill_blocks(cache, row, start, stop, self.settings.prefill_chunk_size, keep_queries=True,
-                                      level=self.prefill_level, on_layer=on_layer)
+        end = max(stops)
+        blocks = prefill_blocks(cache, rows, start, end, self.settings.prefill_chunk_size, lengths=stops,
+                                keep_queries=True, level=self.prefill_level, on_layer=on_layer)
         try:
-            self.target.prefill(self.tape.tokens[row, None, start:stop], blocks, on_progress, cache_only=True)
+            self.target.prefill(self.tape.tokens[rows.start : rows.stop, start:end], blocks, on_progress,
+                                cache_only=True)
         finally:
             if offload is not None:
                 offload.close_work()
         if view is not None and offload is None:
-            view.rebuild(row)
+            for row in rows:
+                self._choose(row)
+
+    def _choose(self, row: int) -> None:
+        """A view for the row. What a shared prefix streams from the host, the first verify gathers, for all rows."""
+        self.hierarchy.view.rebuild(row, at_once=self.cache.prefix.shared is None)
 
     def _seat(self, row: int, length: int) -> None:
         """Tail and view of a row as after a prefill of `length` tokens, which lie in the prefix."""
         self.cache.truncate(row, length)
         if self.hierarchy.view is not None:
-            self.hierarchy.view.rebuild(row)
+            self._choose(row)
 
     @torch.inference_mode()
     def begin(self, max_new_tokens: int, plan: Plan | None = None, padding: Padding | None = None) -> None:
@@ -223,6 +302,7 @@ class State:
 
     def _settle(self, result: Round) -> list[list[int]]:
         """Takes in what a round brought: lengths, flushes, and views that are to be chosen anew."""
+        self.is_whole = False
         for row, brought in enumerate(result.rows):
             if brought.diverged:
                 raise RuntimeError(f"the ranks disagree on the tokens after {self.lens[row]:,}; their weights, prompts "
@@ -235,6 +315,7 @@ class State:
                 self._flush(row)
             if due[row] and result.plan.retrieval and self.hierarchy.rebuild_view(row):
                 self.pilot.rebuilds[row].rebuilt()
+        self.is_whole = True
         return [brought.tokens for brought in result.rows]
 
     def _flush(self, row: int) -> None:

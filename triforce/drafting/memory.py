@@ -116,7 +116,8 @@ class LongMemory:
         cache, interval = self.cache, self.cache.flush_interval
         start = cache.lens[row] if known else 0
         if length > start:
-            blocks = prefill_blocks(cache, row, start, length, self.prefill_chunk_size, keep_queries=start == 0)
+            blocks = prefill_blocks(cache, range(row, row + 1), start, length, self.prefill_chunk_size,
+                                    keep_queries=start == 0)
             self.model.prefill(self.tokens[row, None, start:length], blocks, cache_only=True)
         if self.choice and start > 0:
             for end in range(start + interval, length + 1, interval):  # one after the other

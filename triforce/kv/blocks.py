@@ -11,6 +11,7 @@ from ..graphs import is_traced, put
 from ..model import Block, ModelConfig, RotaryEmbedding, eager, rotate
 from ..packed import MIN_ROWS
 from . import prefix
+from .prefix import PrefixStore
 from .store import Extent, View
 from .target import TargetCache
 
@@ -61,7 +62,7 @@ class TargetBlock:
         self.ragged_bias = None
         if not view.joined and extent.longest > extent.dense:
             first = 0 if extent.starts else extent.dense
-            self.ragged_bias = _view_bias(view.len - view.starts if extent.starts else view.len, first,
+            self.ragged_bias = _view_bias(view.own_len - view.starts if extent.starts else view.own_len, first,
                                           first + extent.longest - extent.dense, rows, cache.group)
 
     def layer(self, i: int) -> "TargetLayer":
@@ -100,7 +101,8 @@ class TargetLayer:
         return attention.as_one_query(q) if self.length_on_device else q, states
 
     def read(self, q: Tensor) -> list:
-        """What the queries see in the view: a state over its dense part, one over its ragged part, where there are."""
+        """What the queries see in the view: states over what all rows share, over its dense part and over its ragged
+        part, where there are such."""
         block, view = self._block, self._block.view
         if view.joined:
             return []
@@ -108,7 +110,7 @@ class TargetLayer:
             return self._read_pieces(q)
         k, v = view.k[self._i], view.v[self._i]
         dense, _, starts = block.extent
-        states = []
+        states = [] if view.shared is None else over_shared(view, self._i, q, block.compiled, block.on_piece)
         if block.ragged_bias is not None:
             states.append(self._ragged(q, k, v))
         start = 0
@@ -159,21 +161,44 @@ class TargetLayer:
         return [] if merged is None else [merged]
 
 
+def over_shared(prefix: PrefixStore, i: int, q: Tensor, compiled=eager, on_piece=None) -> list[attention.State]:
+    """The state of queries [B, K, R, D] over layer i of the prefix that all rows share.
+
+    on_piece: see `TargetBlock`.
+    """
+    shared, base, merged = prefix.shared, prefix.base, compiled(attention.merge_parts)
+    if shared.packed is not None and q.shape[2] >= MIN_ROWS:
+        return [attention.of_batch(shared.packed[i].partial, q)]
+    if i < shared.num_resident:
+        return [attention.over_shared(q, *prefix.before(i), merged)]
+    state = None
+    for number, kv in shared.offload.pieces(i, base):
+        k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each
+        seen = attention.over_shared(q, k, v, merged)
+        state = seen if state is None else compiled(attention.merge)(state, seen)
+        if on_piece is not None:
+            on_piece(i, number, kv)
+    return [state]
+
+
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 class PrefillBlock:
-    """`kv` of a prefill chunk of one row: positions [start, stop), written straight into the prefix.
+    """`kv` of a prefill chunk of some rows: positions [start, stop), written straight into the prefix.
 
     Args:
+        rows: of the batch, with the same positions.
         begin, end: the positions of the whole prefill that this chunk is a part of.
+        lengths: of several rows, where the tokens of each end. What comes after is padding. None: at `end`, all.
         on_layer: called with each layer's number when the last chunk's keys and values are written.
     """
 
-    def __init__(self, cache: TargetCache, row: int, start: int, stop: int, *, begin: int, end: int,
-                 keep_queries: bool = False, compiled=eager, on_layer=None):
-        self.cache, self.row, self.start, self.stop, self.begin, self.end = cache, row, start, stop, begin, end
+    def __init__(self, cache: TargetCache, rows: range, start: int, stop: int, *, begin: int, end: int,
+                 lengths: list[int] | None = None, keep_queries: bool = False, compiled=eager, on_layer=None):
+        self.cache, self.rows, self.start, self.stop, self.begin, self.end = cache, rows, start, stop, begin, end
+        self.lengths = lengths or [end] * len(rows)
         self.keep_queries, self._compiled, self.on_layer = keep_queries, compiled, on_layer
         self.cos, self.sin = cache.rope(torch.arange(start, stop, device=cache.prefix.len.device))  # [M, D]
 
@@ -189,21 +214,21 @@ class PrefillLayer:
     """One layer of a PrefillBlock."""
 
     def __init__(self, block: PrefillBlock, i: int):
-        cache, config, here = block.cache, block.cache.config, slice(block.start, block.stop)
+        config, prefix = block.cache.config, block.cache.prefix
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.cos, self.sin = block.cos, block.sin
         self._block, self._i = block, i
-        self._offload = cache.prefix.offload if i >= cache.prefix.num_resident else None
+        self._offload = prefix.offload if i >= prefix.num_resident else None
         if self._offload is not None:
             if block.start == block.begin:
-                self._offload.open_work(i, block.row, block.begin, block.end)
+                self._offload.open_work(i, block.rows.start, block.begin, block.end)
             self._offload.await_chunk(block.start)
-        self._prefix_k, self._prefix_v = (kv[None] for kv in cache.prefix.working_layer(i, block.row))
-        self.k, self.v = self._prefix_k[:, :, here], self._prefix_v[:, :, here]  # [1, K, M, D]
-        self._queries = cache.queries[i][block.row] if block.keep_queries else None
+        self._own_k, self._own_v = prefix.working_layer(i, block.rows)  # [B, K, S, D], from position `base` on
+        here = slice(block.start - prefix.base, block.stop - prefix.base)
+        self.k, self.v = self._own_k[:, :, here], self._own_v[:, :, here]  # [B, K, M, D]
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
-        """Unrotated [1, H + 2K, M, D] -> queries [1, H, M, D]; K and V are written."""
+        """Unrotated [B, H + 2K, M, D] -> queries [B, H, M, D]; K and V are written."""
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
         q, k = self._block.compiled(_turned)(q, k, self.cos, self.sin)
         self.k.copy_(k)
@@ -214,44 +239,51 @@ class PrefillLayer:
         """All that a chunk leaves behind is there, once its last queries are kept."""
         block = self._block
         if self._offload is not None:
-            self._offload.store_chunk(self._i, block.row, block.start, block.stop)
-        if self._queries is not None:
-            rows = min(self._queries.shape[1], q.shape[2])
-            self._queries[:, :rows] = q[0, :, -rows:]
+            self._offload.store_chunk(self._i, block.rows.start, block.start, block.stop)
+        if block.keep_queries:
+            for row, mine, length in zip(block.rows, q, block.lengths, strict=True):
+                kept, newest = block.cache.queries[self._i][row], length - block.start
+                count = min(kept.shape[1], newest)
+                kept[:, :count] = mine[:, newest - count : newest]
         if block.on_layer is not None and block.stop == block.end:
             block.on_layer(self._i)
 
     def read(self, q: Tensor) -> list:
         """The causal square of the chunk, and all that comes before it, unmasked."""
-        block = self._block
+        block, prefix = self._block, self._block.cache.prefix
         self.close(q)
-        group = self.n_head // self.n_kv_head
+        group, own = self.n_head // self.n_kv_head, block.start - prefix.base
         states = [attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))]
-        if block.start > 0:
-            before = attention.partial(attention.fold(q, self.n_kv_head), self._prefix_k[:, :, : block.start],
-                                       self._prefix_v[:, :, : block.start])
-            states.append((attention.unfold(before[0], self.n_head), before[1].reshape(states[0][1].shape)))
+        folded = attention.fold(q, self.n_kv_head)
+        before = [] if prefix.shared is None else over_shared(prefix, self._i, folded)
+        if own > 0:
+            before.append(attention.partial(folded, self._own_k[:, :, :own], self._own_v[:, :, :own]))
+        states += [(attention.unfold(out, self.n_head), lse.reshape(states[0][1].shape)) for out, lse in before]
         return states
 
 
-def prefill_blocks(cache: TargetCache, row: int, start: int, stop: int, size: int, *, keep_queries: bool = False,
-                   level=eager, on_layer=None) -> list[tuple[int, int, PrefillBlock]]:
-    """Chunks of at most `size` of the tokens [start, stop) of a row: what `Transformer.prefill` takes.
+def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size: int, *,
+                   lengths: list[int] | None = None, keep_queries: bool = False, level=eager,
+                   on_layer=None) -> list[tuple[int, int, PrefillBlock]]:
+    """Chunks of at most `size` of the tokens [start, stop) of some rows: what `Transformer.prefill` takes.
 
     Args:
+        lengths: where the tokens of each row end; rows that end differently are prefilled in one chunk. None: at
+            `stop`.
         keep_queries: of the last tokens, for a view to choose by.
         level: compiles chunks of full size.
         on_layer: see `PrefillBlock`.
     """
     edges = [*range(start, stop, size), stop]
     if keep_queries:
-        rows = cache.query_weight.shape[1]
-        kept = min(edges[-1] - edges[-2], rows)
-        cache.query_weight[row] = torch.arange(rows, device=cache.query_weight.device) < kept
+        count = cache.query_weight.shape[1]
+        for row, length in zip(rows, lengths or [stop] * len(rows), strict=True):
+            kept = min(length - edges[-2], count)
+            cache.query_weight[row] = torch.arange(count, device=cache.query_weight.device) < kept
     blocks = []
     for a, b in zip(edges, edges[1:], strict=False):
         alike = a > 0 and b - a == size
-        block = PrefillBlock(cache, row, a, b, begin=start, end=stop, keep_queries=keep_queries and b == stop,
-                             compiled=level if alike else eager, on_layer=on_layer)
+        block = PrefillBlock(cache, rows, a, b, begin=start, end=stop, lengths=lengths, on_layer=on_layer,
+                             keep_queries=keep_queries and b == stop, compiled=level if alike else eager)
         blocks.append((a - start, b - start, block))
     return blocks

@@ -1,6 +1,9 @@
 """The long part of a target's keys and values: whole flush intervals, never masked, on the device or in host memory.
 
-Shapes: B batch, K KV heads, S capacity, D head_dim.
+Conversations about one document share its keys and values. A **shared** prefix has one row and no tail. It lies before
+the prefixes of all rows of a batch, which begin where it ends, at position `base`.
+
+Shapes: B batch, K KV heads, S capacity less base, C chunks, D head_dim.
 """
 
 from collections.abc import Iterator
@@ -17,28 +20,60 @@ GROWTH = 1024  # tokens of a batch's masked part that are attended to together
 STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kernel reads the length on the device
 
 
-class Prefix(View):
+class PrefixStore(View):
     """The first layers lie on the device, in `k` and `v`, the others, if any, in `offload`.
 
     A batch's rows flush at different times. So that a row's bits do not depend on when its neighbours do, what is not
     masked stays what it was when the batch began, and the masked part grows in steps of GROWTH, each a state of its
     own: a row that has not come that far adds exactly nothing there.
+
+    Args:
+        capacity: tokens of a row, those of the shared prefix among them.
+        chunk_size: tokens whose mean key is kept, for views to choose by; 0: none is.
+        shared: what lies before all rows. It is not written to.
     """
 
     _batch_extent: Extent | None = None
 
-    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, offload: Offload | None,
-                 length_on_device: bool):
-        super().__init__(config, batch, capacity, device, dtype, num_layers=offload and offload.num_resident)
-        self.offload, self.capacity = offload, capacity
-        self.length_on_device = length_on_device and batch == 1 and offload is None
+    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, offload: Offload | None = None,
+                 length_on_device: bool = False, chunk_size: int = 0, shared: "PrefixStore | None" = None):
+        self.shared, self.base = shared, shared.lens[0] if shared is not None else 0
+        slots = capacity - self.base
+        super().__init__(config, batch, slots, device, dtype, num_layers=offload and offload.num_resident)
+        self.offload, self.capacity, self.chunk_size = offload, capacity, chunk_size
+        self.length_on_device = length_on_device and batch == 1 and offload is None and shared is None
         self.ends = torch.arange(2, dtype=torch.int32, device=device)  # see `attention.up_to`
         self.starts = torch.zeros_like(self.len)  # what `extent` says of them, on the device
+        chunks = (batch, config.n_kv_head, slots // chunk_size if chunk_size else 0, config.head_dim)
+        self.all_chunk_keys = torch.zeros(config.n_layer, *chunks, device=device, dtype=dtype)
+        self.chunk_keys = list(self.all_chunk_keys)  # by layer [B, K, C, D]: the mean key of every chunk
+        self.own_len = self.len if shared is None else torch.zeros_like(self.len)  # [B], `len` without the base
+        for row in range(batch):
+            self.truncate(row, self.base)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors()
         if self.offload is not None:
             yield from ((f"host.{i}", kv) for i, kv in self.offload.host.items())
+        yield from ((f"chunk_keys.{i}", keys) for i, keys in enumerate(self.chunk_keys))
+
+    def part(self, length: int) -> "PrefixStore":
+        """The same storage, seen as one row of `length` tokens, for others to share."""
+        part = object.__new__(PrefixStore)
+        part.__dict__.update(self.__dict__)
+        part.lens, part.len, part.packed = [length], torch.full_like(self.len, length), None
+        part.own_len, part.length_on_device = part.len, False
+        return part
+
+    @property
+    def streams(self) -> Offload | None:
+        """What a step streams past from host memory: layers of this prefix, or of the shared one."""
+        return self.shared.offload if self.shared is not None else self.offload
+
+    def truncate(self, row: int, length: int) -> None:
+        super().truncate(row, length)
+        if self.shared is not None:
+            self.own_len[row].fill_(length - self.base)
 
     @property
     def num_resident(self) -> int:
@@ -46,26 +81,44 @@ class Prefix(View):
         return len(self.k)
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
+        if start < self.base:
+            parts = [self.shared.load(i, 0, start, min(stop, self.base))]
+            parts += [self.load(i, row, self.base, stop)] if stop > self.base else []
+            return torch.cat(parts, 2)
         if i < self.num_resident:
-            return super().load(i, row, start, stop)
+            return super().load(i, row, start - self.base, stop - self.base)
         return self.offload.load(i, row, start, stop)
 
     def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
         if i < self.num_resident:
-            super().store(i, row, start, kv)
+            super().store(i, row, start - self.base, kv)
         else:
             self.offload.store(i, row, start, kv)
 
-    def working_layer(self, i: int, row: int) -> tuple[Tensor, Tensor]:
-        """Layer i as a prefill of this row writes and reads it: K, V, each [K, at least as far as it came, D]."""
+    def score(self, i: int, row: int, start: int, k: Tensor) -> None:
+        """Keeps the mean keys of the chunks in k [K, n, D], which begin at `start`. Both are multiples of
+        chunk_size."""
+        if self.chunk_size and k.shape[1]:
+            means = k.unflatten(1, (-1, self.chunk_size)).mean(2)  # [K, C, D]
+            first = (start - self.base) // self.chunk_size
+            self.chunk_keys[i][row, :, first : first + means.shape[1]] = means
+
+    def before(self, i: int) -> tuple[Tensor, Tensor]:
+        """K and V of the shared prefix's layer i, each [1, K, base, D], if that is resident."""
+        return tuple(x[i][:, :, : self.base] for x in (self.shared.k, self.shared.v))
+
+    def working_layer(self, i: int, rows: range) -> tuple[Tensor, Tensor]:
+        """Layer i as a prefill of these rows writes and reads it, from `base` on: K, V, each [B, K, at least as far as
+        it came, D]. Of an offloaded layer there is one row at a time."""
         if i < self.num_resident:
-            return self.k[i][row], self.v[i][row]
-        k, v = self.offload.work(i, row)
-        return k.transpose(0, 1), v.transpose(0, 1)
+            here = slice(rows.start, rows.stop)
+            return self.k[i][here], self.v[i][here]
+        k, v = self.offload.work(i, rows.start)
+        return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
     def pack(self) -> None:
         """Keeps what row 0 holds a second time, in the CPU's own layout, if it is long enough to gain by it."""
-        length = self.lens[0]
+        length = self.lens[0] - self.base
         self.packed = None
         if length >= MIN_TOKENS:
             layers = zip(self.k, self.v, strict=True)
@@ -74,26 +127,33 @@ class Prefix(View):
     def open(self, max_len: int) -> None:
         """The prompts are in, and no row will outgrow max_len: decides what of a batch is masked."""
         self._batch_extent = None
-        if len(self.lens) == 1:
+        if len(self.lens) == 1 and self.shared is None:
             return
-        dense = min(self.lens)
-        if self.offload is None and max(self.lens) > dense:
-            self._batch_extent = Extent(dense, dense + max_len - max(self.lens), tuple(self.lens))
-            self.starts.copy_(torch.tensor(self.lens))
+        own = self.own_lens
+        dense = min(own)
+        if self.offload is None and max(own) > dense:
+            self._batch_extent = Extent(dense, dense + max_len - max(self.lens), tuple(own))
+            self.starts.copy_(torch.tensor(own))
         else:  # the pieces of what streams past are those of all rows
-            self._batch_extent = Extent(dense, max_len)
+            self._batch_extent = Extent(dense, max_len - self.base)
+
+    @property
+    def own_lens(self) -> list[int]:
+        """`lens` without the base."""
+        return [length - self.base for length in self.lens]
 
     @property
     def extent(self) -> Extent:
         return self.extent_after(0)
 
     def extent_after(self, more: int) -> Extent:
-        """`extent`, once each row has so many tokens more."""
+        """`extent`, once each row has so many tokens more. It counts from `base` on."""
         if self.length_on_device:
             bound = min(-(-(self.lens[0] + more) // STRIDE) * STRIDE, self.capacity)
             return Extent(bound, bound)
+        own = self.own_lens
         if self._batch_extent is None:
-            return Extent(min(self.lens) + more, max(self.lens) + more)
+            return Extent(min(own) + more, max(own) + more)
         dense, longest, starts = self._batch_extent
-        grown = more + max(n - start for n, start in zip(self.lens, starts or [dense] * len(self.lens), strict=True))
+        grown = more + max(n - start for n, start in zip(own, starts or [dense] * len(own), strict=True))
         return Extent(dense, min(longest, dense + max(-(-grown // GROWTH), 1) * GROWTH), starts)

@@ -92,6 +92,7 @@ class View(Store):
 
     length_on_device = False  # its kernel reads the length from `len`, and `extent` is an upper bound
     joined = False  # it lies right before the tail, in the same tensors: one call attends over both
+    shared = None  # another store, which all rows of the batch have before their own positions
     packed: list | None = None  # per layer: a second copy of its first tokens in the CPU's own layout; see packed.py
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, num_layers: int | None = None,

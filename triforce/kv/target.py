@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import attention
 from ..model import ModelConfig, RotaryEmbedding
 from .offload import Offload
-from .prefix import Prefix
+from .prefix import PrefixStore
 from .store import Store
 
 ALIGNED = 8 * attention.SPLIT  # tokens: tensor cores load 8 at a time, of each part of a product
@@ -53,36 +53,35 @@ class Tail(Store):
 
 
 class TargetCache(Store):
-    """Prefix, tail, and what retrieval scores: allocated once, sized by `capacity` tokens a row.
+    """Prefix, tail, and the newest queries: allocated once, sized by `capacity` tokens a row.
 
     Args:
         budget: tokens of a view that is to lie before the tail; 0: none.
         chunk_size: tokens whose mean key is kept; 0: none is.
         offload: keeps the prefix of the last layers. None: all of it is on the device.
+        shared: the prefix that all rows have in common.
         runs_on: the device whose kernels will read it, if it is not the one that it is allocated on.
     """
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, capacity: int, block_size: int,
-                 flush_interval: int, chunk_size: int, budget: int = 0, offload: Offload | None = None, device, dtype,
-                 runs_on: torch.device | None = None):
+                 flush_interval: int, chunk_size: int, budget: int = 0, offload: Offload | None = None,
+                 shared: PrefixStore | None = None, device, dtype, runs_on: torch.device | None = None):
         self.config, self.rope = config, rope
         self.group = config.n_head // config.n_kv_head
-        self.capacity, self.flush_interval, self.chunk_size = capacity, flush_interval, chunk_size
+        self.capacity, self.flush_interval = capacity, flush_interval
         runs_on = torch.device(device if runs_on is None else runs_on)
-        self.prefix = Prefix(config, batch, capacity, device, dtype, offload=offload,
-                             length_on_device=attention.spans(runs_on, dtype, config.head_dim))
+        self.prefix = PrefixStore(config, batch, capacity, device, dtype, offload=offload, chunk_size=chunk_size,
+                                  length_on_device=attention.spans(runs_on, dtype, config.head_dim), shared=shared)
         # In bf16 on a CPU, the kernel for unmasked keys is worth more than one call over view and tail.
         joins = runs_on.type == "cuda" or dtype == torch.float32
         # The tail has room for a block that starts just before a flush, and for a drafting level that runs ahead.
         self.tail = Tail(config, batch, aligned(flush_interval + 2 * block_size), aligned(budget) if joins else 0,
                          device, dtype)
         self.joins_view = joins and budget > 0
-        # What retrieval scores: the mean key of every chunk, and the queries of the block that was last verified.
-        chunks = (batch, config.n_kv_head, capacity // chunk_size if chunk_size else 0, config.head_dim)
-        self.all_chunk_keys = torch.zeros(config.n_layer, *chunks, device=device, dtype=dtype)
+        # What views are chosen by: the queries of the block that was last verified.
         rows = (batch, config.n_head, block_size, config.head_dim)
         self.all_queries = torch.zeros(config.n_layer, *rows, device=device, dtype=dtype)
-        self.chunk_keys, self.queries = list(self.all_chunk_keys), list(self.all_queries)  # by layer
+        self.queries = list(self.all_queries)  # by layer
         # [B, M], 1 for the rows whose tokens were kept
         self.query_weight = torch.zeros(batch, block_size, dtype=torch.float32, device=device)
 
@@ -94,14 +93,13 @@ class TargetCache(Store):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.prefix.tensors()
         yield from self.tail.tensors()
-        for i, (keys, queries) in enumerate(zip(self.chunk_keys, self.queries, strict=True)):
-            yield f"chunk_keys.{i}", keys
-            yield f"queries.{i}", queries
+        yield from ((f"queries.{i}", queries) for i, queries in enumerate(self.queries))
         yield "query_weight", self.query_weight
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
-        self.prefix.len.copy_(state["lens"])
+        for row, length in enumerate(self.lens):  # on the device, too
+            self.prefix.truncate(row, length)
 
     def whole(self, length: int) -> int:
         """Of so many tokens, those that lie in the prefix: whole flush intervals."""
@@ -131,10 +129,10 @@ class TargetCache(Store):
 
     def truncate_layer(self, i: int, row: int, length: int) -> None:
         """The same for one layer that a prefill has just written, while it is at hand; scores its chunks."""
-        whole = self.whole(length)
-        k, v = self.prefix.working_layer(i, row)
-        self.tail.store(i, row, 0, torch.stack([k[:, whole:length], v[:, whole:length]]))
-        self._score_keys(i, row, 0, k[:, :whole])
+        base, whole = self.prefix.base, self.whole(length)
+        k, v = (x[0] for x in self.prefix.working_layer(i, range(row, row + 1)))
+        self.tail.store(i, row, 0, torch.stack([x[:, whole - base : length - base] for x in (k, v)]))
+        self.prefix.score(i, row, base, k[:, : whole - base])
 
     def spill_tail(self, row: int) -> None:
         """Copies the tail behind the prefix, so that a prefill can go on from there."""
@@ -148,11 +146,4 @@ class TargetCache(Store):
         self.spill_tail(row)
         self.prefix.truncate(row, start + self.flush_interval)
         for i in range(self.config.n_layer):
-            self._score_keys(i, row, start, self.tail.load(i, row, 0, self.flush_interval)[0])
-
-    def _score_keys(self, i: int, row: int, start: int, k: Tensor) -> None:
-        """Mean keys of the chunks in k [K, n, D], which begin at `start`; both are multiples of chunk_size."""
-        if self.chunk_size and k.shape[1]:
-            chunks = k.unflatten(1, (-1, self.chunk_size))  # [K, C, chunk, D]
-            first = start // self.chunk_size
-            self.chunk_keys[i][row, :, first : first + chunks.shape[1]] = chunks.mean(2)
+            self.prefix.score(i, row, start, self.tail.load(i, row, 0, self.flush_interval)[0])

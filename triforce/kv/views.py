@@ -52,7 +52,7 @@ class RetrievalView(View):
         self._chunks = torch.zeros(batch, cache.config.n_layer, cache.config.n_kv_head, self.num_selected,
                                    dtype=torch.int64, device=device)
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._offload, self._awaited = cache.prefix.offload, [False] * batch
+        self._offload, self._awaited = cache.prefix.streams, [False] * batch
         rebuild = compiler.level("rebuild")
         self._steps = [rebuild.step(self._select_and_copy) for _ in range(batch)]
 
@@ -89,7 +89,7 @@ class RetrievalView(View):
         self._awaited[row] = True
         if at_once:
             for i in self._offload.layers:
-                for number, kv in self._offload.pieces(i, self.cache.lens[row]):
+                for number, kv in self._offload.pieces(i, self.cache.prefix.base or self.cache.lens[row]):
                     self.gather(i, number, kv)
             self._awaited[row] = False
 
@@ -101,7 +101,7 @@ class RetrievalView(View):
 
     def rebuild_layer(self, i: int, row: int) -> None:
         """`rebuild` for one layer that a prefill has just written, while it is at hand; after `fit`."""
-        k, v = self.cache.prefix.working_layer(i, row)
+        k, v = (x[0] for x in self.cache.prefix.working_layer(i, range(row, row + 1)))
         if not self.selected[row]:
             length = self.lens[row]
             self.k[i][row, :, :length], self.v[i][row, :, :length] = k[:, :length], v[:, :length]
@@ -109,9 +109,11 @@ class RetrievalView(View):
         cache = self.cache
         prefix_len = cache.prefix.len[row]
         if self.num_selected:
-            self._chunks[row, i] = self._scores(row, i, k).topk(self.num_selected, dim=-1, sorted=False).indices
+            self._chunks[row, i] = self._scores(row, i, [k]).topk(self.num_selected, dim=-1, sorted=False).indices
         self._prefix_len[row] = prefix_len
-        _copy_tokens(k, v, self.positions(row, i), self.k[i][row], self.v[i][row])
+        at = self.positions(row, i)
+        for tokens, view in ((k, self.k[i][row]), (v, self.v[i][row])):
+            view[:, : at.shape[1]] = _pick(tokens, at)
 
     def positions(self, row: int, i: int) -> Tensor:
         """Where in the prefix the tokens of layer i's selection stand: [K, held]."""
@@ -127,22 +129,36 @@ class RetrievalView(View):
         self._awaited = [False] * len(self._awaited)
 
     def gather(self, i: int, number: int, piece: Tensor) -> None:
-        """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it."""
+        """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it. All rows of
+        a batch have the one row of a shared prefix."""
         start = self._offload.starts[number]
         for row, awaited in enumerate(self._awaited):
             if awaited:
                 _gather_piece(self._chunks[row, i], self._prefix_len[row], self.window_size, self.chunk_size,
-                              self.select_size, start, piece[:, row], self.k[i][row], self.v[i][row])
+                              self.select_size, start, piece[:, row if piece.shape[1] > 1 else 0], self.k[i][row],
+                              self.v[i][row])
 
-    def _scores(self, row: int, i: int, k: Tensor | None = None) -> Tensor:
-        """[K, chunks or tokens] of one layer, -inf for what is not to choose. k: [K, S, D]; None: the resident keys."""
-        cache = self.cache
+    def _scores(self, row: int, i: int, keys: list[Tensor] | None = None) -> Tensor:
+        """[K, chunks or tokens] of one layer, -inf for what is not to choose.
+
+        keys: [K, S, D] each, those of all tokens. None: the resident ones.
+        """
+        cache, prefix = self.cache, self.cache.prefix
         if self.kind == "retrieval":
-            keys, smoothed = cache.chunk_keys[i][row], 0
+            keys, smoothed = [x[i] for x in self._chunk_keys(row)], 0
         else:
-            keys, smoothed = cache.prefix.k[i][row] if k is None else k, SMOOTHED
-        mask = self._mask(row, keys.shape[1])
+            before = [] if prefix.shared is None else [prefix.before(i)[0][0]]
+            keys, smoothed = keys or [*before, prefix.k[i][row]], SMOOTHED
+        mask = self._mask(row, sum(x.shape[1] for x in keys))
         return chunk_scores(cache.queries[i][row], keys, cache.query_weight[row], mask, smoothed)
+
+    def _chunk_keys(self, row: int) -> list[Tensor]:
+        """Mean keys of all chunks of a row, of all layers: [L, K, C, D] each, the shared prefix's first."""
+        prefix = self.cache.prefix
+        own = [prefix.all_chunk_keys[:, row]]
+        if prefix.shared is None:
+            return own
+        return [prefix.shared.all_chunk_keys[:, 0, :, : prefix.base // self.chunk_size], *own]
 
     def _mask(self, row: int, count: int) -> Tensor:
         """Of so many chunks or tokens, what there is to choose from; see `_choice_mask`."""
@@ -154,11 +170,11 @@ class RetrievalView(View):
         cache = self.cache
         if self.kind != "retrieval":
             return torch.stack([self._scores(row, i) for i in range(cache.config.n_layer)])
-        queries, keys, weight = cache.all_queries[:, row], cache.all_chunk_keys[:, row], cache.query_weight[row]
-        mask = self._mask(row, keys.shape[2])
-        together = max(SCORES // (queries.shape[1] * queries.shape[2] * keys.shape[2]), 1)
-        return torch.cat([chunk_scores(q, k, weight, mask)
-                          for q, k in zip(queries.split(together), keys.split(together), strict=True)])
+        queries, keys, weight = cache.all_queries[:, row], self._chunk_keys(row), cache.query_weight[row]
+        mask = self._mask(row, sum(x.shape[2] for x in keys))
+        together = max(SCORES // (queries.shape[1] * queries.shape[2] * len(mask)), 1)
+        layers = zip(queries.split(together), *(x.split(together) for x in keys), strict=True)
+        return torch.cat([chunk_scores(q, k, weight, mask) for q, *k in layers])
 
     def _select_and_copy(self, row: int) -> None:
         """One row's selection, in static shapes: what lies beyond the prefix is masked, so a graph can replay it."""
@@ -170,16 +186,23 @@ class RetrievalView(View):
             self._chunks[row] = chosen  # [L, K, num_selected]
         chunks = self._chunks[row]
         self._prefix_len[row] = prefix_len
-        num_resident = cache.prefix.num_resident
-        if num_resident == 0:
+        prefix = cache.prefix
+        if prefix.num_resident == 0:
             return
-        index = _token_index(chunks[:num_resident], prefix_len, self.window_size, self.chunk_size, self.select_size)
-        # Whole tokens are picked out of [K * S, D]: five times faster on a GPU than `gather`.
-        heads = torch.arange(index.shape[1], device=index.device)[:, None] * cache.prefix.capacity
-        for full_k, full_v, chosen, k, v in zip(cache.prefix.k, cache.prefix.v, index + heads, self.k, self.v,
-                                                strict=False):
-            for full, view in ((full_k, k), (full_v, v)):
-                view[row, :, : chosen.shape[1]] = full[row].flatten(0, 1)[chosen]
+        index = _token_index(chunks[: prefix.num_resident], prefix_len, self.window_size, self.chunk_size,
+                             self.select_size)
+        for i, at in enumerate(index):  # [K, held]
+            for half, view in enumerate((self.k[i], self.v[i])):
+                view = view[row, :, : at.shape[1]]
+                own = (prefix.k, prefix.v)[half][i][row]
+                if prefix.shared is None:
+                    view.copy_(_pick(own, at))
+                    continue
+                # Of a shared layer that streams past, the tokens are gathered, and until then stay what they were.
+                resident = i < prefix.shared.num_resident
+                before = _pick(prefix.before(i)[half][0], at.clamp(max=prefix.base - 1)) if resident else view
+                behind = _pick(own, (at - prefix.base).clamp(min=0))
+                view.copy_(torch.where((at < prefix.base)[..., None], before, behind))
 
     def flush(self, row: int) -> None:
         """Takes in the interval that the cache has just flushed, so that drafting never loses the newest tokens."""
@@ -203,18 +226,21 @@ def _choice_mask(start: int, end: Tensor, count: int) -> Tensor:
     return torch.where((chunk >= start) & (chunk < end), 0.0, float("-inf"))
 
 
-def chunk_scores(queries: Tensor, chunk_keys: Tensor, weight: Tensor, mask: Tensor, smoothed: int = 0) -> Tensor:
+def chunk_scores(queries: Tensor, chunk_keys: list[Tensor], weight: Tensor, mask: Tensor, smoothed: int = 0) -> Tensor:
     """How much the weighted queries attend to each chunk's mean key, pooled over the GQA group.
 
     Args:
-        queries: [..., H, M, D]. chunk_keys: [..., K, C, D]. weight: [M]. mask: [C], additive.
+        queries: [..., H, M, D]. chunk_keys: [..., K, C, D] each, of consecutive chunks. weight: [M].
+        mask: [all C], additive.
         smoothed: an odd number of neighbours to average over; 0: none.
 
     Returns:
-        [..., K, C] float32.
+        [..., K, all C] float32.
     """
-    q = queries.reshape(*chunk_keys.shape[:-2], -1, queries.shape[-1])  # [..., K, G * M, D]
-    scores = (q @ chunk_keys.transpose(-1, -2)).float() * q.shape[-1] ** -0.5 + mask  # [..., K, G * M, C]
+    q = queries.reshape(*chunk_keys[0].shape[:-2], -1, queries.shape[-1])  # [..., K, G * M, D]
+    products = [q @ keys.transpose(-1, -2) for keys in chunk_keys]
+    products = products[0] if len(products) == 1 else torch.cat(products, -1)
+    scores = products.float() * q.shape[-1] ** -0.5 + mask  # [..., K, G * M, C]
     weights = weight.repeat(q.shape[-2] // weight.shape[0])
     attended = (weights @ scores.softmax(-1).flatten(0, -3)).unflatten(0, scores.shape[:-2])
     if smoothed:
@@ -232,11 +258,9 @@ def _token_index(chunks: Tensor, prefix_len: Tensor, window_size: int, num_sink:
     return torch.cat([torch.cat([sink, recent]).expand(*tokens.shape[:2], -1), tokens], 2)
 
 
-def _copy_tokens(full_k: Tensor, full_v: Tensor, index: Tensor, k: Tensor, v: Tensor) -> None:
-    """[K, S, D] -> [K, budget, D], the tokens of index [K, held]."""
-    rows = index[..., None].expand(-1, -1, k.shape[-1])
-    k[:, : index.shape[1]] = full_k.gather(1, rows)
-    v[:, : index.shape[1]] = full_v.gather(1, rows)
+def _pick(tokens: Tensor, index: Tensor) -> Tensor:
+    """[K, S, D] at index [K, n] -> [K, n, D]: whole tokens, five times faster on a GPU than by `gather`."""
+    return tokens[torch.arange(len(index), device=index.device)[:, None], index]
 
 
 def _gather_piece(chunks: Tensor, prefix_len: Tensor, window_size: int, num_sink: int, chunk_size: int, start: Tensor,

@@ -1,0 +1,332 @@
+"""What the caches hold is not computed again: prompts that share a beginning, prompts that go on, conversations."""
+
+import random
+
+import pytest
+from conftest import make_engine, random_prompt
+
+from triforce import UserError, caches
+from triforce.model import Transformer
+
+SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True}
+DOCUMENT = random_prompt(300)
+GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
+
+
+@pytest.fixture
+def engine(pair, monkeypatch):
+    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    return make_engine(*pair, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def twin(pair):
+    """Computes every prompt anew."""
+    return make_engine(*pair, **SETTINGS, reuse=False)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Tokens that went through a prefill of the model, call by call."""
+    seen, prefill = [], Transformer.prefill
+
+    def counted(self, tokens, *args, **how):
+        seen.append(tokens.numel())
+        return prefill(self, tokens, *args, **how)
+
+    monkeypatch.setattr(Transformer, "prefill", counted)
+    return seen
+
+
+def same(results, expected) -> bool:
+    results, expected = (one if isinstance(one, list) else [one] for one in (results, expected))
+    return [one.tokens for one in results] == [one.tokens for one in expected]
+
+
+def test_prompts_of_a_call_share_what_they_begin_with(engine, twin, computed):
+    prompts = [DOCUMENT + random_prompt(n, seed=n) for n in (3, 20, 9)]
+    results = engine.generate(prompts, **GREEDY)
+    assert same(results, [twin.generate(prompt, **GREEDY) for prompt in prompts])
+    assert [one.stats.shared_tokens for one in results] == [288] * 3
+    assert [one.stats.reused_tokens for one in results] == [0] * 3
+    assert sum(computed[:2]) == 288 + 3 * (len(DOCUMENT) - 288 + 20 - 1)
+    again = engine.generate(prompts[:2], **GREEDY)
+    assert same(again, results[:2]) and [one.stats.reused_tokens for one in again] == [288] * 2
+
+
+def test_few_tokens_in_common_are_not_shared(engine, twin, monkeypatch):
+    monkeypatch.setattr(caches, "SHARED_FROM", 512)
+    prompts = [DOCUMENT + random_prompt(n, seed=n) for n in (3, 20)]
+    results = engine.generate(prompts, **GREEDY)
+    assert [one.stats.shared_tokens for one in results] == [0, 0]
+    assert same(results, [twin.generate(prompt, **GREEDY) for prompt in prompts])
+
+
+def test_a_prompt_that_goes_on_computes_only_the_rest(engine, twin, computed):
+    first = engine.generate(DOCUMENT, **GREEDY)
+    computed.clear()
+    prompt = DOCUMENT + first.tokens + random_prompt(30, seed=1)
+    second = engine.generate(prompt, **GREEDY)
+    held = len(DOCUMENT) + len(first.tokens) - 1  # the last token was emitted, and not computed
+    assert second.stats.reused_tokens == held and computed == [len(prompt) - 1 - held]
+    assert same(second, twin.generate(prompt, **GREEDY))
+    other = DOCUMENT[:200] + random_prompt(10, seed=2)
+    third = engine.generate(other, **GREEDY)
+    assert third.stats.reused_tokens == 200 and same(third, twin.generate(other, **GREEDY))
+    longer = engine.generate(other, **{**GREEDY, "max_new_tokens": 850})  # more than there is room for
+    assert longer.stats.reused_tokens == longer.stats.shared_tokens == 192
+    assert longer.tokens[:12] == third.tokens
+
+
+def test_speculation_makes_no_difference_after_reuse(engine):
+    """Greedy output is the same bits on and off, whatever was held before."""
+    engine.generate(DOCUMENT, **GREEDY)
+    prompt = DOCUMENT[:250] + random_prompt(20, seed=3)
+    assert same(engine.generate(prompt, **GREEDY), engine.generate(prompt, speculate=False, **GREEDY))
+
+
+def test_reuse_can_be_switched_off(twin, computed):
+    prompts = [DOCUMENT + random_prompt(n, seed=n) for n in (3, 20)]
+    results = twin.generate([*prompts], **GREEDY)
+    twin.generate(DOCUMENT, **GREEDY)
+    computed.clear()
+    later = twin.generate(DOCUMENT + [1, 2, 3], **GREEDY)
+    assert all(one.stats.shared_tokens == one.stats.reused_tokens == 0 for one in (*results, later))
+    assert computed == [302]
+
+
+def test_many_rows_over_what_one_row_holds(engine, twin, computed):
+    engine.generate(DOCUMENT, **GREEDY)
+    computed.clear()
+    prompts = [DOCUMENT + random_prompt(n, seed=n) for n in (3, 20)]
+    results = engine.generate(prompts, **GREEDY)
+    assert [one.stats.reused_tokens for one in results] == [288] * 2 and sum(computed) < 80
+    assert same(results, [twin.generate(prompt, **GREEDY) for prompt in prompts])
+
+
+def test_questions_about_a_prefix(engine, twin, computed):
+    book = engine.prefill(DOCUMENT)
+    assert len(book) == 300 and book.num_shared == 288 and computed == [288]
+    assert book.nbytes == 4 * 8 * 2 * 2 * (2 * 288 + 72)  # float32: K and V of 2 layers and heads; means of 72 chunks
+    computed.clear()
+    questions = [random_prompt(n, seed=n) for n in (2, 25)]
+    results = engine.generate(questions, prefix=book, **GREEDY)
+    assert computed == [2 * (12 + 25 - 1)] and [one.stats.shared_tokens for one in results] == [288] * 2
+    expected = [twin.generate(DOCUMENT + question, **GREEDY) for question in questions]
+    assert same(results, expected)
+    assert same(engine.generate(questions[1], prefix=book, **GREEDY), expected[1])
+    engine.release()
+    assert same(engine.generate(questions[0], prefix=book, **GREEDY), expected[0])  # it outlives the engine's buffers
+    pieces = engine.stream(questions[1], prefix=book, **GREEDY)
+    for _ in pieces:
+        pass
+    assert same(pieces.result, expected[1])
+    with pytest.raises(UserError, match="this engine's"):
+        twin.generate(questions[0], prefix=book, **GREEDY)
+
+
+def test_a_prefix_shorter_than_an_interval_is_only_text(engine, twin):
+    short = engine.prefill(DOCUMENT[:9])
+    assert short.num_shared == 0 and short.nbytes == 0
+    result = engine.generate([5, 6], prefix=short, **GREEDY)
+    assert result.stats.shared_tokens == 0 and same(result, twin.generate([*DOCUMENT[:9], 5, 6], **GREEDY))
+
+
+def test_samples_of_one_prompt(engine):
+    """Seeds are seed, seed + 1, ...: each sample is what that seed gives."""
+    drawn = {"temperature": 1.0, "max_new_tokens": 12}
+    samples = engine.generate(DOCUMENT, num_samples=3, seed=5, **drawn)
+    assert [one.stats.seed for one in samples] == [5, 6, 7] and samples[0].stats.shared_tokens == 288
+    assert len({tuple(one.tokens) for one in samples}) == 3
+    both = engine.generate([DOCUMENT, DOCUMENT[:100]], num_samples=2, seed=5, **drawn)
+    assert [len(one) for one in both] == [2, 2] and both[1][1].stats.seed == 8
+    with pytest.raises(UserError, match="num_samples"):
+        engine.generate(DOCUMENT, num_samples=0)
+
+
+def test_rows_outgrow_the_flush_interval_many_times(engine, twin):
+    book = engine.prefill(DOCUMENT)
+    long = {**GREEDY, "max_new_tokens": 100}
+    questions = [random_prompt(n, seed=n) for n in (2, 25)]
+    results = engine.generate(questions, prefix=book, **long)
+    assert min(one.stats.flushes for one in results) >= 12
+    assert same(results, [twin.generate(DOCUMENT + question, **long) for question in questions])
+
+
+def test_an_offloaded_document(pair, twin, monkeypatch, computed):
+    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    engine = make_engine(*pair, **SETTINGS, offload=True, num_resident_layers=1, piece_tokens=48)
+    book = engine.prefill(DOCUMENT)
+    assert list(book.store.offload.host) == [1]
+    questions = [random_prompt(n, seed=n) for n in (2, 25)]
+    expected = [twin.generate(DOCUMENT + question, **GREEDY) for question in questions]
+    assert same(engine.generate(questions, prefix=book, **GREEDY), expected)
+    assert same(engine.generate([DOCUMENT + question for question in questions], **GREEDY), expected)
+    assert same(engine.generate(questions, prefix=book, speculate=False, **GREEDY), expected)
+
+
+def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, caplog):
+    book = engine.prefill(DOCUMENT)
+    questions = [random_prompt(n, seed=n) for n in range(1, 6)]
+    need = lambda rows: sum(part.bytes for part in engine.caches._parts(  # noqa: E731
+        engine.caches.settings_for(rows), rows, 288, engine.caches._needed([DOCUMENT + questions[-1]], 12), 512))
+    monkeypatch.setattr(caches.memory, "available", lambda device: need(3) + 1000)
+    engine.release()
+    with caplog.at_level("INFO", "triforce"):
+        assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 3
+    assert "3 of 5 prompts fit" in caplog.text
+
+
+def test_a_hundred_steps_against_a_twin(pair, twin, monkeypatch):
+    """Prefills, questions, samples, streams that are broken off, prompts that go on or turn back, in random order: what
+    is said is what a computation from the start says."""
+    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    engine, dice, books, last = make_engine(*pair, **SETTINGS), random.Random(0), [], list(DOCUMENT)
+    documents = [DOCUMENT, DOCUMENT[:200] + random_prompt(90, seed=50), random_prompt(150, seed=51)]
+    met = set()
+    for step in range(100):
+        options = {"temperature": 0.0, "max_new_tokens": dice.choice([3, 8, 20])}
+        what = dice.choice(["prefill", "ask", "ask", "many", "alone", "go on", "go on", "turn back", "break off"])
+        met.add(what)
+        question = random_prompt(dice.randint(1, 30), seed=100 + step)
+        if what == "prefill":
+            books = [*books[-1:], engine.prefill(dice.choice(documents))]
+        elif what in ("ask", "many") and books:
+            book = dice.choice(books)
+            asked = [question, random_prompt(5, seed=step)] if what == "many" else [question]
+            results = engine.generate(asked, prefix=book, **options)
+            assert same(results, [twin.generate(book.tokens + one, **options) for one in asked]), (step, what)
+            last = book.tokens + asked[0] + results[0].tokens
+        elif what == "many":
+            prompts = [last + question, last + question[::-1], last]
+            assert same(engine.generate(prompts, **options), [twin.generate(one, **options) for one in prompts]), step
+        else:
+            length = dice.randint(1, len(last)) if what == "turn back" else len(last)
+            prompt = dice.choice(documents) if what == "alone" else last[:length] + question
+            stream = engine.stream(prompt, **options)
+            for count, _ in enumerate(stream):
+                if what == "break off" and count == 2:
+                    stream.close()
+            if what == "break off":
+                stream.close()
+            result = engine.generate(prompt, **options)
+            assert same(result, twin.generate(prompt, **options)), (step, what)
+            last = (prompt + result.tokens)[:600]
+    assert len(met) == 7
+
+
+def test_an_interrupt_in_the_middle_of_a_prefill_or_a_flush(engine, twin, monkeypatch):
+    """What was left half done is not reused."""
+    engine.generate(DOCUMENT, **GREEDY)
+    for owner, name in ((Transformer, "prefill"), (type(engine.caches.state.cache), "flush")):
+        with monkeypatch.context() as patch:
+            calls = []
+
+            def broken(self, *args, name=name, calls=calls, **how):
+                calls.append(1)
+                if name == "prefill":  # of one layer, so much is done
+                    start, stop, block = args[1][0]
+                    self.layers[0](self.embedding(args[0])[:, start:stop], block.layer(0))
+                else:
+                    self.prefix.truncate(0, self.lens[0] + 16)
+                raise KeyboardInterrupt
+
+            patch.setattr(owner, name, broken)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(DOCUMENT + [1, 2, 3], temperature=0.0, max_new_tokens=40)
+            assert calls
+        prompt = DOCUMENT + [1, 2, 4]
+        assert same(engine.generate(prompt, **GREEDY), twin.generate(prompt, **GREEDY))
+
+
+# -- conversations
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    import triforce
+
+    return triforce.load("tiny", device="cpu", gamma=6)
+
+
+TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}")
+LAW = {"temperature": 0.0, "max_new_tokens": 10}
+
+
+def test_a_conversation_keeps_its_turns(tiny, computed):
+    chat = tiny.chat()
+    said = ["Call me Ishmael. " * 20, "Some years ago, never mind how long precisely", "having little money"]
+    prompt, held = [], 0
+    for i, text in enumerate(said):
+        computed.clear()
+        answer = chat.send(text, **LAW)
+        prompt += tiny.tokenizer.encode(f"\n\n{text}\n" if i else f"{text}\n", bos=not i)
+        assert answer.stats.prompt_len == len(prompt)
+        if i:  # all that was there before, but for the one token that was emitted last
+            assert answer.stats.reused_tokens >= held - 1 and computed[0] <= len(prompt) - held + 1
+        prompt += [token for token in answer.tokens if token not in tiny.eos_ids]
+        held = len(prompt)
+    assert [text for text, _ in chat.turns] == said
+    last = chat.turns[-1][1]
+    chat.undo()
+    assert len(chat.turns) == 2
+    assert chat.send(said[2], **LAW).tokens == last.tokens
+    for _ in range(3):
+        chat.undo()
+    with pytest.raises(UserError, match="no turn to undo"):
+        chat.undo()
+    with pytest.raises(UserError, match="empty"):
+        chat.send(" ")
+
+
+def test_a_broken_off_answer_stays_in_the_conversation(tiny):
+    chat = tiny.chat(temperature=0.0)
+    turn = chat.stream("Call me Ishmael. Some years ago", max_new_tokens=200)
+    shown = next(turn) + next(turn)
+    chat.send("and then", max_new_tokens=5)  # whoever breaks out of a loop begins the next turn without closing
+    assert len(chat.turns) == 2 and chat.turns[0][1].text.startswith(shown)
+    assert chat.turns[0][1].finish_reason == "interrupted" and len(chat.turns[0][1].tokens) < 200
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+
+
+def test_a_conversation_with_a_template(tiny, computed):
+    chat = tiny.chat(system="You are brief.", chat_template=TEMPLATE)
+    first = chat.send("Who are you? " * 30, **LAW)
+    rendered = ("<system>You are brief.</system>\n<user>" + "Who are you? " * 30 + "</user>\n<assistant>")
+    assert first.stats.prompt_len == len(tiny.tokenizer.encode(rendered, bos=False))
+    computed.clear()
+    second = chat.send("And now?", **LAW)
+    assert second.stats.reused_tokens > 100 and computed[0] < 60
+    assert chat.messages[0] == {"role": "system", "content": "You are brief."} and len(chat.messages) == 5
+
+
+def test_a_document_in_messages(tiny):
+    """The prefix is what all rendered prompts begin with; the question follows the document within its message."""
+    document = "Call me Ishmael. " * 80
+    book = tiny.prefill([{"role": "system", "content": "Be brief."}, {"role": "user", "content": document}],
+                        chat_template=TEMPLATE)
+    text = tiny.tokenizer.decode(book.tokens)
+    assert text.startswith("<system>Be brief.</system>\n<user>Call me") and text.rstrip().endswith("Ishmael.")
+    answers = tiny.generate(["Who?", "Where is he?"], prefix=book, **LAW)
+    for question, answer in zip(["Who?", "Where is he?"], answers, strict=True):
+        rendered = f"<system>Be brief.</system>\n<user>{document}\n\n{question}</user>\n<assistant>"
+        assert answer.stats.shared_tokens == book.num_shared > 256
+        assert answer.tokens == tiny.generate(tiny.tokenizer.encode(rendered, bos=False), **LAW).tokens
+    chat = tiny.chat(book)
+    assert chat.send("Who?", **LAW).tokens == answers[0].tokens
+    assert chat.send("And?", **LAW).stats.shared_tokens == book.num_shared
+    with pytest.raises(UserError, match="as text"):
+        tiny.generate([1, 2], prefix=book)
+
+
+def test_the_time_of_a_turn_does_not_grow(tiny, computed):
+    """Ten turns about a document: none goes through the model with more than what was said since the last one."""
+    chat = tiny.chat(tiny.prefill("Call me Ishmael. Some years ago, never mind how long. " * 100), **LAW)
+    states, turns = [], []
+    for i in range(10):
+        computed.clear()
+        chat.send(f"And then, number {i}?")
+        turns.append(sum(computed))
+        states.append(tiny.caches.state)
+    assert max(turns[1:]) < 40 and len({id(state) for state in states}) <= 3

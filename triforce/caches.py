@@ -1,0 +1,311 @@
+"""Which buffers serve a call: those of the call before, if they fit, and what they already hold of its prompts.
+
+An engine keeps one `State`, and the `Prefix` that its rows share, if they do. There are three ways to compute less:
+
+- the prompts of a call begin with the same tokens: those are computed once and shared;
+- a single prompt begins with what the State holds: only the rest is computed, in place;
+- prompts begin with what the State holds or shares, and another State is needed: the new one shares it.
+"""
+
+import gc
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import memory
+from .config import Placement, Settings
+from .jobs import Models, find_compiler, kept_folder
+from .kv.blocks import prefill_blocks
+from .kv.offload import Offload
+from .kv.target import TargetCache
+from .packed import packs
+from .prefix import Prefix, common_length
+from .state import State
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+log = logging.getLogger("triforce")
+SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their own in every step
+MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says more
+SMALLEST_VIEW = 512  # tokens; with smaller ones more rows would fit, and hardly draft
+
+
+class Caches:
+    """See the module.
+
+    Args:
+        settings: as given, not resolved: how a State for many rows differs is decided here.
+        placement: resolved.
+    """
+
+    def __init__(self, engine: "Engine", models: Models, settings: Settings, placement: Placement, vocab_size: int):
+        self.engine, self.models, self.placement, self.vocab_size = engine, models, placement, vocab_size
+        self.target, self.device = models.target, models.target.device
+        self._given = settings
+        self.settings = self._resolve(settings, placement.max_batch_size)
+        self.state: State | None = None
+        self.prefix: Prefix | None = None  # that the rows of `state` share
+        self._computed = False  # for the present call
+
+    def settings_for(self, rows: int) -> Settings:
+        """Resolved for so many rows side by side."""
+        if rows <= self.placement.max_batch_size:
+            return self.settings
+        return self._resolve(replace(self._given, budget=self.settings.budget), rows)
+
+    def _resolve(self, settings: Settings, rows: int) -> Settings:
+        has_model = self.models.draft is not None or self.placement.draft_ranks is not None
+        return settings.resolve(self.device, has_model=has_model, offload=self.placement.offload, max_batch_size=rows)
+
+    def release(self) -> None:
+        """Frees the buffers of the last call."""
+        self.state = self.prefix = None
+        gc.collect()  # compiled steps make reference cycles
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def find(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None, on_prefill=None) -> State:
+        """A State for these prompts, the last one if it fits. What they share is computed."""
+        needed, self._computed = self._needed(ids, max_new_tokens), False
+        if self.state is not None and self.state.prompts == ids and self._fits(ids, needed, self.prefix):
+            if prefix is None or prefix.is_same(self.prefix):
+                return self.state
+        outdated = self.state is not None and self._agreed(self.state.compiler.outdated)
+        shared = self._shared(ids, needed, prefix, on_prefill, stays=not outdated)
+        if not outdated and self._fits(ids, needed, shared):
+            return self.state
+        return self._new(ids, needed, shared)
+
+    def fill(self, state: State, ids: list[list[int]], on_prefill=None) -> None:
+        """Prefills what the State does not hold of the prompts yet."""
+        start = self._held(ids)
+        if start >= state.base + state.settings.flush_interval:
+            is_new = start < state.known[0]
+            state.truncate(0, start)
+            state.reused = start
+            state.prefill(0, ids[0][start:], on_prefill, fresh=is_new)
+        else:
+            state.reset()
+            state.reused = 0 if self._computed else state.base
+            state.prefill_all(ids, on_prefill)
+
+    def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
+        """How many of these prompts run side by side."""
+        size = self.placement.max_batch_size
+        base = prefix.num_shared if prefix is not None else self._usable(ids) if self.settings.reuse else 0
+        if base < SHARED_FROM or len(ids) <= size:
+            return size
+        rows, most = size, min(len(ids), max(MOST_ROWS, size))
+        needed = self._needed(ids, max_new_tokens)
+        held = 0 if prefix is None and (self.prefix is None or self.prefix.num_shared < base) else base
+        free = memory.available(self.device)
+        for count in range(most, size, -1):  # the most that fit with the smallest view
+            parts = self._parts(self.settings_for(count), count, base, needed, SMALLEST_VIEW)
+            if not held:
+                parts = parts + self._prefix_parts(base, self._resident(base, parts))
+            if free is None or sum(part.bytes for part in parts) <= free + self._releasable():
+                rows = count
+                break
+        rows = self._agreed(rows)
+        if rows < len(ids):
+            log.info("%d of %d prompts fit side by side behind their %s common tokens", rows, len(ids), f"{base:,}")
+        return rows
+
+    # -- what is shared ------------------------------------------------------------------------------------------------
+
+    def _whole(self, length: int) -> int:
+        return max(length, 0) // self.settings.flush_interval * self.settings.flush_interval
+
+    def _usable(self, ids: list[list[int]]) -> int:
+        """Of the tokens that the prompts have in common, those to share: whole intervals. Each row computes the last
+        ones of its prompt, whose queries choose its view."""
+        return self._whole(min(common_length(*ids), min(map(len, ids)) - 1 - self.settings.block_size))
+
+    def _held(self, ids: list[list[int]]) -> int:
+        """Tokens of a single prompt that the State holds keys and values of."""
+        state = self.state
+        if not self.settings.reuse or len(ids) > 1 or state is None or state.batch > 1 or not state.is_whole:
+            return 0
+        return min(common_length(ids[0], state.texts()[0]), state.lens[0], len(ids[0]) - 1)
+
+    def _shared(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill,
+                stays: bool) -> Prefix | None:
+        """What the rows of the State for these prompts are to share. stays: the last State may serve again."""
+        if prefix is not None:
+            common = self._whole(common_length(prefix.tokens[: prefix.num_shared], *ids))
+            return prefix.part(common) if common else None
+        if not self.settings.reuse:
+            return None
+        usable, state, found = self._usable(ids), self.state, []
+        if state is not None and state.batch == 1 and state.is_whole:
+            held = self._held(ids[:1])
+            if len(ids) == 1 and held >= state.base + self.settings.flush_interval and (
+                    state.base or stays and self._fits(ids, needed, None)):
+                return self.prefix  # it goes on in place, or its tokens move
+            if state.base == 0:
+                found.append((self._whole(min(held, usable)), None))
+        if self.prefix is not None:
+            found.append((self._whole(min(common_length(ids[0], self.prefix.tokens), usable, self.prefix.num_shared)),
+                          self.prefix))
+        length, owner = max(found, key=lambda one: one[0], default=(0, None))
+        if length >= max(SHARED_FROM, usable // 2):
+            if owner is not None:
+                return owner.part(length)
+            return Prefix(self.engine, ids[0][:length], state.cache.prefix.part(length))
+        if len(ids) == 1 or usable < SHARED_FROM:
+            return None
+        self._computed = True
+        return self.compute(ids[0][:usable], on_prefill)
+
+    @torch.inference_mode()
+    def compute(self, tokens: list[int], on_progress=None) -> Prefix:
+        """Keys and values of a text, whole intervals of it."""
+        settings, target, length = self.settings, self.target, self._whole(len(tokens))
+        if length == 0:
+            return Prefix(self.engine, tokens, None)
+        self.release()
+        resident = self._agreed(self._resident(length, self._parts(settings, 1, length, length + 1024, 1024)))
+        config, offload = target.config, None
+        self._check(self._prefix_parts(length, resident), length, resident)
+        with torch.inference_mode(False):
+            if resident is not None and resident < config.n_layer:
+                offload = Offload(config, resident, batch=1, capacity=length, interval=settings.flush_interval,
+                                  device=self.device, dtype=target.dtype, piece=settings.piece_tokens)
+            cache = TargetCache(config, target.rope, batch=1, capacity=length, block_size=1, offload=offload,
+                                flush_interval=settings.flush_interval, device=self.device, dtype=target.dtype,
+                                chunk_size=settings.chunk_size if settings.scores_chunks else 0)
+        store = cache.prefix
+
+        def on_layer(i: int) -> None:
+            store.score(i, 0, 0, store.working_layer(i, range(1))[0][0][:, :length])
+
+        blocks = prefill_blocks(cache, range(1), 0, length, settings.prefill_chunk_size, on_layer=on_layer)
+        try:
+            target.prefill(torch.tensor([tokens[:length]], device=self.device), blocks, on_progress, cache_only=True)
+        finally:
+            if offload is not None:
+                offload.close_work()
+        store.truncate(0, length)
+        return Prefix(self.engine, tokens, store)
+
+    # -- a State -------------------------------------------------------------------------------------------------------
+
+    def _needed(self, ids: list[list[int]], max_new_tokens: int) -> int:
+        """Tokens that a row has to hold."""
+        longest = self.placement.max_seq_len
+        return (max(map(len, ids)) + max_new_tokens if longest is None else longest) + self.settings.block_size
+
+    def _fits(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> bool:
+        state = self.state
+        if state is None or state.batch != len(ids) or state.capacity < needed:
+            return False
+        same = self.prefix is None if shared is None else shared.is_same(self.prefix)
+        wanted = self.engine.resolve_budget(max(map(len, ids)))
+        # A view that is not the user's choice need not grow with every turn of a conversation.
+        free_to_choose = self.settings.budget is None and (self._held(ids) or state.base)
+        return same and (state.budget == wanted or bool(free_to_choose))
+
+    def _new(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> State:
+        batch, longest = len(ids), self.placement.max_seq_len
+        base = 0 if shared is None else shared.num_shared
+        settings = self.settings_for(batch)
+        capacity = needed
+        if longest is None:
+            capacity = -(-needed // 1024) * 1024
+            if base:  # a conversation grows; of many rows each has just what it needs
+                own = -(-(needed - base) // settings.flush_interval) * settings.flush_interval
+                capacity = base + (max(1 << (own - 1).bit_length(), 1024) if batch == 1 else own)
+                capacity = max(min(capacity, self._whole(self.target.config.max_len + settings.block_size)), needed)
+        held = self._held(ids)
+        old = self.state if base and held > base and shared.is_same(self.prefix) else None
+        self.state = None
+        if old is None:
+            self.release()  # before the new ones are planned
+        budget, resident = self._plan(settings, batch, base, capacity, self.engine.resolve_budget(max(map(len, ids))))
+        sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.vocab_size}
+        # The same bytes a second time: only where they are a small part of what is free.
+        config = self.target.config
+        kv_bytes = config.n_layer * memory.layer_bytes(config, batch=batch, capacity=capacity, dtype=self.target.dtype)
+        folder = kept_folder(self.models, settings, self.placement, sizes, base)
+        packs_more = 8 * kv_bytes < (memory.available(self.device) or 0)
+        with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
+            if base and packs_more and packs(self.device, self.target.dtype) and not shared.store.packed:
+                shared.store.pack()
+            self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
+                               compiler=find_compiler(self.models, settings, self.placement, sizes, folder, base),
+                               folder=folder, num_resident_layers=resident, pack=packs_more,
+                               shared=shared.store if base else None, draft_ranks=self.placement.draft_ranks)
+        self.prefix = shared if base else None
+        if old is not None:
+            self.state.adopt(old, held)
+        return self.state
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _plan(self, settings: Settings, batch: int, base: int, capacity: int, budget: int) -> tuple[int, int | None]:
+        """Checks that everything fits. Returns tokens of a view, fewer where the user left that open and they do not
+        fit; and how many layers of the KV cache stay on the device, None: all."""
+        resident = None
+        if base == 0 and self.placement.offload:
+            resident = self._agreed(self._resident(capacity, self._parts(settings, batch, 0, capacity, budget, 0),
+                                                   batch) or 0)
+        parts = self._parts(settings, batch, base, capacity, budget, resident)
+        free = memory.available(self.device)
+        while (base and settings.budget is None and budget > SMALLEST_VIEW and free is not None
+               and sum(part.bytes for part in parts) > free):
+            budget = max(budget // 2, SMALLEST_VIEW)
+            parts = self._parts(settings, batch, base, capacity, budget, resident)
+        self._check(parts, capacity, resident, batch, is_shared=base > 0)
+        return self._agreed(budget), resident
+
+    def _check(self, parts: list[memory.Part], capacity: int, resident: int | None, batch: int = 1,
+               is_shared: bool = False) -> None:
+        """Raises UserError if the parts, and what is kept on the host, do not fit."""
+        config = self.target.config
+        count = 0 if resident is None or is_shared else config.n_layer - resident
+        host = memory.host_part(config, count, batch=batch, capacity=capacity, dtype=self.target.dtype)
+        of_no_use = ("--batch-size",) if batch == 1 else ()
+        if self.device.type == "cpu":  # the same memory, wherever a layer lies
+            memory.check([host, *parts], self.device, (*of_no_use, "--offload", "--num-resident-layers"))
+        else:
+            memory.check(parts, self.device, of_no_use)
+            memory.check([host], torch.device("cpu"), of_no_use)
+        if resident is not None and not is_shared:
+            log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", resident, config.n_layer, self.device,
+                     host.bytes / 2**30)
+
+    def _parts(self, settings: Settings, batch: int, base: int, capacity: int, budget: int,
+               resident: int | None = None) -> list[memory.Part]:
+        """Of a State."""
+        draft = None if self.models.draft is None else self.models.draft.config
+        return memory.state_parts(self.target.config, draft, settings, batch=batch, capacity=capacity, budget=budget,
+                                  vocab_size=self.vocab_size, dtype=self.target.dtype, device=self.device,
+                                  num_resident_layers=resident, base=base)
+
+    def _prefix_parts(self, length: int, resident: int | None) -> list[memory.Part]:
+        """Of a prefix that is to be computed."""
+        return memory.prefix_parts(self.target.config, self.settings, capacity=length, dtype=self.target.dtype,
+                                   device=self.device, num_resident_layers=resident)
+
+    def _resident(self, capacity: int, parts: list[memory.Part], batch: int = 1) -> int | None:
+        """How many layers of a prefix stay on the device, beside these parts. None: all."""
+        place = self.placement
+        if not place.offload:
+            return None
+        if place.num_resident_layers is not None:
+            return place.num_resident_layers
+        if place.offload != "auto" and place.resident_memory is None:
+            return 0
+        return memory.fitting_layers(self.target.config, parts, self.device, place.resident_memory, batch=batch,
+                                     capacity=capacity, dtype=self.target.dtype)
+
+    def _releasable(self) -> int:
+        """Bytes of the device that the present State would give back."""
+        return 0 if self.state is None else self.state.nbytes
+
+    def _agreed(self, value):
+        """With several ranks, rank 0's value."""
+        return value if self.target.group is None else self.target.group.agree(value)

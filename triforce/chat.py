@@ -1,0 +1,139 @@
+"""A conversation, turn by turn. What was said stays in the engine's cache: a turn computes only what is new.
+
+    chat = engine.chat(prefix=book)
+    for piece in chat.stream("Who is Queequeg?"):
+        print(piece, end="")
+    print(chat.send("And where does he come from?").text)
+    chat.undo()
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .errors import UserError
+from .generation import Generation
+from .prefix import Prefix, asked
+
+if TYPE_CHECKING:
+    from .engine import Engine, Stream
+
+
+class Chat:
+    """See `Engine.chat`, which makes one.
+
+    Attributes:
+        turns: (what the user said, the Generation that answered) so far.
+    """
+
+    def __init__(self, engine: "Engine", prefix: Prefix | None = None, *, system: str | None = None,
+                 chat_template: str | None = None, **options):
+        if system is not None and prefix is not None:
+            raise UserError("system and prefix were both given; begin the prefix's messages with one of the role "
+                            "\"system\"")
+        self.engine, self.prefix, self.options = engine, prefix, options
+        self.chat_template = prefix.chat_template if prefix is not None else chat_template
+        tokenizer = engine.tokenizer_or_raise()
+        has_template = chat_template is not None or tokenizer.chat_template() is not None
+        self.uses_template = has_template if prefix is None else prefix.messages is not None
+        self._before: list[dict] = prefix.messages if prefix is not None and prefix.messages else []
+        if system is not None:
+            self._before = [{"role": "system", "content": system}]
+        self.turns: list[tuple[str, Generation]] = []
+        self._open: Turn | None = None
+
+    def stream(self, text: str, **options) -> "Turn":
+        """Says something, and gives the answer piece by piece. Whatever has been given when the iteration ends, or is
+        closed, or the next turn begins, is the answer.
+
+        Args:
+            options: see `Engine.stream`; they go before those of `Engine.chat`.
+        """
+        if not isinstance(text, str) or not text.strip():
+            raise UserError("the message is empty; say something")
+        self.end()
+        options = {**self.options, **options}
+        template = {"chat_template": self.chat_template} if self.uses_template and self.prefix is None else {}
+        stream = self.engine.stream(self._prompt(text), prefix=self.prefix, **template, **options)
+        self._open = Turn(self, text, stream)
+        return self._open
+
+    def send(self, text: str, **options) -> Generation:
+        """Says something, and returns the whole answer."""
+        turn = self.stream(text, **options)
+        for _ in turn:
+            pass
+        return turn.result
+
+    def undo(self) -> None:
+        """Back by one turn.
+
+        Raises:
+            UserError: there is none.
+        """
+        self.end()
+        if not self.turns:
+            raise UserError("there is no turn to undo; nothing has been said yet")
+        self.turns.pop()
+
+    def end(self) -> None:
+        """The present answer, if there is one, ends here."""
+        if self._open is not None:
+            self._open.close()
+
+    @property
+    def messages(self) -> list[dict]:
+        """The conversation as messages {role, content}, what it began with among them."""
+        messages = list(self._before)
+        for i, (text, answer) in enumerate(self.turns):
+            messages = asked(messages, text) if i == 0 and messages else [*messages, {"role": "user", "content": text}]
+            messages.append({"role": "assistant", "content": answer.text})
+        return messages
+
+    def _prompt(self, text: str) -> list:
+        """What `Engine.stream` is to continue: messages, or the ids that follow the prefix."""
+        if self.uses_template:
+            messages = self.messages
+            begins = not self.turns and bool(messages)
+            return asked(messages, text) if begins else [*messages, {"role": "user", "content": text}]
+        tokenizer, ids = self.engine.tokenizer, []
+        if self.prefix is None and self._before:
+            ids = tokenizer.encode(self._before[0]["content"])
+        for said, answer in (*self.turns, (text, None)):
+            follows = bool(ids) or self.prefix is not None
+            ids = ids + tokenizer.encode(f"\n\n{said}\n" if follows else f"{said}\n", bos=not follows)
+            if answer is not None:
+                ids += [token for token in answer.tokens if token not in self.engine.eos_ids]
+        return ids
+
+
+class Turn(Iterator):
+    """Iterates over the pieces of one answer; `result` is its Generation so far."""
+
+    def __init__(self, chat: Chat, text: str, stream: "Stream"):
+        self._chat, self._text, self._stream = chat, text, stream
+
+    def __next__(self) -> str:
+        try:
+            return next(self._stream)
+        except StopIteration:
+            self._end()
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def result(self) -> Generation | None:
+        return self._stream.result
+
+    def close(self) -> None:
+        """Ends the answer early. What was given of it stays in the conversation."""
+        self._stream.close()
+        self._end()
+
+    def _end(self) -> None:
+        if self._chat._open is self:
+            self._chat._open = None
+            result = self.result
+            if result is not None and result.tokens:
+                self._chat.turns.append((self._text, result))

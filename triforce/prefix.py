@@ -1,0 +1,94 @@
+"""A document whose keys and values are computed once, for any number of questions about it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .errors import UserError
+from .kv.prefix import PrefixStore
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Prefix:
+    """What `Engine.prefill` and `Engine.open` return, and what `prefix=` takes.
+
+    Attributes:
+        tokens: ids of the whole document.
+        messages: what it was made of, if that was a list of messages; questions then go through the chat template.
+        store: keys and values of the first `num_shared` tokens, a whole number of flush intervals. Every conversation
+            computes the few that remain for itself. None: the document is shorter than a flush interval.
+    """
+
+    def __init__(self, engine: "Engine", tokens: list[int], store: PrefixStore | None, *,
+                 messages: list[dict] | None = None, chat_template: str | None = None):
+        self.engine, self.tokens, self.store = engine, tokens, store
+        self.messages, self.chat_template = messages, chat_template
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"<triforce.Prefix: {len(self):,} tokens, {self.nbytes / 2**30:.2f} GiB>"
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens whose keys and values are held."""
+        return 0 if self.store is None else self.store.lens[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, on the device and on the host; of this rank, if several share the model."""
+        return 0 if self.store is None else self.store.nbytes
+
+    def part(self, length: int) -> "Prefix":
+        """The first `length` tokens, a whole number of flush intervals, with the same storage."""
+        if length == self.num_shared:
+            return self
+        return Prefix(self.engine, self.tokens[:length], self.store.part(length))
+
+    def is_same(self, other: "Prefix | None") -> bool:
+        """Whether both hold the same keys and values, in the same place."""
+        return (other is not None and self.num_shared == other.num_shared
+                and (self.store is other.store or self.store.k is other.store.k))
+
+    def ids(self, question) -> list[int]:
+        """Ids of the document and a question about it.
+
+        Text and ids are encoded apart from the document and joined to it. With messages, the question is the end of
+        the last message of the user, or a message of its own, and the chat template joins them. A list of messages
+        is the whole conversation, which begins with those of the prefix.
+        """
+        engine = self.engine
+        if isinstance(question, list) and question and isinstance(question[0], dict):
+            if self.messages is None:
+                raise UserError("the prefix was made of text; give the question as text or ids")
+            return engine.encode_prompt(question, self.chat_template)
+        if self.messages is None:
+            if isinstance(question, str):
+                return self.tokens + (engine.tokenizer_or_raise().encode(question, bos=False) if question else [])
+            return self.tokens + engine.encode_prompt(question)
+        if not isinstance(question, str):
+            raise UserError("the prefix was made of messages; give the question as text")
+        return engine.encode_prompt(asked(self.messages, question), self.chat_template)
+
+
+def asked(messages: list[dict], question: str) -> list[dict]:
+    """Messages that end with a question of the user."""
+    *before, last = messages
+    if last.get("role") == "user":
+        return [*before, {**last, "content": f"{last['content']}\n\n{question}"}]
+    return [*messages, {"role": "user", "content": question}]
+
+
+def common_length(*texts: Sequence[int]) -> int:
+    """How many tokens these texts begin with in common."""
+    shortest = min(map(len, texts))
+    first = texts[0][:shortest]
+    if all(text[:shortest] == first for text in texts[1:]):
+        return shortest
+    low, high = 0, shortest  # slices compare at the speed of C
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if all(text[:middle] == first[:middle] for text in texts[1:]) else (low, middle)
+    return low
