@@ -331,9 +331,12 @@ def test_what_is_no_prefix_file(tmp_path, monkeypatch):
     refused(tmp_path / "text", "cannot read .*Permission denied")
 
 
-def test_heads_beyond_the_files(saved):
+def test_places_that_do_not_fit(saved):
     with pytest.raises(ValueError, match="has 4 KV heads"):
         load(saved, range(2, 6))
+    for shape in ((HEADS, LENGTH - 1, DIM), (HEADS - 1, LENGTH, DIM), (HEADS, LENGTH, DIM + 1)):
+        with PrefixReader(saved) as file, pytest.raises(ValueError, match=r"must be \(4, 37, 8\) or longer, and one"):
+            file.fill(lambda i, shape=shape: torch.zeros(2, *shape).unbind(), ALL)
 
 
 def test_another_model_is_named():

@@ -285,6 +285,10 @@ class PrefixReader:
         if heads.start < 0 or heads.stop > self.n_kv_head:
             raise ValueError(f"the file has {self.n_kv_head} KV heads, and {heads} were asked for")
         places = [place(i) for i in range(self.num_layers)]
+        for shape in {tuple(tensor.shape) for pair in places for tensor in pair}:
+            if shape[0] != len(heads) or shape[1] < self.length or shape[2] != self.head_dim:
+                wanted = (len(heads), self.length, self.head_dim)
+                raise ValueError(f"places must be {wanted} or longer, and one is {shape}")
         devices = {tensor.device for pair in places for tensor in pair}
         device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         if device.type == "cuda":  # threads copy in streams of their own
