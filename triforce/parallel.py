@@ -7,9 +7,11 @@ function of seed and position: so no token is ever sent. What is measured rather
 agreed on.
 """
 
+import contextlib
 import gc
 import logging
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -147,6 +149,41 @@ def read_first(group: Group | None, read):
     box = [read() if group.rank == 0 else None]
     dist.broadcast_object_list(box, src=0, group=waiting)
     return box[0]
+
+
+@contextlib.contextmanager
+def together(group: Group | None) -> Iterator[Callable[[Callable], list]]:
+    """For work that each rank does at its own pace, on files say: gives a function that runs it on every rank.
+
+    The function returns the results of all ranks, in their order, and waits for them however long they take. If the
+    work fails on one rank, all raise: that one its error, the others a UserError or RuntimeError with the same text.
+    """
+    waiting = None if group is None else dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+    def do(work: Callable) -> list:
+        if group is None:
+            return [work()]
+        result = error = None
+        try:
+            result = work()
+        except Exception as found:
+            error = found
+        boxes: list = [None] * group.size
+        failure = None if error is None else (isinstance(error, UserError), f"{error}" or type(error).__name__)
+        dist.all_gather_object(boxes, (result, failure), group=waiting)
+        if error is not None:
+            raise error
+        for rank, (_, failure) in enumerate(boxes):
+            if failure is not None:
+                is_users, text = failure
+                raise UserError(text) if is_users else RuntimeError(f"rank {rank} failed: {text}")
+        return [result for result, _ in boxes]
+
+    try:
+        yield do
+    finally:
+        if waiting is not None:
+            dist.destroy_process_group(waiting)
 
 
 def leave() -> None:

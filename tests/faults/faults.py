@@ -526,6 +526,8 @@ FAULTS = [
     Fault("shard-fits", "parallel.py", "if not (config.n_kv_head % n or config.n_head % n or config.ffn_dim % n)]",
           "if not (config.n_kv_head % n)]", "test_parallel.py -k share_of",
           "numbers of ranks are proposed that do not work"),
+    Fault("together-alone", "parallel.py", "            if failure is not None:\n", "            if False:\n",
+          "test_prefix_file.py -k ranks", "where one rank fails, the others go on as if nothing had happened"),
 
     # pilot.py
     Fault("tally-of-discarded", "pilot.py", "row.origins[: row.num_accepted].count(kind)",
@@ -574,6 +576,43 @@ FAULTS = [
           "the retrieval level never takes part"),
     Fault("plan-inner-padding", "plan.py", "self.source, padded=self.padded)", "self.source)",
           "test_speculator.py -k pads", "on a CPU the retrieval level computes rows that nobody needs"),
+
+    # prefix_file.py
+    Fault("prefix-file-head", "prefix_file.py", "kv[chunk.half, chunk.head - heads.start,",
+          "kv[chunk.half, chunk.head - 1,", "test_prefix_file.py -k bits", "heads change places in a file"),
+    Fault("prefix-file-two-layers", "prefix_file.py", "            kv = None  # let go before the next is made\n", "",
+          "test_prefix_file.py -k one_layer", "saving takes the memory of two layers"),
+    Fault("prefix-file-unchecked", "prefix_file.py", "if checksum(data) != self._checksums[chunk.number]:", "if False:",
+          "test_prefix_file.py -k changed_byte", "altered keys are attended to"),
+    Fault("prefix-file-tokens-unchecked", "prefix_file.py", "if checksum(ids) != self._checksums[0]:", "if False:",
+          "test_prefix_file.py -k changed_byte", "altered tokens are taken for the document's"),
+    Fault("prefix-file-leftovers", "prefix_file.py", "            os.unlink(left)\n", "            pass\n",
+          "test_prefix_file.py -k killed", "what killed processes have left fills the disk"),
+    Fault("prefix-file-lock", "prefix_file.py", "            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "",
+          "test_prefix_file.py -k living", "a writer removes the file that another one writes"),
+    Fault("prefix-file-stays", "prefix_file.py", "            os.unlink(name)\n", "            pass\n",
+          'test_prefix_file.py -k "full or limit or source"', "what was broken off is left on the disk"),
+    Fault("prefix-file-room", "prefix_file.py", "    if free < needed:\n", "    if False:\n",
+          "test_prefix_file.py -k full", "that the disk is too small is known after it has been filled"),
+    Fault("prefix-file-mode", "prefix_file.py", "os.O_EXCL, 0o666)", "os.O_EXCL, 0o600)",
+          "test_prefix_file.py -k modes", "nobody else can open a file"),
+    Fault("prefix-file-link", "prefix_file.py", "Path(os.path.realpath(Path(path).expanduser()))",
+          "Path(path).expanduser()", "test_prefix_file.py -k link", "a link becomes a file of its own"),
+    Fault("prefix-file-check", "prefix_file.py", "if name not in of_file or of_file[name] != value]",
+          "if name in of_file and of_file[name] != value]", "test_prefix_file.py -k another_model",
+          "a file that does not name its tokenizer is taken for one of any"),
+    Fault("prefix-file-mode-of-threads", "prefix_file.py", "with torch.inference_mode():  # where", "if True:  # where",
+          "test_prefix_file.py -k inference", "buffers of inference mode cannot be filled"),
+
+    # prefix_format.py
+    Fault("prefix-format-rows", "prefix_format.py", "zlib.crc32(words.sum(1), zlib.crc32(words.sum(2)))",
+          "zlib.crc32(words.sum(2))", "test_prefix_file.py -k checksum", "words that have changed places go unseen"),
+    Fault("prefix-format-page", "prefix_format.py", "-(size + 4 * layout.num_tokens) % PAGE", "-size % PAGE",
+          "test_prefix_file.py -k safetensors", "keys do not begin at a page"),
+    Fault("prefix-format-by-parts", "prefix_format.py", "    while len(data):\n", "    if len(data):\n",
+          "test_prefix_file.py -k parts", "where the system takes a part, the rest is never written"),
+    Fault("prefix-format-stride", "prefix_format.py", "tensor.dtype == dtype and tensor.is_contiguous()",
+          "tensor.dtype == dtype", "test_prefix_file.py -k strides", "offloaded layers stay empty"),
 
     # quantize.py
     Fault("fp8-block-scale", "quantize.py", "x.float().abs().amax(-1, keepdim=True)", "x.float().abs().amax()",
@@ -907,6 +946,21 @@ FAULTS = [
           "download(args.repo_id, args.out_dir, args.revision)", "test_download.py -k flags_of", "--token is ignored"),
     Fault("download-texts", "hf/download.py", "|[^/]*\\.jinja", "", "test_download.py -k needed",
           "the chat template is left behind"),
+
+    # hf/fingerprint.py
+    Fault("fingerprint-end", "hf/fingerprint.py", "* j // (STRETCHES - 1), STRETCH_BYTES)",
+          "* j // STRETCHES, STRETCH_BYTES)", "test_fingerprint.py -k each_weight",
+          "other words at the end of the vocabulary go unseen"),
+    Fault("fingerprint-dtype", "hf/fingerprint.py", "replace(config, dtype=None, num_shards=1)",
+          "replace(config, num_shards=1)", "test_fingerprint.py -k however", "a model is another in bfloat16"),
+    Fault("fingerprint-derived", "hf/fingerprint.py", " if not is_derived(name, config))", ")",
+          "test_fingerprint.py -k however", "a model is another with rotary angles in its file"),
+    Fault("fingerprint-share", "hf/fingerprint.py", "at[dim] -= rank * share", "at[dim] -= 0",
+          "test_fingerprint.py -k ranks", "a model is another on two ranks"),
+    Fault("fingerprint-ahead", "hf/fingerprint.py", 'if path.suffix == ".safetensors" else', "if False else",
+          "test_fingerprint.py -k large", "a fingerprint takes half a minute"),
+    Fault("fingerprint-template", "hf/fingerprint.py", '    config.pop("chat_template", None)\n', "",
+          "test_fingerprint.py -k tokenizer", "another chat template makes files useless"),
 
     # hf/places.py
     Fault("places-k-and-v", "hf/places.py", '("self_attn.k_proj", "attention.qkv", q, kv,',

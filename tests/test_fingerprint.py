@@ -1,0 +1,168 @@
+"""Fingerprints: equal where the model is, another for every change that training makes."""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from safetensors.torch import load_file, save_file
+
+from triforce.errors import UserError
+from triforce.hf import fingerprint
+from triforce.hf.checkpoint import TINY
+from triforce.hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
+from triforce.hf.places import shard
+from triforce.model import ModelConfig, Transformer
+from triforce.parallel import Group
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The embedded draft, in a folder that may be changed."""
+    return shutil.copytree(TINY / "draft", tmp_path / "draft")
+
+
+def edit(path, **fields) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_the_same_however_it_is_kept(folder):
+    whole = model_fingerprint(TINY / "draft")
+    assert model_fingerprint(folder) == whole == model_fingerprint(str(folder)) != model_fingerprint(TINY / "target")
+    assert len(whole) == 32
+    for name in ("dtype", "torch_dtype"):
+        edit(folder / "config.json", **{name: "float16"})
+    edit(folder / "config.json", transformers_version="99", use_cache=False)
+    assert model_fingerprint(folder) == whole
+
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    torch.save({**dict(reversed(tensors.items())), **derived}, folder / "pytorch_model.bin")
+    assert model_fingerprint(folder) == whole
+    (folder / "pytorch_model.bin").unlink()
+    files = {name: f"part{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, folder / file)
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": files}))
+    assert model_fingerprint(folder) == whole
+
+
+def test_another_for_each_weight_and_field(folder):
+    tensors, seen = load_file(folder / WEIGHTS), {model_fingerprint(folder)}
+    assert any(tensor.nbytes > 4 * 4096 for tensor in tensors.values())  # of which a sample is looked at
+    for name, tensor in tensors.items():
+        for place in (slice(1), slice(-1, None)):  # of a large one, the first and the last stretch
+            changed = tensor.clone()
+            changed.view(-1)[place] += 1
+            save_file({**tensors, name: changed}, folder / WEIGHTS)
+            seen.add(model_fingerprint(folder))
+    assert len(seen) == 1 + 2 * len(tensors)
+    largest = max(tensors, key=lambda name: tensors[name].nbytes)
+    changed = tensors[largest].clone()
+    changed.view(-1)[changed.numel() // 4 : changed.numel() // 2] += 1  # what lies between
+    for other in ({largest: changed}, {largest: tensors[largest].half()}):
+        save_file({**tensors, **other}, folder / WEIGHTS)
+        seen.add(model_fingerprint(folder))
+    save_file(tensors, folder / WEIGHTS)
+    for field, value in (("rope_theta", 123.0), ("rms_norm_eps", 1e-3), ("num_key_value_heads", 1)):
+        edit(folder / "config.json", **{field: value})
+        seen.add(model_fingerprint(folder))
+    assert len(seen) == 1 + 2 * len(tensors) + 5
+
+
+def test_a_folder_without_whole_weights(folder):
+    whole = (folder / WEIGHTS).read_bytes()
+    for damaged in (b"", whole[:5], whole[:100], whole[:-1], whole[:8] + b"x" + whole[9:]):
+        (folder / WEIGHTS).write_bytes(damaged)
+        with pytest.raises(UserError, match=r"model.safetensors is truncated or damaged \(.*\); download it again"):
+            model_fingerprint(folder)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(UserError, match="neither model.safetensors nor pytorch_model.bin"):
+        model_fingerprint(folder)
+
+
+def test_large_files_are_not_read(folder, monkeypatch):
+    """Of 13 GB, a few megabytes: here the file is nearly all holes."""
+    monkeypatch.setattr(fingerprint, "open_tensors", lambda path: pytest.fail("mapped files are read ahead of a page"))
+    header = {f"model.layers.{i}.mlp.up_proj.weight":
+              {"dtype": "F16", "shape": [2**16, 2**12], "data_offsets": [i * 2**29, (i + 1) * 2**29]}
+              for i in range(25)}
+    text = json.dumps(header).encode()
+    with open(folder / WEIGHTS, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + 25 * 2**29)
+    begun = time.process_time()
+    before = model_fingerprint(folder)
+    assert time.process_time() - begun < 1  # 0.04
+    with open(folder / WEIGHTS, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    assert model_fingerprint(folder) != before
+
+
+CONFIG = ModelConfig(65, 32, 1, 4, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
+
+
+def test_of_a_model_in_memory():
+    for tied in (False, True):
+        model = Transformer.random(replace(CONFIG, tie_word_embeddings=tied), seed=3)
+        seen = {weights_fingerprint(model)}
+        assert weights_fingerprint(Transformer.random(replace(CONFIG, tie_word_embeddings=tied), seed=3)) in seen
+        for parameter in model.parameters():
+            parameter.add_(1)
+            seen.add(weights_fingerprint(model))
+        assert len(seen) == 1 + len(list(model.parameters()))
+        assert weights_fingerprint(model.to(torch.float64)) in seen
+    model.config = replace(model.config, rope_theta=7.0)
+    assert weights_fingerprint(model) not in seen
+
+
+def test_a_packed_weight_is_left_out():
+    model = Transformer.random(CONFIG, seed=3)
+    before = weights_fingerprint(model)
+    model.layers[0].mlp.down.pack(4)
+    assert len({weights_fingerprint(model), before}) == 2
+
+
+def rank(index: int, count: int, folder) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks{count}", rank=index, world_size=count)
+    part = shard(Transformer.random(CONFIG, seed=3), Group(index, count, dist.group.WORLD.group_name))
+    (folder / f"{count}.{index}").write_text(weights_fingerprint(part))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_have_what_one_has(tmp_path, count):
+    processes.start_processes(rank, (count, tmp_path), nprocs=count, start_method="fork")
+    alone = weights_fingerprint(Transformer.random(CONFIG, seed=3))
+    assert {(tmp_path / f"{count}.{index}").read_text() for index in range(count)} == {alone}
+
+
+def test_of_a_tokenizer(folder):
+    whole = tokenizer_fingerprint(folder)
+    assert whole == tokenizer_fingerprint(TINY / "draft") and len(whole) == 32
+    edit(folder / "tokenizer_config.json", chat_template="{{ messages }}")
+    edit(folder / "config.json", rope_theta=3)
+    assert tokenizer_fingerprint(folder) == whole
+    seen = {whole}
+    edit(folder / "config.json", tokenizer_class="CodeLlamaTokenizer")
+    seen.add(tokenizer_fingerprint(folder))
+    edit(folder / "tokenizer_config.json", add_bos_token=None)
+    seen.add(tokenizer_fingerprint(folder))
+    for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
+        (folder / name).write_text("{}")
+        seen.add(tokenizer_fingerprint(folder))
+    (folder / "tokenizer.model").write_bytes(b"other")
+    seen.add(tokenizer_fingerprint(folder))
+    assert len(seen) == 7
+    for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"):
+        (folder / name).unlink()
+    with pytest.raises(UserError, match="neither tokenizer.json nor tokenizer.model"):
+        tokenizer_fingerprint(folder)

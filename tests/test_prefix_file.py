@@ -1,0 +1,490 @@
+"""Prefix files: what is written comes back to the bit, on any number of ranks, or is refused with one line."""
+
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import struct
+import time
+import weakref
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from triforce import prefix_file, prefix_format
+from triforce.errors import UserError
+from triforce.parallel import Group
+from triforce.prefix_file import PrefixReader, check, write
+from triforce.prefix_format import MAGIC, checksum
+
+LAYERS, HEADS, LENGTH, DIM = 3, 4, 37, 8
+ABOUT = {"model": "feed", "dtype": "float32", "note": "Ünïcode"}
+TOKENS = [5, 2**31 - 1, 0, *range(100)]
+ALL = range(HEADS)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several a head, the last of them shorter."""
+    monkeypatch.setattr(prefix_format, "CHUNK_BYTES", 16 * DIM * 4)
+
+
+def layers(seed: int = 0, dtype=torch.float32, length: int = LENGTH) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, HEADS, length, DIM, generator=generator).to(dtype) for _ in range(LAYERS)]
+
+
+def save(path, kv, *, tokens=TOKENS, about=ABOUT, heads=ALL, group=None, source=None) -> None:
+    write(path, about, tokens, source or (lambda i: kv[i][:, heads.start : heads.stop]), num_layers=LAYERS,
+          n_kv_head=HEADS, length=kv[0].shape[2], head_dim=DIM, dtype=kv[0].dtype, heads=heads, group=group)
+
+
+def load(path, heads=ALL, group=None, dtype=None) -> list[torch.Tensor]:
+    with PrefixReader(path) as file:
+        kv = [torch.full((2, len(heads), file.length, DIM), 7, dtype=dtype or file.dtype) for _ in range(LAYERS)]
+        file.fill(lambda i: (kv[i][0], kv[i][1]), heads, group)
+    return kv
+
+
+def same(a, b) -> bool:
+    return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.endswith(".tmp")]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "moby-dick.prefix"
+    save(path, layers())
+    return path
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_bits_come_back(tmp_path, dtype):
+    path, kv = tmp_path / "a.prefix", layers(dtype=dtype)
+    save(path, kv)
+    assert same(load(path), kv)
+    assert same(load(path, range(1, 3)), [layer[:, 1:3] for layer in kv])
+    with PrefixReader(path) as file:
+        assert (file.about, file.tokens, file.dtype) == (ABOUT, TOKENS, dtype)
+        assert (file.num_layers, file.n_kv_head, file.length, file.head_dim) == (LAYERS, HEADS, LENGTH, DIM)
+        assert file.nbytes == path.stat().st_size
+    assert os.listdir(tmp_path) == ["a.prefix"]
+
+
+def test_others_read_it_as_safetensors(saved):
+    with safe_open(saved, framework="pt") as file:
+        assert set(file.keys()) == {"tokens"} | {f"{half}.{i}" for half in "kv" for i in range(LAYERS)}
+        assert json.loads(file.metadata()["about"]) == ABOUT and file.metadata()["version"] == "1"
+        assert file.get_tensor("tokens").dtype == torch.int32 and file.get_tensor("tokens").tolist() == TOKENS
+        found = [torch.stack([file.get_tensor(f"k.{i}"), file.get_tensor(f"v.{i}")]) for i in range(LAYERS)]
+    assert same(found, layers())
+    size, = struct.unpack("<Q", saved.read_bytes()[:8])
+    assert (8 + size + 4 * len(TOKENS)) % 4096 == 0  # where keys and values begin
+
+
+@pytest.mark.parametrize("length", [0, 1, 16, 32])
+def test_every_length(tmp_path, length):
+    kv = layers(length=length)
+    save(tmp_path / "a", kv, tokens=[])
+    assert same(load(tmp_path / "a"), kv)
+
+
+def test_blocks_of_the_checksum_and_what_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_format, "CHUNK_BYTES", 2**19 + 4 * DIM)
+    kv = layers(length=20_000)
+    save(tmp_path / "a", kv)
+    assert same(load(tmp_path / "a"), kv)
+
+
+def test_the_checksum_depends_on_every_word_and_its_place():
+    data = np.random.default_rng(0).integers(0, 256, 2 * 64 * 512 * 8 + 100, dtype=np.uint8)
+    block, row, whole = 64 * 512 * 8, 512 * 8, checksum(data)
+    assert checksum(data.copy()) == whole
+    seen = {whole}
+    for at in (0, 7, row, block - 1, block, 2 * block - 1, 2 * block, len(data) - 1):
+        for bit in (1, 128):
+            data[at] ^= bit
+            seen.add(checksum(data))
+            data[at] ^= bit
+    assert len(seen) == 17
+    for a, b, size in ((0, row, row), (0, block, block), (0, 8, 8), (3 * row, 9 * row, 8), (8, row + 16, 8)):
+        other = data.copy()
+        other[a : a + size], other[b : b + size] = data[b : b + size], data[a : a + size]
+        assert checksum(other) not in seen
+    top = data.copy()  # carries are lost there: the top bit of two words of a row
+    top[[7, 15]] ^= 128
+    assert checksum(top) not in seen
+
+
+def test_places_of_any_strides_and_dtype(saved):
+    kv = layers()
+    with PrefixReader(saved) as file:
+        capacity = [torch.full((2, HEADS, LENGTH + 11, DIM), 7.0) for _ in range(LAYERS)]
+        file.fill(lambda i: (capacity[i][0], capacity[i][1]), ALL)
+        assert same([x[:, :, :LENGTH] for x in capacity], kv)
+        assert all((x[:, :, LENGTH:] == 7).all() for x in capacity)
+
+        beside = [torch.full((2, LENGTH + 3, HEADS, DIM), 7.0) for _ in range(LAYERS)]  # as offloaded layers lie
+        file.fill(lambda i: tuple(beside[i].transpose(1, 2)), ALL)
+        assert same([x.transpose(1, 2)[:, :, :LENGTH] for x in beside], kv)
+        assert all((x[:, LENGTH:] == 7).all() for x in beside)
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        assert same(load(saved, dtype=dtype), [x.to(dtype) for x in kv])
+
+
+def test_sources_of_any_strides_and_dtype(tmp_path):
+    kv = layers()
+    apart = [layer.transpose(1, 2).contiguous().transpose(1, 2) for layer in kv]
+    save(tmp_path / "a", kv, source=lambda i: apart[i])
+    assert same(load(tmp_path / "a"), kv)
+    save(tmp_path / "b", kv, source=lambda i: kv[i].double())
+    assert same(load(tmp_path / "b"), kv)
+
+
+def test_tensors_of_inference_mode(tmp_path):
+    with torch.inference_mode():
+        kv, target = layers(), layers(seed=1)
+        save(tmp_path / "a", kv)
+    with PrefixReader(tmp_path / "a") as file:
+        file.fill(lambda i: tuple(target[i].transpose(2, 3).contiguous().transpose(2, 3)), ALL)
+        file.fill(lambda i: (target[i][0], target[i][1]), ALL)
+        apart = [layer.transpose(1, 2).contiguous().transpose(1, 2) for layer in target]
+        file.fill(lambda i: (apart[i][0], apart[i][1]), ALL)
+    assert same(target, kv) and same(apart, kv)
+
+
+def test_one_layer_is_held_at_a_time(tmp_path):
+    kv, alive = layers(), []
+
+    def source(i):
+        assert all(ref() is None for ref in alive)
+        given = kv[i].clone()
+        alive.append(weakref.ref(given))
+        return given
+
+    save(tmp_path / "a", kv, source=source)
+    assert len(alive) == LAYERS
+
+
+def test_a_reader_keeps_what_it_opened(saved):
+    new = layers(seed=1)
+    with PrefixReader(saved) as file:
+        save(saved, new)
+        old = [torch.empty(2, HEADS, LENGTH, DIM) for _ in range(LAYERS)]
+        file.fill(lambda i: (old[i][0], old[i][1]), ALL)
+    assert same(old, layers()) and same(load(saved), new)
+
+
+def test_a_link_stays_one_and_modes_are_the_users(saved, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(saved)
+    before = os.umask(0o027)
+    try:
+        save(link, layers(seed=1))
+    finally:
+        os.umask(before)
+    assert link.is_symlink() and same(load(saved), layers(seed=1))
+    assert saved.stat().st_mode & 0o777 == 0o640
+
+
+# Ranks
+
+
+def rank(index: int, count: int, folder: Path, function) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks{count}", rank=index, world_size=count)
+    function(Group(index, count, dist.group.WORLD.group_name), folder)
+    dist.destroy_process_group()
+
+
+def mine(group: Group) -> range:
+    share = HEADS // group.size
+    return range(group.rank * share, (group.rank + 1) * share)
+
+
+def what_ranks_do(group: Group, folder: Path) -> None:
+    kv, heads = layers(), mine(group)
+    found = load(folder / "one.prefix", heads, group)
+    assert same(found, [x[:, heads.start : heads.stop] for x in kv])
+    save(folder / f"{group.size}.prefix", kv if group.rank else layers(), heads=heads, group=group)
+
+    def fails(i):
+        if group.rank == group.size - 1 and i == 1:
+            raise MemoryError("no memory")
+        return kv[i][:, heads.start : heads.stop]
+
+    with pytest.raises(MemoryError if group.rank == group.size - 1 else RuntimeError, match="no memory"):
+        save(folder / f"{group.size}.prefix", kv, heads=heads, group=group, source=fails)
+    with pytest.raises(UserError, match="there is no folder"):
+        save(folder / "absent" / "a", kv, heads=heads, group=group)
+    with pytest.raises(UserError, match=f"keys of layer 2, head {HEADS - 1}"):  # which the last rank reads
+        load(folder / "altered.prefix", heads, group)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_share_a_file(tmp_path, count):
+    path = tmp_path / "one.prefix"
+    save(path, layers())
+    altered = bytearray(path.read_bytes())
+    altered[len(altered) - HEADS * LENGTH * DIM * 4 - 1] ^= 1  # the last byte of the last layer's keys
+    (tmp_path / "altered.prefix").write_bytes(altered)
+    processes.start_processes(rank, (count, tmp_path, what_ranks_do), nprocs=count, start_method="fork")
+    assert (tmp_path / f"{count}.prefix").read_bytes() == path.read_bytes()
+    assert leftovers(tmp_path) == []
+
+
+def test_heads_that_nobody_writes_are_missed(tmp_path):
+    with pytest.raises(ValueError, match="18 of 73 chunks are of heads that no rank has"):
+        save(tmp_path / "a", layers(), heads=range(3))
+    with pytest.raises(ValueError, match="must give"):
+        save(tmp_path / "a", layers(), source=lambda i: layers()[i][:, :2])
+    assert os.listdir(tmp_path) == []
+
+
+# What is refused
+
+
+def refused(path, match: str) -> str:
+    with pytest.raises(UserError, match=match) as found:
+        load(path)
+    assert "\n" not in str(found.value) and ";" in str(found.value)
+    return str(found.value)
+
+
+def test_a_changed_byte_anywhere_is_noticed(saved):
+    whole = saved.read_bytes()
+    start = 8 + struct.unpack("<Q", whole[:8])[0]
+    data = start + 4 * len(TOKENS)
+    half = HEADS * LENGTH * DIM * 4
+    places = [*range(0, 8), *range(8, start, 61), start - 1]
+    places += [(start, "the tokens"), (data - 1, "the tokens")]
+    for i in range(LAYERS):
+        for h, name in enumerate(("keys", "values")):
+            begin = data + (2 * i + h) * half
+            places += [(begin + at, f"the {name} of layer {i}") for at in (0, half // 2, half - 1)]
+    for place in places:
+        at, what = place if isinstance(place, tuple) else (place, "")
+        changed = bytearray(whole)
+        changed[at] ^= 1 << at % 8
+        saved.write_bytes(changed)
+        refused(saved, what and f"is altered: {what}" or "altered|truncated|version|no prefix file")
+    saved.write_bytes(whole)
+    load(saved)
+
+
+def test_a_truncated_file_is_refused(saved):
+    whole = saved.read_bytes()
+    for length in (*range(8, 80), 100, 2000, *range(4000, len(whole), 997), len(whole) - 1):
+        saved.write_bytes(whole[:length])
+        assert f"has {length} of at least" in refused(saved, "truncated")
+    for length in (0, 1, 7):
+        saved.write_bytes(whole[:length])
+        refused(saved, "no prefix file|truncated")
+    saved.write_bytes(whole + b"x")
+    refused(saved, f"altered: it has {len(whole) + 1} bytes, and {len(whole)} were written")
+
+
+def test_a_file_that_shrinks_while_it_is_open(saved):
+    with PrefixReader(saved) as file:
+        os.truncate(saved, 8000)
+        kv = layers()
+        with pytest.raises(UserError, match="truncated: it has 8000 of at least"):
+            file.fill(lambda i: (kv[i][0], kv[i][1]), ALL)
+
+
+def test_another_version_is_named(saved):
+    whole = saved.read_bytes()
+    size, = struct.unpack("<Q", whole[:8])
+    rest = whole[8 + len(MAGIC) + 8 : 8 + size].replace(b'"version":"1"', b'"version":"2"')
+    saved.write_bytes(whole[: 8 + len(MAGIC)] + b"%08x" % zlib.crc32(rest) + rest + whole[8 + size :])
+    refused(saved, "has version 2 of the format, and this library reads version 1")
+
+
+def test_what_is_no_prefix_file(tmp_path, monkeypatch):
+    refused(tmp_path / "absent", "there is no ")
+    refused(tmp_path, "is a folder")
+    (tmp_path / "text").write_text("Call me Ishmael. " * 10)
+    refused(tmp_path / "text", "no prefix file")
+    save_file({"tokens": torch.zeros(3)}, tmp_path / "weights")
+    refused(tmp_path / "weights", "no prefix file")
+
+    def forbidden(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(prefix_file, "open", forbidden, raising=False)
+    refused(tmp_path / "text", "cannot read .*Permission denied")
+
+
+def test_places_that_do_not_fit(saved):
+    with pytest.raises(ValueError, match="has 4 KV heads"):
+        load(saved, range(2, 6))
+    for shape in ((HEADS, LENGTH - 1, DIM), (HEADS - 1, LENGTH, DIM), (HEADS, LENGTH, DIM + 1)):
+        with PrefixReader(saved) as file, pytest.raises(ValueError, match=r"must be \(4, 37, 8\) or longer, and one"):
+            file.fill(lambda i, shape=shape: torch.zeros(2, *shape).unbind(), ALL)
+
+
+def test_another_model_is_named():
+    engine = {"model": "feed", "tokenizer": "beef", "dtype": "bfloat16"}
+    check({**engine, "title": "Moby-Dick"}, engine)
+    with pytest.raises(UserError, match=r"^m.prefix was made with another model \(there f00d, here feed\); open it"):
+        check({**engine, "model": "f00d"}, engine, "m.prefix")
+    with pytest.raises(UserError, match=r"another model .*another tokenizer \(there not given, here beef\)"):
+        check({"model": "f00d", "dtype": "bfloat16"}, engine)
+
+
+# Writing that is broken off
+
+
+@contextmanager
+def nothing_happens(path):
+    """The old file stays as it was, and nothing is left beside it."""
+    before, names = path.read_bytes(), os.listdir(path.parent)
+    yield
+    assert path.read_bytes() == before and os.listdir(path.parent) == names
+
+
+def test_a_full_disk(saved, monkeypatch):
+    room = os.statvfs(saved.parent)
+    with nothing_happens(saved), monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: os.statvfs_result((*room[:1], 1000, *room[2:4], 5, *room[5:])))
+        with pytest.raises(UserError, match=r"needs 0.000 GB, and .* has 0.000 GB free") as found:
+            save(saved, layers(seed=1), source=lambda i: pytest.fail("it was known before"))
+        assert "\n" not in str(found.value)
+    pwrite, count = os.pwrite, []
+
+    def full(file, data, offset):
+        count.append(1)
+        if len(count) > 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(file, data, offset)
+
+    with nothing_happens(saved), monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(UserError, match="needs .* GB, and .* GB free; free some"):
+            save(saved, layers(seed=1))
+
+
+def test_a_limit_of_the_file_size(saved):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with nothing_happens(saved):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limit[1]))
+        try:
+            with pytest.raises(UserError, match=r"File too large; raise the limit \(ulimit -f\)"):
+                save(saved, layers(seed=1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def test_writes_and_reads_by_parts(saved, monkeypatch):
+    """The system may take and give less than was asked for."""
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:100], at))
+    monkeypatch.setattr(os, "preadv", lambda file, parts, at: preadv(file, [parts[0][:100]], at))
+    save(saved, layers(seed=1))
+    assert same(load(saved), layers(seed=1))
+
+
+def test_no_place_to_write(saved, tmp_path, monkeypatch):
+    for path, match in ((tmp_path, "is a folder; give the name of a file in it"), (tmp_path / "a" / "b", "no folder")):
+        with pytest.raises(UserError, match=match):
+            save(path, layers())
+
+    def forbidden(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with nothing_happens(saved):
+        monkeypatch.setattr(os, "replace", forbidden)
+        with pytest.raises(UserError, match="Permission denied; choose a folder that can be written"):
+            save(saved, layers(seed=1))
+        monkeypatch.setattr(os, "open", forbidden)
+        with pytest.raises(UserError, match="Permission denied; choose a folder that can be written"):
+            save(saved, layers(seed=1))
+
+
+def test_an_error_of_the_source(saved):
+    def fails(i):
+        if i == 1:
+            raise KeyboardInterrupt
+        return layers(seed=1)[i]
+
+    with nothing_happens(saved), pytest.raises(KeyboardInterrupt):
+        save(saved, layers(), source=fails)
+
+
+def forked(function) -> int:
+    """A process that runs it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def test_a_killed_writer_leaves_a_whole_file(saved):
+    kinds, draw, seen, left = [layers(seed) for seed in (0, 1)], random.Random(0), set(), 0
+
+    def write_on(n):
+        for kv in 100 * [kinds[n % 2], kinds[(n + 1) % 2]]:
+            save(saved, kv, source=lambda i, kv=kv: time.sleep(0.001) or kv[i])
+
+    for n in range(10):
+        before = saved.stat().st_ino
+        pid = forked(lambda n=n: write_on(n))
+        while saved.stat().st_ino == before:
+            time.sleep(0.001)
+        time.sleep(0.02 * draw.random())
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        found = load(saved)
+        seen.add(next(n for n, kv in enumerate(kinds) if same(found, kv)))
+        left = max(left, len(leftovers(saved.parent)))
+    assert seen == {0, 1}
+    assert left == 1  # the next writer removes what a dead one left
+    save(saved, kinds[0])
+    assert leftovers(saved.parent) == []
+
+
+def test_two_writers_at_once(saved):
+    kinds = [layers(seed) for seed in (1, 2)]
+
+    def write_on(kv):
+        for _ in range(10):
+            save(saved, kv)
+
+    pids = [forked(lambda kv=kv: write_on(kv)) for kv in kinds]
+    while pids:
+        ended, _ = os.waitpid(-1, os.WNOHANG)
+        pids = [pid for pid in pids if pid != ended]
+        found = load(saved)
+        assert any(same(found, kv) for kv in (layers(), *kinds))
+    assert not same(found, layers()) and leftovers(saved.parent) == []
+
+
+def test_a_living_writers_file_is_left_alone(saved):
+    """Another one to the same name, in the midst of it."""
+    def source(i):
+        if i == 1:
+            save(saved, layers(seed=2))
+            assert same(load(saved), layers(seed=2))
+        return layers(seed=1)[i]
+
+    save(saved, layers(), source=source)
+    assert same(load(saved), layers(seed=1)) and leftovers(saved.parent) == []
