@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from conftest import make_engine, random_prompt
 
 from triforce import UserError, caches
@@ -330,3 +331,56 @@ def test_the_time_of_a_turn_does_not_grow(tiny, computed):
         turns.append(sum(computed))
         states.append(tiny.caches.state)
     assert max(turns[1:]) < 40 and len({id(state) for state in states}) <= 3
+
+
+# -- prefixes in files
+
+
+def test_a_document_is_saved_and_opened(pair, engine, twin, tmp_path):
+    """By another engine, with another flush interval, offloaded or in float64: with the same keys and values."""
+    path, question = tmp_path / "book.prefix", random_prompt(9, seed=1)
+    book = engine.prefill(DOCUMENT)
+    expected = engine.generate(question, prefix=book, **GREEDY)
+    book.save(path)
+    opened = make_engine(*pair, **SETTINGS).open(path)
+    assert opened.tokens == DOCUMENT and opened.num_shared == 288
+    for i in range(2):
+        layers = zip(book.store.layer(i, 0), opened.store.layer(i, 0), strict=True)
+        assert all(torch.equal(*halves) for halves in layers)
+        assert torch.equal(book.store.chunk_keys[i], opened.store.chunk_keys[i])
+    after = []
+    for one in (book, opened):
+        state = one.engine.prepare([DOCUMENT + question], 5, prefix=one, temperature=0.0)
+        assert state.base == 288
+        after.append(state.cache.load(1, 0, 288, state.lens[0]))  # of the last layer: all that is shared counts
+    assert torch.equal(*after)
+    for more in ({"flush_interval": 64}, {"offload": True, "num_resident_layers": 1, "piece_tokens": 48}):
+        other = make_engine(*pair, **{**SETTINGS, "budget": 128, **more})
+        opened = other.open(path)
+        assert opened.num_shared == (256 if "flush_interval" in more else 288)
+        assert same(other.generate(question, prefix=opened, **GREEDY), expected)
+    assert same(expected, twin.generate(DOCUMENT + question, **GREEDY))
+
+
+def test_a_document_of_another_model_is_refused(pair, engine, tmp_path):
+    path = tmp_path / "book.prefix"
+    engine.prefill(DOCUMENT).save(path)
+    other = make_engine(Transformer.random(pair[0].config, seed=7, std=0.3), **SETTINGS)
+    with pytest.raises(UserError, match="made with another model"):
+        other.open(path)
+    with pytest.raises(UserError, match="no-such"):
+        engine.open(tmp_path / "no-such")
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="checksum"):
+        engine.open(path)
+
+
+def test_messages_are_saved_with_their_document(tiny, tmp_path):
+    messages = [{"role": "user", "content": "Call me Ishmael. " * 60}]
+    book = tiny.prefill(messages, chat_template=TEMPLATE)
+    book.save(tmp_path / "book.prefix")
+    opened = tiny.open(tmp_path / "book.prefix")
+    assert opened.messages == messages and opened.chat_template == TEMPLATE
+    assert same(*(tiny.generate("Who?", prefix=one, **LAW) for one in (book, opened)))

@@ -22,6 +22,7 @@ from .kv.offload import Offload
 from .kv.target import TargetCache
 from .packed import packs
 from .prefix import Prefix, common_length
+from .prefix_file import PrefixReader
 from .state import State
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Caches:
     def fill(self, state: State, ids: list[list[int]], on_prefill=None) -> None:
         """Prefills what the State does not hold of the prompts yet."""
         start = self._held(ids)
-        if start >= state.base + state.settings.flush_interval:
+        if self._goes_on(start):
             is_new = start < state.known[0]
             state.truncate(0, start)
             state.reused = start
@@ -131,6 +132,10 @@ class Caches:
             return 0
         return min(common_length(ids[0], state.texts()[0]), state.lens[0], len(ids[0]) - 1)
 
+    def _goes_on(self, held: int) -> bool:
+        """Whether a prompt of which the State holds so many tokens is worth to go on with."""
+        return held > self.state.base if self.state.base else held >= self.settings.flush_interval
+
     def _shared(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill,
                 stays: bool) -> Prefix | None:
         """What the rows of the State for these prompts are to share. stays: the last State may serve again."""
@@ -142,8 +147,7 @@ class Caches:
         usable, state, found = self._usable(ids), self.state, []
         if state is not None and state.batch == 1 and state.is_whole:
             held = self._held(ids[:1])
-            if len(ids) == 1 and held >= state.base + self.settings.flush_interval and (
-                    state.base or stays and self._fits(ids, needed, None)):
+            if len(ids) == 1 and self._goes_on(held) and (state.base or stays and self._fits(ids, needed, None)):
                 return self.prefix  # it goes on in place, or its tokens move
             if state.base == 0:
                 found.append((self._whole(min(held, usable)), None))
@@ -163,9 +167,47 @@ class Caches:
     @torch.inference_mode()
     def compute(self, tokens: list[int], on_progress=None) -> Prefix:
         """Keys and values of a text, whole intervals of it."""
-        settings, target, length = self.settings, self.target, self._whole(len(tokens))
+        target, length = self.target, self._whole(len(tokens))
         if length == 0:
             return Prefix(self.engine, tokens, None)
+        cache = self._allocate(length)
+        store, offload = cache.prefix, cache.prefix.offload
+
+        def on_layer(i: int) -> None:
+            store.score(i, 0, 0, store.working_layer(i, range(1))[0][0][:, :length])
+
+        blocks = prefill_blocks(cache, range(1), 0, length, self.settings.prefill_chunk_size, on_layer=on_layer)
+        try:
+            target.prefill(torch.tensor([tokens[:length]], device=self.device), blocks, on_progress, cache_only=True)
+        finally:
+            if offload is not None:
+                offload.close_work()
+        store.truncate(0, length)
+        return Prefix(self.engine, tokens, store)
+
+    @torch.inference_mode()
+    def read(self, reader: PrefixReader) -> Prefix:
+        """Keys and values of a file, and what is computed from them."""
+        length, target = self._whole(reader.length), self.target
+        if length == 0:
+            return Prefix(self.engine, reader.tokens, None)
+        store = self._allocate(reader.length).prefix
+        reader.fill(lambda i: store.layer(i, 0), self.heads, target.group)
+        for i in range(target.config.n_layer):
+            store.score(i, 0, 0, store.load(i, 0, 0, length)[0])
+        store.truncate(0, length)
+        return Prefix(self.engine, reader.tokens, store)
+
+    @property
+    def heads(self) -> range:
+        """Of the whole model's KV heads, those of this rank."""
+        count, group = self.target.config.n_kv_head, self.target.group
+        first = 0 if group is None else group.rank * count
+        return range(first, first + count)
+
+    def _allocate(self, length: int) -> TargetCache:
+        """Room for a prefix of so many tokens."""
+        settings, target = self.settings, self.target
         self.release()
         resident = self._agreed(self._resident(length, self._parts(settings, 1, length, length + 1024, 1024)))
         config, offload = target.config, None
@@ -174,22 +216,9 @@ class Caches:
             if resident is not None and resident < config.n_layer:
                 offload = Offload(config, resident, batch=1, capacity=length, interval=settings.flush_interval,
                                   device=self.device, dtype=target.dtype, piece=settings.piece_tokens)
-            cache = TargetCache(config, target.rope, batch=1, capacity=length, block_size=1, offload=offload,
-                                flush_interval=settings.flush_interval, device=self.device, dtype=target.dtype,
-                                chunk_size=settings.chunk_size if settings.scores_chunks else 0)
-        store = cache.prefix
-
-        def on_layer(i: int) -> None:
-            store.score(i, 0, 0, store.working_layer(i, range(1))[0][0][:, :length])
-
-        blocks = prefill_blocks(cache, range(1), 0, length, settings.prefill_chunk_size, on_layer=on_layer)
-        try:
-            target.prefill(torch.tensor([tokens[:length]], device=self.device), blocks, on_progress, cache_only=True)
-        finally:
-            if offload is not None:
-                offload.close_work()
-        store.truncate(0, length)
-        return Prefix(self.engine, tokens, store)
+            return TargetCache(config, target.rope, batch=1, capacity=length, block_size=1, offload=offload,
+                               flush_interval=settings.flush_interval, device=self.device, dtype=target.dtype,
+                               chunk_size=settings.chunk_size if settings.scores_chunks else 0)
 
     # -- a State -------------------------------------------------------------------------------------------------------
 

@@ -12,16 +12,18 @@ import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from . import memory
+from . import memory, prefix_file
 from .caches import Caches
 from .chat import Chat
 from .config import Placement, Sampling, Settings, check_max_new_tokens, split, takes, whole_number
 from .errors import UserError
 from .generation import Generation, RowOutput, stop_strings
+from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer
 from .jobs import Models
 from .kv.blocks import prefill_blocks
@@ -29,6 +31,7 @@ from .kv.target import TargetCache
 from .model import Transformer
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 from .prefix import Prefix, asked, common_length
+from .prefix_file import PrefixReader
 from .session import Session
 from .state import State
 
@@ -42,11 +45,12 @@ class Engine:
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
         settings, placement: as users give them; see config.py.
         eos_ids: ids that end a text.
+        folder: of the checkpoint, by which saved prefixes know the model. None: they know it by its weights.
     """
 
     def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
                  drafting: Transformer | None = None, settings: Settings | None = None,
-                 placement: Placement | None = None, eos_ids: Sequence[int] = ()):
+                 placement: Placement | None = None, eos_ids: Sequence[int] = (), folder: Path | None = None):
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
         settings, placement = settings or Settings(), placement or Placement()
         self.placement = replace(placement, device=target.device).resolve()
@@ -62,6 +66,7 @@ class Engine:
                             f"use at most {limit}")
         self.caches = Caches(self, Models(target, draft, drafting), settings, self.placement, self.vocab_size)
         self._serving: Session | None = None  # whom the state belongs to
+        self._folder, self._identity = folder, None
 
     def __repr__(self) -> str:
         config, dtype = self.target.config, str(self.target.dtype).removeprefix("torch.")
@@ -142,6 +147,30 @@ class Engine:
         prefix = self.caches.compute(ids, on_progress)
         prefix.messages, prefix.chat_template = messages, chat_template
         return prefix
+
+    def open(self, path: str | Path) -> Prefix:
+        """A document that `Prefix.save` wrote, in this process or another: on another device, offloaded or not, by
+        another number of ranks. Every rank calls this.
+
+        Raises:
+            UserError: there is no such file; it is damaged; it belongs to another model or tokenizer; it does not fit
+                the memory.
+        """
+        with PrefixReader(path) as reader:
+            prefix_file.check(reader.about, self.identity(), path)
+            self.check_len(len(reader.tokens), 1)
+            prefix = self.caches.read(reader)
+            prefix.messages, prefix.chat_template = reader.about["messages"], reader.about["chat_template"]
+            return prefix
+
+    def identity(self) -> dict:
+        """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer."""
+        if self._identity is None:
+            folder = self._folder
+            self._identity = {
+                "model": weights_fingerprint(self.target) if folder is None else model_fingerprint(folder),
+                "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder)}
+        return self._identity
 
     def chat(self, prefix: Prefix | None = None, **options) -> Chat:
         """A conversation, about a document if there is a prefix.

@@ -69,7 +69,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
             if model is not None:
                 model.pack(resolved.block_size)
     return Engine(target, tokenizer, draft, drafting=fp8_copy(target) if place.draft_dtype else None, settings=settings,
-                  placement=place, eos_ids=ckpt.eos_token_ids(folder))
+                  placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder)
 
 
 def find_draft(checkpoint: str | Path, draft) -> Path | None:

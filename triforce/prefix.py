@@ -1,8 +1,13 @@
 """A document whose keys and values are computed once, for any number of questions about it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from . import prefix_file
 from .errors import UserError
 from .kv.prefix import PrefixStore
 
@@ -40,6 +45,29 @@ class Prefix:
     def nbytes(self) -> int:
         """Bytes of keys and values, on the device and on the host; of this rank, if several share the model."""
         return 0 if self.store is None else self.store.nbytes
+
+    def save(self, path: str | Path) -> None:
+        """Writes the document with its keys and values to a file, which `Engine.open` opens again.
+
+        The file is safetensors with checksums. It is written beside its name and then renamed, so whatever happens,
+        the name stands for the old file or for the new one. Every rank calls this.
+
+        Raises:
+            UserError: the file cannot be written, or the disk is too small.
+        """
+        engine, config = self.engine, self.engine.target.config
+        about = {**engine.identity(), "messages": self.messages, "chat_template": self.chat_template}
+        prefix_file.write(path, about, self.tokens, self._layer, num_layers=config.n_layer,
+                          n_kv_head=config.n_kv_head * config.num_shards, length=self.num_shared,
+                          head_dim=config.head_dim, dtype=engine.target.dtype, heads=engine.caches.heads,
+                          group=engine.target.group)
+
+    def _layer(self, i: int) -> tuple[Tensor, Tensor]:
+        """K and V of layer i, [K, S, D] each, wherever they lie."""
+        if self.store is None:
+            config = self.engine.target.config
+            return (torch.zeros(config.n_kv_head, 0, config.head_dim, dtype=self.engine.target.dtype),) * 2
+        return tuple(x[:, : self.num_shared] for x in self.store.layer(i, 0))
 
     def part(self, length: int) -> "Prefix":
         """The first `length` tokens, a whole number of flush intervals, with the same storage."""

@@ -127,10 +127,10 @@ def _beside(path: Path, needed: int) -> Iterator[Path]:
 
 def _write_heads(beside: Path, start: int, layout: Layout, source, heads: range) -> dict[int, int]:
     """Writes this rank's heads of all layers, and waits for the disk. Returns checksums by their numbers."""
-    shape, found, staging = (2, len(heads), layout.length, layout.head_dim), {}, None
+    shape, found, staging = (len(heads), layout.length, layout.head_dim), {}, None
 
     def work(chunk: Chunk) -> None:
-        rows = kv[chunk.half, chunk.head - heads.start, chunk.start : chunk.stop]
+        rows = kv[chunk.half][chunk.head - heads.start, chunk.start : chunk.stop]
         if not in_place(rows, layout.dtype):
             buffer = staging.buffer(chunk)
             staging.copy(buffer, rows)
@@ -143,11 +143,12 @@ def _write_heads(beside: Path, start: int, layout: Layout, source, heads: range)
         for i in range(layout.num_layers):
             kv = None  # let go before the next is made
             kv = source(i)
-            if tuple(kv.shape) != shape:
-                raise ValueError(f"source({i}) must give {shape}, and gave {tuple(kv.shape)}")
-            staging = staging or Staging(layout, kv.device)
-            if kv.is_cuda:  # threads copy in streams of their own
-                torch.cuda.current_stream(kv.device).synchronize()
+            if any(tuple(x.shape) != shape for x in kv):
+                raise ValueError(f"source({i}) must give {shape}, and gave {[tuple(x.shape) for x in kv]}")
+            device = kv[0].device
+            staging = staging or Staging(layout, device)
+            if device.type == "cuda":  # threads copy in streams of their own
+                torch.cuda.current_stream(device).synchronize()
             list(threads.map(work, layout.chunks(i, heads)))
         os.fsync(file.fileno())
     return found

@@ -107,6 +107,13 @@ class PrefixStore(View):
         """K and V of the shared prefix's layer i, each [1, K, base, D], if that is resident."""
         return tuple(x[i][:, :, : self.base] for x in (self.shared.k, self.shared.v))
 
+    def layer(self, i: int, row: int) -> tuple[Tensor, Tensor]:
+        """K and V of layer i as they lie, from `base` on: [K, S, D] each, on the device or on the host."""
+        if i < self.num_resident:
+            return self.k[i][row], self.v[i][row]
+        k, v = self.offload.host[i][:, row].transpose(1, 2)
+        return k, v
+
     def working_layer(self, i: int, rows: range) -> tuple[Tensor, Tensor]:
         """Layer i as a prefill of these rows writes and reads it, from `base` on: K, V, each [B, K, at least as far as
         it came, D]. Of an offloaded layer there is one row at a time."""
