@@ -1,5 +1,6 @@
 """Small random pairs for the tests of the logic, and the embedded pair for the tests of the whole."""
 
+import gc
 import hashlib
 import os
 import weakref
@@ -21,6 +22,9 @@ VOCAB = 64
 # processes that tests start; test_rows.py asks for more.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
+# Nor does compiling a few small kernels gain from a pool of processes that each import PyTorch first.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
 QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controller_rates", "costs", "draft_memory",
@@ -32,6 +36,12 @@ def pytest_collection_modifyitems(items) -> None:
     for item in items:
         if item.path.stem.removeprefix("test_") in QUICK:
             item.add_marker("quick")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: `Engine.release` need not have the garbage collector look through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)  # on machines without pytest-xdist: -p no:xdist -o addopts=""

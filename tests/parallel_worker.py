@@ -1,13 +1,16 @@
 """What the ranks of tests/test_parallel.py run: `python tests/parallel_worker.py N`.
 
 They are forks of one process that has imported everything, with the environment that torchrun gives: N processes that
-each import PyTorch would spend most of their time on that. torchrun itself is met by the command line's tests.
+each import PyTorch would spend most of their time on that. For the same reason that process also computes, before it
+forks, what one computes: the functions with `cache`. torchrun itself is met by the command line's tests.
 """
 
+import gc
 import os
 import socket
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,48 +44,71 @@ def logits_of(model, ids):
     return make_engine(model, retrieval=False).logits(ids)
 
 
+@cache
+def every_kind_alone(n_kv_head: int, tied: bool):
+    """Biases, and a vocabulary that does not divide: (a model, ids, its logits)."""
+    config = ModelConfig(65, 32, 2, 8, n_kv_head, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
+    whole = Transformer.random(replace(config, tie_word_embeddings=tied), seed=3, std=0.3)
+    ids = [random_prompt(50, vocab_size=65)]
+    return whole, ids, logits_of(whole, ids)
+
+
 def every_kind_of_parameter(group) -> None:
-    """Biases, and a vocabulary that does not divide."""
-    config = ModelConfig(65, 32, 2, 8, 8 if group.size == 8 else 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
     for tied in (False, True):
-        whole = Transformer.random(replace(config, tie_word_embeddings=tied), seed=3, std=0.3)
+        whole, ids, expected = every_kind_alone(8 if group.size == 8 else 4, tied)
         part = shard(whole, group)
         assert part.config.n_head == 8 // group.size and part.embedding.weight.shape[0] == -(-65 // group.size)
-        ids = [random_prompt(50, vocab_size=65)]
-        expected, found = logits_of(whole, ids), logits_of(part, ids)
+        found = logits_of(part, ids)
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+WAYS_TO_SAY = ({"gamma": 6}, {"gamma": "auto", "gamma_inner": 3}, {"gamma": 6, "offload": True})
+SAID = {"max_new_tokens": 24, "temperature": 0.0}
+LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0]}
+
+
+@cache
+def said_alone():
+    """(the pair, what it says in each way, bytes on the host in the last)."""
+    engines = [engine_of(*random_pair(), **more) for more in WAYS_TO_SAY]
+    said = [engine.generate(PROMPT, **SAID).tokens for engine in engines]
+    return random_pair(), said, engines[-1].prepare([PROMPT], 24, **LAW).cache.prefix.offload.nbytes
+
+
 def what_is_said(group) -> None:
     """Alone, and shared by two."""
-    target, draft = random_pair()
+    (target, draft), said, whole = said_alone()
     part = shard(target, group)
-    for more in ({"gamma": 6}, {"gamma": "auto", "gamma_inner": 3}, {"gamma": 6, "offload": True}):
-        alone, shared = engine_of(target, draft, **more), engine_of(part, draft, **more)
-        options = {"max_new_tokens": 32, "temperature": 0.0}
-        assert shared.generate(PROMPT, **options).tokens == alone.generate(PROMPT, **options).tokens
-        drawn = shared.generate(PROMPT, max_new_tokens=24, temperature=1.0)  # each rank would draw another seed
+    for more, expected in zip(WAYS_TO_SAY, said, strict=True):
+        shared = engine_of(part, draft, **more)
+        assert shared.generate(PROMPT, **SAID).tokens == expected
+        drawn = shared.generate(PROMPT, max_new_tokens=12, temperature=1.0)  # each rank would draw another seed
         assert group.agree((drawn.tokens, drawn.stats.seed)) == (drawn.tokens, drawn.stats.seed)
-    law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0]}
-    share, whole = (engine.prepare([PROMPT], 24, **law).cache.prefix.offload.nbytes for engine in (shared, alone))
-    assert share == whole // 2
+    assert shared.prepare([PROMPT], 24, **LAW).cache.prefix.offload.nbytes == whole // 2
+
+
+@cache
+def checkpoint_alone():
+    """(ids, what one says, how many parameters it has)."""
+    ids = [random_prompt(200, vocab_size=4096), random_prompt(90, seed=1, vocab_size=4096)]
+    alone = triforce.load("tiny", device="cpu", gamma=4, max_batch_size=2)
+    return ids, [out.tokens for out in alone.generate(ids, **GREEDY)], alone.target.config.num_parameters
 
 
 def checkpoint(group) -> None:
     """Of which each rank reads its part; a batch; the draft on some of the ranks; a rank that goes astray."""
-    tiny, alone = (triforce.load("tiny", device="cpu", group=g, gamma=4, max_batch_size=2) for g in (group, None))
-    assert sum(p.numel() for p in tiny.target.parameters()) < 1.1 / group.size * alone.target.config.num_parameters
-    ids = [random_prompt(200, vocab_size=4096), random_prompt(90, seed=1, vocab_size=4096)]
-    tokens = [[out.tokens for out in engine.generate(ids, **GREEDY)] for engine in (tiny, alone)]
-    assert tokens[0] == tokens[1]
+    ids, expected, size = checkpoint_alone()
+    tiny = triforce.load("tiny", device="cpu", group=group, gamma=4, max_batch_size=2)
+    assert sum(p.numel() for p in tiny.target.parameters()) < 1.1 / group.size * size
+    assert [out.tokens for out in tiny.generate(ids, **GREEDY)] == expected
 
     ranks = draft_ranks(group)
     some = triforce.load("tiny", device="cpu", group=group, gamma=4, max_batch_size=2, draft_ranks=ranks)
     assert (some.draft is not None) == (group.rank in ranks)
     if some.draft is not None:
         assert some.draft.config.n_head == 2 // len(ranks)
-    assert [out.tokens for out in some.generate(ids, **GREEDY)] == tokens[1]
+    assert [out.tokens for out in some.generate(ids, **GREEDY)] == expected
     drawn = some.generate(ids[0], max_new_tokens=16, temperature=0.6, seed=1)
     assert group.agree(drawn.tokens) == drawn.tokens
     assert drawn.stats.acceptance_rate["retrieval"] > 0.1  # what was broadcast is what was drafted
@@ -93,7 +119,7 @@ def checkpoint(group) -> None:
         assert "ranks disagree" in str(error)
     else:
         raise AssertionError("nobody noticed")
-    assert [out.tokens for out in tiny.generate(ids, **GREEDY)] == tokens[1]
+    assert [out.tokens for out in tiny.generate(ids, **GREEDY)] == expected
 
 
 def draft_ranks(group) -> list[int]:
@@ -101,15 +127,21 @@ def draft_ranks(group) -> list[int]:
     return list(range(group.size // 2))
 
 
-def draft_on_half(group) -> None:
-    """A batch; over eight ranks, the draft over four of them, as MagicDec was published with: one KV head each. The way
-    to draft that has every level; with two ranks, where a sum takes little, the others, too."""
+@cache
+def half_alone():
+    """(target, draft, ids, what the target says alone)."""
     config = ModelConfig(VOCAB, 64, 2, 16, 8, 8, 64, max_position_embeddings=8192)
     small = replace(config, dim=32, n_layer=1, n_head=4, n_kv_head=4)
     target, draft = (Transformer.random(c, seed=i, std=0.3) for i, c in enumerate((config, small)))
     ids = [PROMPT[:150], PROMPT[:70]]  # each flushes once
-    alone = [out.tokens for out in engine_of(target, None, gamma=3, max_batch_size=2).generate(ids, **GREEDY)]
+    alone = engine_of(target, None, gamma=3, max_batch_size=2).generate(ids, **GREEDY)
+    return target, draft, ids, [out.tokens for out in alone]
 
+
+def draft_on_half(group) -> None:
+    """A batch; over eight ranks, the draft over four of them, as MagicDec was published with: one KV head each. The way
+    to draft that has every level; with two ranks, where a sum takes little, the others, too."""
+    target, draft, ids, alone = half_alone()
     ranks = draft_ranks(group)
     part = subgroup(group, ranks)
     shared = {"draft": shard(draft, part) if part is not None else None, "draft_ranks": ranks}
@@ -124,14 +156,21 @@ def draft_on_half(group) -> None:
     assert engine.target.config.n_kv_head == 8 // group.size
 
 
+@cache
+def widened_alone():
+    """(ids, (the embedded target, its logits), (the draft, its))."""
+    ids = [random_prompt(200, vocab_size=4096)]
+    models = [load_model(folder, "cpu", torch.float32) for folder in (TINY / "target", tiny_draft())]
+    return ids, *((model, logits_of(model, ids)) for model in models)
+
+
 def widened(group) -> None:
     """The benchmarks' large model, made share by share; and with half of the shares left out."""
-    small = load_model(TINY / "target", "cpu", torch.float32)
+    ids, (small, expected), (model, expected_of_draft) = widened_alone()
     shape = replace(SHAPES["llama-3.1-8b"], vocab_size=4999, dim=384, n_layer=9, n_head=16, n_kv_head=8, ffn_dim=704)
     part = widen(small, shape, dtype=torch.float32, group=group)
     assert len(part.layers) == 9 and part.layers[8].attention.qkv.weight.shape == (32 // group.size * 128, 384)
-    ids = [random_prompt(200, vocab_size=4096)]
-    expected, found = logits_of(small, ids), logits_of(part, ids)
+    found = logits_of(part, ids)
     torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
 
     first = first_ranks(group, 2 * group.size)
@@ -144,7 +183,6 @@ def widened(group) -> None:
     torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
 
     how = {"vocab_size": 9000, "device": "cpu", "dtype": torch.float32}
-    model = load_model(tiny_draft(), "cpu", torch.float32)
     args = SimpleNamespace(draft_shape="llama-68m", draft_ranks=draft_ranks(group))
     draft = widened_draft(model, args, group, **how)
     assert (draft is not None) == (group.rank in args.draft_ranks)
@@ -152,33 +190,39 @@ def widened(group) -> None:
     args.draft_ranks = [*range(3 * group.size // 2)]
     draft = widened_draft(model, args, first, **how)
     assert draft.config.n_head == 12 // len(args.draft_ranks)
-    expected, found = logits_of(model, ids), logits_of(draft, ids)
-    torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
+    found = logits_of(draft, ids)
+    torch.testing.assert_close(found[..., :4096], expected_of_draft, rtol=1e-2, atol=2e-2)
 
 
 def forked(rank: int, count: int, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
-    main()
-
-
-def main() -> None:
-    torch.set_num_threads(1)
     group, _ = from_environment("cpu")
-    every_kind_of_parameter(group)
-    if group.size == 2:  # the target of this pair has two KV heads
-        what_is_said(group)
-    if group.size != 4:
-        draft_on_half(group)
-    if group.size != 8:  # the embedded target has four
-        checkpoint(group)
-        widened(group)
+    for check, _ in checks(count):
+        check(group)
     print(f"rank {group.rank} of {group.size} done", flush=True)
     dist.destroy_process_group()
 
 
+def checks(count: int) -> list:
+    """What so many ranks compute, each with what one computes for it."""
+    found = [(every_kind_of_parameter, lambda: [every_kind_alone(8 if count == 8 else 4, tied)
+                                                for tied in (False, True)])]
+    if count == 2:  # the target of this pair has two KV heads
+        found += [(what_is_said, said_alone)]
+    if count != 4:
+        found += [(draft_on_half, half_alone)]
+    if count != 8:  # the embedded target has four
+        found += [(checkpoint, checkpoint_alone), (widened, widened_alone)]
+    return found
+
+
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     count = int(sys.argv[1])
+    for _, alone in checks(count):
+        alone()
+    gc.freeze()  # what there is now is not to be looked through, and thereby copied, in every rank
     processes.start_processes(forked, (count, port), nprocs=count, start_method="fork")

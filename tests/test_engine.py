@@ -35,20 +35,20 @@ def test_result_and_statistics(tiny_engine):
 
 
 def test_seeds(tiny_engine):
-    first = tiny_engine.generate(TEXT, 30, seed=5, ignore_eos=True).tokens
+    first = tiny_engine.generate(TEXT, 16, seed=5, ignore_eos=True).tokens
     tiny_engine.generate("Something else altogether.", 10)
-    assert tiny_engine.generate(TEXT, 30, seed=5, ignore_eos=True).tokens == first
-    assert tiny_engine.generate(TEXT, 30, seed=6, ignore_eos=True).tokens != first
-    drawn = tiny_engine.generate(TEXT, 30, ignore_eos=True)
-    assert tiny_engine.generate(TEXT, 30, seed=drawn.stats.seed, ignore_eos=True).tokens == drawn.tokens
+    assert tiny_engine.generate(TEXT, 16, seed=5, ignore_eos=True).tokens == first
+    assert tiny_engine.generate(TEXT, 16, seed=6, ignore_eos=True).tokens != first
+    drawn = tiny_engine.generate(TEXT, 16, ignore_eos=True)
+    assert tiny_engine.generate(TEXT, 16, seed=drawn.stats.seed, ignore_eos=True).tokens == drawn.tokens
     assert len({tiny_engine.generate(TEXT, 1).stats.seed for _ in range(3)}) == 3
     for seed in (torch.tensor([5]), [torch.tensor(5)], torch.tensor(5), 5.0):  # and NumPy's
-        assert tiny_engine.generate(TEXT, 30, seed=seed, ignore_eos=True).tokens == first
+        assert tiny_engine.generate(TEXT, 16, seed=seed, ignore_eos=True).tokens == first
 
 
 def test_exactly_max_new_tokens_at_every_length(tiny_engine):
-    whole = tiny_engine.generate(TEXT, 20, temperature=0.0, ignore_eos=True).tokens
-    for count in range(1, 20):
+    whole = tiny_engine.generate(TEXT, 15, temperature=0.0, ignore_eos=True).tokens  # at least two blocks
+    for count in range(1, 15):
         assert tiny_engine.generate(TEXT, count, temperature=0.0, ignore_eos=True).tokens == whole[:count]
 
 
@@ -63,12 +63,12 @@ def test_speculation_changes_no_greedy_token(tiny_engine):
 
 def test_eos_in_mid_block(tiny_engine):
     """Every token of the greedy text in turn is made the eos; blocks are cut wherever it falls."""
-    whole = tiny_engine.generate(TEXT, 24, temperature=0.0, ignore_eos=True).tokens
+    whole = tiny_engine.generate(TEXT, 16, temperature=0.0, ignore_eos=True).tokens
     original = tiny_engine.eos_ids
     try:
         for token in dict.fromkeys(whole):
             tiny_engine.eos_ids = (token,)
-            out = tiny_engine.generate(TEXT, 24, temperature=0.0)
+            out = tiny_engine.generate(TEXT, 16, temperature=0.0)
             end = whole.index(token)
             assert out.tokens == whole[: end + 1] and out.finish_reason == "stop"
             assert out.text == tiny_engine.tokenizer.decode(whole[:end], continues=True)
@@ -78,15 +78,15 @@ def test_eos_in_mid_block(tiny_engine):
 
 def test_stop_strings_across_token_and_block_borders(tiny_engine):
     greedy = {"temperature": 0.0, "ignore_eos": True}
-    whole = tiny_engine.generate(TEXT, 40, **greedy)
+    whole = tiny_engine.generate(TEXT, 24, **greedy)
     for start in range(0, len(whole.text) - 6, 5):
         stop = whole.text[start : start + 6]
-        out = tiny_engine.generate(TEXT, 40, stop=[stop, "\x00never"], **greedy)
+        out = tiny_engine.generate(TEXT, 24, stop=[stop, "\x00never"], **greedy)
         assert out.text == whole.text[: whole.text.index(stop)] and out.finish_reason == "stop"
         assert out.tokens == whole.tokens[: len(out.tokens)]
         shown = [tiny_engine.tokenizer.decode(ids, continues=True) for ids in (out.tokens, out.tokens[:-1])]
         assert stop in shown[0] and stop not in shown[1]
-        pieces = list(tiny_engine.stream(TEXT, 40, stop=stop, **greedy))
+        pieces = list(tiny_engine.stream(TEXT, 24, stop=stop, **greedy))
         assert "".join(pieces) == out.text  # nothing of a stop string is shown and then taken back
 
 

@@ -1,5 +1,6 @@
 """Pieces are traced without weights, compiled in another process, found again, and compute the same."""
 
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -45,6 +46,18 @@ def asked(monkeypatch, tmp_path):
     return asked
 
 
+@pytest.fixture(scope="module")
+def small_job():
+    """What an engine of the pair asks for with `SETTINGS`, all that is traced for it, and, compiled, what of that a CPU
+    compiles in seconds."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "start", lambda job, wait=False: asked.append(job))
+        run(make_engine(*random_pair(), compile="beside", **SETTINGS), tokens=2)
+    found = precompile.collect(asked[0])
+    return asked[0], found, {name: piece.compile() for name, piece in found.items() if SMALL in name}
+
+
 def run(engine, rows=1, tokens=48):
     prompts = [random_prompt(200 + 40 * row, seed=row) for row in range(rows)]
     return [out.tokens for out in engine.generate(prompts, tokens, temperature=0.0, ignore_eos=True)]
@@ -54,12 +67,31 @@ def missing(engine):
     return engine.caches.state.compiler.pieces.missing
 
 
+@pytest.fixture(scope="module")
+def found_before():
+    return {}
+
+
+@pytest.fixture
+def traced_once(monkeypatch, found_before):
+    """What is called alike in several tests is traced in one of them, where it is not to be compiled."""
+    trace = precompile.trace
+
+    def traced(function, args, mode):
+        key = piece_name("any", function, args)
+        if key not in found_before:
+            found_before[key] = trace(function, args, mode)
+        return found_before[key]
+
+    monkeypatch.setattr(precompile, "trace", traced)
+
+
 @pytest.mark.parametrize("options, rows", [
     ({}, 1), ({"gamma": "auto"}, 1), ({"draft_cache": "streaming"}, 1), ({"retrieval": False}, 1),
     ({"retrieval": False, "draft_cache": "snapkv"}, 1), ({"gamma": "auto"}, 3), ({"offload": True}, 1),
     ({"fp8": True}, 1), ({"draft": lambda tape: PeriodDrafter(tape)}, 1),
 ])
-def test_every_piece_that_a_step_calls_is_traced(pair, asked, options, rows):
+def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, options, rows):
     """By name, which holds the shapes and strides of what it is called with."""
     target, draft = pair
     options = dict(options)
@@ -84,11 +116,9 @@ def test_traced_without_memory(asked):
     assert len(precompile.collect(replace(asked[0], target=large))) > 20
 
 
-def test_a_compiled_piece_computes_the_same(asked):
+def test_a_compiled_piece_computes_the_same(small_job):
     """Another layer of another model of the same shape, through the paths that were noted."""
-    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
-    run(engine, tokens=2)
-    traced = precompile.collect(asked[0])
+    _, traced, _ = small_job
     name = next(name for name in traced if name.startswith("level1") and "Block.after" in name)
     loaded = Loaded(traced[name].compile())
     like = {path: torch.empty_strided(x.shape, x.stride()).normal_() for path, x in
@@ -102,23 +132,22 @@ def test_a_compiled_piece_computes_the_same(asked):
             loaded((args[0], args[1][:, :2], states))
 
 
-def compile_some(job):
-    """Of a job, what a CPU compiles in seconds; the rest is said to have failed."""
+def compile_some(job, compiled):
+    """Into a job's folder, what was compiled for the like; the rest is missing, as if it had failed."""
     folder = Folder(job.about)
-    for name, piece in precompile.collect(job).items():
-        if SMALL in name:
-            folder.write(name, piece.compile())
+    for name, piece in compiled.items():
+        folder.write(name, piece)
     folder.write(COMPLETE, b"")
     return folder
 
 
-def test_the_next_prompt_runs_compiled_pieces_and_no_text_changes_in_its_midst(asked):
+def test_the_next_prompt_runs_compiled_pieces_and_no_text_changes_in_its_midst(asked, small_job):
     pair = random_pair()
     expected = run(make_engine(*pair, compile=False, **SETTINGS))
     engine = make_engine(*pair, compile="beside", **SETTINGS)
     assert run(engine) == expected and len(asked) == 1
     first = engine.caches.state
-    compile_some(asked[0])
+    compile_some(asked[0], small_job[2])
     assert run(engine) == expected and engine.caches.state is first  # the same prompt: the same bits
     engine.generate(random_prompt(150, seed=9), 8)
     pieces = engine.caches.state.compiler.pieces
@@ -128,11 +157,11 @@ def test_the_next_prompt_runs_compiled_pieces_and_no_text_changes_in_its_midst(a
     assert run(another) == expected and another.caches.state.compiler.pieces.complete and len(asked) == 1
 
 
-def test_what_is_damaged_is_not_there(asked, caplog):
+def test_what_is_damaged_is_not_there(asked, small_job, caplog):
     """A flipped bit, a file cut short, an empty one, and something else."""
     engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
     expected = run(engine)
-    folder = compile_some(asked[0])
+    folder = compile_some(asked[0], small_job[2])
     names = folder.names(".piece")[:1]
     path = folder.path / names[0]
     whole = path.read_bytes()
@@ -149,10 +178,10 @@ def test_what_is_damaged_is_not_there(asked, caplog):
     assert sum("damaged" in record.message for record in caplog.records) == 1  # said once
 
 
-def test_another_version_is_another_folder(asked, monkeypatch):
+def test_another_version_is_another_folder(asked, small_job, monkeypatch):
     engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
     run(engine, tokens=2)
-    compile_some(asked[0])
+    compile_some(asked[0], small_job[2])
     monkeypatch.setattr(torch, "__version__", "99.0")
     other = make_engine(*random_pair(), compile="beside", **SETTINGS)
     run(other, tokens=2)
@@ -195,13 +224,14 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
     assert "No space left" in caplog.text
 
 
-def test_a_piece_that_does_not_compile_runs_as_it_is_written(asked, monkeypatch):
+def test_a_piece_that_does_not_compile_runs_as_it_is_written(asked, small_job, monkeypatch):
     engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
     expected = run(engine)
 
     def fails(piece):
         raise RuntimeError("no compiler here")
 
+    monkeypatch.setattr(precompile, "collect", lambda job: small_job[1])
     monkeypatch.setattr(precompile.Traced, "compile", fails)
     new = precompile.work(asked[0])
     assert new and all(name.endswith(FAILED) for name in new)
@@ -209,7 +239,7 @@ def test_a_piece_that_does_not_compile_runs_as_it_is_written(asked, monkeypatch)
     assert run(again) == expected and again.caches.state.compiler.pieces.complete and len(asked) == 1
 
 
-def test_killed_and_two_at_once(asked):
+def test_killed_and_two_at_once(asked, small_job, monkeypatch):
     """A process that is killed leaves whole files or none; two at the same work do it once."""
     engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
     run(engine, tokens=2)
@@ -217,24 +247,32 @@ def test_killed_and_two_at_once(asked):
     code = ("import pickle, sys\nfrom triforce import precompile\n"
             "own = precompile.collect\n"
             "precompile.collect = lambda job: {n: p for n, p in own(job).items() if '_begin' in n}\n"
-            "print(*precompile.work(pickle.load(sys.stdin.buffer)))\n")
-
-    def begin():
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        process.stdin.write(pickle.dumps(job))
-        process.stdin.close()
-        return process
-
-    killed, folder = begin(), Folder(job.about)
+            "precompile.work(pickle.load(sys.stdin.buffer))\n")
+    killed, folder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE), Folder(job.about)
+    with killed.stdin as pipe:
+        pipe.write(pickle.dumps(job))
     while not folder.names(".piece") and killed.poll() is None:
         time.sleep(0.01)
     killed.kill()
     killed.wait()
-    assert all(folder.read(name) is not None for name in folder.names(".piece"))
+    assert folder.names(".piece") and all(folder.read(name) is not None for name in folder.names(".piece"))
     done = len(folder.names(".piece"))
-    said = [process.stdout.read().split() for process in (begin(), begin())]
-    assert sorted(map(len, said))[0] == 0 and sum(map(len, said)) == len(folder.names(".piece")) - done
-    assert Pieces(folder).complete
+
+    class Compiled:  # here already, though not at once: forks need neither import nor compile anything
+        def __init__(self, piece):
+            self.piece = piece
+
+        def compile(self):
+            time.sleep(0.2)
+            return self.piece
+
+    rest = {name: Compiled(piece) for name, piece in small_job[2].items()}
+    assert set(folder.names(".piece")) < set(rest)
+    monkeypatch.setattr(precompile, "collect", lambda job: rest)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        said = pool.map(precompile.work, [job, job], chunksize=1)
+    assert sorted(map(len, said))[0] == 0 and sum(map(len, said)) == len(folder.names(".piece")) - done > 0
+    assert len(folder.names(".piece")) == len(rest) and Pieces(folder).complete
 
 
 def test_paths_lead_to_what_is_reached(pair):

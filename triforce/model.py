@@ -279,6 +279,10 @@ class Embedding(nn.Embedding):
 
     group = None
 
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # where PyTorch would import its compiler for that, which takes seconds
+            super().reset_parameters()
+
     def forward(self, tokens: Tensor) -> Tensor:
         if self.group is None:
             return super().forward(tokens)
