@@ -1,0 +1,115 @@
+"""`--interactive`: a conversation on the terminal. Knows nothing of tensors or flags; it drives a `Chat`."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+from .chat import Chat
+from .errors import UserError
+
+HELP = """\
+/undo        take the last question and its answer back
+/save FILE   write the document to a file, for --prefix (what was said is not in it)
+/stats       figures of the last answer
+/help        this list
+/quit        end (or Ctrl-D)
+Ctrl-C ends an answer; what it said so far stays in the conversation."""
+
+
+class Conversation:
+    """Reads lines, streams answers.
+
+    Args:
+        read: gives the next line, without its end; raises EOFError after the last.
+        options: of every answer; see `Engine.stream`.
+    """
+
+    def __init__(self, chat: Chat, options: dict, read: Callable[[], str] | None = None):
+        self.chat, self.options, self.read = chat, options, read or ask
+
+    def run(self) -> None:
+        """Until /quit or the end of the input."""
+        say("Ask away; /help lists what else there is.")
+        while True:
+            try:
+                line = self.read().strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                say("\n(/quit or Ctrl-D ends)")
+                continue
+            if line in ("/quit", "/exit"):
+                return
+            if not line:
+                continue
+            try:
+                if line.startswith("/"):
+                    self.command(*line.split(maxsplit=1))
+                else:
+                    self.answer(line)
+            except UserError as error:
+                say(f"error: {error}")
+
+    def command(self, name: str, argument: str = "") -> None:
+        """One that begins with a slash."""
+        if name == "/help":
+            say(HELP)
+        elif name == "/undo":
+            self.chat.undo()
+            say(f"({len(self.chat.turns)} turns are left)")
+        elif name == "/stats":
+            if not self.chat.turns:
+                raise UserError("nothing has been answered yet")
+            say(str(self.chat.turns[-1][1].stats))
+        elif name == "/save":
+            if self.chat.prefix is None:
+                raise UserError("there is no document to save; start with --prompt-file")
+            if not argument:
+                raise UserError("/save needs the name of a file: /save book.prefix")
+            self.chat.prefix.save(argument)
+            say(f"(wrote {argument})")
+        else:
+            raise UserError(f"{name} is no command; /help lists them")
+
+    def answer(self, text: str) -> None:
+        turn = self.chat.stream(text, **self.options)
+        with stopped_by_interrupts() as stopped:
+            for piece in turn:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+                if stopped():
+                    turn.close()
+                    say("\n(ended)")
+                    break
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def ask() -> str:
+    """A line from the terminal, with a history."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (input() then edits lines and remembers them)
+    return input("> " if sys.stdin.isatty() else "")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def stopped_by_interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is noted instead of raised, so that no round is broken off in the middle; a second one is raised."""
+    pressed = []
+
+    def note(number, frame):
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
