@@ -25,6 +25,7 @@ from .hf.tokenizer import Tokenizer
 from .jobs import Models, find_compiler, kept_folder
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
+from .levels import Spans
 from .model import Transformer
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 from .session import Session
@@ -377,17 +378,25 @@ class Stream:
     """Iterates over the pieces of one generation's text.
 
     `result` is its Generation: all of it once the iteration has ended; after an early stop, or in between, what there
-    is, with the finish_reason "interrupted"; None before the first piece was asked for.
+    is, with the finish_reason "interrupted"; None before the first piece was asked for. `spans` is the newest piece as
+    (text, level) pairs: which level proposed what of it, see levels.py.
     """
 
     def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session]):
         self._pieces, self._sessions = pieces, sessions
+        self._cutter: Spans | None = None
+        self.spans: list[tuple[str, str]] = []
 
     def __iter__(self):
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)[1]
+        piece = next(self._pieces)[1]
+        if self._cutter is None:
+            [output] = self._sessions[0].outputs
+            self._cutter = Spans(output.pieces, output.levels)
+        self.spans = self._cutter.take(len(piece))
+        return piece
 
     @property
     def result(self) -> Generation | None:

@@ -1,5 +1,6 @@
 """What a generation returns, and when a row's text ends. Knows nothing of models or devices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .errors import UserError
@@ -73,6 +74,10 @@ class Generation:
     tokens: list[int]  # new tokens only, with a final eos or the token that completed a stop string
     finish_reason: str  # "stop" (eos or stop string) | "length" | "interrupted" (a stream that was closed before)
     stats: Stats
+    levels: list[str] = field(default_factory=list)  # of each token, which level proposed it: see levels.py
+    # Of each token, the text that became certain with it; joined they are `text`. Where several tokens spell one
+    # character, the last of them has it.
+    pieces: list[str] = field(default_factory=list)
 
 
 class RowOutput:
@@ -82,21 +87,30 @@ class RowOutput:
         self.eos_ids, self.stop, self.max_new_tokens = frozenset(eos_ids), stop, max_new_tokens
         self.stream = tokenizer.stream(continues=True) if tokenizer is not None else None
         self.tokens: list[int] = []
+        self.levels: list[str] = []  # one a token, where they are told
+        self.pieces: list[str] = []  # one a token
         self.text, self.shown = "", 0
         self.finish_reason: str | None = None
 
-    def push(self, tokens: list[int]) -> str:
-        """Takes in a round's tokens, drops those after the end, and returns the text that is now certain."""
+    def push(self, tokens: list[int], levels: Sequence[str] = ()) -> str:
+        """Takes in a round's tokens, drops those after the end, and returns the text that is now certain.
+
+        Args:
+            levels: which level proposed each of the tokens.
+        """
+        before = len(self.tokens)
         for token in tokens:
             if self.finish_reason is not None:
                 break
             self.tokens.append(token)
+            self.pieces.append("")
             if token in self.eos_ids:
                 self._end("stop")
             else:
                 self._add(self.stream.push([token]) if self.stream else "")
                 if self.finish_reason is None and len(self.tokens) >= self.max_new_tokens:
                     self._end("length")
+        self.levels += levels[: len(self.tokens) - before]
         certain = len(self.text) if self.finish_reason else len(self.text) - self._may_become_stop()
         piece, self.shown = self.text[self.shown : certain], max(self.shown, certain)
         return piece
@@ -108,9 +122,20 @@ class RowOutput:
     def _add(self, piece: str) -> None:
         searched = max(len(self.text) - max(map(len, self.stop), default=1) + 1, 0)
         self.text += piece
+        self.pieces[-1] += piece
         found = [at for at in (self.text.find(stop, searched) for stop in self.stop) if at >= 0]
         if found:
-            self.text, self.finish_reason = self.text[: min(found)], "stop"
+            self._cut(len(self.text) - min(found))
+            self.finish_reason = "stop"
+
+    def _cut(self, excess: int) -> None:
+        """Takes so many characters off the end of the text."""
+        self.text, token = self.text[: len(self.text) - excess], len(self.pieces)
+        while excess > 0:
+            token -= 1
+            piece = self.pieces[token]
+            self.pieces[token] = piece[: max(len(piece) - excess, 0)]
+            excess -= len(piece)
 
     def _may_become_stop(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

@@ -7,6 +7,7 @@ import torch
 
 from . import memory
 from .generation import Generation, RowOutput, Stats
+from .levels import levels_of
 from .state import State
 
 
@@ -52,7 +53,7 @@ class Session:
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
         if not any(emitted[row] for row in running):
             raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
-        pieces = [(row, self.outputs[row].push(emitted[row])) for row in running]
+        pieces = [(row, self._push(row, emitted[row])) for row in running]
         ended = [row for row in running if self.outputs[row].finish_reason is not None]
         for row in ended:
             state.close_row(row)
@@ -65,6 +66,10 @@ class Session:
         for row in ended:  # its drafting levels go on counting while its neighbours draft
             self._ended[row] = self._progress(row)
         return pieces
+
+    def _push(self, row: int, tokens: list[int]) -> str:
+        last = self.state.last_round
+        return self.outputs[row].push(tokens, levels_of(last.plan, last.rows[row]))
 
     def _progress(self, row: int) -> Progress:
         return Progress(self.state.num_forwards, self._seconds, self.state.hierarchy.acceptance_rates()[row])
@@ -91,4 +96,5 @@ class Session:
             prefill=self._prefill, decode=progress.seconds, recording=state.compiler.seconds if state else 0.0,
             block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,
             retrieval_rebuilds=state.hierarchy.view.num_rebuilds if state and state.hierarchy.view else 0,
-            flushes=state.num_flushes if state else 0, peak_memory=memory.peak(self.device), seed=self.seeds[row]))
+            flushes=state.num_flushes if state else 0, peak_memory=memory.peak(self.device), seed=self.seeds[row]),
+            output.levels, output.pieces)

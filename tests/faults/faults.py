@@ -307,8 +307,8 @@ FAULTS = [
     Fault("stop-across", "generation.py", "max(map(len, self.stop), default=1) + 1, 0)",
           "max(map(len, self.stop), default=1) + 2, 0)", "test_generation.py",
           "a stop string of which only the last letter is new is not found"),
-    Fault("stop-last", "generation.py", "self.text[: min(found)]", "self.text[: max(found)]", "test_generation.py",
-          "of several stop strings the last one ends the text"),
+    Fault("stop-last", "generation.py", "len(self.text) - min(found)", "len(self.text) - max(found)",
+          "test_generation.py", "of several stop strings the last one ends the text"),
     Fault("stop-letters", "generation.py", "else list(stop) if isinstance(stop, (list, tuple, set)) else [stop]",
           "else list(stop)", "test_generation.py", "each letter of a stop string ends the text"),
     Fault("eos-goes-on", "generation.py",
@@ -418,6 +418,21 @@ FAULTS = [
           "draft_dtype without a retrieval level is ignored"),
     Fault("load-draft-ranks-order", "loading.py", "sorted(set(ranks)) != list(ranks) or ranks[0] != 0", "ranks[0] != 0",
           "test_parallel.py -k draft_ranks", "ranks that are named twice are taken"),
+
+    # levels.py
+    Fault("levels-all-accepted", "levels.py", "if i >= row.num_accepted:", "if i > row.num_accepted:", "test_levels.py",
+          "the target's own token is said to be drafted"),
+    Fault("levels-misses", "levels.py", "row.origins[i] != ACCEPTED", "row.origins[i] == 0",
+          'test_levels.py -k "of_a_round"', "a token that replaces a rejected one is said to be the draft's"),
+    Fault("levels-of-dropped", "generation.py", "self.levels += levels[: len(self.tokens) - before]",
+          "self.levels += levels", "test_levels.py", "there are more levels than tokens"),
+    Fault("pieces-not-cut", "generation.py", "            self._cut(len(self.text) - min(found))\n",
+          "            self.text = self.text[: min(found)]\n", "test_generation.py",
+          "the tokens' texts have a stop string"),
+    Fault("spans-unmerged", "levels.py", "if spans and spans[-1][1] == level:", "if False:", "test_levels.py",
+          "a stretch of one level is cut at each token"),
+    Fault("spans-offset", "levels.py", "            self._offset += len(part)\n", "", "test_levels.py",
+          "a text is shown twice where a token is not yet certain"),
 
     # memory.py
     Fault("memory-tail", "memory.py", 'Part("tail", cache.nbytes - prefix.nbytes - chunk_keys',
