@@ -136,6 +136,25 @@ def test_interrupt_leaves_the_engine_usable(tiny_engine, monkeypatch):
     assert tiny_engine.generate(TEXT, 40, seed=1).tokens == expected
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_ids_that_end_a_text(tiny_engine, ignore_eos):
+    """As an eos does, of which there may be one too: the token is told, and is no text."""
+    whole = tiny_engine.generate(TEXT, 40, temperature=0.0, ignore_eos=True)
+    end = next(i for i in range(9, 40) if whole.tokens[i] not in whole.tokens[:i] and whole.pieces[i])
+    for ids in ([whole.tokens[end]], {whole.tokens[end], 4000}, whole.tokens[end], np.array([whole.tokens[end]])):
+        out = tiny_engine.generate(TEXT, 40, temperature=0.0, ignore_eos=ignore_eos, stop_token_ids=ids)
+        assert (out.tokens, out.finish_reason) == (whole.tokens[: end + 1], "stop")
+        assert out.text == "".join(whole.pieces[:end]) and len(out.levels) == end + 1
+    first = tiny_engine.generate(TEXT, 40, temperature=0.0, ignore_eos=True, stop_token_ids=whole.tokens[3:6])
+    assert len(first.tokens) == 1 + min(whole.tokens.index(one) for one in whole.tokens[3:6])
+
+
+def test_an_end_of_text_token_ends_it_beside_stop_ids(monkeypatch, tiny_engine):
+    whole = tiny_engine.generate(TEXT, 20, temperature=0.0, ignore_eos=True)
+    monkeypatch.setattr(tiny_engine, "eos_ids", (whole.tokens[4],))
+    assert len(tiny_engine.generate(TEXT, 20, temperature=0.0, stop_token_ids=[4000]).tokens) <= 5
+
+
 def test_forms_of_a_prompt(tiny_engine):
     ids = ids_of(tiny_engine)
     by_text = tiny_engine.generate(TEXT, 8, seed=0)
@@ -257,6 +276,12 @@ def test_logits_equal_the_rounds(pair):
     (lambda e: e.generate("a", 5, top_p=0.0), "top_p (0.0)"),
     (lambda e: e.generate("a", 5, temperature=-1.0), "temperature (-1.0)"),
     (lambda e: e.generate("a", 5, stop=""), "stop ('')"),
+    (lambda e: e.generate("a", 5, stop_token_ids=[2, 4096]), "stop_token_ids: token id 4096 is outside the vocabulary "
+     "of 4096; ids go from 0 to 4095"),
+    (lambda e: e.generate("a", 5, stop_token_ids=[-1]), "stop_token_ids: token id -1"),
+    (lambda e: e.generate("a", 5, stop_token_ids=2.0), "stop_token_ids (2.0) must be whole numbers"),
+    (lambda e: e.generate("a", 5, stop_token_ids="two"), "'two' is none; a text that ends the output is given as stop"),
+    (lambda e: e.generate("a", 5, stop_token_ids=[True]), "True is none"),
     (lambda e: e.generate("a", 5, one_row=True), "one_row needs speculate=False"),
     (lambda e: e.generate(["a", "b"], 5, temperature=[0.1, 0.2, 0.3]), "temperature has 3 values for"),
     (lambda e: e.stream(["a", "b"]), "stream takes one prompt"),

@@ -4,7 +4,7 @@ import gc
 
 from .config import Placement, Sampling, Settings, check_max_new_tokens, names_of, split
 from .engine import Engine, generate_options
-from .generation import stop_strings
+from .generation import stop_ids, stop_strings
 from .loading import load
 
 _kept: dict[str, Engine] = {}  # at most one engine, under the description of how it was loaded
@@ -27,6 +27,7 @@ def generate(prompt, checkpoint="tiny", **options):
                                  known=generate_options() | {"group"})
     check_max_new_tokens(rest.get("max_new_tokens", 1))
     stop_strings(rest.get("stop"))
+    stop_ids(rest.get("stop_token_ids"))
     columns = [value for value in vars(sampling).values() if isinstance(value, (list, tuple))]
     sampling.columns(len(columns[0]) if columns else 1)
     loading = {name: value for name, value in options.items() if name in loads}

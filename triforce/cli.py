@@ -61,6 +61,8 @@ def parser() -> Parser:
     text.add_argument("--max-new-tokens", type=int, default=256, help="(alias --gen-len; default 256)")
     add_flags(text, Sampling)
     text.add_argument("--stop", action="append", help="end before this string; may be repeated")
+    text.add_argument("--stop-token-ids", nargs="+", type=int, metavar="ID",
+                      help="end after one of these tokens, as after an end-of-text token")
     text.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     model = p.add_argument_group("model")
     model.add_argument("--checkpoint", default="tiny", help="Hugging Face folder, repository id, or 'tiny' (default)")
@@ -378,7 +380,7 @@ def run(argv: list[str]) -> int:
 
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
     engine = load_engine(args, group)
-    sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling)}
+    sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
     ids = encode(args, engine.tokenizer, request.document, request)
@@ -400,6 +402,12 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if args.json:
         print(json.dumps(report))
     return 0 if identical else 1
+
+
+def wishes(args) -> dict:
+    """Further options of `Engine.generate` for which a flag was given."""
+    names = ("stop_token_ids",)
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def age() -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 from . import memory
 from .config import Placement, Sampling, Settings, check_max_new_tokens, split, takes
 from .errors import UserError
-from .generation import Generation, RowOutput, stop_strings
+from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.tokenizer import Tokenizer
 from .jobs import Models, find_compiler, kept_folder
 from .kv.blocks import prefill_blocks
@@ -104,14 +104,16 @@ class Engine:
         return results if many else results[0]
 
     @takes(Sampling)
-    def stream(self, prompt, max_new_tokens: int = 256, *, stop=None, ignore_eos: bool = False, speculate: bool = True,
-               one_row: bool = False, chat_template: str | None = None, on_prefill=None, on_decode=None,
-               **options) -> "Stream":
+    def stream(self, prompt, max_new_tokens: int = 256, *, stop=None, stop_token_ids=None, ignore_eos: bool = False,
+               speculate: bool = True, one_row: bool = False, chat_template: str | None = None, on_prefill=None,
+               on_decode=None, **options) -> "Stream":
         """The same for one prompt, piece by piece: iterate for valid text, then read `.result`.
 
         Args:
             options: OPTIONS
             stop: a string or several; the text ends before the first that appears.
+            stop_token_ids: ids that end the text as an end-of-text token does, with ignore_eos too: the token is kept
+                in `tokens`, and is no part of `text`.
             ignore_eos: go on after an end-of-text token.
             speculate: False: the same padded step one token at a time: the same greedy bits, only slower.
             one_row: with speculate=False, unpadded steps: the fastest autoregression; the same law, other bits.
@@ -121,9 +123,9 @@ class Engine:
         """
         if _is_batch(prompt):
             raise UserError("stream takes one prompt; generate takes a list")
-        return Stream(*self._serve([prompt], max_new_tokens, stop=stop, ignore_eos=ignore_eos, speculate=speculate,
-                                   one_row=one_row, chat_template=chat_template, on_prefill=on_prefill,
-                                   on_decode=on_decode, **options))
+        return Stream(*self._serve([prompt], max_new_tokens, stop=stop, stop_token_ids=stop_token_ids,
+                                   ignore_eos=ignore_eos, speculate=speculate, one_row=one_row,
+                                   chat_template=chat_template, on_prefill=on_prefill, on_decode=on_decode, **options))
 
     @torch.inference_mode()
     def logits(self, tokens) -> Tensor:
@@ -155,8 +157,8 @@ class Engine:
         self._check_ids(ids)
         return ids
 
-    def _serve(self, prompts, max_new_tokens: int, *, stop=None, ignore_eos=False, speculate=True, one_row=False,
-               chat_template=None, on_prefill=None, on_decode=None,
+    def _serve(self, prompts, max_new_tokens: int, *, stop=None, stop_token_ids=None, ignore_eos=False,
+               speculate=True, one_row=False, chat_template=None, on_prefill=None, on_decode=None,
                **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
         """Checks everything, then gives a generator of (index of the prompt, piece of text), and a list that gets the
         sessions whose results these are."""
@@ -167,14 +169,17 @@ class Engine:
         stops = stop_strings(stop)
         if stops:
             self._tokenizer()
+        ends = stop_ids(stop_token_ids)
+        if ends:
+            self._check_ids(ends, "stop_token_ids: ")
         ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
         for prompt in ids:
             self.check_len(len(prompt), max_new_tokens)
         sampling = sampling.with_seed(len(ids), lambda: self._agreed(random.getrandbits(32)))
         sampling.columns(len(ids))
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
-        request = Request(ids, max_new_tokens, sampling, () if ignore_eos else self.eos_ids, stops, plan, on_prefill,
-                          on_decode)
+        request = Request(ids, max_new_tokens, sampling, (*ends, *(() if ignore_eos else self.eos_ids)), stops, plan,
+                          on_prefill, on_decode)
         sessions: list[Session] = []
         return self._answer(request, sessions), sessions
 
@@ -333,11 +338,11 @@ class Engine:
         config = self.target.config
         return "sliding window" if config.max_len < config.max_position_embeddings else "positions"
 
-    def _check_ids(self, ids: list[int]) -> None:
+    def _check_ids(self, ids: list[int], where: str = "") -> None:
         largest, smallest = max(ids), min(ids)
         if smallest < 0 or largest >= self.vocab_size:
             bad = largest if largest >= self.vocab_size else smallest
-            raise UserError(f"token id {bad} is outside the vocabulary of {self.vocab_size}; ids go from 0 to "
+            raise UserError(f"{where}token id {bad} is outside the vocabulary of {self.vocab_size}; ids go from 0 to "
                             f"{self.vocab_size - 1}")
 
     def check_len(self, prompt_len: int, max_new_tokens: int) -> None:

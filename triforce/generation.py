@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .config import as_numbers
 from .errors import UserError
 
 
@@ -71,8 +72,8 @@ class Generation:
     """One row's result."""
 
     text: str  # new text only, to be joined to the prompt; ends before an eos and before a stop string
-    tokens: list[int]  # new tokens only, with a final eos or the token that completed a stop string
-    finish_reason: str  # "stop" (eos or stop string) | "length" | "interrupted" (a stream that was closed before)
+    tokens: list[int]  # new tokens only, with a final eos, stop id, or the token that completed a stop string
+    finish_reason: str  # "stop" (eos, stop id or string) | "length" | "interrupted" (a stream that was closed before)
     stats: Stats
     levels: list[str] = field(default_factory=list)  # of each token, which level proposed it: see levels.py
     # Of each token, the text that became certain with it; joined they are `text`. Where several tokens spell one
@@ -153,3 +154,18 @@ def stop_strings(stop) -> list[str]:
     if not all(isinstance(s, str) and s for s in strings):
         raise UserError(f"stop ({stop!r}) must be a string or a list of strings, none of them empty")
     return strings
+
+
+def stop_ids(stop_token_ids) -> list[int]:
+    """None, one id or several, as a list.
+
+    Raises:
+        UserError: not whole numbers.
+    """
+    values = as_numbers(stop_token_ids)
+    ids = [] if values is None else list(values) if isinstance(values, (list, tuple, set, frozenset)) else [values]
+    for one in ids:
+        if not isinstance(one, int) or isinstance(one, bool):
+            raise UserError(f"stop_token_ids ({stop_token_ids!r}) must be whole numbers, ids of tokens, and {one!r} is "
+                            "none; a text that ends the output is given as stop")
+    return ids

@@ -119,8 +119,8 @@ FAULTS = [
           "length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len",
           "length = DEFAULT_PROMPT_LEN if args.prompt_len is None else args.prompt_len", "test_cli_flags.py",
           "a file is cut to 16,384 tokens unasked"),
-    Fault("flags-of-sampling", "cli.py", '"max_new_tokens": args.max_new_tokens, **given(args, Sampling)}',
-          '"max_new_tokens": args.max_new_tokens}', "test_cli_flags.py", "--temperature and the like are ignored"),
+    Fault("flags-of-sampling", "cli.py", "**given(args, Sampling), **wishes(args)}", "**wishes(args)}",
+          "test_cli_flags.py", "--temperature and the like are ignored"),
     Fault("flag-seed-of-prompts", "cli.py", '{"seed": sampling["seed"] + first} if', '{"seed": sampling["seed"]} if',
           "test_cli_flags.py", "--prompts: a prompt's text depends on its batch"),
     Fault("flag-no-speculation", "cli.py", "engine.stream(ids, speculate=not args.no_speculation, stop=args.stop",
@@ -418,6 +418,15 @@ FAULTS = [
           "draft_dtype without a retrieval level is ignored"),
     Fault("load-draft-ranks-order", "loading.py", "sorted(set(ranks)) != list(ranks) or ranks[0] != 0", "ranks[0] != 0",
           "test_parallel.py -k draft_ranks", "ranks that are named twice are taken"),
+
+    # stop_token_ids
+    Fault("stop-ids-ignored", "engine.py", "(*ends, *(() if ignore_eos else self.eos_ids))",
+          "tuple(() if ignore_eos else self.eos_ids)", "test_engine.py -k ids_that_end", "stop_token_ids do nothing"),
+    Fault("stop-ids-with-eos", "engine.py", "(*ends, *(() if ignore_eos else self.eos_ids))",
+          "tuple(ends or (() if ignore_eos else self.eos_ids))", "test_engine.py -k beside_stop_ids",
+          "with stop_token_ids, an end-of-text token no longer ends a text"),
+    Fault("stop-ids-unchecked", "engine.py", '            self._check_ids(ends, "stop_token_ids: ")\n',
+          "            pass\n", "test_engine.py -k mistakes_in_a_call", "an id that no tokenizer has is taken"),
 
     # levels.py
     Fault("levels-all-accepted", "levels.py", "if i >= row.num_accepted:", "if i > row.num_accepted:", "test_levels.py",
