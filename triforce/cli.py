@@ -20,6 +20,7 @@ from .config import Placement, Sampling, Settings, check_max_new_tokens, names_o
 from .errors import UserError, not_known
 from .hf.checkpoint import resolve
 from .loading import find_draft, load
+from .logprobs import check_logprobs
 
 DEFAULT_PROMPT_LEN = 16_384
 CHECKED_TOKENS = 64  # of the greedy comparison
@@ -72,6 +73,8 @@ def parser() -> Parser:
     drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
     drafting.add_argument("--compare", action=argparse.BooleanOptionalAction,
                           help="compare with autoregression: speed and 64 greedy tokens (default: only without flags)")
+    text.add_argument("--logprobs", type=int, metavar="K", help="with --json or --prompts: log-probabilities of each "
+                      "token, and of the K most probable ones in its place")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     return p
 
@@ -128,6 +131,9 @@ def read_request(args, no_flags: bool = False) -> Request:
     Placement(**given(args, Placement))
     Sampling(**given(args, Sampling)).columns(1)
     check_max_new_tokens(args.max_new_tokens)
+    if args.logprobs is not None and not args.json and args.prompts is None:
+        raise UserError(f"--logprobs ({args.logprobs}) has no place in a text; add --json, or give --prompts")
+    check_logprobs(args.logprobs)
     if args.prompt_len is not None and args.prompt_len < 1:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
     if args.chat_template and not args.chat:
@@ -406,7 +412,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
 
 def wishes(args) -> dict:
     """Further options of `Engine.generate` for which a flag was given."""
-    names = ("stop_token_ids",)
+    names = ("stop_token_ids", "logprobs")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 

@@ -26,6 +26,7 @@ from .jobs import Models, find_compiler, kept_folder
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
 from .levels import Spans
+from .logprobs import check_logprobs
 from .model import Transformer
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 from .session import Session
@@ -105,8 +106,8 @@ class Engine:
 
     @takes(Sampling)
     def stream(self, prompt, max_new_tokens: int = 256, *, stop=None, stop_token_ids=None, ignore_eos: bool = False,
-               speculate: bool = True, one_row: bool = False, chat_template: str | None = None, on_prefill=None,
-               on_decode=None, **options) -> "Stream":
+               speculate: bool = True, one_row: bool = False, logprobs: int | None = None,
+               chat_template: str | None = None, on_prefill=None, on_decode=None, **options) -> "Stream":
         """The same for one prompt, piece by piece: iterate for valid text, then read `.result`.
 
         Args:
@@ -117,6 +118,9 @@ class Engine:
             ignore_eos: go on after an end-of-text token.
             speculate: False: the same padded step one token at a time: the same greedy bits, only slower.
             one_row: with speculate=False, unpadded steps: the fastest autoregression; the same law, other bits.
+            logprobs: give `Generation.logprobs`, an entry a token, with so many of the most probable tokens; 0: the
+                emitted ones alone. Each round then waits for the device a second time, and runs the output layer once
+                more.
             chat_template: a Jinja template in place of the checkpoint's.
             on_prefill: called with the share of the prefill that is done.
             on_decode: called after each round with the number of new tokens, of all prompts together.
@@ -124,7 +128,7 @@ class Engine:
         if _is_batch(prompt):
             raise UserError("stream takes one prompt; generate takes a list")
         return Stream(*self._serve([prompt], max_new_tokens, stop=stop, stop_token_ids=stop_token_ids,
-                                   ignore_eos=ignore_eos, speculate=speculate, one_row=one_row,
+                                   ignore_eos=ignore_eos, speculate=speculate, one_row=one_row, logprobs=logprobs,
                                    chat_template=chat_template, on_prefill=on_prefill, on_decode=on_decode, **options))
 
     @torch.inference_mode()
@@ -158,7 +162,7 @@ class Engine:
         return ids
 
     def _serve(self, prompts, max_new_tokens: int, *, stop=None, stop_token_ids=None, ignore_eos=False,
-               speculate=True, one_row=False, chat_template=None, on_prefill=None, on_decode=None,
+               speculate=True, one_row=False, logprobs=None, chat_template=None, on_prefill=None, on_decode=None,
                **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
         """Checks everything, then gives a generator of (index of the prompt, piece of text), and a list that gets the
         sessions whose results these are."""
@@ -169,6 +173,7 @@ class Engine:
         stops = stop_strings(stop)
         if stops:
             self._tokenizer()
+        check_logprobs(logprobs, self.vocab_size)
         ends = stop_ids(stop_token_ids)
         if ends:
             self._check_ids(ends, "stop_token_ids: ")
@@ -179,7 +184,7 @@ class Engine:
         sampling.columns(len(ids))
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
         request = Request(ids, max_new_tokens, sampling, (*ends, *(() if ignore_eos else self.eos_ids)), stops, plan,
-                          on_prefill, on_decode)
+                          on_prefill, on_decode, logprobs)
         sessions: list[Session] = []
         return self._answer(request, sessions), sessions
 
@@ -189,7 +194,8 @@ class Engine:
         for first in range(0, len(request.ids), size):
             group = request.part(slice(first, first + size))
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
-            session, where = Session(group.ids, outputs, group.sampling.seed, self.device), None
+            session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs)
+            where = None
             sessions.append(session)
             try:
                 for row, piece in self._decode(session, group):
@@ -373,6 +379,7 @@ class Request:
     plan: Plan | None  # what all rounds follow; None: chosen
     on_prefill: Callable[[float], None] | None
     on_decode: Callable[[int], None] | None
+    logprobs: int | None
 
     def part(self, rows: slice) -> "Request":
         """The same for some of the prompts."""

@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .config import as_numbers
 from .errors import UserError
+
+if TYPE_CHECKING:
+    from .logprobs import Logprob
 
 
 @dataclass
@@ -79,6 +83,7 @@ class Generation:
     # Of each token, the text that became certain with it; joined they are `text`. Where several tokens spell one
     # character, the last of them has it.
     pieces: list[str] = field(default_factory=list)
+    logprobs: "list[Logprob] | None" = None  # one a token, where they were asked for
 
 
 class RowOutput:
@@ -90,14 +95,15 @@ class RowOutput:
         self.tokens: list[int] = []
         self.levels: list[str] = []  # one a token, where they are told
         self.pieces: list[str] = []  # one a token
+        self.logprobs: list[Logprob] = []  # one a token, where they are told
         self.text, self.shown = "", 0
         self.finish_reason: str | None = None
 
-    def push(self, tokens: list[int], levels: Sequence[str] = ()) -> str:
+    def push(self, tokens: list[int], levels: Sequence[str] = (), logprobs: "Sequence[Logprob]" = ()) -> str:
         """Takes in a round's tokens, drops those after the end, and returns the text that is now certain.
 
         Args:
-            levels: which level proposed each of the tokens.
+            levels: which level proposed each of the tokens. logprobs: of each of them.
         """
         before = len(self.tokens)
         for token in tokens:
@@ -112,6 +118,7 @@ class RowOutput:
                 if self.finish_reason is None and len(self.tokens) >= self.max_new_tokens:
                     self._end("length")
         self.levels += levels[: len(self.tokens) - before]
+        self.logprobs += logprobs[: len(self.tokens) - before]
         certain = len(self.text) if self.finish_reason else len(self.text) - self._may_become_stop()
         piece, self.shown = self.text[self.shown : certain], max(self.shown, certain)
         return piece

@@ -443,6 +443,19 @@ FAULTS = [
     Fault("spans-offset", "levels.py", "            self._offset += len(part)\n", "", "test_levels.py",
           "a text is shown twice where a token is not yet certain"),
 
+    # logprobs.py
+    Fault("logprobs-other-row", "logprobs.py", "own.gather(2, tokens)", "own.roll(1, 1).gather(2, tokens)",
+          "test_logprobs.py", "log-probabilities of the token before"),
+    Fault("logprobs-of-law", "logprobs.py", "top = own.topk(k, dim=-1)", "top = law.topk(k, dim=-1)",
+          "test_logprobs.py", "the most probable tokens by the cut law"),
+    Fault("logprobs-padding", "logprobs.py", "own = logits[..., : level.tape.vocab_size]", "own = logits",
+          "test_logprobs.py", "words without a name have a share of the model's law"),
+    Fault("logprobs-old-hidden", "speculator.py", "            self.hidden[:, :rows] = hidden\n",
+          "            self.hidden[:, 1:rows] = hidden[:, 1:]\n", "test_logprobs.py",
+          "the first token of a round has the log-probability of another one"),
+    Fault("logprobs-unasked", "session.py", "        if self.logprobs is not None:\n            told",
+          "        if True:\n            told", "test_logprobs.py", "each round runs the output layer twice"),
+
     # memory.py
     Fault("memory-tail", "memory.py", 'Part("tail", cache.nbytes - prefix.nbytes - chunk_keys',
           'Part("tail", cache.nbytes - prefix.nbytes', 'test_memory.py test_engine.py -k "parts_by or planned"',
