@@ -21,6 +21,8 @@ from .errors import UserError, not_known
 from .hf.checkpoint import resolve
 from .loading import find_draft, load
 from .logprobs import check_logprobs
+from .progress import Bar
+from .show import as_ansi, legend
 
 DEFAULT_PROMPT_LEN = 16_384
 CHECKED_TOKENS = 64  # of the greedy comparison
@@ -73,6 +75,8 @@ def parser() -> Parser:
     drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
     drafting.add_argument("--compare", action=argparse.BooleanOptionalAction,
                           help="compare with autoregression: speed and 64 greedy tokens (default: only without flags)")
+    text.add_argument("--show-levels", action="store_true", help="on a terminal: colour the text by the level that "
+                      "proposed it (elsewhere with FORCE_COLOR=1)")
     text.add_argument("--logprobs", type=int, metavar="K", help="with --json or --prompts: log-probabilities of each "
                       "token, and of the K most probable ones in its place")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -134,6 +138,9 @@ def read_request(args, no_flags: bool = False) -> Request:
     if args.logprobs is not None and not args.json and args.prompts is None:
         raise UserError(f"--logprobs ({args.logprobs}) has no place in a text; add --json, or give --prompts")
     check_logprobs(args.logprobs)
+    if args.show_levels and (args.json or args.prompts is not None):
+        raise UserError("--show-levels colours a text, and --json and --prompts print none: they have \"levels\"; drop "
+                        "one of them")
     if args.prompt_len is not None and args.prompt_len < 1:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
     if args.chat_template and not args.chat:
@@ -243,49 +250,32 @@ def load_engine(args, group):
     return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **given(args, Settings, Placement))
 
 
-class Bar:
-    """A progress bar on a terminal, nothing in a file.
-
-    Args:
-        what: is done, in a word.
-        total: tokens.
-    """
-
-    def __init__(self, what: str, total: int):
-        from tqdm import tqdm
-
-        self.bar = tqdm(total=total, desc=what, unit="tok", disable=None, leave=False, file=sys.stderr, ncols=78)
-
-    def __call__(self, share: float) -> None:
-        """share: of the tokens that are done, 0 to 1."""
-        self.bar.update(int(share * self.bar.total) - self.bar.n)
-        if share >= 1:
-            self.close()
-
-    def count(self, tokens: int) -> None:
-        """tokens: that are done."""
-        self(tokens / self.bar.total)
-
-    def close(self) -> None:
-        self.bar.close()
-
-
 def stream_text(engine, ids, args, sampling):
     """Generates, printing text as it comes unless --json. Returns the Generation."""
     stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, on_prefill=Bar("prefill", len(ids)),
                            ignore_eos=args.ignore_eos, **sampling)
-    shown = ""
+    shown, coloured = "", args.show_levels and wants_colours(sys.stdout)
+    if args.show_levels:
+        print(f"{legend(wants_colours(sys.stderr))}\n" if coloured else "note: --show-levels colours a text on a "
+              "terminal, and standard output\n  is none; FORCE_COLOR=1 colours it nevertheless\n", file=sys.stderr)
     try:
         for shown in stream:
             if not args.json:
-                sys.stdout.write(shown)
+                sys.stdout.write(as_ansi(stream.spans) if coloured else shown)
                 sys.stdout.flush()
     finally:
         stream.close()
         if shown and not args.json:
             sys.stdout.write("\n")
             sys.stdout.flush()
+    if args.show_levels:
+        print("\n" + legend(coloured and wants_colours(sys.stderr), stream.result.levels), file=sys.stderr)
     return stream.result
+
+
+def wants_colours(file) -> bool:
+    """Whether a file is a terminal, or colours are wanted wherever they go (FORCE_COLOR)."""
+    return file.isatty() or bool(os.environ.get("FORCE_COLOR"))
 
 
 def answer_prompts(engine, request: Request, args, sampling) -> int:

@@ -29,6 +29,7 @@ from .levels import Spans
 from .logprobs import check_logprobs
 from .model import Transformer
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
+from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
 from .state import State
 
@@ -98,9 +99,15 @@ class Engine:
             UserError: an empty prompt, one too long for the model or the memory, a sampling value out of range.
         """
         many = _is_batch(prompt)
-        pieces, sessions = self._serve(prompt if many else [prompt], max_new_tokens, **options)
-        for _ in pieces:
-            pass
+        prompts = prompt if many else [prompt]
+        side_by_side = min(len(prompts), self.placement.max_batch_size)
+        bars = NotebookBars(options, side_by_side * check_max_new_tokens(max_new_tokens))
+        try:
+            pieces, sessions = self._serve(prompts, max_new_tokens, **options)
+            for _ in pieces:
+                pass
+        finally:
+            bars.close()
         results = [result for session in sessions for result in session.results()]
         return results if many else results[0]
 
@@ -127,6 +134,8 @@ class Engine:
         """
         if _is_batch(prompt):
             raise UserError("stream takes one prompt; generate takes a list")
+        if on_prefill is None and in_notebook():
+            on_prefill = Bar("prefill", 100, "%", late=True)
         return Stream(*self._serve([prompt], max_new_tokens, stop=stop, stop_token_ids=stop_token_ids,
                                    ignore_eos=ignore_eos, speculate=speculate, one_row=one_row, logprobs=logprobs,
                                    chat_template=chat_template, on_prefill=on_prefill, on_decode=on_decode, **options))

@@ -85,6 +85,12 @@ class Generation:
     pieces: list[str] = field(default_factory=list)
     logprobs: "list[Logprob] | None" = None  # one a token, where they were asked for
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the text, its tokens coloured by level, and the statistics."""
+        from .show import as_html
+
+        return as_html(self)
+
 
 class RowOutput:
     """Collects a row's tokens, turns them into text, and ends it at an eos, a stop string or `max_new_tokens`."""

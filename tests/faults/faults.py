@@ -443,6 +443,26 @@ FAULTS = [
     Fault("spans-offset", "levels.py", "            self._offset += len(part)\n", "", "test_levels.py",
           "a text is shown twice where a token is not yet certain"),
 
+    # show.py, progress.py
+    Fault("html-unescaped", "show.py", "return html.escape(visible(text), quote=True)", "return visible(text)",
+          "test_show.py", "a notebook runs the scripts that a model writes"),
+    Fault("html-parts-lost", "show.py", "            parts = []\n", "", "test_show.py",
+          "a token's tooltip tells all the tokens before it"),
+    Fault("html-controls", "show.py", 'if char < " " and char not in', 'if char < "\\0" and char not in',
+          "test_show.py", "a model's escape codes reach the terminal"),
+    Fault("ansi-without-end", "show.py", "{visible(text)}\\033[0m", "{visible(text)}", "test_show.py",
+          "what follows a coloured text is coloured, too"),
+    Fault("colours-in-a-file", "cli.py", "return file.isatty() or bool(os.environ.get(\"FORCE_COLOR\"))",
+          "return True", "test_show.py", "escape codes in a file"),
+    Fault("bar-in-a-file", "progress.py", "disable=None, file=sys.stderr", "disable=False, file=sys.stderr",
+          "test_progress.py", "a log is full of bars"),
+    Fault("bar-over-bar", "progress.py", 'options.get("on_prefill") or options.get("on_decode")',
+          'options.get("on_prefill")', "test_progress.py", "a notebook's bar replaces what the caller wants to hear"),
+    Fault("bar-without-tqdm", "progress.py", "    except Exception:  # tqdm", "    except OSError:  # tqdm",
+          "test_progress.py", "nothing can be generated where tqdm is missing"),
+    Fault("bar-never-closed", "progress.py", "        for bar in self.bars:\n            bar.close()\n",
+          "        pass\n", "test_progress.py", "bars of finished work stay in a notebook"),
+
     # logprobs.py
     Fault("logprobs-other-row", "logprobs.py", "own.gather(2, tokens)", "own.roll(1, 1).gather(2, tokens)",
           "test_logprobs.py", "log-probabilities of the token before"),
