@@ -74,6 +74,15 @@ def test_words_without_a_name_have_no_share(pair):
         assert {one for one, _ in told.top} == set(range(20))
 
 
+def test_bias_counts_in_the_law_alone(pair):
+    engine, prompt = make_engine(*pair, **SIZES), random_prompt(40)
+    law = {"temperature": 1.0, "top_p": 1.0}
+    out = engine.generate(prompt, 20, seed=0, logprobs=2, logit_bias={5: 60.0}, **law)
+    assert out.tokens == [5] * 20 and all(told.logprob > -1e-6 > told.model_logprob for told in out.logprobs)
+    logits = engine.logits([prompt + out.tokens])[0, len(prompt) - 1 : -1].log_softmax(-1)
+    assert [told.model_logprob for told in out.logprobs] == pytest.approx(logits[:, 5].tolist(), abs=2e-4)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_logits_are_those_of_the_round_to_the_bit(pair, rows):
     state = make_state(*pair, [random_prompt(60, seed=row) for row in range(rows)], keep_logits=True)

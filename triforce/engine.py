@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import memory
-from .config import Placement, Sampling, Settings, check_max_new_tokens, split, takes
+from .config import Placement, Sampling, Settings, check_biases, check_max_new_tokens, split, takes
 from .errors import UserError
 from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.tokenizer import Tokenizer
@@ -190,7 +190,7 @@ class Engine:
         for prompt in ids:
             self.check_len(len(prompt), max_new_tokens)
         sampling = sampling.with_seed(len(ids), lambda: self._agreed(random.getrandbits(32)))
-        sampling.columns(len(ids))
+        check_biases(sampling.columns(len(ids))["logit_bias"], self.vocab_size)
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
         request = Request(ids, max_new_tokens, sampling, (*ends, *(() if ignore_eos else self.eos_ids)), stops, plan,
                           on_prefill, on_decode, logprobs)
