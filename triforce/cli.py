@@ -19,6 +19,7 @@ from pathlib import Path
 from .config import Placement, Sampling, Settings, check_max_new_tokens, names_of
 from .errors import UserError, not_known
 from .hf.checkpoint import resolve
+from .keep import WAYS, fit
 from .loading import find_draft, load
 from .logprobs import check_logprobs
 from .progress import Bar
@@ -57,6 +58,8 @@ def parser() -> Parser:
     prompt.add_argument("--batch-size", type=int, default=8,
                         help="so many of --prompts are computed side by side (default 8)")
     prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens (alias --prefill)")
+    prompt.add_argument("--keep", choices=WAYS, help="of a text that is too long for the model or --max-seq-len, keep "
+                        "the start, the end, or half of both; question and template stay (default: an error)")
     prompt.add_argument("--question", help="asked after the (cut) document")
     prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
@@ -230,20 +233,36 @@ def read_prompts(path: str) -> list[str]:
     return texts
 
 
-def encode(args, tokenizer, text: str, request: Request) -> list[int]:
-    """A prompt's ids: the text, cut to --prompt-len tokens, then the question; or both as a user's message."""
+def encode(args, engine, text: str, request: Request) -> tuple[list[int], int]:
+    """A prompt's ids: the text, cut to --prompt-len tokens, then the question; or both as a user's message.
+
+    Returns:
+        ids, and how many of the text's tokens were dropped to make it fit, by --keep.
+    """
+    tokenizer = engine.tokenizer
     ids = tokenizer.encode(text)
     length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
     if length is not None:
         if length > len(ids):
             print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
         ids = ids[:length]
-    if args.chat:
-        content = tokenizer.decode(ids) + (f"\n\n{args.question}" if args.question else "")
-        return tokenizer.apply_chat_template([{"role": "user", "content": content}], request.template)
-    if args.question:
-        ids = ids + tokenizer.encode(f"\n\n{args.question}\n", bos=False)
-    return ids
+
+    def finish(ids: list[int]) -> list[int]:
+        if args.chat:
+            content = tokenizer.decode(ids) + (f"\n\n{args.question}" if args.question else "")
+            return tokenizer.apply_chat_template([{"role": "user", "content": content}], request.template)
+        return ids + tokenizer.encode(f"\n\n{args.question}\n", bos=False) if args.question else ids
+
+    if args.keep is None:
+        return finish(ids), 0
+    room = engine.room(args.max_new_tokens)
+    made, dropped = fit(ids, finish, room, args.keep, tokenizer.bos_id)
+    if dropped:
+        kept = "start and end are" if args.keep == "both" else f"{args.keep} is"
+        note = (f"note: {dropped:,} of the text's {len(ids):,} tokens were dropped, so that prompt and output fit; its "
+                f"{kept} kept (--keep {args.keep})")
+        print(textwrap.fill(note, 78, subsequent_indent="  "), file=sys.stderr)
+    return made, dropped
 
 
 def load_engine(args, group):
@@ -280,10 +299,12 @@ def wants_colours(file) -> bool:
 
 def answer_prompts(engine, request: Request, args, sampling) -> int:
     """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
-    prompts = []
+    prompts, dropped = [], []
     for index, text in enumerate(request.prompts):  # all of them, before hours of work
         try:
-            prompts.append(engine.encode_prompt(encode(args, engine.tokenizer, text, request)))
+            ids, count = encode(args, engine, text, request)
+            prompts.append(engine.encode_prompt(ids))
+            dropped.append(count)
             engine.check_len(len(prompts[-1]), args.max_new_tokens)
         except UserError as error:
             raise UserError(f"prompt {index} of --prompts {args.prompts}: {error}") from None
@@ -302,6 +323,7 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
             prefill.close()
             decode.close()
         for index, result in enumerate(results, first):
+            result.stats.dropped_tokens = dropped[index]
             print(json.dumps({"index": index, **asdict(result)}), flush=True)
             tokens += len(result.tokens)
         speed = tokens / (time.perf_counter() - begun)
@@ -314,6 +336,7 @@ def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
     """The same prompt by the fastest autoregression, and greedy tokens with and without speculation."""
     seeded = {**sampling, "seed": result.stats.seed}
     plain = engine.generate(ids, speculate=False, one_row=True, ignore_eos=args.ignore_eos, stop=args.stop, **seeded)
+    plain.stats.dropped_tokens = result.stats.dropped_tokens
     greedy = {"temperature": 0.0, "max_new_tokens": min(CHECKED_TOKENS, args.max_new_tokens), "ignore_eos": True}
     on = engine.generate(ids, **greedy).tokens
     off = engine.generate(ids, speculate=False, **greedy).tokens
@@ -379,12 +402,12 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
-    ids = encode(args, engine.tokenizer, request.document, request)
+    ids, dropped = encode(args, engine, request.document, request)
     engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
     load_seconds = age()
     result = stream_text(engine, ids, args, sampling)
-    result.stats.load = load_seconds
+    result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
     report = {"checkpoint": args.checkpoint, **asdict(result)}
     identical = True
     if wants_comparison:

@@ -23,6 +23,7 @@ from .errors import UserError
 from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.tokenizer import Tokenizer
 from .jobs import Models, find_compiler, kept_folder
+from .keep import check_keep, cut
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
 from .levels import Spans
@@ -114,7 +115,8 @@ class Engine:
     @takes(Sampling)
     def stream(self, prompt, max_new_tokens: int = 256, *, stop=None, stop_token_ids=None, ignore_eos: bool = False,
                speculate: bool = True, one_row: bool = False, logprobs: int | None = None,
-               chat_template: str | None = None, on_prefill=None, on_decode=None, **options) -> "Stream":
+               keep: str | None = None, chat_template: str | None = None, on_prefill=None, on_decode=None,
+               **options) -> "Stream":
         """The same for one prompt, piece by piece: iterate for valid text, then read `.result`.
 
         Args:
@@ -128,6 +130,9 @@ class Engine:
             logprobs: give `Generation.logprobs`, an entry a token, with so many of the most probable tokens; 0: the
                 emitted ones alone. Each round then waits for the device a second time, and runs the output layer once
                 more.
+            keep: of a prompt that is too long for the model or max_seq_len, what is kept so that max_new_tokens fit:
+                the "start", the "end", or "both", half of it each. A bos at its start is kept. Of messages, the
+                template's own tokens are cut as the others are. None: such a prompt is an error.
             chat_template: a Jinja template in place of the checkpoint's.
             on_prefill: called with the share of the prefill that is done.
             on_decode: called after each round with the number of new tokens, of all prompts together.
@@ -138,7 +143,8 @@ class Engine:
             on_prefill = Bar("prefill", 100, "%", late=True)
         return Stream(*self._serve([prompt], max_new_tokens, stop=stop, stop_token_ids=stop_token_ids,
                                    ignore_eos=ignore_eos, speculate=speculate, one_row=one_row, logprobs=logprobs,
-                                   chat_template=chat_template, on_prefill=on_prefill, on_decode=on_decode, **options))
+                                   keep=keep, chat_template=chat_template, on_prefill=on_prefill, on_decode=on_decode,
+                                   **options))
 
     @torch.inference_mode()
     def logits(self, tokens) -> Tensor:
@@ -171,8 +177,8 @@ class Engine:
         return ids
 
     def _serve(self, prompts, max_new_tokens: int, *, stop=None, stop_token_ids=None, ignore_eos=False,
-               speculate=True, one_row=False, logprobs=None, chat_template=None, on_prefill=None, on_decode=None,
-               **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
+               speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None, on_prefill=None,
+               on_decode=None, **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
         """Checks everything, then gives a generator of (index of the prompt, piece of text), and a list that gets the
         sessions whose results these are."""
         [sampling], _ = split(options, Sampling, what="option of generate", known=generate_options())
@@ -187,13 +193,18 @@ class Engine:
         if ends:
             self._check_ids(ends, "stop_token_ids: ")
         ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
+        lengths, room = [len(prompt) for prompt in ids], self.room(max_new_tokens)
+        check_keep(keep)
+        if keep is not None and room > 0:
+            ids = [cut(prompt, room, keep, getattr(self.tokenizer, "bos_id", None)) for prompt in ids]
         for prompt in ids:
             self.check_len(len(prompt), max_new_tokens)
         sampling = sampling.with_seed(len(ids), lambda: self._agreed(random.getrandbits(32)))
         check_biases(sampling.columns(len(ids))["logit_bias"], self.vocab_size)
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
         request = Request(ids, max_new_tokens, sampling, (*ends, *(() if ignore_eos else self.eos_ids)), stops, plan,
-                          on_prefill, on_decode, logprobs)
+                          on_prefill, on_decode, logprobs,
+                          [length - len(prompt) for length, prompt in zip(lengths, ids, strict=True)])
         sessions: list[Session] = []
         return self._answer(request, sessions), sessions
 
@@ -203,7 +214,8 @@ class Engine:
         for first in range(0, len(request.ids), size):
             group = request.part(slice(first, first + size))
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
-            session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs)
+            session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs,
+                              group.dropped)
             where = None
             sessions.append(session)
             try:
@@ -360,6 +372,11 @@ class Engine:
             raise UserError(f"{where}token id {bad} is outside the vocabulary of {self.vocab_size}; ids go from 0 to "
                             f"{self.vocab_size - 1}")
 
+    def room(self, max_new_tokens: int) -> int:
+        """How many tokens a prompt may have beside so many new ones."""
+        longest = self.placement.max_seq_len
+        return (self.target.config.max_len if longest is None else longest) - max_new_tokens
+
     def check_len(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raises UserError if so many tokens do not fit the model, or max_seq_len."""
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
@@ -389,10 +406,11 @@ class Request:
     on_prefill: Callable[[float], None] | None
     on_decode: Callable[[int], None] | None
     logprobs: int | None
+    dropped: list[int]  # tokens of each prompt that did not fit
 
     def part(self, rows: slice) -> "Request":
         """The same for some of the prompts."""
-        return replace(self, ids=self.ids[rows], sampling=self.sampling.part(rows))
+        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=self.sampling.part(rows))
 
 
 class Stream:

@@ -30,6 +30,7 @@ class Stats:
     flushes: int = 0
     peak_memory: int = 0  # bytes: allocated on the GPU, or resident on the CPU
     seed: int = 0
+    dropped_tokens: int = 0  # of the prompt, which was too long: see `keep`; `prompt_len` counts what was left
 
     @property
     def wall(self) -> float:
@@ -45,6 +46,7 @@ class Stats:
         rates = [(f"acceptance at {level}", f"{rate:.3f}") for level, rate in self.acceptance_rate.items()]
         return [
             ("prompt tokens", f"{self.prompt_len:,}"),
+            *([("dropped prompt tokens", f"{self.dropped_tokens:,}")] if self.dropped_tokens else []),
             ("new tokens", f"{self.new_tokens:,}"),
             ("start and load", f"{self.load:.2f} s" if self.load else "-"),
             ("prefill", f"{self.prefill:.2f} s"),

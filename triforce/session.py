@@ -29,11 +29,12 @@ class Session:
         outputs: where each row's tokens go.
         seeds: of each row, for its statistics.
         logprobs: see `Engine.stream`.
+        dropped: tokens of each prompt that did not fit, for its statistics.
     """
 
     def __init__(self, prompts: list[list[int]], outputs: list[RowOutput], seeds: list[int], device: torch.device,
-                 logprobs: int | None = None):
-        self.logprobs = logprobs
+                 logprobs: int | None = None, dropped: list[int] | None = None):
+        self.logprobs, self.dropped = logprobs, dropped or [0] * len(prompts)
         self.prompts, self.outputs, self.seeds, self.device = prompts, outputs, seeds, device
         self.state: State | None = None
         self._begun = time.perf_counter()
@@ -98,7 +99,8 @@ class Session:
             progress = self._progress(row) if state is not None and self._first_round else Progress()
         later = len(output.tokens) - (self._first_round[row] if self._first_round else 0)
         return Generation(output.text, output.tokens, output.finish_reason or "interrupted", Stats(
-            prompt_len=len(self.prompts[row]), new_tokens=len(output.tokens), ttft=self._ttft,
+            prompt_len=len(self.prompts[row]), dropped_tokens=self.dropped[row],
+            new_tokens=len(output.tokens), ttft=self._ttft,
             tbt=progress.seconds / later if later else 0.0, acceptance_rate=progress.acceptance or {},
             prefill=self._prefill, decode=progress.seconds, recording=state.compiler.seconds if state else 0.0,
             block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,

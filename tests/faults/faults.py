@@ -428,6 +428,20 @@ FAULTS = [
     Fault("stop-ids-unchecked", "engine.py", '            self._check_ids(ends, "stop_token_ids: ")\n',
           "            pass\n", "test_engine.py -k mistakes_in_a_call", "an id that no tokenizer has is taken"),
 
+    # keep.py
+    Fault("keep-other-end", "keep.py", "return ids[:room]", "return ids[-room:]", "test_keep.py", "the end is kept"),
+    Fault("keep-without-bos", "keep.py", "int(ids[0] == bos_id and room > 1)", "0", "test_keep.py",
+          "a prompt that was cut begins without its bos"),
+    Fault("keep-too-much", "keep.py", "while len(made) > room:", "while len(made) > room + 1:", "test_keep.py",
+          "a prompt that does not fit"),
+    Fault("keep-question", "cli.py", "made, dropped = fit(ids, finish, room, args.keep, tokenizer.bos_id)",
+          "made, dropped = fit(finish(ids), list, room, args.keep, tokenizer.bos_id)", "test_keep.py",
+          "--keep start drops the question"),
+    Fault("keep-untold", "session.py", "dropped_tokens=self.dropped[row],", "dropped_tokens=0,", "test_keep.py",
+          "nobody hears that a prompt was cut"),
+    Fault("keep-rows", "engine.py", "dropped=self.dropped[rows], ", "", "test_keep.py",
+          "rows of a later group tell what was dropped of others"),
+
     # levels.py
     Fault("levels-all-accepted", "levels.py", "if i >= row.num_accepted:", "if i > row.num_accepted:", "test_levels.py",
           "the target's own token is said to be drafted"),
