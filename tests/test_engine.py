@@ -283,6 +283,24 @@ def test_logits_equal_the_rounds(pair):
     assert torch.equal(logits[0], logits[1])
 
 
+def test_logits_of_the_last_positions(pair, monkeypatch):
+    """Those alone go through the output layer: all of them for a long text may not fit."""
+    engine = make_engine(*pair, flush_interval=16, chunk_size=4, prefill_chunk_size=32, budget=64)
+    rows, seen, output = [random_prompt(90), random_prompt(90, seed=1)], [], engine.target.output.forward
+    whole = engine.logits(rows)
+    monkeypatch.setattr(engine.target.output, "forward", lambda hidden: seen.append(hidden.shape) or output(hidden))
+    for last in (1, 7, 90, np.int64(5)):
+        some = engine.logits(rows, last=last)
+        assert some.shape == (2, last, VOCAB) and some.dtype == torch.float32
+        torch.testing.assert_close(some, whole[:, -last:], atol=1e-4, rtol=1e-4)
+        assert {shape[1] for shape in seen} == {last}
+        seen.clear()
+    for last, text in ((0, r"last \(0\) must be a whole number, at least 1"), (91, r"last \(91\) must be at most 90"),
+                       (1.5, "whole number")):
+        with pytest.raises(triforce.UserError, match=text):
+            engine.logits(rows, last=last)
+
+
 @pytest.mark.parametrize("call,text", [
     (lambda e: e.generate(""), "prompt is empty"),
     (lambda e: e.generate([]), "prompt is empty"),

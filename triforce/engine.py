@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from . import memory
-from .config import Placement, Sampling, Settings, check_biases, check_max_new_tokens, split, takes
+from .config import (
+    Placement,
+    Sampling,
+    Settings,
+    as_numbers,
+    check_biases,
+    check_max_new_tokens,
+    split,
+    takes,
+    whole,
+)
 from .errors import UserError
 from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.tokenizer import Tokenizer
@@ -147,8 +157,17 @@ class Engine:
                                    **options))
 
     @torch.inference_mode()
-    def logits(self, tokens) -> Tensor:
-        """Logits after every token: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in the checkpoint."""
+    def logits(self, tokens, last: int | None = None) -> Tensor:
+        """Logits after every token, or after the last ones: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in
+        the checkpoint.
+
+        Args:
+            last: only after so many tokens at the end, [B, last, V]: the output layer is not run for the others, nor is
+                there memory for their logits. Equal to those of None but for rounding.
+
+        Raises:
+            UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S.
+        """
         rows = [_as_ids(row) for row in tokens]
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
             raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
@@ -156,10 +175,17 @@ class Engine:
         self._check_ids(tokens.flatten().tolist())
         self.check_len(tokens.shape[1], 0)
         size, length = self.settings.prefill_chunk_size, tokens.shape[1]
+        if last is not None:
+            whole(1, 1)("last", last := as_numbers(last))
+            if last > length:
+                raise UserError(f"last ({last}) must be at most {length}, the number of ids in a row; leave it out for "
+                                "all of them")
+        first = 0 if last is None else length - last
         cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                             flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
         blocks = prefill_blocks(cache, 0, 0, length, size)
-        return torch.cat([self.target.output(self.target.prefill(row[None], blocks)).float() for row in tokens])
+        hidden = (self.target.prefill(row[None], blocks)[:, first:] for row in tokens)  # [1, S or last, dim] each
+        return torch.cat([self.target.output(one).float() for one in hidden])
 
     def encode_prompt(self, prompt, chat_template: str | None = None) -> list[int]:
         """Ids of a prompt in any of the forms that `generate` takes."""

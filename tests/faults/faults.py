@@ -442,6 +442,13 @@ FAULTS = [
     Fault("keep-rows", "engine.py", "dropped=self.dropped[rows], ", "", "test_keep.py",
           "rows of a later group tell what was dropped of others"),
 
+    Fault("logits-of-all", "engine.py", "self.target.prefill(row[None], blocks)[:, first:]",
+          "self.target.prefill(row[None], blocks)", "test_engine.py -k logits_of_the_last",
+          "logits(last=1) needs memory for all positions"),
+    Fault("logits-first", "engine.py", "self.target.prefill(row[None], blocks)[:, first:]",
+          "self.target.prefill(row[None], blocks)[:, : length - first]", "test_engine.py -k logits_of_the_last",
+          "logits of the first positions"),
+
     # levels.py
     Fault("levels-all-accepted", "levels.py", "if i >= row.num_accepted:", "if i > row.num_accepted:", "test_levels.py",
           "the target's own token is said to be drafted"),
