@@ -64,9 +64,21 @@ def what_is_said(group) -> None:
         assert shared.generate(PROMPT, **options).tokens == alone.generate(PROMPT, **options).tokens
         drawn = shared.generate(PROMPT, max_new_tokens=24, temperature=1.0)  # each rank would draw another seed
         assert group.agree((drawn.tokens, drawn.stats.seed)) == (drawn.tokens, drawn.stats.seed)
+    same_results(group, alone, shared)
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0]}
     share, whole = (engine.prepare([PROMPT], 24, **law).cache.prefix.offload.nbytes for engine in (shared, alone))
     assert share == whole // 2
+
+
+def same_results(group, alone: Engine, shared: Engine) -> None:
+    """Biased, with log-probabilities and levels: on every rank, and as one rank tells them."""
+    one, out = (engine.generate(PROMPT, max_new_tokens=16, temperature=0.0, logprobs=2, logit_bias={5: 2.0, 7: -9.0})
+                for engine in (alone, shared))
+    assert out.tokens == one.tokens and out.levels == one.levels and len(out.logprobs) == 16
+    assert group.agree(out.logprobs) == out.logprobs
+    for told, expected in zip(out.logprobs, one.logprobs, strict=True):
+        assert abs(told.model_logprob - expected.model_logprob) < 1e-3
+        assert [token for token, _ in told.top] == [token for token, _ in expected.top]
 
 
 def checkpoint(group) -> None:
