@@ -86,6 +86,7 @@ def what_is_said(group) -> None:
         drawn = shared.generate(PROMPT, max_new_tokens=12, temperature=1.0)  # each rank would draw another seed
         assert group.agree((drawn.tokens, drawn.stats.seed)) == (drawn.tokens, drawn.stats.seed)
     assert shared.prepare([PROMPT], 24, **LAW).cache.prefix.offload.nbytes == whole // 2
+    same_results(group, engine_of(target, draft, **WAYS_TO_SAY[-1]), shared)
 
 
 @cache
@@ -94,6 +95,17 @@ def checkpoint_alone():
     ids = [random_prompt(200, vocab_size=4096), random_prompt(90, seed=1, vocab_size=4096)]
     alone = triforce.load("tiny", device="cpu", gamma=4, max_batch_size=2)
     return ids, [out.tokens for out in alone.generate(ids, **GREEDY)], alone.target.config.num_parameters
+
+
+def same_results(group, alone: Engine, shared: Engine) -> None:
+    """Biased, with log-probabilities and levels: on every rank, and as one rank tells them."""
+    one, out = (engine.generate(PROMPT, max_new_tokens=16, temperature=0.0, logprobs=2, logit_bias={5: 2.0, 7: -9.0})
+                for engine in (alone, shared))
+    assert out.tokens == one.tokens and out.levels == one.levels and len(out.logprobs) == 16
+    assert group.agree(out.logprobs) == out.logprobs
+    for told, expected in zip(out.logprobs, one.logprobs, strict=True):
+        assert abs(told.model_logprob - expected.model_logprob) < 1e-3
+        assert [token for token, _ in told.top] == [token for token, _ in expected.top]
 
 
 def checkpoint(group) -> None:

@@ -139,6 +139,8 @@ def test_commands_and_their_modules(capsys, monkeypatch):
     (["--frobnicate"], "--frobnicate is not a known flag; triforce --help lists all"),
     (["--prompt", "Once", "upon"], "'upon' belongs to no flag; put quotes around"),
     (["--gamma", "x"], "'x' is neither a number of tokens nor 'auto'"),
+    (["--logit-bias", "5:2"], "argument --logit-bias: '5:2' must be ID=BIAS, such as 5=-100 or 5=-inf"),
+    (["--logit-bias", "5=inf"], "logit_bias of token 5 (inf) must be a number"),
     (["--max-new-tokens"], "expected one argument; triforce --help lists all flags"),
     (["--top-p", "1.5"], "top_p (1.5) must be above 0"), (["--max-new-tokens", "0"], "at least 1; try 256"),
     (["--prompts", "/no/such/file"], "cannot read --prompts"),

@@ -82,15 +82,19 @@ def test_only_the_document_that_nobody_chose_is_cut_unasked(engine, tmp_path):
 
 def test_how_to_generate(engine):
     flags = ["--max-new-tokens", "9", "--temperature", "0.5", "--top-p", "0.8", "--top-k", "5", "--min-p", "0.1",
-             "--seed", "3", "--stop", "a", "--stop", "b", "--ignore-eos", "--no-speculation"]
+             "--seed", "3", "--stop", "a", "--stop", "b", "--stop-token-ids", "5", "7", "--ignore-eos",
+             "--logit-bias", "5=-inf", "--logit_bias=7=1.5", "--logit-bias", "9=-2",
+             "--no-speculation"]
     assert cli.main(["--prompt", TEXT, *flags]) == 0
     options = engine.asked[0][1]
     options.pop("on_prefill")
     assert options == {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.8, "top_k": 5, "min_p": 0.1, "seed": 3,
-                       "stop": ["a", "b"], "ignore_eos": True, "speculate": False}
+                       "logit_bias": {5: float("-inf"), 7: 1.5, 9: -2.0},
+                       "stop": ["a", "b"], "stop_token_ids": [5, 7], "ignore_eos": True, "speculate": False}
     assert cli.main(["--prompt", TEXT]) == 0
     options = engine.asked[1][1]
-    assert options["speculate"] and not options["ignore_eos"] and options["stop"] is None and "seed" not in options
+    assert options["speculate"] and not options["ignore_eos"] and options["stop"] is None
+    assert not {"seed", "stop_token_ids"} & options.keys()
 
 
 def test_answers_to_a_file_of_prompts_do_not_depend_on_its_batches(engine, tmp_path, capsys):

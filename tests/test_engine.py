@@ -136,6 +136,48 @@ def test_interrupt_leaves_the_engine_usable(tiny_engine, monkeypatch):
     assert tiny_engine.generate(TEXT, 40, seed=1).tokens == expected
 
 
+def test_bias_of_a_generation(tiny_engine):
+    """It forbids, it forces, it is forgotten; with and without speculation the greedy text is the same."""
+    free = tiny_engine.generate(TEXT, 30, temperature=0.0, ignore_eos=True)
+    forbidden = {token: float("-inf") for token in set(free.tokens)}
+    for law in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 1.0, "seed": 1}):
+        out = tiny_engine.generate(TEXT, 30, ignore_eos=True, logit_bias=forbidden, **law)
+        assert not set(out.tokens) & set(free.tokens)
+        if law["temperature"] == 0:
+            off = tiny_engine.generate(TEXT, 30, ignore_eos=True, logit_bias=forbidden, speculate=False, **law)
+            assert off.tokens == out.tokens and len(set(out.levels)) > 1
+    forced = {np.int64(77): np.float32(1e6)}
+    assert tiny_engine.generate(TEXT, 9, seed=1, logit_bias=forced).tokens == [77] * 9
+    assert tiny_engine.generate(TEXT, 30, temperature=0.0, ignore_eos=True).tokens == free.tokens
+
+
+def test_bias_of_a_batch_is_each_rows_own(pair):
+    engine = make_engine(*pair, flush_interval=16, chunk_size=4, budget=64, max_batch_size=2)
+    prompts = [random_prompt(40), random_prompt(30, seed=1), random_prompt(20, seed=2)]
+    outs = engine.generate(prompts, 10, seed=0, logit_bias=[{1: 1e6}, None, {3: 1e6}])
+    assert outs[0].tokens == [1] * 10 and outs[2].tokens == [3] * 10
+    assert outs[1].tokens == engine.generate(prompts[1], 10, seed=1).tokens
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_ids_that_end_a_text(tiny_engine, ignore_eos):
+    """As an eos does, of which there may be one too: the token is told, and is no text."""
+    whole = tiny_engine.generate(TEXT, 40, temperature=0.0, ignore_eos=True)
+    end = next(i for i in range(9, 40) if whole.tokens[i] not in whole.tokens[:i] and whole.pieces[i])
+    for ids in ([whole.tokens[end]], {whole.tokens[end], 4000}, whole.tokens[end], np.array([whole.tokens[end]])):
+        out = tiny_engine.generate(TEXT, 40, temperature=0.0, ignore_eos=ignore_eos, stop_token_ids=ids)
+        assert (out.tokens, out.finish_reason) == (whole.tokens[: end + 1], "stop")
+        assert out.text == "".join(whole.pieces[:end]) and len(out.levels) == end + 1
+    first = tiny_engine.generate(TEXT, 40, temperature=0.0, ignore_eos=True, stop_token_ids=whole.tokens[3:6])
+    assert len(first.tokens) == 1 + min(whole.tokens.index(one) for one in whole.tokens[3:6])
+
+
+def test_an_end_of_text_token_ends_it_beside_stop_ids(monkeypatch, tiny_engine):
+    whole = tiny_engine.generate(TEXT, 20, temperature=0.0, ignore_eos=True)
+    monkeypatch.setattr(tiny_engine, "eos_ids", (whole.tokens[4],))
+    assert len(tiny_engine.generate(TEXT, 20, temperature=0.0, stop_token_ids=[4000]).tokens) <= 5
+
+
 def test_forms_of_a_prompt(tiny_engine):
     ids = ids_of(tiny_engine)
     by_text = tiny_engine.generate(TEXT, 8, seed=0)
@@ -241,6 +283,24 @@ def test_logits_equal_the_rounds(pair):
     assert torch.equal(logits[0], logits[1])
 
 
+def test_logits_of_the_last_positions(pair, monkeypatch):
+    """Those alone go through the output layer: all of them for a long text may not fit."""
+    engine = make_engine(*pair, flush_interval=16, chunk_size=4, prefill_chunk_size=32, budget=64)
+    rows, seen, output = [random_prompt(90), random_prompt(90, seed=1)], [], engine.target.output.forward
+    whole = engine.logits(rows)
+    monkeypatch.setattr(engine.target.output, "forward", lambda hidden: seen.append(hidden.shape) or output(hidden))
+    for last in (1, 7, 90, np.int64(5)):
+        some = engine.logits(rows, last=last)
+        assert some.shape == (2, last, VOCAB) and some.dtype == torch.float32
+        torch.testing.assert_close(some, whole[:, -last:], atol=1e-4, rtol=1e-4)
+        assert {shape[1] for shape in seen} == {last}
+        seen.clear()
+    for last, text in ((0, r"last \(0\) must be a whole number, at least 1"), (91, r"last \(91\) must be at most 90"),
+                       (1.5, "whole number")):
+        with pytest.raises(triforce.UserError, match=text):
+            engine.logits(rows, last=last)
+
+
 @pytest.mark.parametrize("call,text", [
     (lambda e: e.generate(""), "prompt is empty"),
     (lambda e: e.generate([]), "prompt is empty"),
@@ -257,6 +317,17 @@ def test_logits_equal_the_rounds(pair):
     (lambda e: e.generate("a", 5, top_p=0.0), "top_p (0.0)"),
     (lambda e: e.generate("a", 5, temperature=-1.0), "temperature (-1.0)"),
     (lambda e: e.generate("a", 5, stop=""), "stop ('')"),
+    (lambda e: e.generate("a", 5, stop_token_ids=[2, 4096]), "stop_token_ids: token id 4096 is outside the vocabulary "
+     "of 4096; ids go from 0 to 4095"),
+    (lambda e: e.generate("a", 5, stop_token_ids=[-1]), "stop_token_ids: token id -1"),
+    (lambda e: e.generate("a", 5, stop_token_ids=2.0), "stop_token_ids (2.0) must be whole numbers"),
+    (lambda e: e.generate("a", 5, stop_token_ids="two"), "'two' is none; a text that ends the output is given as stop"),
+    (lambda e: e.generate("a", 5, stop_token_ids=[True]), "True is none"),
+    (lambda e: e.generate("a", 5, logit_bias={4096: 1.0}), "logit_bias: token id 4096 is outside the vocabulary "
+     "of 4096; ids go from 0 to 4095"),
+    (lambda e: e.generate("a", 5, logit_bias={-1: 1.0}), "logit_bias: token id -1 is outside"),
+    (lambda e: e.generate("a", 5, logit_bias=dict.fromkeys(range(4096), float("-inf"))), "logit_bias forbids all 4096"),
+    (lambda e: e.generate("a", 5, logit_bias=[{1: 2.0}, {}]), "logit_bias has 2 values for 1 prompts"),
     (lambda e: e.generate("a", 5, one_row=True), "one_row needs speculate=False"),
     (lambda e: e.generate(["a", "b"], 5, temperature=[0.1, 0.2, 0.3]), "temperature has 3 values for"),
     (lambda e: e.stream(["a", "b"]), "stream takes one prompt"),

@@ -42,6 +42,17 @@ def test_a_stop_string_is_found_wherever_tokens_cut_it():
         assert shown == row.text == "".join(pieces).partition("abc")[0] and row.finish_reason == "stop"
 
 
+def test_the_texts_of_tokens_join_to_the_text():
+    """Also where the text ends in the midst of a token, or several tokens before the last."""
+    for pieces, expected in ((["xa", "b", "cx"], ["x", "", ""]), (["x", "zabc"], ["x", "z"]), (["abc"], [""])):
+        row = output(*pieces, stop=["abc"])
+        row.push(list(range(1, len(pieces) + 1)))
+        assert row.pieces == expected and "".join(expected) == row.text
+    row = output("a", most=2, rest="?")
+    row.push([1, EOS])
+    assert row.pieces == ["a", "?"]
+
+
 def test_the_first_of_several_stop_strings_ends_the_text():
     for stop in (["two", "one"], ["one", "two"]):
         row = output("zero one two", stop=stop)

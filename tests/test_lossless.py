@@ -41,6 +41,8 @@ def reference_law(target, sampling):
     def next_law(tokens):
         hidden = target(torch.tensor([tokens]), DenseKV(target.rope))
         logits = target.output(hidden)[0, -1, :VOCAB]
+        for token, bias in sampling.get("logit_bias", {}).items():
+            logits[token] += bias
         if sampling["temperature"] == 0:
             return [float(i == int(logits.argmax())) for i in range(VOCAB)]
         return reference_filter((logits / sampling["temperature"]).softmax(-1).tolist(), sampling)
@@ -76,6 +78,10 @@ CASES = [
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"min_p": 0.2}},
     {"gamma": 3, "gamma_inner": 1, "sampling": {"temperature": 0.0}},
+    {"gamma": 2, "gamma_inner": 1, "sampling": {"logit_bias": {0: 1.5, 2: -0.7}, "top_p": 0.9}},
+    {"gamma": 3, "gamma_inner": 1, "sampling": {"logit_bias": {1: float("-inf")}}},
+    {"gamma": 3, "gamma_inner": 1, "sampling": {"logit_bias": {2: -4.0}, "temperature": 0.0}},
+    {"levels": "draft", "gamma": 3, "sampling": {"logit_bias": {0: -2.0, 1: 0.5}}},
     {"levels": "retrieval", "gamma": 3},
     {"levels": "draft", "gamma": 2},
     {"levels": "retrieval", "gamma": 2, "draft_cache": "snapkv"},
@@ -118,6 +124,7 @@ def test_joint_law_is_the_targets(models, case):
     ({"levels": "ngram", "gamma": 3}, None),
     ({"levels": "retrieval", "gamma": 2, "gamma_inner": 2}, None),
     ({"levels": "draft", "gamma": 3}, Plan(3, "ngram")),
+    ({"levels": "ngram", "gamma": 3, "sampling": {"logit_bias": {0: 1.0, 2: -1.0}}}, None),
     ({"gamma": 2, "gamma_inner": 2}, Plan(2, "ngram", True, 2, 2)),
 ])
 def test_joint_law_is_the_targets_where_ngrams_draft(models, monkeypatch, case, plan):

@@ -58,6 +58,40 @@ def test_skipping_what_no_row_needs_changes_no_law(values, before):
     torch.testing.assert_close(law, expected)
 
 
+INF = float("inf")
+
+
+@pytest.mark.parametrize("specialize", [False, True])
+@pytest.mark.parametrize("values", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 9}])
+def test_a_bias_is_added_to_the_logits(values, specialize):
+    """Row by row, and nothing of it is left for the next call."""
+    logits = 2 * torch.randn(3, 2, 60, generator=torch.Generator().manual_seed(0))
+    usual = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0, 1, 2], **values}
+    biases = [{3: 4.0, 59: -INF}, None, {0: -2.5}]
+    shifted = logits.clone()
+    for row, bias in enumerate(biases):
+        for token, value in (bias or {}).items():
+            shifted[row, :, token] += value
+    made = SamplingParams(3, "cpu", 60)
+    for bias, expected in ((None, logits), (biases, shifted), (None, logits), ({5: 1.0}, None), (biases, shifted)):
+        made.set(specialize=specialize, logit_bias=bias, **usual)
+        if expected is not None:
+            found, wanted = probabilities(logits, made), probabilities(expected, params(3, **values))
+            assert torch.equal(found > 0, wanted > 0)
+            torch.testing.assert_close(found, wanted)
+    assert made.uses.logit_bias
+    made.set(specialize=specialize, **usual)
+    assert made.uses.logit_bias is not specialize  # who needs none pays nothing
+
+
+def test_the_place_of_a_bias_does_not_move():
+    """A recorded step reads it where it was."""
+    made = SamplingParams(2, "cpu", 60)
+    place, shape = made.logit_bias.data_ptr(), made.logit_bias.shape
+    made.set(temperature=1.0, seed=[0, 1], logit_bias={5: 1.0})
+    assert made.logit_bias.data_ptr() == place and made.logit_bias.shape == shape == (2, 60)
+
+
 def test_the_short_ranking_decides_as_the_whole_one():
     """On a CPU only the most probable tokens are ranked where they decide."""
     torch.manual_seed(1)
@@ -101,6 +135,12 @@ def test_out_of_range_values_are_refused():
     for name, value in (("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("top_k", -3), ("top_k", 1.5), ("min_p", 1)):
         with pytest.raises(UserError, match=f"{name} .{value}"):
             params(**{name: value})
+    for bias, text in (([5], r"logit_bias \(5\) must be a dict"), ({"a": 1.0}, "id 'a', and ids are whole numbers"),
+                       ({5: INF}, r"token 5 \(inf\)"), ({5: float("nan")}, r"token 5 \(nan\)"), ({5: "1"}, "'1'"),
+                       ({5: 2e30}, r"from -1e\+30 to 1e\+30, or -inf"), ({True: 1.0}, "id True"), ({5: True}, "True"),
+                       ({1: 2.0}, "token id 1 is outside the vocabulary of 1"), ({0: -INF}, "forbids all 1")):
+        with pytest.raises(UserError, match=text):
+            params(logit_bias=bias)
     with pytest.raises(UserError, match="2 values for 3 prompts"):
         params(3, temperature=[1.0, 0.5])
 

@@ -4,8 +4,10 @@ import gc
 
 from .config import Placement, Sampling, Settings, check_max_new_tokens, names_of, split
 from .engine import Engine, generate_options
-from .generation import stop_strings
+from .generation import stop_ids, stop_strings
+from .keep import check_keep
 from .loading import load
+from .logprobs import check_logprobs
 
 _kept: dict[str, Engine] = {}  # at most one engine, under the description of how it was loaded
 
@@ -27,6 +29,9 @@ def generate(prompt, checkpoint="tiny", **options):
                                  known=generate_options() | {"group"})
     check_max_new_tokens(rest.get("max_new_tokens", 1))
     stop_strings(rest.get("stop"))
+    stop_ids(rest.get("stop_token_ids"))
+    check_logprobs(rest.get("logprobs"))
+    check_keep(rest.get("keep"))
     columns = [value for value in vars(sampling).values() if isinstance(value, (list, tuple))]
     sampling.columns(len(columns[0]) if columns else 1)
     loading = {name: value for name, value in options.items() if name in loads}

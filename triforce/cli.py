@@ -19,7 +19,11 @@ from pathlib import Path
 from .config import Placement, Sampling, Settings, check_max_new_tokens, names_of
 from .errors import UserError, not_known
 from .hf.checkpoint import resolve
+from .keep import WAYS, fit
 from .loading import find_draft, load
+from .logprobs import check_logprobs
+from .progress import Bar
+from .show import as_ansi, legend
 
 DEFAULT_PROMPT_LEN = 16_384
 CHECKED_TOKENS = 64  # of the greedy comparison
@@ -54,6 +58,8 @@ def parser() -> Parser:
     prompt.add_argument("--batch-size", type=int, default=8,
                         help="so many of --prompts are computed side by side (default 8)")
     prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens (alias --prefill)")
+    prompt.add_argument("--keep", choices=WAYS, help="of a text that is too long for the model or --max-seq-len, keep "
+                        "the start, the end, or half of both; question and template stay (default: an error)")
     prompt.add_argument("--question", help="asked after the (cut) document")
     prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
@@ -61,6 +67,8 @@ def parser() -> Parser:
     text.add_argument("--max-new-tokens", type=int, default=256, help="(alias --gen-len; default 256)")
     add_flags(text, Sampling)
     text.add_argument("--stop", action="append", help="end before this string; may be repeated")
+    text.add_argument("--stop-token-ids", nargs="+", type=int, metavar="ID",
+                      help="end after one of these tokens, as after an end-of-text token")
     text.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     model = p.add_argument_group("model")
     model.add_argument("--checkpoint", default="tiny", help="Hugging Face folder, repository id, or 'tiny' (default)")
@@ -70,6 +78,10 @@ def parser() -> Parser:
     drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
     drafting.add_argument("--compare", action=argparse.BooleanOptionalAction,
                           help="compare with autoregression: speed and 64 greedy tokens (default: only without flags)")
+    text.add_argument("--show-levels", action="store_true", help="on a terminal: colour the text by the level that "
+                      "proposed it (elsewhere with FORCE_COLOR=1)")
+    text.add_argument("--logprobs", type=int, metavar="K", help="with --json or --prompts: log-probabilities of each "
+                      "token, and of the K most probable ones in its place")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     return p
 
@@ -126,6 +138,12 @@ def read_request(args, no_flags: bool = False) -> Request:
     Placement(**given(args, Placement))
     Sampling(**given(args, Sampling)).columns(1)
     check_max_new_tokens(args.max_new_tokens)
+    if args.logprobs is not None and not args.json and args.prompts is None:
+        raise UserError(f"--logprobs ({args.logprobs}) has no place in a text; add --json, or give --prompts")
+    check_logprobs(args.logprobs)
+    if args.show_levels and (args.json or args.prompts is not None):
+        raise UserError("--show-levels colours a text, and --json and --prompts print none: they have \"levels\"; drop "
+                        "one of them")
     if args.prompt_len is not None and args.prompt_len < 1:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
     if args.chat_template and not args.chat:
@@ -215,77 +233,78 @@ def read_prompts(path: str) -> list[str]:
     return texts
 
 
-def encode(args, tokenizer, text: str, request: Request) -> list[int]:
-    """A prompt's ids: the text, cut to --prompt-len tokens, then the question; or both as a user's message."""
+def encode(args, engine, text: str, request: Request) -> tuple[list[int], int]:
+    """A prompt's ids: the text, cut to --prompt-len tokens, then the question; or both as a user's message.
+
+    Returns:
+        ids, and how many of the text's tokens were dropped to make it fit, by --keep.
+    """
+    tokenizer = engine.tokenizer
     ids = tokenizer.encode(text)
     length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
     if length is not None:
         if length > len(ids):
             print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
         ids = ids[:length]
-    if args.chat:
-        content = tokenizer.decode(ids) + (f"\n\n{args.question}" if args.question else "")
-        return tokenizer.apply_chat_template([{"role": "user", "content": content}], request.template)
-    if args.question:
-        ids = ids + tokenizer.encode(f"\n\n{args.question}\n", bos=False)
-    return ids
+
+    def finish(ids: list[int]) -> list[int]:
+        if args.chat:
+            content = tokenizer.decode(ids) + (f"\n\n{args.question}" if args.question else "")
+            return tokenizer.apply_chat_template([{"role": "user", "content": content}], request.template)
+        return ids + tokenizer.encode(f"\n\n{args.question}\n", bos=False) if args.question else ids
+
+    if args.keep is None:
+        return finish(ids), 0
+    room = engine.room(args.max_new_tokens)
+    made, dropped = fit(ids, finish, room, args.keep, tokenizer.bos_id)
+    if dropped:
+        kept = "start and end are" if args.keep == "both" else f"{args.keep} is"
+        note = (f"note: {dropped:,} of the text's {len(ids):,} tokens were dropped, so that prompt and output fit; its "
+                f"{kept} kept (--keep {args.keep})")
+        print(textwrap.fill(note, 78, subsequent_indent="  "), file=sys.stderr)
+    return made, dropped
 
 
 def load_engine(args, group):
     return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **given(args, Settings, Placement))
 
 
-class Bar:
-    """A progress bar on a terminal, nothing in a file.
-
-    Args:
-        what: is done, in a word.
-        total: tokens.
-    """
-
-    def __init__(self, what: str, total: int):
-        from tqdm import tqdm
-
-        self.bar = tqdm(total=total, desc=what, unit="tok", disable=None, leave=False, file=sys.stderr, ncols=78)
-
-    def __call__(self, share: float) -> None:
-        """share: of the tokens that are done, 0 to 1."""
-        self.bar.update(int(share * self.bar.total) - self.bar.n)
-        if share >= 1:
-            self.close()
-
-    def count(self, tokens: int) -> None:
-        """tokens: that are done."""
-        self(tokens / self.bar.total)
-
-    def close(self) -> None:
-        self.bar.close()
-
-
 def stream_text(engine, ids, args, sampling):
     """Generates, printing text as it comes unless --json. Returns the Generation."""
     stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, on_prefill=Bar("prefill", len(ids)),
                            ignore_eos=args.ignore_eos, **sampling)
-    shown = ""
+    shown, coloured = "", args.show_levels and wants_colours(sys.stdout)
+    if args.show_levels:
+        print(f"{legend(wants_colours(sys.stderr))}\n" if coloured else "note: --show-levels colours a text on a "
+              "terminal, and standard output\n  is none; FORCE_COLOR=1 colours it nevertheless\n", file=sys.stderr)
     try:
         for shown in stream:
             if not args.json:
-                sys.stdout.write(shown)
+                sys.stdout.write(as_ansi(stream.spans) if coloured else shown)
                 sys.stdout.flush()
     finally:
         stream.close()
         if shown and not args.json:
             sys.stdout.write("\n")
             sys.stdout.flush()
+    if args.show_levels:
+        print("\n" + legend(coloured and wants_colours(sys.stderr), stream.result.levels), file=sys.stderr)
     return stream.result
+
+
+def wants_colours(file) -> bool:
+    """Whether a file is a terminal, or colours are wanted wherever they go (FORCE_COLOR)."""
+    return file.isatty() or bool(os.environ.get("FORCE_COLOR"))
 
 
 def answer_prompts(engine, request: Request, args, sampling) -> int:
     """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
-    prompts = []
+    prompts, dropped = [], []
     for index, text in enumerate(request.prompts):  # all of them, before hours of work
         try:
-            prompts.append(engine.encode_prompt(encode(args, engine.tokenizer, text, request)))
+            ids, count = encode(args, engine, text, request)
+            prompts.append(engine.encode_prompt(ids))
+            dropped.append(count)
             engine.check_len(len(prompts[-1]), args.max_new_tokens)
         except UserError as error:
             raise UserError(f"prompt {index} of --prompts {args.prompts}: {error}") from None
@@ -304,6 +323,7 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
             prefill.close()
             decode.close()
         for index, result in enumerate(results, first):
+            result.stats.dropped_tokens = dropped[index]
             print(json.dumps({"index": index, **asdict(result)}), flush=True)
             tokens += len(result.tokens)
         speed = tokens / (time.perf_counter() - begun)
@@ -316,6 +336,7 @@ def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
     """The same prompt by the fastest autoregression, and greedy tokens with and without speculation."""
     seeded = {**sampling, "seed": result.stats.seed}
     plain = engine.generate(ids, speculate=False, one_row=True, ignore_eos=args.ignore_eos, stop=args.stop, **seeded)
+    plain.stats.dropped_tokens = result.stats.dropped_tokens
     greedy = {"temperature": 0.0, "max_new_tokens": min(CHECKED_TOKENS, args.max_new_tokens), "ignore_eos": True}
     on = engine.generate(ids, **greedy).tokens
     off = engine.generate(ids, speculate=False, **greedy).tokens
@@ -378,15 +399,15 @@ def run(argv: list[str]) -> int:
 
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
     engine = load_engine(args, group)
-    sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling)}
+    sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
-    ids = encode(args, engine.tokenizer, request.document, request)
+    ids, dropped = encode(args, engine, request.document, request)
     engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
     load_seconds = age()
     result = stream_text(engine, ids, args, sampling)
-    result.stats.load = load_seconds
+    result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
     report = {"checkpoint": args.checkpoint, **asdict(result)}
     identical = True
     if wants_comparison:
@@ -400,6 +421,12 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if args.json:
         print(json.dumps(report))
     return 0 if identical else 1
+
+
+def wishes(args) -> dict:
+    """Further options of `Engine.generate` for which a flag was given."""
+    names = ("stop_token_ids", "logprobs")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def age() -> float:

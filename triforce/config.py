@@ -8,10 +8,11 @@ decided by `resolve`, once, when the model and the device are known.
 import dataclasses
 import functools
 import inspect
+import math
 import operator
 import re
 import textwrap
-from argparse import ArgumentTypeError, BooleanOptionalAction
+from argparse import Action, ArgumentError, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,6 +69,8 @@ def as_numbers(value):
     """A setting, or a list of one a prompt, without the types of NumPy and PyTorch."""
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, dict):
+        return {as_numbers(key): as_numbers(one) for key, one in value.items()}
     return [as_numbers(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -370,6 +373,50 @@ def per_row(default, neutral, dtype: torch.dtype, help: str, in_range, wanted: s
     return option(default, help, number(in_range, wanted), more={"neutral": neutral, "dtype": dtype}, type=type)
 
 
+MOST_BIAS = 1e30  # divided by the least temperature, it is still a float32
+
+
+def _check_bias(name: str, value) -> None:
+    if not isinstance(value, dict):
+        raise UserError(f"{name} ({value!r}) must be a dict from ids to numbers, or a list of one a prompt; try "
+                        "{5: -100.0}")
+    for token, bias in value.items():
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise UserError(f"{name} has the id {token!r}, and ids are whole numbers; try {{5: -100.0}}")
+        wanted = isinstance(bias, (int, float)) and (abs(bias) <= MOST_BIAS or bias == -math.inf)
+        if not wanted or isinstance(bias, bool):
+            raise UserError(f"{name} of token {token} ({bias!r}) must be a number from {-MOST_BIAS:g} to "
+                            f"{MOST_BIAS:g}, or -inf, which forbids the token")
+
+
+def check_biases(biases: list[dict[int, float]], vocab_size: int) -> None:
+    """Of each row's logit_bias, checked by itself: do they fit the vocabulary?
+
+    Raises:
+        UserError: an id is outside of it, or a row forbids all of it.
+    """
+    for bias in biases:
+        for token in bias:
+            if not 0 <= token < vocab_size:
+                raise UserError(f"logit_bias: token id {token} is outside the vocabulary of {vocab_size}; ids go from "
+                                f"0 to {vocab_size - 1}")
+        if sum(value == -math.inf for value in bias.values()) == vocab_size:
+            raise UserError(f"logit_bias forbids all {vocab_size} tokens of the vocabulary; leave at least one without "
+                            "-inf")
+
+
+class _AddBias(Action):
+    """ID=BIAS, once or several times, as a dict."""
+
+    def __call__(self, parser, namespace, value, option=None):
+        token, _, bias = value.partition("=")
+        try:
+            pair = {int(token): float(bias)}
+        except ValueError:
+            raise ArgumentError(self, f"{value!r} must be ID=BIAS, such as 5=-100 or 5=-inf") from None
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **pair})
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The law that tokens are drawn from. Each field is one value, or a list of one a prompt."""
@@ -386,6 +433,11 @@ class Sampling:
     seed: int | None = per_row(None, 0, torch.int64, "row i of a batch uses seed + i (default: drawn, and told in "
                                "the statistics)", lambda x: -(2**63) <= x < 2**63 and int(x) == x,
                                "a whole number of at most 64 bits", int)
+
+    logit_bias: dict | None = option(
+        None, "numbers added to the logits of tokens, before the temperature: {id: number} (on the command line "
+        "ID=BIAS, may be repeated); -inf forbids a token. Greedy output and drawn tokens follow the biased law exactly",
+        _check_bias, more={"neutral": {}, "dtype": None}, action=_AddBias, metavar="ID=BIAS")
 
     def with_seed(self, rows: int, draw: Callable[[], int]) -> "Sampling":
         """With a seed for each row. draw: makes one where none is given."""

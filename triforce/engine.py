@@ -20,18 +20,33 @@ from torch import Tensor
 from . import memory, prefix_file
 from .caches import Caches
 from .chat import Chat
-from .config import Placement, Sampling, Settings, check_max_new_tokens, split, takes, whole_number
+from .config import (
+    Placement,
+    Sampling,
+    Settings,
+    as_numbers,
+    check_biases,
+    check_max_new_tokens,
+    split,
+    takes,
+    whole,
+    whole_number,
+)
 from .errors import UserError
-from .generation import Generation, RowOutput, stop_strings
+from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer
 from .jobs import Models
+from .keep import check_keep, cut
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
+from .levels import Spans
+from .logprobs import check_logprobs
 from .model import Transformer
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 from .prefix import Prefix, asked, common_length
 from .prefix_file import PrefixReader
+from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
 from .state import State
 
@@ -111,10 +126,14 @@ class Engine:
         many = _is_batch(prompt)
         prompts = list(prompt) if many else [prompt]
         count = 1 if num_samples is None else whole_number("num_samples", num_samples)
-        pieces, sessions = self._serve([one for one in prompts for _ in range(count)], max_new_tokens, prefix=prefix,
-                                       **options)
-        for _ in pieces:
-            pass
+        prompts = [one for one in prompts for _ in range(count)]
+        bars = NotebookBars(options, len(prompts) * check_max_new_tokens(max_new_tokens))
+        try:
+            pieces, sessions = self._serve(prompts, max_new_tokens, prefix=prefix, **options)
+            for _ in pieces:
+                pass
+        finally:
+            bars.close()
         results = [result for session in sessions for result in session.results()]
         if num_samples is not None:
             results = [results[first : first + count] for first in range(0, len(results), count)]
@@ -186,30 +205,51 @@ class Engine:
 
     @takes(Sampling)
     def stream(self, prompt, max_new_tokens: int = 256, *, prefix: Prefix | None = None, stop=None,
-               ignore_eos: bool = False, speculate: bool = True, one_row: bool = False,
-               chat_template: str | None = None, on_prefill=None, on_decode=None, **options) -> "Stream":
+               stop_token_ids=None, ignore_eos: bool = False, speculate: bool = True, one_row: bool = False,
+               logprobs: int | None = None, keep: str | None = None, chat_template: str | None = None,
+               on_prefill=None, on_decode=None, **options) -> "Stream":
         """The same for one prompt, piece by piece: iterate for valid text, then read `.result`.
 
         Args:
             prefix: what the prompt is a question about; see `prefill`.
             options: OPTIONS
             stop: a string or several; the text ends before the first that appears.
+            stop_token_ids: ids that end the text as an end-of-text token does, with ignore_eos too: the token is kept
+                in `tokens`, and is no part of `text`.
             ignore_eos: go on after an end-of-text token.
             speculate: False: the same padded step one token at a time: the same greedy bits, only slower.
             one_row: with speculate=False, unpadded steps: the fastest autoregression; the same law, other bits.
+            logprobs: give `Generation.logprobs`, an entry a token, with so many of the most probable tokens; 0: the
+                emitted ones alone. Each round then waits for the device a second time, and runs the output layer once
+                more.
+            keep: of a prompt that is too long for the model or max_seq_len, what is kept so that max_new_tokens fit:
+                the "start", the "end", or "both", half of it each. A bos at its start is kept. Of messages, the
+                template's own tokens are cut as the others are. None: such a prompt is an error.
             chat_template: a Jinja template in place of the checkpoint's.
             on_prefill: called with the share of the prefill that is done.
             on_decode: called after each round with the number of new tokens, of all prompts together.
         """
         if _is_batch(prompt):
             raise UserError("stream takes one prompt; generate takes a list")
-        return Stream(*self._serve([prompt], max_new_tokens, prefix=prefix, stop=stop, ignore_eos=ignore_eos,
-                                   speculate=speculate, one_row=one_row, chat_template=chat_template,
-                                   on_prefill=on_prefill, on_decode=on_decode, **options))
+        if on_prefill is None and in_notebook():
+            on_prefill = Bar("prefill", 100, "%", late=True)
+        return Stream(*self._serve([prompt], max_new_tokens, prefix=prefix, stop=stop, stop_token_ids=stop_token_ids,
+                                   ignore_eos=ignore_eos, speculate=speculate, one_row=one_row, logprobs=logprobs,
+                                   keep=keep, chat_template=chat_template, on_prefill=on_prefill, on_decode=on_decode,
+                                   **options))
 
     @torch.inference_mode()
-    def logits(self, tokens) -> Tensor:
-        """Logits after every token: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in the checkpoint."""
+    def logits(self, tokens, last: int | None = None) -> Tensor:
+        """Logits after every token, or after the last ones: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in
+        the checkpoint.
+
+        Args:
+            last: only after so many tokens at the end, [B, last, V]: the output layer is not run for the others, nor is
+                there memory for their logits. Equal to those of None but for rounding.
+
+        Raises:
+            UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S.
+        """
         rows = [_as_ids(row) for row in tokens]
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
             raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
@@ -217,10 +257,17 @@ class Engine:
         self._check_ids(tokens.flatten().tolist())
         self.check_len(tokens.shape[1], 0)
         size, length = self.settings.prefill_chunk_size, tokens.shape[1]
+        if last is not None:
+            whole(1, 1)("last", last := as_numbers(last))
+            if last > length:
+                raise UserError(f"last ({last}) must be at most {length}, the number of ids in a row; leave it out for "
+                                "all of them")
+        first = 0 if last is None else length - last
         cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                             flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
         blocks = prefill_blocks(cache, range(1), 0, length, size)
-        return torch.cat([self.target.output(self.target.prefill(row[None], blocks)).float() for row in tokens])
+        hidden = (self.target.prefill(row[None], blocks)[:, first:] for row in tokens)  # [1, S or last, dim] each
+        return torch.cat([self.target.output(one).float() for one in hidden])
 
     def encode_prompt(self, prompt, chat_template: str | None = None) -> list[int]:
         """Ids of a prompt in any of the forms that `generate` takes."""
@@ -237,9 +284,9 @@ class Engine:
         self._check_ids(ids)
         return ids
 
-    def _serve(self, prompts, max_new_tokens: int, *, prefix=None, stop=None, ignore_eos=False, speculate=True,
-               one_row=False, chat_template=None, on_prefill=None, on_decode=None,
-               **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
+    def _serve(self, prompts, max_new_tokens: int, *, prefix=None, stop=None, stop_token_ids=None, ignore_eos=False,
+               speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None, on_prefill=None,
+               on_decode=None, **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
         """Checks everything, then gives a generator of (index of the prompt, piece of text), and a list that gets the
         sessions whose results these are."""
         [sampling], _ = split(options, Sampling, what="option of generate", known=generate_options())
@@ -249,19 +296,30 @@ class Engine:
         stops = stop_strings(stop)
         if stops:
             self.tokenizer_or_raise()
+        check_logprobs(logprobs, self.vocab_size)
+        ends = stop_ids(stop_token_ids)
+        if ends:
+            self._check_ids(ends, "stop_token_ids: ")
         if prefix is not None and (not isinstance(prefix, Prefix) or prefix.engine is not self):
             raise UserError("prefix must be what this engine's `prefill` or `open` returned")
         if prefix is not None:
             ids = [prefix.ids(prompt) for prompt in prompts]
         else:
             ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
+        lengths, room = [len(prompt) for prompt in ids], self.room(max_new_tokens)
+        check_keep(keep)
+        if keep is not None and prefix is not None:
+            raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
+        if keep is not None and room > 0:
+            ids = [cut(prompt, room, keep, getattr(self.tokenizer, "bos_id", None)) for prompt in ids]
         for prompt in ids:
             self.check_len(len(prompt), max_new_tokens)
         sampling = sampling.with_seed(len(ids), lambda: self._agreed(random.getrandbits(32)))
-        sampling.columns(len(ids))
+        check_biases(sampling.columns(len(ids))["logit_bias"], self.vocab_size)
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
-        request = Request(ids, prefix, max_new_tokens, sampling, () if ignore_eos else self.eos_ids, stops, plan,
-                          on_prefill, on_decode)
+        request = Request(ids, prefix, max_new_tokens, sampling, (*ends, *(() if ignore_eos else self.eos_ids)), stops,
+                          plan, on_prefill, on_decode, logprobs,
+                          [length - len(prompt) for length, prompt in zip(lengths, ids, strict=True)])
         sessions: list[Session] = []
         return self._answer(request, sessions), sessions
 
@@ -271,7 +329,9 @@ class Engine:
         for first in range(0, len(request.ids), size):
             group = request.part(slice(first, first + size))
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
-            session, where = Session(group.ids, outputs, group.sampling.seed, self.device), None
+            session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs,
+                              group.dropped)
+            where = None
             sessions.append(session)
             try:
                 for row, piece in self._decode(session, group):
@@ -360,12 +420,17 @@ class Engine:
         config = self.target.config
         return "sliding window" if config.max_len < config.max_position_embeddings else "positions"
 
-    def _check_ids(self, ids: list[int]) -> None:
+    def _check_ids(self, ids: list[int], where: str = "") -> None:
         largest, smallest = max(ids), min(ids)
         if smallest < 0 or largest >= self.vocab_size:
             bad = largest if largest >= self.vocab_size else smallest
-            raise UserError(f"token id {bad} is outside the vocabulary of {self.vocab_size}; ids go from 0 to "
+            raise UserError(f"{where}token id {bad} is outside the vocabulary of {self.vocab_size}; ids go from 0 to "
                             f"{self.vocab_size - 1}")
+
+    def room(self, max_new_tokens: int) -> int:
+        """How many tokens a prompt may have beside so many new ones."""
+        longest = self.placement.max_seq_len
+        return (self.target.config.max_len if longest is None else longest) - max_new_tokens
 
     def check_len(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raises UserError if so many tokens do not fit the model, or max_seq_len."""
@@ -396,27 +461,37 @@ class Request:
     plan: Plan | None  # what all rounds follow; None: chosen
     on_prefill: Callable[[float], None] | None
     on_decode: Callable[[int], None] | None
+    logprobs: int | None
+    dropped: list[int]  # tokens of each prompt that did not fit
 
     def part(self, rows: slice) -> "Request":
         """The same for some of the prompts."""
-        return replace(self, ids=self.ids[rows], sampling=self.sampling.part(rows))
+        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=self.sampling.part(rows))
 
 
 class Stream:
     """Iterates over the pieces of one generation's text.
 
     `result` is its Generation: all of it once the iteration has ended; after an early stop, or in between, what there
-    is, with the finish_reason "interrupted"; None before the first piece was asked for.
+    is, with the finish_reason "interrupted"; None before the first piece was asked for. `spans` is the newest piece as
+    (text, level) pairs: which level proposed what of it, see levels.py.
     """
 
     def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session]):
         self._pieces, self._sessions = pieces, sessions
+        self._cutter: Spans | None = None
+        self.spans: list[tuple[str, str]] = []
 
     def __iter__(self):
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)[1]
+        piece = next(self._pieces)[1]
+        if self._cutter is None:
+            [output] = self._sessions[0].outputs
+            self._cutter = Spans(output.pieces, output.levels)
+        self.spans = self._cutter.take(len(piece))
+        return piece
 
     @property
     def result(self) -> Generation | None:

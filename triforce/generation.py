@@ -1,8 +1,14 @@
 """What a generation returns, and when a row's text ends. Knows nothing of models or devices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from .config import as_numbers
 from .errors import UserError
+
+if TYPE_CHECKING:
+    from .logprobs import Logprob
 
 
 @dataclass
@@ -26,6 +32,7 @@ class Stats:
     flushes: int = 0
     peak_memory: int = 0  # bytes: allocated on the GPU, or resident on the CPU
     seed: int = 0
+    dropped_tokens: int = 0  # of the prompt, which was too long: see `keep`; `prompt_len` counts what was left
 
     @property
     def wall(self) -> float:
@@ -41,6 +48,7 @@ class Stats:
         rates = [(f"acceptance at {level}", f"{rate:.3f}") for level, rate in self.acceptance_rate.items()]
         return [
             ("prompt tokens", f"{self.prompt_len:,}"),
+            *([("dropped prompt tokens", f"{self.dropped_tokens:,}")] if self.dropped_tokens else []),
             *([("  shared by all rows", f"{self.shared_tokens:,}")] if self.shared_tokens else []),
             *([("  held from before", f"{self.reused_tokens:,}")] if self.reused_tokens else []),
             ("new tokens", f"{self.new_tokens:,}"),
@@ -74,9 +82,20 @@ class Generation:
     """One row's result."""
 
     text: str  # new text only, to be joined to the prompt; ends before an eos and before a stop string
-    tokens: list[int]  # new tokens only, with a final eos or the token that completed a stop string
-    finish_reason: str  # "stop" (eos or stop string) | "length" | "interrupted" (a stream that was closed before)
+    tokens: list[int]  # new tokens only, with a final eos, stop id, or the token that completed a stop string
+    finish_reason: str  # "stop" (eos, stop id or string) | "length" | "interrupted" (a stream that was closed before)
     stats: Stats
+    levels: list[str] = field(default_factory=list)  # of each token, which level proposed it: see levels.py
+    # Of each token, the text that became certain with it; joined they are `text`. Where several tokens spell one
+    # character, the last of them has it.
+    pieces: list[str] = field(default_factory=list)
+    logprobs: "list[Logprob] | None" = None  # one a token, where they were asked for
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the text, its tokens coloured by level, and the statistics."""
+        from .show import as_html
+
+        return as_html(self)
 
 
 class RowOutput:
@@ -86,21 +105,32 @@ class RowOutput:
         self.eos_ids, self.stop, self.max_new_tokens = frozenset(eos_ids), stop, max_new_tokens
         self.stream = tokenizer.stream(continues=True) if tokenizer is not None else None
         self.tokens: list[int] = []
+        self.levels: list[str] = []  # one a token, where they are told
+        self.pieces: list[str] = []  # one a token
+        self.logprobs: list[Logprob] = []  # one a token, where they are told
         self.text, self.shown = "", 0
         self.finish_reason: str | None = None
 
-    def push(self, tokens: list[int]) -> str:
-        """Takes in a round's tokens, drops those after the end, and returns the text that is now certain."""
+    def push(self, tokens: list[int], levels: Sequence[str] = (), logprobs: "Sequence[Logprob]" = ()) -> str:
+        """Takes in a round's tokens, drops those after the end, and returns the text that is now certain.
+
+        Args:
+            levels: which level proposed each of the tokens. logprobs: of each of them.
+        """
+        before = len(self.tokens)
         for token in tokens:
             if self.finish_reason is not None:
                 break
             self.tokens.append(token)
+            self.pieces.append("")
             if token in self.eos_ids:
                 self._end("stop")
             else:
                 self._add(self.stream.push([token]) if self.stream else "")
                 if self.finish_reason is None and len(self.tokens) >= self.max_new_tokens:
                     self._end("length")
+        self.levels += levels[: len(self.tokens) - before]
+        self.logprobs += logprobs[: len(self.tokens) - before]
         certain = len(self.text) if self.finish_reason else len(self.text) - self._may_become_stop()
         piece, self.shown = self.text[self.shown : certain], max(self.shown, certain)
         return piece
@@ -112,9 +142,20 @@ class RowOutput:
     def _add(self, piece: str) -> None:
         searched = max(len(self.text) - max(map(len, self.stop), default=1) + 1, 0)
         self.text += piece
+        self.pieces[-1] += piece
         found = [at for at in (self.text.find(stop, searched) for stop in self.stop) if at >= 0]
         if found:
-            self.text, self.finish_reason = self.text[: min(found)], "stop"
+            self._cut(len(self.text) - min(found))
+            self.finish_reason = "stop"
+
+    def _cut(self, excess: int) -> None:
+        """Takes so many characters off the end of the text."""
+        self.text, token = self.text[: len(self.text) - excess], len(self.pieces)
+        while excess > 0:
+            token -= 1
+            piece = self.pieces[token]
+            self.pieces[token] = piece[: max(len(piece) - excess, 0)]
+            excess -= len(piece)
 
     def _may_become_stop(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
@@ -132,3 +173,18 @@ def stop_strings(stop) -> list[str]:
     if not all(isinstance(s, str) and s for s in strings):
         raise UserError(f"stop ({stop!r}) must be a string or a list of strings, none of them empty")
     return strings
+
+
+def stop_ids(stop_token_ids) -> list[int]:
+    """None, one id or several, as a list.
+
+    Raises:
+        UserError: not whole numbers.
+    """
+    values = as_numbers(stop_token_ids)
+    ids = [] if values is None else list(values) if isinstance(values, (list, tuple, set, frozenset)) else [values]
+    for one in ids:
+        if not isinstance(one, int) or isinstance(one, bool):
+            raise UserError(f"stop_token_ids ({stop_token_ids!r}) must be whole numbers, ids of tokens, and {one!r} is "
+                            "none; a text that ends the output is given as stop")
+    return ids

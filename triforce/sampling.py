@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .config import Sampling
+from .config import Sampling, check_biases
 from .graphs import is_traced
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
@@ -28,14 +28,23 @@ class Uses:
     top_k: bool = True
     top_p: bool = True
     min_p: bool = True
+    logit_bias: bool = True
 
 
 class SamplingParams:
-    """Per-row sampling settings, a tensor [B] for each field of `Sampling`: to change one changes no shape and
-    recompiles nothing."""
+    """Per-row sampling settings, a tensor [B] for each field of `Sampling`, and `logit_bias` [B, V]: to change one
+    changes no shape and recompiles nothing.
 
-    def __init__(self, batch: int, device):
+    Args:
+        vocab_size: V. 1: there is no bias.
+    """
+
+    def __init__(self, batch: int, device, vocab_size: int = 1):
+        self.logit_bias = torch.zeros(batch, vocab_size, device=device)
+        self._biased = False  # some of it is not 0
         for field in fields(Sampling):
+            if field.metadata["dtype"] is None:
+                continue
             value = field.metadata["neutral"] if field.metadata["neutral"] is not None else 1
             setattr(self, field.name, torch.full((batch,), value, dtype=field.metadata["dtype"], device=device))
         self.uses = Uses()
@@ -48,6 +57,8 @@ class SamplingParams:
             specialize: skip whatever no row needs. For eager steps alone: a recorded one goes on as it was recorded.
         """
         columns = Sampling(**values).columns(len(self.seed))
+        biases = columns.pop("logit_bias")
+        self._set_bias(biases)
         # Below this a float32 logit divided by the temperature overflows.
         columns["temperature"] = [max(one, 1e-6) if one > 0 else 0.0 for one in columns["temperature"]]
         for name, column in columns.items():
@@ -57,11 +68,23 @@ class SamplingParams:
         drawn = any(columns["temperature"])
         self.uses = Uses() if not specialize else Uses(
             greedy=self.greedy, drawn=drawn, top_k=drawn and any(columns["top_k"]),
-            top_p=drawn and any(p < 1 for p in columns["top_p"]), min_p=drawn and any(columns["min_p"]))
+            top_p=drawn and any(p < 1 for p in columns["top_p"]), min_p=drawn and any(columns["min_p"]),
+            logit_bias=any(biases))
+
+    def _set_bias(self, biases: list[dict[int, float]]) -> None:
+        """biases: of each row, by token."""
+        check_biases(biases, self.logit_bias.shape[1])
+        if self._biased:
+            self.logit_bias.zero_()
+        self._biased = any(biases)
+        for row, bias in zip(self.logit_bias, biases, strict=True):
+            if bias:
+                row[torch.tensor(list(bias), device=row.device)] = torch.tensor(
+                    list(bias.values()), dtype=row.dtype, device=row.device)
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law that tokens are drawn from: temperature, then top-k, top-p and min-p, renormalised.
+    """The law that tokens are drawn from: bias, then temperature, then top-k, top-p and min-p, renormalised.
 
     A token as probable as the least probable one kept is kept too, so ties do not depend on an order. Rows of
     temperature 0 put all mass on the argmax.
@@ -75,6 +98,8 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     uses = params.uses
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(wide)
+    if uses.logit_bias:  # to add 0 changes no bit that a law depends on
+        logits = logits + params.logit_bias.to(wide)[:, None]
     temperature = params.temperature.to(wide)[:, None, None]
     if uses.greedy:
         greedy = temperature == 0

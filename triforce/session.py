@@ -7,6 +7,8 @@ import torch
 
 from . import memory
 from .generation import Generation, RowOutput, Stats
+from .levels import levels_of
+from .logprobs import Logprob, of_round
 from .state import State
 
 
@@ -26,9 +28,13 @@ class Session:
         prompts: ids of each row's prompt.
         outputs: where each row's tokens go.
         seeds: of each row, for its statistics.
+        logprobs: see `Engine.stream`.
+        dropped: tokens of each prompt that did not fit, for its statistics.
     """
 
-    def __init__(self, prompts: list[list[int]], outputs: list[RowOutput], seeds: list[int], device: torch.device):
+    def __init__(self, prompts: list[list[int]], outputs: list[RowOutput], seeds: list[int], device: torch.device,
+                 logprobs: int | None = None, dropped: list[int] | None = None):
+        self.logprobs, self.dropped = logprobs, dropped or [0] * len(prompts)
         self.prompts, self.outputs, self.seeds, self.device = prompts, outputs, seeds, device
         self.state: State | None = None
         self._begun = time.perf_counter()
@@ -52,7 +58,10 @@ class Session:
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
         if not any(emitted[row] for row in running):
             raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
-        pieces = [(row, self.outputs[row].push(emitted[row])) for row in running]
+        told = None
+        if self.logprobs is not None:
+            told = of_round(state.hierarchy.outer, [len(tokens) for tokens in emitted], self.logprobs)
+        pieces = [(row, self._push(row, emitted[row], told[row] if told else [])) for row in running]
         ended = [row for row in running if self.outputs[row].finish_reason is not None]
         for row in ended:
             state.close_row(row)
@@ -65,6 +74,10 @@ class Session:
         for row in ended:  # its drafting levels go on counting while its neighbours draft
             self._ended[row] = self._progress(row)
         return pieces
+
+    def _push(self, row: int, tokens: list[int], logprobs: list[Logprob]) -> str:
+        last = self.state.last_round
+        return self.outputs[row].push(tokens, levels_of(last.plan, last.rows[row]), logprobs)
 
     def _progress(self, row: int) -> Progress:
         return Progress(self.state.num_forwards, self._seconds, self.state.hierarchy.acceptance_rates()[row])
@@ -86,10 +99,12 @@ class Session:
             progress = self._progress(row) if state is not None and self._first_round else Progress()
         later = len(output.tokens) - (self._first_round[row] if self._first_round else 0)
         return Generation(output.text, output.tokens, output.finish_reason or "interrupted", Stats(
-            prompt_len=len(self.prompts[row]), new_tokens=len(output.tokens), ttft=self._ttft,
+            prompt_len=len(self.prompts[row]), dropped_tokens=self.dropped[row],
             shared_tokens=state.base if state else 0, reused_tokens=state.reused if state else 0,
+            new_tokens=len(output.tokens), ttft=self._ttft,
             tbt=progress.seconds / later if later else 0.0, acceptance_rate=progress.acceptance or {},
             prefill=self._prefill, decode=progress.seconds, recording=state.compiler.seconds if state else 0.0,
             block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,
             retrieval_rebuilds=state.hierarchy.view.num_rebuilds if state and state.hierarchy.view else 0,
-            flushes=state.num_flushes if state else 0, peak_memory=memory.peak(self.device), seed=self.seeds[row]))
+            flushes=state.num_flushes if state else 0, peak_memory=memory.peak(self.device), seed=self.seeds[row]),
+            output.levels, output.pieces, None if self.logprobs is None else output.logprobs)

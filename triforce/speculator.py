@@ -105,6 +105,9 @@ class Speculator(Drafter):
         self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if wants_laws else None
         self.logits = tape.buffer(rows, model.config.vocab_size, like=model) if keep_logits else None
         self.outbox = Outbox(tape, rows) if level == FULL else None
+        # Of the last step, for whoever asks for its logits: they are small, and copied in every step.
+        self.hidden = tape.buffer(rows, model.config.dim, dtype=model.dtype) if level == FULL else None
+        self.num_rows = rows  # of the last step that checked
         self.totals = tape.buffer(2)  # accepted, drafted since the counters were last zeroed
         self._nothing = tape.buffer()
         # How many were drafted, for `step`: one place for all drafters, or each would have graphs of its own.
@@ -136,7 +139,8 @@ class Speculator(Drafter):
         """The other part: they are checked, and tokens are emitted."""
         self.asked.fill_(plan.gamma)
         self.checked.copy_(num_drafted)
-        self.step(*self.view.extent, self._rows_of(plan, num_drafted), self.checked, probs)
+        self.num_rows = self._rows_of(plan, num_drafted)
+        self.step(*self.view.extent, self.num_rows, self.checked, probs)
 
     def look_ahead(self, plan: Plan, extent: Extent) -> None:
         """Prepares `round` for another extent of the view, while the device is busy with the present one."""
@@ -207,7 +211,10 @@ class Speculator(Drafter):
         block = compiled(Speculator._begin)(self, rows)
         kv = TargetBlock(self.cache, self.view, self.length, rows, Extent(dense, longest, starts), self.keep_queries,
                          compiled, self.on_piece)
-        compiled(Speculator._finish)(self, self.model(block, kv), block, num_drafted, probs)
+        hidden = self.model(block, kv)
+        if self.hidden is not None:
+            self.hidden[:, :rows] = hidden
+        compiled(Speculator._finish)(self, hidden, block, num_drafted, probs)
         self.commit(self.length)
 
     def _begin(self, rows: int) -> Tensor:

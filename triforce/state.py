@@ -90,6 +90,7 @@ class State:
         self._prompt_weight: torch.Tensor | None = None
         self.num_forwards = 0
         self.num_flushes = 0
+        self.last_round: Round | None = None
 
     def _usual_rebuild_interval(self) -> int:
         """The newest selection drafts best. Offloaded, it takes no time: it is gathered beside the next verify's
@@ -291,6 +292,7 @@ class State:
             plan = self.pilot.choose()
         result = self.hierarchy.round(plan, self.lens, self._next_extent())
         self.num_forwards += 1
+        self.last_round = result
         return self._settle(result)
 
     def _next_extent(self) -> Extent | None:

@@ -31,7 +31,8 @@ class Tape:
     @classmethod
     def allocate(cls, batch: int, capacity: int, vocab_size: int, device) -> "Tape":
         tokens = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
-        return cls(tokens, torch.zeros_like(tokens), SamplingParams(batch, device), vocab_size)
+        return cls(tokens, torch.zeros_like(tokens), SamplingParams(batch, device, vocab_size),
+                   vocab_size)
 
     def law(self, logits: Tensor) -> Tensor:
         return sampling.probabilities(logits[..., : self.vocab_size], self.params)

@@ -1,0 +1,108 @@
+"""What is kept of a prompt that is too long, in a call and on the command line."""
+
+import json
+
+import pytest
+from conftest import make_engine, random_prompt
+
+import triforce
+from triforce import cli
+from triforce.keep import cut, fit
+
+SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "max_seq_len": 100}
+TEXT = " ".join(f"word{i}" for i in range(400))
+FLAGS = ["--prompt", TEXT, "--device", "cpu", "--max-seq-len", "200", "--max-new-tokens", "20", "--gamma", "6",
+         "--ignore-eos", "--no-compare"]
+
+
+@pytest.mark.parametrize("keep, room, bos, kept", [
+    ("start", 4, None, [0, 1, 2, 3]), ("end", 4, None, [6, 7, 8, 9]), ("both", 4, None, [0, 1, 8, 9]),
+    ("both", 5, None, [0, 1, 2, 8, 9]), ("end", 4, 0, [0, 7, 8, 9]), ("end", 4, 5, [6, 7, 8, 9]),
+    ("both", 4, 0, [0, 1, 8, 9]), ("end", 1, 0, [9]), ("both", 1, 0, [0]), ("end", 10, 0, list(range(10))),
+    ("start", 99, None, list(range(10)))])
+def test_parts(keep, room, bos, kept):
+    assert cut(list(range(10)), room, keep, bos) == kept
+
+
+def test_only_the_document_is_cut():
+    document = list(range(10))
+    assert fit(document, lambda ids: ids + [77, 78], 6, "start") == ([0, 1, 2, 3, 77, 78], 6)
+    assert fit(document, lambda ids: [55, *ids], 6, "both") == ([55, 0, 1, 2, 8, 9], 5)
+    assert fit(document, lambda ids: ids + [77], 11, "end") == (document + [77], 0)
+    assert fit(document, lambda ids: ids + [77] * 9, 6, "end") == (document + [77] * 9, 0)  # nothing would be left
+    twice = fit(document, lambda ids: ids + [77] * (1 + (len(ids) < 7)), 7, "end")  # what is added varies
+    assert twice == ([5, 6, 7, 8, 9, 77, 77], 5)
+
+
+@pytest.mark.parametrize("keep", ["start", "end", "both"])
+def test_a_generation_goes_on_from_what_is_kept(pair, keep):
+    engine, prompt = make_engine(*pair, **SIZES), random_prompt(150)
+    out = engine.generate(prompt, 30, temperature=0.0, keep=keep)
+    kept = {"start": prompt[:70], "end": prompt[-70:], "both": prompt[:35] + prompt[-35:]}[keep]
+    assert out.tokens == engine.generate(kept, 30, temperature=0.0).tokens and len(out.tokens) == 30
+    assert (out.stats.prompt_len, out.stats.dropped_tokens) == (70, 80)
+    assert dict(out.stats.rows())["dropped prompt tokens"] == "80"
+    whole = engine.generate(prompt[:70], 30, keep=keep)
+    assert whole.stats.dropped_tokens == 0 and "dropped prompt tokens" not in dict(whole.stats.rows())
+
+
+def test_prompts_of_a_batch_are_cut_each_by_itself(pair):
+    engine = make_engine(*pair, **SIZES, max_batch_size=2)
+    outs = engine.generate([random_prompt(length) for length in (40, 120, 90, 10, 101)], 10, keep="end")
+    assert [out.stats.dropped_tokens for out in outs] == [0, 30, 0, 0, 11]
+    assert [out.stats.prompt_len for out in outs] == [40, 90, 90, 10, 90]
+
+
+def test_the_bos_of_a_text_stays(tiny_engine, monkeypatch):
+    ids, asked = tiny_engine.tokenizer.encode(TEXT * 5), []
+    assert ids[0] == tiny_engine.tokenizer.bos_id
+    monkeypatch.setattr(tiny_engine, "prepare", lambda prompts, *args, **more: asked.extend(prompts) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tiny_engine.generate(TEXT * 5, 96, keep="end")
+    assert asked == [[ids[0], *ids[-3999:]]]
+
+
+@pytest.mark.parametrize("options, text", [
+    ({}, "cut the prompt by 80 tokens to 70"), ({"keep": "middle"}, "keep ('middle') must be one of start, end, both"),
+    ({"keep": "end", "max_new_tokens": 100}, "exceed max_seq_len (100)")])
+def test_what_cannot_be_kept(pair, options, text):
+    with pytest.raises(triforce.UserError) as error:
+        make_engine(*pair, **SIZES).generate(random_prompt(150), **{"max_new_tokens": 30, **options})
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_command_line_keeps_the_question(chat, tmp_path, capsys, monkeypatch):
+    asked, lengths, template = [], [], tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}")
+
+    def stopped(engine, ids, *args):
+        asked.append(engine.tokenizer.decode(ids))
+        lengths.append(len(ids))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "stream_text", stopped)
+    flags = [*FLAGS, "--question", "Which word is the last?", *(["--chat", "--chat-template", str(template)] * chat)]
+    for keep, there in (("start", "word0 "), ("end", "word399"), ("both", "word0 "), ("both", "word399")):
+        with pytest.raises(ZeroDivisionError):
+            cli.main([*flags, "--keep", keep])
+        assert "Which word is the last?" in asked[-1] and there in asked[-1]
+        assert not chat or asked[-1].startswith("[user]") and asked[-1].endswith("[end]")
+        assert 175 < lengths[-1] <= 180 and "word200" not in asked[-1]
+        shown = capsys.readouterr().err
+        assert "tokens were dropped" in shown and all(len(line) <= 80 for line in shown.splitlines())
+    assert cli.main(flags) == 2 and "exceed max_seq_len (200)" in capsys.readouterr().err
+
+
+def test_the_command_line_says_how_much_was_dropped(capsys, tmp_path):
+    assert cli.main([*FLAGS, "--keep", "both", "--json", "--compare"]) == 0
+    shown = capsys.readouterr()
+    stats = json.loads(shown.out)["stats"]
+    assert stats["prompt_len"] == 180 and stats["dropped_tokens"] > 500
+    assert f"note: {stats['dropped_tokens']:,} of the text's" in shown.err and "(--keep both)" in " ".join(
+        shown.err.split())
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(TEXT) + '\n"short"\n')
+    assert cli.main(["--prompts", str(file), *FLAGS[2:], "--keep", "end"]) == 0
+    lines = [json.loads(line)["stats"] for line in capsys.readouterr().out.splitlines()]
+    assert [line["dropped_tokens"] > 500 for line in lines] == [True, False] and lines[0]["prompt_len"] == 180

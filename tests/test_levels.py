@@ -1,0 +1,110 @@
+"""Which level proposed each token: of rounds that are written down by hand, and of rounds that were run."""
+
+import pytest
+from conftest import make_engine, make_state, random_prompt
+
+import triforce
+from triforce.generation import RowOutput
+from triforce.levels import LEVELS, Spans, levels_of
+from triforce.plan import AUTOREGRESSION, Plan
+from triforce.speculator import RowRound
+from triforce.state import State
+from triforce.tape import ACCEPTED, BONUS, MISSED
+
+TEXT = "one two three four five six seven eight nine ten. " * 8
+
+
+@pytest.mark.parametrize("plan, origins, num_accepted, count, levels", [
+    (Plan(), [], 0, 1, ["target"]),
+    (Plan(3, "model"), [ACCEPTED] * 3, 2, 3, ["draft", "draft", "target"]),
+    (Plan(3, "model"), [MISSED] * 3, 3, 4, ["draft"] * 3 + ["target"]),  # origins are those of another plan's round
+    (Plan(2, "ngram"), [BONUS] * 2, 2, 2, ["ngram"] * 2),  # cut at a limit: no token of the target's own
+    (Plan(3, "custom"), [0] * 3, 1, 2, ["custom", "target"]),
+    (Plan(4, "model", True, 2, 2), [ACCEPTED, MISSED, ACCEPTED, BONUS], 4, 5,
+     ["draft", "retrieval", "draft", "retrieval", "target"]),
+    (Plan(4, "ngram", True, 2, 2), [ACCEPTED, ACCEPTED, MISSED, ACCEPTED], 1, 2, ["ngram", "target"]),
+    (Plan(3, None, True, 0, 3), [BONUS] * 3, 3, 4, ["retrieval"] * 3 + ["target"]),
+    (Plan(3, "model"), [], 0, 0, []),
+])
+def test_levels_of_a_round(plan, origins, num_accepted, count, levels):
+    row = RowRound(list(range(count)), origins, num_accepted, len(origins), False)
+    assert levels_of(plan, row) == levels
+
+
+def observed(monkeypatch):
+    """The counts of all rounds, as the device reports them: accepted by the full level, and how many rounds emitted."""
+    seen, settle = [], State._settle
+
+    def settled(self, result):
+        seen.append([(len(row.tokens), row.num_accepted) for row in result.rows])
+        return settle(self, result)
+
+    monkeypatch.setattr(State, "_settle", settled)
+    return seen
+
+
+@pytest.mark.parametrize("options, drafts", [
+    ({}, {"draft", "retrieval"}), ({"retrieval": False}, {"draft"}), ({"draft": False}, {"retrieval"}),
+    ({"draft": "ngram", "retrieval": False}, {"ngram"}), ({"draft": "ngram"}, {"ngram", "retrieval"})])
+def test_levels_of_generations(monkeypatch, options, drafts):
+    seen = observed(monkeypatch)
+    engine = triforce.load("tiny", device="cpu", gamma=6, **options)
+    out = engine.generate(TEXT, 90, temperature=0.0, ignore_eos=True)
+    assert len(out.levels) == len(out.tokens) == len(out.pieces) == 90
+    assert set(out.levels) == drafts | {"target"} and drafts < set(LEVELS)
+    assert "".join(out.pieces) == out.text
+    expected = [kept for [(count, accepted)] in seen for kept in [True] * accepted + [False] * (count - accepted)]
+    assert [level != "target" for level in out.levels] == expected[:90]
+    off = engine.generate(TEXT, 9, temperature=0.0, ignore_eos=True, speculate=False)
+    assert off.levels == ["target"] * 9
+
+
+def test_the_draft_is_told_from_the_retrieval_level(pair):
+    """A target that drafts for itself is always right: the draft proposes what it is asked for, retrieval the rest."""
+    state = make_state(pair[0], pair[0], [random_prompt(96)], budget=512, gamma=5, gamma_inner=2)
+    state.round()  # up to a flush position
+    state.round()
+    plan, row = state.last_round.plan, state.last_round.rows[0]
+    assert levels_of(plan, row) == ["draft", "draft", "retrieval", "draft", "draft", "target"]
+    state.round(AUTOREGRESSION)
+    assert levels_of(state.last_round.plan, state.last_round.rows[0]) == ["target"]
+
+
+def test_levels_of_a_batch_end_with_their_rows(pair, monkeypatch):
+    target, draft = pair
+    engine = make_engine(target, draft, flush_interval=16, chunk_size=4, budget=64, max_batch_size=2)
+    prompts = [random_prompt(40), random_prompt(70, seed=1), random_prompt(9, seed=2)]
+    free = engine.generate(prompts, 40, temperature=0.0)
+    engine.eos_ids = (free[0].tokens[6],)
+    for before, out in zip(free, engine.generate(prompts, 40, temperature=0.0), strict=True):
+        assert len(out.levels) == len(out.tokens) == len(out.pieces)
+        assert out.levels == before.levels[: len(out.tokens)]
+
+
+def test_what_is_dropped_after_the_end_has_no_level():
+    row = RowOutput(None, (9,), [], 5)
+    row.push([1, 9, 3], ["draft", "retrieval", "target"])
+    assert row.tokens == [1, 9] and row.levels == ["draft", "retrieval"] and row.pieces == ["", ""]
+
+
+def test_spans_of_a_growing_text():
+    pieces, levels = ["ab", "", "c"], ["draft", "target", "draft"]
+    spans = Spans(pieces, levels)
+    assert spans.take(1) == [("a", "draft")]
+    assert spans.take(2) == [("bc", "draft")]  # the token between them is no text
+    pieces += ["de", "f", "g"]
+    levels += ["target", "retrieval", "retrieval"]
+    assert spans.take(3) == [("de", "target"), ("f", "retrieval")]
+    assert spans.take(5) == [("g", "retrieval")] and spans.take(5) == []
+
+
+def test_a_stream_tells_the_levels_of_its_pieces():
+    engine = triforce.load("tiny", device="cpu", gamma=6)
+    stream, spans = engine.stream(TEXT, 60, temperature=0.0, ignore_eos=True, stop="four five"), []
+    for piece in stream:
+        assert "".join(text for text, _ in stream.spans) == piece
+        spans += stream.spans
+    said, whole = stream.result, Spans(stream.result.pieces, stream.result.levels).take(10**6)
+    assert "".join(said.pieces) == said.text and len(said.levels) == len(said.tokens)
+    by_character = [[level for text, level in some for _ in text] for some in (spans, whole)]
+    assert by_character[0] == by_character[1] and len(set(by_character[0])) > 1

@@ -1,0 +1,145 @@
+"""Bars where there is somebody to look, whatever of tqdm is there."""
+
+import builtins
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from conftest import make_engine, random_prompt
+
+from triforce import progress
+
+SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
+
+
+class Drawn:
+    """In the place of a bar of tqdm: what it was told."""
+
+    made: list = []
+
+    def __init__(self, what, total, unit):
+        self.what, self.total, self.n, self.seen, self.closed = what, total, 0, [], 0
+        Drawn.made.append(self)
+
+    def update(self, more):
+        self.n += more
+        self.seen.append(self.n)
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    Drawn.made = []
+    monkeypatch.setattr(progress, "make", Drawn)
+    return Drawn.made
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    shell = SimpleNamespace(kernel=object(), config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    return shell
+
+
+def without(monkeypatch, name):
+    """As where a package is not installed."""
+    original = builtins.__import__
+
+    def missing(wanted, *args, **more):
+        if wanted.split(".")[0] == name:
+            raise ImportError(f"no {name}")
+        return original(wanted, *args, **more)
+
+    for module in [one for one in sys.modules if one.split(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(builtins, "__import__", missing)
+
+
+def test_a_bar_follows_the_work(drawn):
+    bar = progress.Bar("prefill", 200)
+    bar(0.25)
+    bar(0.5)
+    assert drawn[0].seen == [50, 100] and not drawn[0].closed
+    bar(1.0)
+    bar(1.0)  # said twice
+    assert drawn[0].closed == 1 and len(drawn) == 1
+    bar(0.1)  # the next group of prompts
+    assert drawn[1].seen == [20]
+    bar.close()
+    bar.close()
+    assert drawn[1].closed == 1
+
+
+def test_other_work_begins_another_bar(drawn):
+    bar = progress.Bar("decode", 100)
+    bar.count(80)
+    bar.count(10)
+    assert drawn[0].closed == 1 and drawn[1].seen == [10]
+
+
+def test_a_late_bar_waits_for_the_first_report(drawn):
+    bar = progress.Bar("prefill", 100, late=True)
+    bar(1.0)
+    assert drawn == []
+    bar(0.5)
+    assert len(drawn) == 1
+
+
+def test_a_notebook_shows_bars(pair, notebook, drawn):
+    engine = make_engine(*pair, **SIZES, max_batch_size=2, prefill_chunk_size=8)
+    engine.generate([random_prompt(40), random_prompt(30), random_prompt(60)], 20)
+    assert {bar.what for bar in drawn} == {"prefill", "decode"}
+    assert all(bar.closed == 1 for bar in drawn)
+    assert [bar.seen[-1] for bar in drawn if bar.what == "decode"] == [40, 20]  # group by group
+    drawn.clear()
+    for _ in engine.stream(random_prompt(50), 5):
+        pass
+    assert [bar.what for bar in drawn] == ["prefill"]  # what is said shows how far it is
+    drawn.clear()
+    engine.generate(random_prompt(45), 5, on_decode=lambda count: None)
+    assert drawn == []  # the caller has his own
+
+
+def test_elsewhere_there_are_none(pair, drawn):
+    make_engine(*pair, **SIZES).generate(random_prompt(40), 10)
+    assert drawn == []
+
+
+def test_a_shell_of_ipython_is_no_notebook(monkeypatch):
+    for shell in (None, SimpleNamespace(config={})):
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        assert not progress.in_notebook()
+
+
+@pytest.mark.parametrize("lacks", ["tqdm", "ipywidgets"])
+def test_what_is_not_installed_is_replaced_by_text(lacks, notebook, monkeypatch, capsys, recwarn):
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    without(monkeypatch, lacks)
+    bar = progress.Bar("prefill", 100)
+    for step in range(1, 5):
+        time.sleep(0.11)  # bars are drawn ten times a second
+        bar(step / 5)
+    assert "prefill" in (shown := capsys.readouterr().err) and "80%" in shown
+    bar.close()
+    assert not recwarn.list and bar.bar is None
+
+
+def test_a_file_gets_no_bar(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    for lacks in (None, "tqdm"):
+        if lacks:
+            without(monkeypatch, lacks)
+        bar = progress.Bar("prefill", 100)
+        bar(0.5)
+        bar.close()
+        assert capsys.readouterr().err == ""
+
+
+def test_short_work_has_no_plain_bar(capsys):
+    bar = progress.PlainBar("prefill", 100, shown=True)
+    bar.update(50)
+    bar.close()
+    assert capsys.readouterr().err == ""
