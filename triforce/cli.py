@@ -363,7 +363,7 @@ def _columns(stats) -> list[tuple[str, str]]:
     """The statistics, with a row for each level whether it was used or not, so that two columns line up."""
     rates = {f"acceptance at {level}": "-" for level in ("retrieval", "full")}
     rows = dict(stats.rows())
-    names = [name for name in rows if not name.startswith("acceptance")]
+    names = [name for name in rows if not name.startswith(("acceptance", "  shared", "  held"))]
     at = names.index("tokens per target forward")
     names[at:at] = [name for name in rates]
     return [(name, rows.get(name, "-")) for name in names]

@@ -209,25 +209,27 @@ def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs
     rate = 2e7 if on_cpu else 4e9  # bytes a millisecond
     host_rate = rate if on_cpu else 5e7
     config, itemsize, offload = outer.model.config, outer.model.dtype.itemsize, cache.prefix.streams
-    base, token = cache.prefix.base, config.kv_elements_per_token * itemsize
-    shared, own = base * token, (sum(lengths) - base * len(lengths)) * token
-    prefix = shared + own
+    base, batch = cache.prefix.base, len(lengths)
+    token = config.kv_elements_per_token * itemsize
+    shared, own = base * token, (sum(lengths) - base * batch) * token
     on_host = 0 if offload is None else (shared or own) * len(offload.layers) / config.n_layer
-    verify = (outer.model.weight_bytes + prefix - on_host) / rate + on_host / host_rate
-    # All rows attend to a shared prefix, which is read once for them: beyond some number of rows that is arithmetic.
-    products = 4 * config.n_head * config.head_dim * config.n_layer * base * len(lengths)  # of one token a row
-    speed = 5e7 if on_cpu else 5e11  # operations a millisecond
+    reading = (outer.model.weight_bytes + shared + own - on_host) / rate + on_host / host_rate
+    # All rows attend to a shared prefix, which is read once for them. Beyond some number of rows that is arithmetic.
+    products = 4 * config.n_head * config.head_dim * config.n_layer * base * batch  # of one token a row
 
-    def by_rows(level, first: float) -> dict[int, float]:
+    def verify(rows: int) -> float:
+        if on_cpu:
+            return reading * (1 + ROW * (rows - 1)) + shared / rate * ROW * rows * (batch - 1)
+        return max(reading, products * rows / 5e11)
+
+    def by_rows(level, cost) -> dict[int, float]:
         sizes = {level.rows} if padding.drafts else {rows for rows in SIZES if rows < level.rows} | {level.rows}
-        work = products if level is outer else 0
-        return {rows: max(first * (1 + ROW * (rows - 1) * on_cpu), work * rows / speed) for rows in sorted(sizes)}
+        return {rows: cost(rows) for rows in sorted(sizes)}
 
-    plain = max(verify, products / speed)
-    costs = Costs(by_rows(outer, verify), plain=plain if padding.drafts and not padding.plain else None)
+    costs = Costs(by_rows(outer, verify), plain=verify(1) if padding.drafts and not padding.plain else None)
     if inner is not None:
-        view = min(hierarchy.view.nbytes, prefix)
-        costs.retrieval = by_rows(inner, (inner.model.weight_bytes + view) / rate)
+        first = (inner.model.weight_bytes + min(hierarchy.view.nbytes, shared + own)) / rate
+        costs.retrieval = by_rows(inner, lambda rows: first * (1 + ROW * (rows - 1) * on_cpu))
     for name, source in hierarchy.sources.items():
         first = (source.nbytes + source.weight_bytes) / rate + 0.001
         costs.sources[name] = first, first if source.weight_bytes else 0.0

@@ -139,8 +139,10 @@ def fitting_layers(config: ModelConfig, parts: list[Part], device: torch.device,
 def available(device: torch.device) -> int | None:
     """Bytes that can still be had on a device, None where the system does not say."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        granted = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return max(min(free + torch.cuda.memory_reserved(device), granted) - allocated, 0)
     free = []
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):

@@ -401,7 +401,8 @@ FAULTS = [
     Fault("default-dtype", "loading.py",
           'name = dtype or (checkpoint_dtype or "float32" if device.type == "cuda" else "float32")',
           'name = dtype or checkpoint_dtype or "float32"', "test_loading.py", "a CPU computes in bfloat16, slowly"),
-    Fault("load-eos", "loading.py", "eos_ids=ckpt.eos_token_ids(folder))", "eos_ids=())", "test_loading.py",
+    Fault("load-eos", "loading.py", "eos_ids=ckpt.eos_token_ids(folder), folder", "eos_ids=(), folder",
+          "test_loading.py",
           "no text ever ends by itself"),
     Fault("load-all-resident", "loading.py", "place.num_resident_layers > config.n_layer:",
           "place.num_resident_layers >= config.n_layer:", "test_loading.py",
@@ -656,8 +657,8 @@ FAULTS = [
           "test_speculator.py -k pads", "on a CPU the retrieval level computes rows that nobody needs"),
 
     # prefix_file.py
-    Fault("prefix-file-head", "prefix_file.py", "kv[chunk.half, chunk.head - heads.start,",
-          "kv[chunk.half, chunk.head - 1,", "test_prefix_file.py -k bits", "heads change places in a file"),
+    Fault("prefix-file-head", "prefix_file.py", "kv[chunk.half][chunk.head - heads.start,",
+          "kv[chunk.half][chunk.head - 1,", "test_prefix_file.py -k bits", "heads change places in a file"),
     Fault("prefix-file-two-layers", "prefix_file.py", "            kv = None  # let go before the next is made\n", "",
           "test_prefix_file.py -k one_layer", "saving takes the memory of two layers"),
     Fault("prefix-file-unchecked", "prefix_file.py", "if checksum(data) != self._checksums[chunk.number]:", "if False:",
