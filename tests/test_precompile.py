@@ -84,6 +84,17 @@ def test_traced_without_memory(asked):
     assert len(precompile.collect(replace(asked[0], target=large))) > 20
 
 
+def test_compiled_steps_read_the_bias_where_it_is(asked):
+    """Whatever a call sets takes effect without anything compiled anew; what only results need is in no piece."""
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    run(engine, tokens=2)
+    ends = {name: piece for name, piece in precompile.collect(asked[0]).items() if "Speculator._finish" in name}
+    assert len(ends) >= 2
+    for piece in ends.values():
+        assert sum(path[-1] == "logit_bias" for path in piece.paths) == 1
+        assert not any(path[-1] == "hidden" for path in piece.paths)
+
+
 def test_a_compiled_piece_computes_the_same(asked):
     """Another layer of another model of the same shape, through the paths that were noted."""
     engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
