@@ -6,7 +6,10 @@ import sys
 import weakref
 from pathlib import Path
 
+import pytest
+
 from triforce import api
+from triforce.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,3 +44,12 @@ def test_the_module_ends_with_the_status_of_the_command():
     done = subprocess.run([sys.executable, "-m", "triforce", "--prompt", "", "--device", "cpu"], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 2 and "prompt is empty" in done.stderr
+
+
+@pytest.mark.parametrize("options", [{"stop_token_ids": ["x"]}, {"logprobs": -1}, {"keep": "middle"},
+                                     {"logit_bias": {5: "x"}}], ids=str)
+def test_mistakes_are_found_before_anything_is_loaded(monkeypatch, options):
+    monkeypatch.setattr(api, "load", lambda *args, **more: pytest.fail("loaded"))
+    monkeypatch.setattr(api, "_kept", {})
+    with pytest.raises(UserError, match=next(iter(options))):
+        api.generate("a", **options)

@@ -58,9 +58,12 @@ def small_job():
     return asked[0], found, {name: piece.compile() for name, piece in found.items() if SMALL in name}
 
 
-def run(engine, rows=1, tokens=48):
+def run(engine, rows=1, tokens=48, prefix=None):
     prompts = [random_prompt(200 + 40 * row, seed=row) for row in range(rows)]
-    return [out.tokens for out in engine.generate(prompts, tokens, temperature=0.0, ignore_eos=True)]
+    if prefix is not None:
+        prompts = [prompt[:40] for prompt in prompts]
+    how = {"temperature": 0.0, "ignore_eos": True, "prefix": prefix}
+    return [out.tokens for out in engine.generate(prompts, tokens, **how)]
 
 
 def missing(engine):
@@ -89,16 +92,19 @@ def traced_once(monkeypatch, found_before):
 @pytest.mark.parametrize("options, rows", [
     ({}, 1), ({"gamma": "auto"}, 1), ({"draft_cache": "streaming"}, 1), ({"retrieval": False}, 1),
     ({"retrieval": False, "draft_cache": "snapkv"}, 1), ({"gamma": "auto"}, 3), ({"offload": True}, 1),
-    ({"fp8": True}, 1), ({"draft": lambda tape: PeriodDrafter(tape)}, 1),
+    ({"shared": True}, 3), ({"fp8": True}, 1), ({"draft": lambda tape: PeriodDrafter(tape)}, 1),
 ])
 def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, options, rows):
     """By name, which holds the shapes and strides of what it is called with."""
     target, draft = pair
     options = dict(options)
     drafting = fp8_copy(target) if options.pop("fp8", False) else None
+    shared = options.pop("shared", False)
     engine = make_engine(target, None if "draft" in options else draft, drafting=drafting, compile="beside",
                          max_batch_size=rows, **SETTINGS, **options)
-    run(engine, rows)
+    prefix = engine.prefill(random_prompt(200)) if shared else None
+    run(engine, rows, prefix=prefix)
+    assert (engine.caches.state.base > 0) == shared
     traced = precompile.collect(asked[0])
     assert len(missing(engine)) > 10 and all(piece.paths for piece in traced.values())
     rest = {name for name in missing(engine) if name not in traced}
@@ -114,6 +120,15 @@ def test_traced_without_memory(asked):
     run(engine, tokens=2)
     large = replace(target.config, dim=8192, n_head=64, n_kv_head=8, head_dim=128, ffn_dim=28672, vocab_size=128256)
     assert len(precompile.collect(replace(asked[0], target=large))) > 20
+
+
+def test_compiled_steps_read_the_bias_where_it_is(small_job):
+    """Whatever a call sets takes effect without anything compiled anew; what only results need is in no piece."""
+    ends = {name: piece for name, piece in small_job[1].items() if "Speculator._finish" in name}
+    assert len(ends) >= 2
+    for piece in ends.values():
+        assert sum(path[-1] == "logit_bias" for path in piece.paths) == 1
+        assert not any(path[-1] == "hidden" for path in piece.paths)
 
 
 def test_a_compiled_piece_computes_the_same(small_job):
