@@ -128,6 +128,51 @@ def test_greedy_bits(which, dtype, eager_to_draft):
 
 
 @in_half_precision
+@pytest.mark.parametrize("how", [{}, {"offload": True, "num_resident_layers": 2}, {"gamma": "auto", "gamma_inner": 3}],
+                         ids=["resident", "offloaded", "auto"])
+def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
+    """Five questions about one document: the same tokens and logits with and without speculation, over many flushes, and
+    the document's keys and values stay what they were."""
+    document = random_prompt(CONTEXT, vocab_size=VOCAB)
+    engine = engine_for(random_models_in(dtype), keep_logits=True, rebuild_interval=64, flush_interval=128,
+                        **{"block_size": 8, **how})
+    engine.vocab_size = VOCAB
+    book = engine.prefill(document)
+    ids = [book.ids(random_prompt(20 + 60 * i, seed=i, vocab_size=VOCAB)) for i in range(5)]
+    before = [x.float().sum().item() for i in range(4) for x in book.store.layer(i, 0)]
+    state = engine.prepare(ids, 2048, prefix=book, temperature=0.0, top_p=0.9, top_k=None, min_p=None, seed=[0] * 5)
+    assert state.base == book.num_shared == CONTEXT
+    on = bits_of_rows(state, 300)
+    drafted, kept = state.hierarchy.outer.totals.sum(0).tolist()[::-1]
+    print(f"{dtype} {how}: {len(ids)} rows, {state.num_forwards} rounds, drafted {drafted}, kept {kept}, flushes "
+          f"{state.num_flushes}")
+    assert kept > 20 and drafted - kept > 20 and state.num_flushes >= 10
+    state.rewind(2048, AUTOREGRESSION)
+    off = bits_of_rows(state, 300)
+    agree = [[a == b for a, b in zip(*rows, strict=True)] for rows in zip(on, off, strict=True)]
+    assert all(map(all, agree)), [(sum(row), row.index(False)) for row in agree if not all(row)]
+    assert [x.float().sum().item() for i in range(4) for x in book.store.layer(i, 0)] == before
+
+
+@in_half_precision
+def test_a_saved_document_is_opened_by_a_gpu(dtype, tmp_path):
+    """Bit for bit, through pinned memory, resident and offloaded."""
+    engine = engine_for(random_models_in(dtype), levels="retrieval")
+    engine.vocab_size = VOCAB
+    book = engine.prefill(random_prompt(CONTEXT, vocab_size=VOCAB))
+    book.save(tmp_path / "book.prefix")
+    for how in ({}, {"offload": True, "num_resident_layers": 2}):
+        other = engine_for(random_models_in(dtype), levels="retrieval", flush_interval=128, **how)
+        opened = other.open(tmp_path / "book.prefix")
+        assert (opened.store.offload is None) == (not how)
+        for i in range(4):
+            for one, more in zip(book.store.layer(i, 0), opened.store.layer(i, 0), strict=True):
+                assert torch.equal(one[:, :CONTEXT].cpu(), more[:, :CONTEXT].cpu())
+        for one, more in zip(book.store.chunk_keys, opened.store.chunk_keys, strict=True):
+            assert torch.equal(one, more)
+
+
+@in_half_precision
 def test_fp8_drafts_are_accepted(dtype):
     """About as often as those of the weights as they are, end to end."""
     import triforce

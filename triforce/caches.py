@@ -42,8 +42,8 @@ class Caches:
         placement: resolved.
     """
 
-    def __init__(self, engine: "Engine", models: Models, settings: Settings, placement: Placement, vocab_size: int):
-        self.engine, self.models, self.placement, self.vocab_size = engine, models, placement, vocab_size
+    def __init__(self, engine: "Engine", models: Models, settings: Settings, placement: Placement):
+        self.engine, self.models, self.placement = engine, models, placement
         self.target, self.device = models.target, models.target.device
         self._given = settings
         self.settings = self._resolve(settings, placement.max_batch_size)
@@ -254,7 +254,7 @@ class Caches:
         if old is None:
             self.release()  # before the new ones are planned
         budget, resident = self._plan(settings, batch, base, capacity, self.engine.resolve_budget(max(map(len, ids))))
-        sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.vocab_size}
+        sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.engine.vocab_size}
         # The same bytes a second time: only where they are a small part of what is free.
         config = self.target.config
         kv_bytes = config.n_layer * memory.layer_bytes(config, batch=batch, capacity=capacity, dtype=self.target.dtype)
@@ -311,7 +311,7 @@ class Caches:
         """Of a State."""
         draft = None if self.models.draft is None else self.models.draft.config
         return memory.state_parts(self.target.config, draft, settings, batch=batch, capacity=capacity, budget=budget,
-                                  vocab_size=self.vocab_size, dtype=self.target.dtype, device=self.device,
+                                  vocab_size=self.engine.vocab_size, dtype=self.target.dtype, device=self.device,
                                   num_resident_layers=resident, base=base)
 
     def _prefix_parts(self, length: int, resident: int | None) -> list[memory.Part]:
