@@ -170,7 +170,7 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
         return engine, engine.tokenizer
     tiny = triforce.load("tiny", device="cpu", compile="beside")  # weights stay unpacked
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    dtype = getattr(torch, getattr(args, "dtype", None) or ("bfloat16" if device.startswith("cuda") else "float32"))
     shape = SHAPES[args.shape]
     draft = widened_draft(tiny.draft, args, group, vocab_size=shape.vocab_size, device=device, dtype=dtype)
     target = widen(tiny.target, shape, positions=max(args.contexts) + 4096, device=device, dtype=dtype, group=group)

@@ -42,9 +42,6 @@ def engine_of(args, group) -> tuple[Engine, object]:
     """The pair, with whatever the flags say. Blocks are as wide as the number of rows suggests."""
     args.contexts, args.share_of, args.block_size = [args.context], None, None
     base, tokenizer = on_chip.load(args, group)
-    dtype = getattr(torch, args.dtype) if args.dtype else base.target.dtype
-    for model in filter(None, (base.target, base.draft)):
-        model.to(dtype)
     place = Placement(offload=args.offload, compile=args.compile)
     return Engine(base.target, base.tokenizer, base.draft, settings=Settings(chunk_size=args.chunk_size,
                                                                            budget=args.budget), placement=place,

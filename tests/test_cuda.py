@@ -131,8 +131,8 @@ def test_greedy_bits(which, dtype, eager_to_draft):
 @pytest.mark.parametrize("how", [{}, {"offload": True, "num_resident_layers": 2}, {"gamma": "auto", "gamma_inner": 3}],
                          ids=["resident", "offloaded", "auto"])
 def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
-    """Five questions about one document: the same tokens and logits with and without speculation, over many flushes, and
-    the document's keys and values stay what they were."""
+    """Five questions about one document: the same tokens and logits with and without speculation, over many flushes,
+    and the document's keys and values stay what they were."""
     document = random_prompt(CONTEXT, vocab_size=VOCAB)
     engine = engine_for(random_models_in(dtype), keep_logits=True, rebuild_interval=64, flush_interval=128,
                         **{"block_size": 8, **how})
