@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from . import about
 from .config import Placement, Sampling, Settings, check_max_new_tokens, names_of
 from .errors import UserError, not_known
 from .hf.checkpoint import resolve
@@ -53,14 +54,23 @@ def parser() -> Parser:
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
     prompt.add_argument("--prompt-file", help="read the text from a file; with no flag for it, it is read from a pipe")
-    prompt.add_argument("--prompts", help="a file of prompts, one a line: JSON strings, or objects with a \"prompt\"; "
-                                          "answers are lines of JSON")
+    prompt.add_argument("--prompts", help="a file of prompts, one a line: JSON strings, or objects with a \"prompt\" "
+                        "or \"messages\", and perhaps a \"question\" and a \"seed\"; answers are lines of JSON")
     prompt.add_argument("--batch-size", type=int, default=8,
                         help="so many of --prompts are computed side by side (default 8)")
     prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens (alias --prefill)")
     prompt.add_argument("--keep", choices=WAYS, help="of a text that is too long for the model or --max-seq-len, keep "
                         "the start, the end, or half of both; question and template stay (default: an error)")
     prompt.add_argument("--question", help="asked after the (cut) document")
+    prompt.add_argument("--questions", metavar="FILE", help="questions about the document, one a line or as JSON, "
+                        "answered side by side")
+    prompt.add_argument("--num-samples", type=int, metavar="N",
+                        help="so many answers, with the seeds seed, seed + 1, ...")
+    prompt.add_argument("--interactive", action="store_true",
+                        help="a conversation about the document, or about nothing")
+    prompt.add_argument("--system", help="a system message before the document")
+    prompt.add_argument("--save-prefix", metavar="FILE", help="keep the document with its keys and values")
+    prompt.add_argument("--prefix", metavar="FILE", help="a document that was kept, instead of a prompt")
     prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
     text = p.add_argument_group("generation")
@@ -117,7 +127,8 @@ class Request:
 
     document: str | None = None  # the text to continue
     is_demo: bool = False  # nobody gave one
-    prompts: list[str] | None = None  # of --prompts, instead
+    prompts: list[dict] | None = None  # of --prompts, instead: prompt or messages, question, seed
+    questions: tuple[dict, ...] = ()  # of --questions
     template: str | None = None  # of --chat-template
 
 
@@ -146,9 +157,16 @@ def read_request(args, no_flags: bool = False) -> Request:
                         "one of them")
     if args.prompt_len is not None and args.prompt_len < 1:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
-    if args.chat_template and not args.chat:
+    if args.chat_template and not (args.chat or args.system or args.interactive):
         raise UserError("--chat-template was given without --chat; add --chat")
     template = _read("--chat-template", args.chat_template) if args.chat_template else None
+    questions: list[dict] = []
+    if about.wanted(args):
+        about.check(args, int(os.environ.get("WORLD_SIZE", 1)))
+        if args.questions:
+            questions = about.read_questions(_read("--questions", args.questions), args.questions)
+        if args.prefix or args.interactive and args.prompt is None and args.prompt_file is None:
+            return Request(questions=tuple(questions), template=template)
     if args.prompts is not None:
         if args.prompt is not None or args.prompt_file is not None or args.compare:
             raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
@@ -163,7 +181,8 @@ def read_request(args, no_flags: bool = False) -> Request:
         raise UserError("there is no prompt; give a text with --prompt or --prompt-file, or pipe one in")
     if document is not None and not document.strip():
         raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
-    return Request(document or default_document(), is_demo=document is None, template=template)
+    return Request(document or default_document(), is_demo=document is None, questions=tuple(questions),
+                   template=template)
 
 
 def default_document() -> str:
@@ -212,9 +231,9 @@ def _read(flag: str, path: str) -> str:
         raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
 
 
-def read_prompts(path: str) -> list[str]:
-    """The texts of a file of JSON lines."""
-    texts = []
+def read_prompts(path: str) -> list[dict]:
+    """The prompts of a file of JSON lines: {"prompt" or "messages", "question", "seed"}."""
+    prompts = []
     for number, line in enumerate(_read("--prompts", path).split("\n"), 1):
         if not line.strip():
             continue
@@ -223,14 +242,18 @@ def read_prompts(path: str) -> list[str]:
         except (ValueError, RecursionError):
             raise UserError(f"line {number} of --prompts {path} is not JSON; write each prompt as a JSON string, or as "
                             '{"prompt": "..."}') from None
-        text = item.get("prompt") if isinstance(item, dict) else item
-        if not isinstance(text, str) or not text:
+        item = item if isinstance(item, dict) else {"prompt": item}
+        text, messages = item.get("prompt"), item.get("messages")
+        is_chat = isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages)
+        if not is_chat and (not isinstance(text, str) or not text):
             raise UserError(f"line {number} of --prompts {path} holds no prompt; write each as a JSON string, or as "
-                            '{"prompt": "..."}')
-        texts.append(text)
-    if not texts:
+                            '{"prompt": "..."} or {"messages": [...]}')
+        if not isinstance(item.get("question", ""), str) or not isinstance(item.get("seed", 0), int):
+            raise UserError(f"line {number} of --prompts {path}: a question must be a text, and a seed a whole number")
+        prompts.append(item)
+    if not prompts:
         raise UserError(f"--prompts {path} holds no prompt; write one a line")
-    return texts
+    return prompts
 
 
 def encode(args, engine, text: str, request: Request) -> tuple[list[int], int]:
@@ -300,9 +323,13 @@ def wants_colours(file) -> bool:
 def answer_prompts(engine, request: Request, args, sampling) -> int:
     """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
     prompts, dropped = [], []
-    for index, text in enumerate(request.prompts):  # all of them, before hours of work
+    for index, item in enumerate(request.prompts):  # all of them, before hours of work
         try:
-            ids, count = encode(args, engine, text, request)
+            if "messages" in item:
+                ids, count = engine.encode_prompt(item["messages"], request.template), 0
+            else:
+                asked = argparse.Namespace(**{**vars(args), "question": item.get("question", args.question)})
+                ids, count = encode(asked, engine, item["prompt"], request)
             prompts.append(engine.encode_prompt(ids))
             dropped.append(count)
             engine.check_len(len(prompts[-1]), args.max_new_tokens)
@@ -314,6 +341,9 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
     for first in range(0, len(prompts), args.batch_size):
         ids = prompts[first : first + args.batch_size]
         seeds = {"seed": sampling["seed"] + first} if "seed" in sampling else {}
+        own = [item.get("seed") for item in request.prompts[first : first + args.batch_size]]
+        if any(seed is not None for seed in own):
+            seeds = {"seed": [seeds.get("seed", 0) + i if seed is None else seed for i, seed in enumerate(own)]}
         prefill, decode = Bar("prefill", sum(map(len, ids))), Bar("decode", args.max_new_tokens * len(ids))
         try:
             results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
@@ -402,6 +432,10 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
+    if about.wanted(args):
+        length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
+        book = about.document_of(engine, args, request.document, request.template, length)
+        return about.answer(engine, args, book, list(request.questions), request.template, sampling)
     ids, dropped = encode(args, engine, request.document, request)
     engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)

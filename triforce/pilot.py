@@ -41,19 +41,21 @@ class Pilot:
         self.meters: list[NgramMeter | None] = []  # of each row that is not finished, where n-grams are to choose
         self.rebuild_interval = rebuild_interval
         self.rebuilds = [RebuildPolicy(rebuild_interval) for _ in range(batch)]
+        self._shared_meter: NgramMeter | None = None
         self._begins = self.auto  # no round has been chosen yet
         self._name: tuple = ()  # of the costs on the shelf
         self._fixed: Plan | None = None
         self._chosen: Plan | None = None  # by the controller, for the present round
 
     def open(self, plan: Plan | None, padding: Padding, lengths: list[int],
-             texts: Callable[[], list[list[int]]]) -> None:
+             texts: Callable[[int], list[list[int]]]) -> None:
         """Decoding begins.
 
         Args:
             plan: what all rounds follow; None: chosen, or what the settings say.
             padding: of the steps of plans that are not given.
-            lengths: settled tokens of each row. texts: gives each row's tokens, the pending one among them.
+            lengths: settled tokens of each row. texts: gives each row's tokens from a position on, the pending
+                one among them.
         """
         self._fixed, self.padding = plan, padding
         self.controller, self.meters = None, []
@@ -68,7 +70,16 @@ class Pilot:
             self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, padding,
                                          seen)
             if "ngram" in self.hierarchy.sources:
-                self.meters = [NgramMeter(text) for text in texts()]
+                self.meters = self._meters(texts)
+
+    def _meters(self, texts: Callable[[int], list[list[int]]]) -> list[NgramMeter | None]:
+        """One a row. What all rows share is gone through once."""
+        base = self.hierarchy.cache.prefix.base
+        if base == 0:
+            return [NgramMeter(text) for text in texts(0)]
+        if self._shared_meter is None:
+            self._shared_meter = NgramMeter(texts(0)[0][:base])
+        return [self._shared_meter.fork(text) for text in texts(base)]
 
     def choose(self) -> Plan:
         """The next round's plan. The very first is plain: so the first token waits for nothing that drafts."""

@@ -270,9 +270,9 @@ class State:
         self.pilot.open(plan, padding or self.pilot.padding, self.lens, self.texts)
         self.num_forwards, self.num_flushes = 0, 0
 
-    def texts(self) -> list[list[int]]:
-        """The tokens of each row, the pending one among them."""
-        return [self.tape.tokens[row, :known].tolist() for row, known in enumerate(self.known)]
+    def texts(self, start: int = 0) -> list[list[int]]:
+        """The tokens of each row from `start` on, the pending one among them."""
+        return [self.tape.tokens[row, start:known].tolist() for row, known in enumerate(self.known)]
 
     @torch.inference_mode()
     def close_row(self, row: int) -> None:

@@ -7,6 +7,7 @@ Shapes: B batch, N positions of the tape, n tokens proposed.
 """
 
 import bisect
+import copy
 
 import torch
 from torch import Tensor
@@ -80,6 +81,7 @@ class NgramMeter:
 
     def __init__(self, tokens: list[int], length: int = 3):
         self.length, self.follows, self.run = length, {}, 0
+        self.shared: dict = {}  # of a text that others continue, too: it is read, and not written
         self.rates = [Rate(prior) for prior in self.PRIORS]
         self.tokens = list(tokens[: max(len(tokens) - self.JUDGED, length)])
         for end in range(length, len(self.tokens)):
@@ -95,11 +97,18 @@ class NgramMeter:
     def _rate(self) -> Rate:
         return self.rates[bisect.bisect_right(self.RUNS, self.run) - 1]
 
+    def fork(self, tokens: list[int]) -> "NgramMeter":
+        """A meter of this text and what follows it, without a copy of what is known of this text."""
+        fork = NgramMeter(self.tokens[-self.length :], self.length)
+        fork.shared, fork.run, fork.rates = self.follows, self.run, copy.deepcopy(self.rates)
+        fork.update(tokens)
+        return fork
+
     def update(self, tokens: list[int]) -> None:
         """Takes in kept tokens."""
         for token in tokens:
             key = tuple(self.tokens[-self.length :])
-            right = self.follows.get(key) == token
+            right = self.follows.get(key, self.shared.get(key)) == token
             self._rate.update(right, 1)
             self.run = self.run + 1 if right else 0
             self.follows[key] = token

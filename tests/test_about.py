@@ -1,0 +1,144 @@
+"""The command line's ways to use one document more than once, from flags to output."""
+
+import builtins
+import json
+import os
+import signal
+
+import pytest
+
+from triforce import about, interactive
+from triforce.cli import main
+from triforce.errors import UserError
+
+FEW = ["--max-new-tokens", "6", "--gamma", "4", "--device", "cpu", "--no-compile"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("about")
+    (folder / "book.txt").write_text("Call me Ishmael. Some years ago, never mind how long precisely. " * 30)
+    (folder / "questions").write_text('Who tells this?\n\n{"question": "What is the ship called?", "seed": 7}\n')
+    return folder
+
+
+def lines_of(capsys) -> list[dict]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_questions_are_answered_over_one_document(folder, capsys):
+    book = ["--prompt-file", str(folder / "book.txt")]
+    saved = str(folder / "book.prefix")
+    questions = ["--questions", str(folder / "questions"), "--seed", "3"]
+    assert main([*book, *questions, "--json", "--save-prefix", saved, *FEW]) == 0
+    first = lines_of(capsys)
+    assert [row["question"] for row in first] == ["Who tells this?", "What is the ship called?"]
+    assert [row["stats"]["seed"] for row in first] == [3, 7]
+    assert all(row["stats"]["shared_tokens"] >= 512 and len(row["tokens"]) == 6 for row in first)
+    assert main(["--prefix", saved, *questions, "--json", *FEW]) == 0
+    assert [row["tokens"] for row in lines_of(capsys)] == [row["tokens"] for row in first]
+    assert main(["--prefix", saved, "--question", "Who tells this?", "--num-samples", "3", "--seed", "3", "--json",
+                 *FEW]) == 0
+    samples = lines_of(capsys)
+    assert [row["sample"] for row in samples] == [0, 1, 2] and samples[0]["tokens"] == first[0]["tokens"]
+    assert [row["stats"]["seed"] for row in samples] == [3, 4, 5]
+    assert main(["--prefix", saved, *questions, *FEW]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("> Who tells this?\n") and "shared by all rows" in shown.err
+
+
+@pytest.mark.parametrize("flags, error", [
+    (["--questions", "no-such"], "cannot read --questions"),
+    (["--num-samples", "0"], "at least 1"),
+    (["--prefix", "no-such", "--prompt", "x"], "drop --prompt"),
+    (["--prefix", "no-such"], "no-such"),
+    (["--interactive", "--question", "x"], "asks for the questions itself"),
+    (["--prompts", "x", "--num-samples", "2"], "neither --prompts"),
+    (["--prompt", "x", "--system", "Be brief."], "no chat template"),
+])
+def test_what_does_not_go_together(flags, error, capsys):
+    assert main([*flags, *FEW]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_files_of_questions():
+    def read(text):
+        return [(item["question"], item.get("seed")) for item in about.read_questions(text, "q")]
+
+    assert read("a?\n\n b? \n") == [("a?", None), ("b?", None)]
+    assert read('["a?", {"question": "b?", "seed": 1}]') == [("a?", None), ("b?", 1)]
+    assert read('"a?"\n{"question": "b?"}\n') == [("a?", None), ("b?", None)]
+    for text, error in (("", "no question"), ("[3]", "question 1"), ('{"question": ""}', "no text"),
+                        ('{"question": "a", "seed": "x"}', "seed")):
+        with pytest.raises(UserError, match=error):
+            about.read_questions(text, "q")
+
+
+def test_prompts_with_questions_messages_and_seeds(folder, capsys):
+    path = folder / "prompts"
+    path.write_text('{"prompt": "Call me", "question": "Who?", "seed": 5}\n'
+                    '{"messages": [{"role": "user", "content": "Hi"}]}\n"Some years"\n')
+    template = folder / "template"
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    assert main(["--prompts", str(path), *FEW]) == 2  # the tiny pair has no chat template
+    assert "prompt 1 of --prompts" in capsys.readouterr().err
+    path.write_text('{"prompt": "Call me", "question": "Who?", "seed": 5}\n"Call me\\n\\nWho?\\n"\n')
+    assert main(["--prompts", str(path), "--seed", "1", *FEW]) == 0
+    first, second = lines_of(capsys)
+    assert first["stats"]["seed"] == 5 and second["stats"]["seed"] == 2
+    assert first["stats"]["prompt_len"] > second["stats"]["prompt_len"] - 4
+
+
+def typed(monkeypatch, *lines):
+    """What somebody types: a line, or an exception that a key raises."""
+    left = iter([*lines, EOFError])
+
+    def read(prompt=""):
+        line = next(left)
+        if isinstance(line, type):
+            raise line
+        return line
+
+    monkeypatch.setattr(builtins, "input", read)
+
+
+def test_a_conversation_on_the_terminal(folder, monkeypatch, capsys):
+    saved = str(folder / "talk.prefix")
+    typed(monkeypatch, "/stats", "", "Who tells this?", "/stats", "/save " + saved, "/undo", "/undo", "/nope", "/help",
+          KeyboardInterrupt, "Once more", "/quit", "never read")
+    assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", *FEW]) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.strip().splitlines()) >= 1 and os.path.getsize(saved) > 10_000
+    for said in ("nothing has been answered yet", "tokens per target forward", "(0 turns are left)", "no turn to undo",
+                 "/nope is no command", "Ctrl-C ends an answer", "ends)"):
+        assert said in shown.err
+    assert "never read" not in shown.out
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_program(folder, monkeypatch, capsys):
+    """What was said so far stays; the next question is answered."""
+    typed(monkeypatch, "Go on", "And then?")
+    answers, close = [], interactive.Conversation.answer
+
+    def answer(self, text):
+        if not answers:
+            write, seen = interactive.sys.stdout.write, []
+
+            def interrupted(piece):
+                seen.append(piece)
+                if len(seen) == 2:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return write(piece)
+
+            monkeypatch.setattr(interactive.sys.stdout, "write", interrupted)
+            close(self, text)
+            monkeypatch.setattr(interactive.sys.stdout, "write", write)
+        else:
+            close(self, text)
+        answers.append(len(self.chat.turns[-1][1].tokens))
+
+    monkeypatch.setattr(interactive.Conversation, "answer", answer)
+    assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", "--ignore-eos", "--max-new-tokens", "60",
+                 *FEW[2:]]) == 0
+    assert "(ended)" in capsys.readouterr().err
+    assert answers[0] < 60 and answers[1] == 60

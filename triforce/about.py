@@ -1,0 +1,142 @@
+"""The command line's ways to use one document more than once: questions, samples, a conversation, a file.
+
+Knows nothing of tensors: it reads files, calls the engine, and prints.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+from .chat import Chat
+from .errors import UserError
+from .generation import Generation
+from .interactive import Conversation
+from .prefix import Prefix
+from .progress import Bar
+
+
+def wanted(args) -> bool:
+    """Whether the flags ask for any of it."""
+    return bool(args.questions or args.interactive or args.prefix or args.save_prefix or args.num_samples is not None
+                or args.system)
+
+
+def check(args, ranks: int) -> None:
+    """Raises UserError for flags that do not go together."""
+    if args.prompts is not None or args.compare or args.show_levels or args.keep:
+        raise UserError("--questions, --interactive, --num-samples, --system, --prefix and --save-prefix go with "
+                        "neither --prompts, --compare, --show-levels nor --keep; drop one of them")
+    if args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system or args.chat):
+        raise UserError("--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file, "
+                        "--system and --chat")
+    if args.interactive and (args.questions or args.question or args.num_samples or args.json):
+        raise UserError("--interactive asks for the questions itself; drop --questions, --question, --num-samples and "
+                        "--json")
+    if args.interactive and ranks > 1:
+        raise UserError(f"--interactive runs in one process, and torchrun started {ranks}; use --questions")
+    if args.num_samples is not None and args.num_samples < 1:
+        raise UserError(f"--num-samples ({args.num_samples}) must be at least 1; try 4")
+
+
+def read_questions(text: str, path: str) -> list[dict]:
+    """Questions of a file: one a line, or lines of JSON, or one JSON list; of strings, or of objects with a "question"
+    and perhaps a "seed"."""
+    try:
+        found = json.loads(text)
+        items = found if isinstance(found, list) else [found]
+    except (ValueError, RecursionError):
+        items = []
+        for line in filter(str.strip, text.splitlines()):
+            try:
+                items.append(json.loads(line) if line.lstrip()[:1] in '{"' else line.strip())
+            except ValueError:
+                items.append(line.strip())
+    questions = [item if isinstance(item, dict) else {"question": item} for item in items]
+    for number, item in enumerate(questions, 1):
+        if not isinstance(item.get("question"), str) or not item["question"].strip():
+            raise UserError(f"question {number} of --questions {path} is no text; write one a line, or "
+                            '{"question": "...", "seed": 1}')
+        if not isinstance(item.get("seed", 0), int):
+            raise UserError(f"the seed of question {number} of --questions {path} must be a whole number")
+    if not questions:
+        raise UserError(f"--questions {path} holds no question; write one a line")
+    return questions
+
+
+def document_of(engine, args, text: str | None, template: str | None, length: int | None) -> Prefix | None:
+    """What is asked about: opened, or prefilled, and saved where that is wanted. None: nothing."""
+    if args.prefix:
+        book = engine.open(args.prefix)
+    elif text is None:
+        return None
+    else:
+        ids = engine.tokenizer.encode(text)[:length]
+        bar = Bar("prefill", len(ids))
+        try:
+            if args.chat or args.system:
+                system = [{"role": "system", "content": args.system}] if args.system else []
+                content = text if length is None else engine.tokenizer.decode(ids)
+                book = engine.prefill([*system, {"role": "user", "content": content}], chat_template=template,
+                                      on_progress=bar)
+            else:
+                book = engine.prefill(ids, on_progress=bar)
+        finally:
+            bar.close()
+    if args.save_prefix:
+        book.save(args.save_prefix)
+        say(f"wrote {len(book):,} tokens to {args.save_prefix}")
+    return book
+
+
+def answer(engine, args, book: Prefix | None, questions: list[dict], template: str | None, sampling: dict) -> int:
+    """Whatever the flags ask for."""
+    options = {**sampling, "speculate": not args.no_speculation, "stop": args.stop, "ignore_eos": args.ignore_eos}
+    if book is not None:
+        say(f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, {book.num_shared:,} of them "
+            "shared by all questions\n")
+    if args.interactive:
+        system = args.system if book is None else None
+        Conversation(Chat(engine, book, system=system, chat_template=template if book is None else None),
+                     options).run()
+        return 0
+    if args.question:
+        questions = [{"question": args.question}, *questions]
+    if not questions and args.save_prefix:
+        return 0
+    texts = [said(book, item["question"]) for item in questions] or [""]
+    seeds = [item.get("seed") for item in questions]
+    if any(seed is not None for seed in seeds):
+        count, first = args.num_samples or 1, options.get("seed") or 0
+        options["seed"] = [(first + i * count if seed is None else seed) + sample for i, seed in enumerate(seeds)
+                           for sample in range(count)]
+    bar = Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1))
+    try:
+        results = engine.generate(texts, prefix=book, num_samples=args.num_samples or 1, on_decode=bar.count, **options)
+    finally:
+        bar.close()
+    for index, samples in enumerate(results):
+        for sample, result in enumerate(samples):
+            show(args, index, sample, questions[index]["question"] if questions else None, result)
+    say(f"\n{results[0][0].stats}")
+    return 0
+
+
+def said(book: Prefix, question: str) -> str:
+    """A question as it follows the document."""
+    return question if book.messages is not None else f"\n\n{question}\n"
+
+
+def show(args, index: int, sample: int, question: str | None, result: Generation) -> None:
+    """One answer: a line of JSON, or text."""
+    if args.json:
+        about = {"index": index, "question": question, "sample": sample}
+        print(json.dumps({**about, **asdict(result)}), flush=True)
+        return
+    name = f" (sample {sample + 1})" if args.num_samples and args.num_samples > 1 else ""
+    if question is not None or name:
+        print(f"> {question or ''}{name}")
+    print(f"{result.text.strip()}\n", flush=True)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
