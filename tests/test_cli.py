@@ -84,7 +84,7 @@ def test_a_pipe_is_read_as_the_prompt(tmp_path, capsys):
         with open(stdin) as file, mock.patch.object(sys, "stdin", file):
             return cli.main(argv), *capsys.readouterr()
 
-    flags = ["--max-new-tokens", "4", "--device", "cpu", "--json", "--seed", "0"]
+    flags = ["--max-new-tokens", "4", "--device", "cpu", "--json", "--seed", "0", "--gamma", "4"]  # for the same text
     piped = run(*flags, stdin="Once upon a time")
     _, by_flag, _ = said("--prompt", "Once upon a time", *flags)
     tokens = json.loads(by_flag)["tokens"]

@@ -256,6 +256,11 @@ def read_prompts(path: str) -> list[dict]:
     return prompts
 
 
+def prompt_len(args, request: Request) -> int | None:
+    """How many tokens of a text are kept; None: all."""
+    return DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
+
+
 def encode(args, engine, text: str, request: Request) -> tuple[list[int], int]:
     """A prompt's ids: the text, cut to --prompt-len tokens, then the question; or both as a user's message.
 
@@ -264,7 +269,7 @@ def encode(args, engine, text: str, request: Request) -> tuple[list[int], int]:
     """
     tokenizer = engine.tokenizer
     ids = tokenizer.encode(text)
-    length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
+    length = prompt_len(args, request)
     if length is not None:
         if length > len(ids):
             print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
@@ -433,8 +438,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
     if about.wanted(args):
-        length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
-        book = about.document_of(engine, args, request.document, request.template, length)
+        book = about.document_of(engine, args, request.document, request.template, prompt_len(args, request))
         return about.answer(engine, args, book, list(request.questions), request.template, sampling)
     ids, dropped = encode(args, engine, request.document, request)
     engine.check_len(len(ids), args.max_new_tokens)
