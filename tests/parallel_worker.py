@@ -7,8 +7,10 @@ forks, what one computes: the functions with `cache`. torchrun itself is met by 
 
 import gc
 import os
+import shutil
 import socket
 import sys
+import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -95,6 +97,35 @@ def checkpoint_alone():
     ids = [random_prompt(200, vocab_size=4096), random_prompt(90, seed=1, vocab_size=4096)]
     alone = triforce.load("tiny", device="cpu", gamma=4, max_batch_size=2)
     return ids, [out.tokens for out in alone.generate(ids, **GREEDY)], alone.target.config.num_parameters
+
+
+DOCUMENT, QUESTIONS = random_prompt(300, seed=5), [random_prompt(n, seed=n) for n in (4, 20)]
+
+
+@cache
+def answers_alone():
+    """(the pair, what it answers about a document)."""
+    engine = engine_of(*random_pair(), gamma=6)
+    book = engine.prefill(DOCUMENT)
+    return random_pair(), [out.tokens for out in engine.generate(QUESTIONS, prefix=book, **SAID)]
+
+
+def questions_about_a_document(group) -> None:
+    """A shared prefix, of which each rank has its heads; saved by all ranks, and opened by them and by one."""
+    (target, draft), expected = answers_alone()
+    shared = engine_of(shard(target, group), draft, gamma=6)
+    book = shared.prefill(DOCUMENT)
+    answers = shared.generate(QUESTIONS, prefix=book, **SAID)
+    assert [out.tokens for out in answers] == expected and answers[0].stats.shared_tokens == book.num_shared > 200
+    folder = group.agree(tempfile.mkdtemp())
+    path = os.path.join(folder, "book.prefix")
+    book.save(path)
+    for engine in (shared, engine_of(target, draft, gamma=6)):
+        opened = engine.open(path)
+        assert [out.tokens for out in engine.generate(QUESTIONS, prefix=opened, **SAID)] == expected
+    group.agree(None)
+    if group.rank == 0:
+        shutil.rmtree(folder)
 
 
 def same_results(group, alone: Engine, shared: Engine) -> None:
@@ -221,7 +252,7 @@ def checks(count: int) -> list:
     found = [(every_kind_of_parameter, lambda: [every_kind_alone(8 if count == 8 else 4, tied)
                                                 for tied in (False, True)])]
     if count == 2:  # the target of this pair has two KV heads
-        found += [(what_is_said, said_alone)]
+        found += [(what_is_said, said_alone), (questions_about_a_document, answers_alone)]
     if count != 4:
         found += [(draft_on_half, half_alone)]
     if count != 8:  # the embedded target has four

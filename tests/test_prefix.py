@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 import torch
-from conftest import bits_of_rows, make_state, random_prompt, run_rounds
+from conftest import assert_view_holds_its_selection, bits_of_rows, make_state, random_prompt, run_rounds
 
 from triforce import attention
 from triforce.attention import merge, merge_parts, partial, parts_of_keys
@@ -90,6 +90,20 @@ def test_a_view_is_chosen_from_all_of_the_prefix(pair):
                 assert torch.equal(held[i][0][:, : view.held], half.gather(1, rows))
     chosen = [state.hierarchy.view.positions(0, 1).sort().values for state in (alone, over)]
     assert torch.equal(*chosen)
+
+
+def test_what_streams_past_is_gathered_for_all_rows(pair):
+    """The views of an offloaded document are empty until the first verify streams it past; then they hold what they
+    say."""
+    prompts = PROMPTS[::2]  # neither fills a flush interval with its next token
+    state = make_state(*pair, prompts, base=BASE, num_resident_layers=1, piece_tokens=48)
+    assert state.hierarchy.view.awaits_pieces
+    with pytest.raises(AssertionError):
+        assert_view_holds_its_selection(state, 0)
+    state.round(AUTOREGRESSION)
+    assert not state.hierarchy.view.awaits_pieces
+    for row in range(len(prompts)):
+        assert_view_holds_its_selection(state, row)
 
 
 def test_parts_of_the_keys_merge_to_the_whole():

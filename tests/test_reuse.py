@@ -7,6 +7,7 @@ import torch
 from conftest import make_engine, random_prompt
 
 from triforce import UserError, caches
+from triforce.kv.target import TargetCache
 from triforce.model import Transformer
 
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True}
@@ -86,12 +87,15 @@ def test_speculation_makes_no_difference_after_reuse(engine):
     assert same(engine.generate(prompt, **GREEDY), engine.generate(prompt, speculate=False, **GREEDY))
 
 
-def test_reuse_can_be_switched_off(twin, computed):
+def test_reuse_can_be_switched_off(pair, computed, monkeypatch):
+    """Side by side, too."""
+    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    engine = make_engine(*pair, **SETTINGS, reuse=False, max_batch_size=2)
     prompts = [DOCUMENT + random_prompt(n, seed=n) for n in (3, 20)]
-    results = twin.generate([*prompts], **GREEDY)
-    twin.generate(DOCUMENT, **GREEDY)
+    results = engine.generate(prompts, **GREEDY)
+    engine.generate(DOCUMENT, **GREEDY)
     computed.clear()
-    later = twin.generate(DOCUMENT + [1, 2, 3], **GREEDY)
+    later = engine.generate(DOCUMENT + [1, 2, 3], **GREEDY)
     assert all(one.stats.shared_tokens == one.stats.reused_tokens == 0 for one in (*results, later))
     assert computed == [302]
 
@@ -152,6 +156,18 @@ def test_rows_outgrow_the_flush_interval_many_times(engine, twin):
     results = engine.generate(questions, prefix=book, **long)
     assert min(one.stats.flushes for one in results) >= 12
     assert same(results, [twin.generate(DOCUMENT + question, **long) for question in questions])
+
+
+def test_a_conversation_outgrows_its_buffers(engine, twin, computed, states):
+    """What was said moves to larger ones, and is not computed again."""
+    book, question = engine.prefill(DOCUMENT), random_prompt(9, seed=1)
+    said = engine.generate(question, prefix=book, temperature=0.0, max_new_tokens=60).tokens
+    computed.clear()
+    more = question + said + [5]
+    answer = engine.generate(more, prefix=book, temperature=0.0, max_new_tokens=1000)
+    assert len(states) >= 2 and states[-1]() is engine.caches.state and states[-2]() is not engine.caches.state
+    assert answer.stats.reused_tokens == len(DOCUMENT) + 9 + 59 and computed == [1]
+    assert answer.tokens[:12] == twin.generate(DOCUMENT + more, **GREEDY).tokens
 
 
 def test_an_offloaded_document(pair, twin, monkeypatch, computed):
@@ -216,28 +232,42 @@ def test_a_hundred_steps_against_a_twin(pair, twin, monkeypatch):
     assert len(met) == 7
 
 
-def test_an_interrupt_in_the_middle_of_a_prefill_or_a_flush(engine, twin, monkeypatch):
-    """What was left half done is not reused."""
+def test_an_interrupt_in_the_middle_of_a_prefill(engine, twin, monkeypatch):
+    """Of one layer the keys and values are those of the new prompt: what was held before is still right."""
     engine.generate(DOCUMENT, **GREEDY)
-    for owner, name in ((Transformer, "prefill"), (type(engine.caches.state.cache), "flush")):
-        with monkeypatch.context() as patch:
-            calls = []
 
-            def broken(self, *args, name=name, calls=calls, **how):
-                calls.append(1)
-                if name == "prefill":  # of one layer, so much is done
-                    start, stop, block = args[1][0]
-                    self.layers[0](self.embedding(args[0])[:, start:stop], block.layer(0))
-                else:
-                    self.prefix.truncate(0, self.lens[0] + 16)
-                raise KeyboardInterrupt
+    def broken(self, tokens, blocks, *args, **how):
+        start, stop, block = blocks[0]
+        self.layers[0](self.embedding(tokens)[:, start:stop], block.layer(0))
+        raise KeyboardInterrupt
 
-            patch.setattr(owner, name, broken)
-            with pytest.raises(KeyboardInterrupt):
-                engine.generate(DOCUMENT + [1, 2, 3], temperature=0.0, max_new_tokens=40)
-            assert calls
-        prompt = DOCUMENT + [1, 2, 4]
-        assert same(engine.generate(prompt, **GREEDY), twin.generate(prompt, **GREEDY))
+    with monkeypatch.context() as patch:
+        patch.setattr(Transformer, "prefill", broken)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(DOCUMENT + [1, 2, 3], **GREEDY)
+    prompt = DOCUMENT + [1, 2, 4]
+    assert same(engine.generate(prompt, **GREEDY), twin.generate(prompt, **GREEDY))
+
+
+def test_an_interrupt_in_the_middle_of_a_flush(engine, twin, monkeypatch):
+    """A length says that tokens lie in the prefix, and they do not: nothing of it is reused."""
+    flush, calls = TargetCache.flush, []
+
+    def broken(self, row):
+        calls.append(row)
+        if len(calls) < 2:
+            return flush(self, row)
+        self.prefix.truncate(row, self.lens[row] + 16)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetCache, "flush", broken)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=60)
+    [said] = engine.caches.state.texts()
+    assert len(calls) == 2 and len(said) > 320
+    again = engine.generate(said + [7], **GREEDY)
+    assert again.stats.reused_tokens == 0 and same(again, twin.generate(said + [7], **GREEDY))
 
 
 # -- conversations

@@ -4,13 +4,13 @@ Knows nothing of tensors: it reads files, calls the engine, and prints.
 """
 
 import json
-import sys
 from dataclasses import asdict
 
 from .chat import Chat
+from .config import whole
 from .errors import UserError
 from .generation import Generation
-from .interactive import Conversation
+from .interactive import Conversation, say
 from .prefix import Prefix
 from .progress import Bar
 
@@ -34,8 +34,8 @@ def check(args, ranks: int) -> None:
                         "--json")
     if args.interactive and ranks > 1:
         raise UserError(f"--interactive runs in one process, and torchrun started {ranks}; use --questions")
-    if args.num_samples is not None and args.num_samples < 1:
-        raise UserError(f"--num-samples ({args.num_samples}) must be at least 1; try 4")
+    if args.num_samples is not None:
+        whole(1, 4)("--num-samples", args.num_samples)
 
 
 def read_questions(text: str, path: str) -> list[dict]:
@@ -63,21 +63,19 @@ def read_questions(text: str, path: str) -> list[dict]:
     return questions
 
 
-def document_of(engine, args, text: str | None, template: str | None, length: int | None) -> Prefix | None:
-    """What is asked about: opened, or prefilled, and saved where that is wanted. None: nothing."""
+def document_of(engine, args, ids: list[int] | None, template: str | None) -> Prefix | None:
+    """What is asked about: opened, or prefilled from a document's ids; saved where that is wanted. None: nothing."""
     if args.prefix:
         book = engine.open(args.prefix)
-    elif text is None:
+    elif ids is None:
         return None
     else:
-        ids = engine.tokenizer.encode(text)[:length]
         bar = Bar("prefill", len(ids))
         try:
             if args.chat or args.system:
                 system = [{"role": "system", "content": args.system}] if args.system else []
-                content = text if length is None else engine.tokenizer.decode(ids)
-                book = engine.prefill([*system, {"role": "user", "content": content}], chat_template=template,
-                                      on_progress=bar)
+                document = {"role": "user", "content": engine.tokenizer.decode(ids)}
+                book = engine.prefill([*system, document], chat_template=template, on_progress=bar)
             else:
                 book = engine.prefill(ids, on_progress=bar)
         finally:
@@ -138,5 +136,3 @@ def show(args, index: int, sample: int, question: str | None, result: Generation
     print(f"{result.text.strip()}\n", flush=True)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

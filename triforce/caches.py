@@ -21,6 +21,7 @@ from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
 from .kv.target import TargetCache
 from .packed import packs
+from .parallel import agreed
 from .prefix import Prefix, common_length
 from .prefix_file import PrefixReader
 from .state import State
@@ -74,7 +75,7 @@ class Caches:
         if self.state is not None and self.state.prompts == ids and self._fits(ids, needed, self.prefix):
             if prefix is None or prefix.is_same(self.prefix):
                 return self.state
-        outdated = self.state is not None and self._agreed(self.state.compiler.outdated)
+        outdated = self.state is not None and agreed(self.target.group, self.state.compiler.outdated)
         shared = self._shared(ids, needed, prefix, on_prefill, stays=not outdated)
         if not outdated and self._fits(ids, needed, shared):
             return self.state
@@ -101,16 +102,16 @@ class Caches:
             return size
         rows, most = size, min(len(ids), max(MOST_ROWS, size))
         needed = self._needed(ids, max_new_tokens)
-        held = 0 if prefix is None and (self.prefix is None or self.prefix.num_shared < base) else base
+        is_held = prefix is not None or self.prefix is not None and self.prefix.num_shared >= base
         free = memory.available(self.device)
         for count in range(most, size, -1):  # the most that fit with the smallest view
             parts = self._parts(self.settings_for(count), count, base, needed, SMALLEST_VIEW)
-            if not held:
+            if not is_held:
                 parts = parts + self._prefix_parts(base, self._resident(base, parts))
             if free is None or sum(part.bytes for part in parts) <= free + self._releasable():
                 rows = count
                 break
-        rows = self._agreed(rows)
+        rows = agreed(self.target.group, rows)
         if rows < len(ids):
             log.info("%d of %d prompts fit side by side behind their %s common tokens", rows, len(ids), f"{base:,}")
         return rows
@@ -209,7 +210,10 @@ class Caches:
         """Room for a prefix of so many tokens."""
         settings, target = self.settings, self.target
         self.release()
-        resident = self._agreed(self._resident(length, self._parts(settings, 1, length, length + 1024, 1024)))
+        resident = None
+        if self.placement.offload:  # beside a State for questions
+            parts = self._parts(settings, 1, length, length + 1024, 1024)
+            resident = agreed(target.group, self._resident(length, parts))
         config, offload = target.config, None
         self._check(self._prefix_parts(length, resident), length, resident)
         with torch.inference_mode(False):
@@ -218,7 +222,7 @@ class Caches:
                                   device=self.device, dtype=target.dtype, piece=settings.piece_tokens)
             return TargetCache(config, target.rope, batch=1, capacity=length, block_size=1, offload=offload,
                                flush_interval=settings.flush_interval, device=self.device, dtype=target.dtype,
-                               chunk_size=settings.chunk_size if settings.scores_chunks else 0)
+                               chunk_size=settings.scored_chunk_size)
 
     # -- a State -------------------------------------------------------------------------------------------------------
 
@@ -232,10 +236,10 @@ class Caches:
         if state is None or state.batch != len(ids) or state.capacity < needed:
             return False
         same = self.prefix is None if shared is None else shared.is_same(self.prefix)
-        wanted = self.engine.resolve_budget(max(map(len, ids)))
+        if not same or state.budget == self.engine.resolve_budget(max(map(len, ids))):
+            return same
         # A view that is not the user's choice need not grow with every turn of a conversation.
-        free_to_choose = self.settings.budget is None and (self._held(ids) or state.base)
-        return same and (state.budget == wanted or bool(free_to_choose))
+        return self.settings.budget is None and (state.base > 0 or self._held(ids) > 0)
 
     def _new(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> State:
         batch, longest = len(ids), self.placement.max_seq_len
@@ -279,8 +283,8 @@ class Caches:
         fit; and how many layers of the KV cache stay on the device, None: all."""
         resident = None
         if base == 0 and self.placement.offload:
-            resident = self._agreed(self._resident(capacity, self._parts(settings, batch, 0, capacity, budget, 0),
-                                                   batch) or 0)
+            parts = self._parts(settings, batch, 0, capacity, budget, 0)
+            resident = agreed(self.target.group, self._resident(capacity, parts, batch) or 0)
         parts = self._parts(settings, batch, base, capacity, budget, resident)
         free = memory.available(self.device)
         while (base and settings.budget is None and budget > SMALLEST_VIEW and free is not None
@@ -288,7 +292,7 @@ class Caches:
             budget = max(budget // 2, SMALLEST_VIEW)
             parts = self._parts(settings, batch, base, capacity, budget, resident)
         self._check(parts, capacity, resident, batch, is_shared=base > 0)
-        return self._agreed(budget), resident
+        return agreed(self.target.group, budget), resident
 
     def _check(self, parts: list[memory.Part], capacity: int, resident: int | None, batch: int = 1,
                is_shared: bool = False) -> None:
@@ -334,7 +338,3 @@ class Caches:
     def _releasable(self) -> int:
         """Bytes of the device that the present State would give back."""
         return 0 if self.state is None else self.state.nbytes
-
-    def _agreed(self, value):
-        """With several ranks, rank 0's value."""
-        return value if self.target.group is None else self.target.group.agree(value)

@@ -23,6 +23,7 @@ from .hf.checkpoint import resolve
 from .keep import WAYS, fit
 from .loading import find_draft, load
 from .logprobs import check_logprobs
+from .prefix import is_messages
 from .progress import Bar
 from .show import as_ansi, legend
 
@@ -244,8 +245,7 @@ def read_prompts(path: str) -> list[dict]:
                             '{"prompt": "..."}') from None
         item = item if isinstance(item, dict) else {"prompt": item}
         text, messages = item.get("prompt"), item.get("messages")
-        is_chat = isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages)
-        if not is_chat and (not isinstance(text, str) or not text):
+        if not is_messages(messages) and (not isinstance(text, str) or not text):
             raise UserError(f"line {number} of --prompts {path} holds no prompt; write each as a JSON string, or as "
                             '{"prompt": "..."} or {"messages": [...]}')
         if not isinstance(item.get("question", ""), str) or not isinstance(item.get("seed", 0), int):
@@ -256,30 +256,29 @@ def read_prompts(path: str) -> list[dict]:
     return prompts
 
 
-def prompt_len(args, request: Request) -> int | None:
-    """How many tokens of a text are kept; None: all."""
-    return DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
+def first_tokens(args, tokenizer, text: str, request: Request) -> list[int]:
+    """A text's ids, cut to --prompt-len tokens."""
+    ids = tokenizer.encode(text)
+    length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
+    if length is not None and length > len(ids):
+        print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
+    return ids[:length]
 
 
-def encode(args, engine, text: str, request: Request) -> tuple[list[int], int]:
+def encode(args, engine, text: str, request: Request, question: str | None) -> tuple[list[int], int]:
     """A prompt's ids: the text, cut to --prompt-len tokens, then the question; or both as a user's message.
 
     Returns:
         ids, and how many of the text's tokens were dropped to make it fit, by --keep.
     """
     tokenizer = engine.tokenizer
-    ids = tokenizer.encode(text)
-    length = prompt_len(args, request)
-    if length is not None:
-        if length > len(ids):
-            print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
-        ids = ids[:length]
+    ids = first_tokens(args, tokenizer, text, request)
 
     def finish(ids: list[int]) -> list[int]:
         if args.chat:
-            content = tokenizer.decode(ids) + (f"\n\n{args.question}" if args.question else "")
+            content = tokenizer.decode(ids) + (f"\n\n{question}" if question else "")
             return tokenizer.apply_chat_template([{"role": "user", "content": content}], request.template)
-        return ids + tokenizer.encode(f"\n\n{args.question}\n", bos=False) if args.question else ids
+        return ids + tokenizer.encode(f"\n\n{question}\n", bos=False) if question else ids
 
     if args.keep is None:
         return finish(ids), 0
@@ -333,8 +332,7 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
             if "messages" in item:
                 ids, count = engine.encode_prompt(item["messages"], request.template), 0
             else:
-                asked = argparse.Namespace(**{**vars(args), "question": item.get("question", args.question)})
-                ids, count = encode(asked, engine, item["prompt"], request)
+                ids, count = encode(args, engine, item["prompt"], request, item.get("question", args.question))
             prompts.append(engine.encode_prompt(ids))
             dropped.append(count)
             engine.check_len(len(prompts[-1]), args.max_new_tokens)
@@ -438,9 +436,11 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
     if about.wanted(args):
-        book = about.document_of(engine, args, request.document, request.template, prompt_len(args, request))
+        text = request.document
+        ids = None if text is None else first_tokens(args, engine.tokenizer, text, request)
+        book = about.document_of(engine, args, ids, request.template)
         return about.answer(engine, args, book, list(request.questions), request.template, sampling)
-    ids, dropped = encode(args, engine, request.document, request)
+    ids, dropped = encode(args, engine, request.document, request, args.question)
     engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
     load_seconds = age()

@@ -176,6 +176,11 @@ class Settings(Options):
         return self.retrieval and self.draft_cache == "retrieval"
 
     @property
+    def scored_chunk_size(self) -> int:
+        """Tokens whose mean key is kept; 0: none is."""
+        return self.chunk_size if self.scores_chunks else 0
+
+    @property
     def draft_attends_to(self) -> str:
         """What a draft model keeps. Below a retrieval level it is to cost next to nothing."""
         return "streaming" if self.retrieval or self.draft_cache == "retrieval" else self.draft_cache
@@ -520,10 +525,6 @@ def takes(*classes: type):
 
 
 def check_max_new_tokens(value) -> int:
-    return whole_number("max_new_tokens", value, 256)
-
-
-def whole_number(name: str, value, usual: int = 8) -> int:
     """The whole number, at least 1, that it must be.
 
     Raises:
@@ -532,7 +533,7 @@ def whole_number(name: str, value, usual: int = 8) -> int:
     try:
         count = operator.index(value)
     except TypeError:
-        raise UserError(f"{name} ({value!r}) must be a whole number; try {usual}") from None
+        raise UserError(f"max_new_tokens ({value!r}) must be a whole number; try 256") from None
     if count < 1:
-        raise UserError(f"{name} ({count}) must be at least 1; try {usual}")
+        raise UserError(f"max_new_tokens ({count}) must be at least 1; try 256")
     return count

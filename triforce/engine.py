@@ -30,7 +30,6 @@ from .config import (
     split,
     takes,
     whole,
-    whole_number,
 )
 from .errors import UserError
 from .generation import Generation, RowOutput, stop_ids, stop_strings
@@ -43,8 +42,9 @@ from .kv.target import TargetCache
 from .levels import Spans
 from .logprobs import check_logprobs
 from .model import Transformer
+from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
-from .prefix import Prefix, asked, common_length
+from .prefix import Prefix, asked, common_length, is_messages
 from .prefix_file import PrefixReader
 from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
@@ -74,7 +74,7 @@ class Engine:
         self.vocab_size = min(model.config.vocab_size for model in models)
         if tokenizer is not None:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
-        self.vocab_size = self._agreed(self.vocab_size)  # a rank without the draft does not know its vocabulary
+        self.vocab_size = agreed(target.group, self.vocab_size)  # a rank without the draft does not know its vocabulary
         limit, longest = target.config.max_len, placement.max_seq_len
         if longest is not None and longest > limit:
             raise UserError(f"max_seq_len ({longest}) exceeds the model's {self._limit_name()} ({limit}); "
@@ -125,7 +125,8 @@ class Engine:
         """
         many = _is_batch(prompt)
         prompts = list(prompt) if many else [prompt]
-        count = 1 if num_samples is None else whole_number("num_samples", num_samples)
+        count = 1 if num_samples is None else as_numbers(num_samples)
+        whole(1, 8)("num_samples", count)
         prompts = [one for one in prompts for _ in range(count)]
         bars = NotebookBars(options, len(prompts) * check_max_new_tokens(max_new_tokens))
         try:
@@ -155,8 +156,7 @@ class Engine:
             UserError: an empty document, or one too long for the model or the memory.
         """
         messages = None
-        if isinstance(document, Sequence) and not isinstance(document, (str, bytes)) and document and all(
-                isinstance(item, dict) for item in document):
+        if is_messages(document):
             messages = list(document)
             rendered = [self.encode_prompt(asked(messages, question), chat_template) for question in ("a?", "The b.")]
             ids = rendered[0][: common_length(*rendered)]
@@ -275,7 +275,7 @@ class Engine:
             ids = self.tokenizer_or_raise().encode(prompt) if prompt else []
         elif isinstance(prompt, (bytes, bytearray)):
             raise UserError("a prompt of bytes could be text or ids; decode it: prompt.decode()")
-        elif isinstance(prompt, Sequence) and prompt and all(isinstance(item, dict) for item in prompt):
+        elif is_messages(prompt):
             ids = self.tokenizer_or_raise().apply_chat_template(prompt, chat_template)
         else:
             ids = _as_ids(prompt)
@@ -314,7 +314,7 @@ class Engine:
             ids = [cut(prompt, room, keep, getattr(self.tokenizer, "bos_id", None)) for prompt in ids]
         for prompt in ids:
             self.check_len(len(prompt), max_new_tokens)
-        sampling = sampling.with_seed(len(ids), lambda: self._agreed(random.getrandbits(32)))
+        sampling = sampling.with_seed(len(ids), lambda: agreed(self.target.group, random.getrandbits(32)))
         check_biases(sampling.columns(len(ids))["logit_bias"], self.vocab_size)
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
         request = Request(ids, prefix, max_new_tokens, sampling, (*ends, *(() if ignore_eos else self.eos_ids)), stops,
@@ -406,10 +406,6 @@ class Engine:
     def resolve_budget(self, prompt_len: int) -> int:
         """Tokens of the view that drafts, for a prompt; 0 without one."""
         return self.settings.view_tokens(prompt_len, self.placement.offload)
-
-    def _agreed(self, value):
-        """With several ranks, rank 0's value."""
-        return value if self.target.group is None else self.target.group.agree(value)
 
     def tokenizer_or_raise(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -40,10 +40,7 @@ def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         num_resident_layers: of the KV prefix; the others are not counted (see `host_part`), what streams them is.
         base: tokens of a prefix that all rows share. It is not counted (see `prefix_parts`).
     """
-    shared = None
-    if base:
-        shared = PrefixStore(target, 1, base, "meta", dtype)
-        shared.truncate(0, base)
+    shared = PrefixStore.blank(target, base, "meta", dtype) if base else None
     state = _on_meta(target, draft, settings, batch=batch, capacity=capacity, budget=budget, vocab_size=vocab_size,
                      dtype=dtype, device=device, num_resident_layers=num_resident_layers, shared=shared)
     cache, view, sources = state.cache, state.hierarchy.view, state.hierarchy.sources
@@ -83,7 +80,7 @@ def prefix_parts(config: ModelConfig, settings: Settings, *, capacity: int, dtyp
         offload = Offload(config, num_resident_layers, batch=1, capacity=capacity, interval=settings.flush_interval,
                           device="meta", dtype=dtype, piece=settings.piece_tokens, runs_on=device)
     store = PrefixStore(config, 1, capacity, "meta", dtype, offload=offload,
-                        chunk_size=settings.chunk_size if settings.scores_chunks else 0)
+                        chunk_size=settings.scored_chunk_size)
     resident, chunk_keys = (sum(x.nbytes for x in tensors) for tensors in ((*store.k, *store.v), store.chunk_keys))
     parts = [Part("KV cache of the shared prefix", resident, ("--num-resident-layers" if offload else "--offload",
                                                               "a shorter document")),

@@ -71,6 +71,11 @@ class Group:
         return box[0]
 
 
+def agreed(group: Group | None, value):
+    """Rank 0's value where there are several ranks."""
+    return value if group is None else group.agree(value)
+
+
 @torch.library.custom_op("triforce::one_shot_all_reduce", mutates_args=())
 def one_shot_all_reduce(x: Tensor, buffer: Tensor, name: str) -> Tensor:
     """The sum over all ranks, added in the order of the ranks, through memory that all can read.

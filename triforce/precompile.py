@@ -76,9 +76,7 @@ def collect(job: Job) -> "dict[str, Traced]":
         settings = job.settings if job.custom_laws is None else replace(job.settings, draft=lambda _: Unknown(job))
         shared = None
         if job.base:
-            shared = PrefixStore(job.target, 1, job.base, job.device, job.dtype,
-                                 chunk_size=settings.chunk_size if settings.scores_chunks else 0)
-            shared.truncate(0, job.base)
+            shared = PrefixStore.blank(job.target, job.base, job.device, job.dtype, settings.scored_chunk_size)
         state = State(target, draft, settings, shared=shared, compiler=Compiler(job.device, pieces=tracer),
                       drafting=fp8_copy(target) if job.fp8 else None, draft_ranks=job.draft_ranks, **job.sizes)
         for lengths in _lengths(state):

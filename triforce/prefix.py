@@ -88,7 +88,7 @@ class Prefix:
         is the whole conversation, which begins with those of the prefix.
         """
         engine = self.engine
-        if isinstance(question, list) and question and isinstance(question[0], dict):
+        if is_messages(question):
             if self.messages is None:
                 raise UserError("the prefix was made of text; give the question as text or ids")
             return engine.encode_prompt(question, self.chat_template)
@@ -99,6 +99,12 @@ class Prefix:
         if not isinstance(question, str):
             raise UserError("the prefix was made of messages; give the question as text")
         return engine.encode_prompt(asked(self.messages, question), self.chat_template)
+
+
+def is_messages(prompt) -> bool:
+    """Whether it is a conversation, {"role", "content"} by {"role", "content"}, rather than text or ids."""
+    return (isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)) and len(prompt) > 0
+            and all(isinstance(item, dict) for item in prompt))
 
 
 def asked(messages: list[dict], question: str) -> list[dict]:

@@ -70,7 +70,7 @@ class State:
         self.cache = TargetCache(config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
                                  flush_interval=interval, budget=budget if settings.retrieval else 0, offload=offload,
                                  shared=shared,
-                                 chunk_size=settings.chunk_size if settings.scores_chunks else 0, device=device,
+                                 chunk_size=settings.scored_chunk_size, device=device,
                                  dtype=dtype, runs_on=runs_on)
         sources = make_sources(target, draft, self.tape, settings, capacity=self.capacity, budget=budget,
                                draft_ranks=draft_ranks, compiler=compiler, runs_on=runs_on)

@@ -51,6 +51,13 @@ class PrefixStore(View):
         for row in range(batch):
             self.truncate(row, self.base)
 
+    @classmethod
+    def blank(cls, config: ModelConfig, length: int, device, dtype, chunk_size: int = 0) -> "PrefixStore":
+        """One row of so many tokens, to be shared where nothing is computed: by plans of memory, and by tracing."""
+        store = cls(config, 1, length, device, dtype, chunk_size=chunk_size)
+        store.truncate(0, length)
+        return store
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors()
         if self.offload is not None:
