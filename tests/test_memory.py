@@ -103,3 +103,14 @@ def test_tied_weights_are_planned_once():
 def test_what_streams_is_planned_for_the_device_that_is_meant():
     gpu = parts(num_resident_layers=1, device=torch.device("cuda"))
     assert gpu["staging buffers"] > 0 and "staging buffers" not in parts(num_resident_layers=1)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_what_a_gpu_has_left_of_this_process_s_share(monkeypatch, device):
+    """A device may be named without its number, and a process may be granted less than there is."""
+    fractions = {0: 0.5, 1: 1.0}
+    for name, answer in (("mem_get_info", (60, 100)), ("memory_reserved", 20), ("memory_allocated", 15),
+                         ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index: fractions[index])
+    assert memory.available(torch.device(device)) == {"cuda": 50 - 15, "cuda:1": 60 + 20 - 15}[device]

@@ -39,18 +39,22 @@ class Caches:
     """See the module.
 
     Args:
+        engine: has the placement, resolved, and the vocabulary.
         settings: as given, not resolved: how a State for many rows differs is decided here.
-        placement: resolved.
     """
 
-    def __init__(self, engine: "Engine", models: Models, settings: Settings, placement: Placement):
-        self.engine, self.models, self.placement = engine, models, placement
+    def __init__(self, engine: "Engine", models: Models, settings: Settings):
+        self.engine, self.models = engine, models
         self.target, self.device = models.target, models.target.device
         self._given = settings
-        self.settings = self._resolve(settings, placement.max_batch_size)
+        self.settings = self._resolve(settings, self.placement.max_batch_size)
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
         self._computed = False  # for the present call
+
+    @property
+    def placement(self) -> Placement:
+        return self.engine.placement
 
     def settings_for(self, rows: int) -> Settings:
         """Resolved for so many rows side by side."""

@@ -79,7 +79,7 @@ class Engine:
         if longest is not None and longest > limit:
             raise UserError(f"max_seq_len ({longest}) exceeds the model's {self._limit_name()} ({limit}); "
                             f"use at most {limit}")
-        self.caches = Caches(self, Models(target, draft, drafting), settings, self.placement)
+        self.caches = Caches(self, Models(target, draft, drafting), settings)
         self._serving: Session | None = None  # whom the state belongs to
         self._folder, self._identity = folder, None
 

@@ -138,7 +138,8 @@ def available(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
-        granted = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        index = torch.cuda.current_device() if device.index is None else device.index  # "cuda" has none
+        granted = int(torch.cuda.get_per_process_memory_fraction(index) * total)
         return max(min(free + torch.cuda.memory_reserved(device), granted) - allocated, 0)
     free = []
     for line in _lines("/proc/meminfo"):
