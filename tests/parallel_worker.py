@@ -1,4 +1,5 @@
-"""What the ranks of tests/test_parallel.py run: `python tests/parallel_worker.py N`.
+"""What the ranks of tests/test_parallel.py run: `python tests/parallel_worker.py N`, or with the flags of the command
+line after it, that.
 
 They are forks of one process that has imported everything, with the environment that torchrun gives: N processes that
 each import PyTorch would spend most of their time on that. For the same reason that process also computes, before it
@@ -27,6 +28,7 @@ from shares import first_ranks, holds_whole  # noqa: E402
 from widen import SHAPES, widen  # noqa: E402
 
 import triforce  # noqa: E402
+from triforce import cli  # noqa: E402
 from triforce.engine import Engine  # noqa: E402
 from triforce.hf.checkpoint import TINY, load_model, tiny_draft  # noqa: E402
 from triforce.hf.places import shard  # noqa: E402
@@ -35,7 +37,7 @@ from triforce.parallel import from_environment, subgroup  # noqa: E402
 
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16, "prefill_chunk_size": 64}
 PROMPT = random_prompt(300)
-GREEDY = {"max_new_tokens": 12, "temperature": 0}
+GREEDY = {"max_new_tokens": 8, "temperature": 0}
 
 
 def engine_of(target, draft, **more) -> Engine:
@@ -66,7 +68,8 @@ def every_kind_of_parameter(group) -> None:
 
 
 WAYS_TO_SAY = ({"gamma": 6}, {"gamma": "auto", "gamma_inner": 3}, {"gamma": 6, "offload": True})
-SAID = {"max_new_tokens": 24, "temperature": 0.0}
+SAID = {"max_new_tokens": 10, "temperature": 0.0}
+DRAWN = {"max_new_tokens": 10, "temperature": 1.0, "top_p": 1.0, "seed": 6}
 LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0]}
 
 
@@ -74,8 +77,9 @@ LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [
 def said_alone():
     """(the pair, what it says in each way, bytes on the host in the last)."""
     engines = [engine_of(*random_pair(), **more) for more in WAYS_TO_SAY]
-    said = [engine.generate(PROMPT, **SAID).tokens for engine in engines]
-    return random_pair(), said, engines[-1].prepare([PROMPT], 24, **LAW).cache.prefix.offload.nbytes
+    said = [engine.generate(PROMPT, **(DRAWN if "sampling" in more else SAID)).tokens
+            for engine, more in zip(engines, WAYS_TO_SAY, strict=True)]
+    return random_pair(), said, engines[-1].prepare([PROMPT], SAID["max_new_tokens"], **LAW).cache.prefix.offload.nbytes
 
 
 def what_is_said(group) -> None:
@@ -84,10 +88,10 @@ def what_is_said(group) -> None:
     part = shard(target, group)
     for more, expected in zip(WAYS_TO_SAY, said, strict=True):
         shared = engine_of(part, draft, **more)
-        assert shared.generate(PROMPT, **SAID).tokens == expected
-        drawn = shared.generate(PROMPT, max_new_tokens=12, temperature=1.0)  # each rank would draw another seed
+        assert shared.generate(PROMPT, **(DRAWN if "sampling" in more else SAID)).tokens == expected
+        drawn = shared.generate(PROMPT, max_new_tokens=6, temperature=1.0)  # each rank would draw another seed
         assert group.agree((drawn.tokens, drawn.stats.seed)) == (drawn.tokens, drawn.stats.seed)
-    assert shared.prepare([PROMPT], 24, **LAW).cache.prefix.offload.nbytes == whole // 2
+    assert shared.prepare([PROMPT], SAID["max_new_tokens"], **LAW).cache.prefix.offload.nbytes == whole // 2
     same_results(group, engine_of(target, draft, **WAYS_TO_SAY[-1]), shared)
 
 
@@ -130,9 +134,9 @@ def questions_about_a_document(group) -> None:
 
 def same_results(group, alone: Engine, shared: Engine) -> None:
     """Biased, with log-probabilities and levels: on every rank, and as one rank tells them."""
-    one, out = (engine.generate(PROMPT, max_new_tokens=16, temperature=0.0, logprobs=2, logit_bias={5: 2.0, 7: -9.0})
+    one, out = (engine.generate(PROMPT, max_new_tokens=8, temperature=0.0, logprobs=2, logit_bias={5: 2.0, 7: -9.0})
                 for engine in (alone, shared))
-    assert out.tokens == one.tokens and out.levels == one.levels and len(out.logprobs) == 16
+    assert out.tokens == one.tokens and out.levels == one.levels and len(out.logprobs) == 8
     assert group.agree(out.logprobs) == out.logprobs
     for told, expected in zip(out.logprobs, one.logprobs, strict=True):
         assert abs(told.model_logprob - expected.model_logprob) < 1e-3
@@ -157,7 +161,7 @@ def checkpoint(group) -> None:
     assert drawn.stats.acceptance_rate["retrieval"] > 0.1  # what was broadcast is what was drafted
 
     try:
-        tiny.generate(ids[0], max_new_tokens=32, temperature=1.5, seed=group.rank)
+        tiny.generate(ids[0], max_new_tokens=16, temperature=1.5, seed=group.rank)
     except RuntimeError as error:
         assert "ranks disagree" in str(error)
     else:
@@ -170,21 +174,25 @@ def draft_ranks(group) -> list[int]:
     return list(range(group.size // 2))
 
 
+HALF_DRAWN = {"max_new_tokens": 4, "temperature": 1.0, "seed": [1, 2]}
+
+
 @cache
 def half_alone():
-    """(target, draft, ids, what the target says alone)."""
+    """(target, draft, ids, what the target says alone, and what it draws)."""
     config = ModelConfig(VOCAB, 64, 2, 16, 8, 8, 64, max_position_embeddings=8192)
     small = replace(config, dim=32, n_layer=1, n_head=4, n_kv_head=4)
     target, draft = (Transformer.random(c, seed=i, std=0.3) for i, c in enumerate((config, small)))
-    ids = [PROMPT[:150], PROMPT[:70]]  # each flushes once
-    alone = engine_of(target, None, gamma=3, max_batch_size=2).generate(ids, **GREEDY)
-    return target, draft, ids, [out.tokens for out in alone]
+    ids = [PROMPT[:154], PROMPT[:74]]  # each flushes once
+    engine = engine_of(target, None, gamma=3, max_batch_size=2)
+    alone = ([out.tokens for out in engine.generate(ids, **how)] for how in (GREEDY, HALF_DRAWN))
+    return target, draft, ids, *alone
 
 
 def draft_on_half(group) -> None:
     """A batch; over eight ranks, the draft over four of them, as MagicDec was published with: one KV head each. The way
     to draft that has every level; with two ranks, where a sum takes little, the others, too."""
-    target, draft, ids, alone = half_alone()
+    target, draft, ids, alone, drawn_alone = half_alone()
     ranks = draft_ranks(group)
     part = subgroup(group, ranks)
     shared = {"draft": shard(draft, part) if part is not None else None, "draft_ranks": ranks}
@@ -194,8 +202,8 @@ def draft_on_half(group) -> None:
     for more in ways:
         engine = engine_of(shard(target, group), gamma=3, max_batch_size=2, **more)
         assert [out.tokens for out in engine.generate(ids, **GREEDY)] == alone
-        drawn = engine.generate(ids, max_new_tokens=8, temperature=1.0, seed=[1, 2])
-        assert group.agree([out.tokens for out in drawn]) == [out.tokens for out in drawn]
+        drawn = [out.tokens for out in engine.generate(ids, **HALF_DRAWN)]
+        assert group.agree(drawn) == drawn
     assert engine.target.config.n_kv_head == 8 // group.size
 
 
@@ -237,9 +245,11 @@ def widened(group) -> None:
     torch.testing.assert_close(found[..., :4096], expected_of_draft, rtol=1e-2, atol=2e-2)
 
 
-def forked(rank: int, count: int, port: int) -> None:
+def forked(rank: int, count: int, port: int, flags: list[str]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
+    if flags:
+        sys.exit(cli.main(flags))
     group, _ = from_environment("cpu")
     for check, _ in checks(count):
         check(group)
@@ -256,7 +266,9 @@ def checks(count: int) -> list:
     if count != 4:
         found += [(draft_on_half, half_alone)]
     if count != 8:  # the embedded target has four
-        found += [(checkpoint, checkpoint_alone), (widened, widened_alone)]
+        found += [(checkpoint, checkpoint_alone)]
+    if count == 2:
+        found += [(widened, widened_alone)]
     return found
 
 
@@ -264,8 +276,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    count = int(sys.argv[1])
-    for _, alone in checks(count):
+    count, flags = int(sys.argv[1]), sys.argv[2:]
+    for _, alone in checks(count) if not flags else []:
         alone()
     gc.freeze()  # what there is now is not to be looked through, and thereby copied, in every rank
-    processes.start_processes(forked, (count, port), nprocs=count, start_method="fork")
+    processes.start_processes(forked, (count, port, flags), nprocs=count, start_method="fork")

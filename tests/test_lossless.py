@@ -96,8 +96,9 @@ SHARED = [PROMPTS[0][:8] + PROMPTS[1][:7], PROMPTS[0][:8] + PROMPTS[1][3:14]]  #
 
 
 @pytest.mark.parametrize("case", [
-    {"gamma": 3, "gamma_inner": 1}, {"levels": "draft", "gamma": 3}, {"levels": "retrieval", "gamma": 2},
-    {"gamma": 2, "gamma_inner": 1, "num_resident_layers": 1, "piece_tokens": 4},
+    {"gamma": 3, "gamma_inner": 1, "sampling": {"top_k": 2}}, {"levels": "draft", "gamma": 3},
+    {"levels": "retrieval", "gamma": 2},
+    {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}, "num_resident_layers": 1, "piece_tokens": 4},
 ], ids=lambda case: "-".join(f"{name}={value}" for name, value in case.items()))
 def test_joint_law_of_rows_that_share_a_prefix(models, case, monkeypatch):
     flushed, flush = set(), State._flush

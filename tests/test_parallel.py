@@ -55,7 +55,7 @@ def test_uneven_shares_are_refused():
     assert shard_config(config, Group(0, 3, "")).n_kv_head == 2
     with pytest.raises(UserError, match="4 ranks cannot share 6 KV heads .* 1 or 2 or 3 or 6"):
         shard_config(config, Group(0, 4, ""))
-    done = torchrun(3, "generate.py", "--prompt", "Once", "--device", "cpu")
+    done = run([sys.executable, "tests/parallel_worker.py", "3", "--prompt", "Once", "--device", "cpu"])
     assert done.returncode != 0
     assert done.stderr.count("error: 3 ranks cannot share 4 KV heads evenly; use --nproc-per-node 1 or 2 or 4") == 1
 

@@ -1,6 +1,7 @@
 """What the caches hold is not computed again: prompts that share a beginning, prompts that go on, conversations."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ def engine(pair, monkeypatch):
 
 @pytest.fixture(scope="module")
 def twin(pair):
-    """Computes every prompt anew."""
-    return make_engine(*pair, **SETTINGS, reuse=False)
+    """Computes every prompt anew, a token at a time."""
+    alone = make_engine(*pair, **SETTINGS, reuse=False)
+    alone.generate = partial(alone.generate, speculate=False)
+    return alone
 
 
 @pytest.fixture
@@ -38,6 +41,15 @@ def computed(monkeypatch):
 
     monkeypatch.setattr(Transformer, "prefill", counted)
     return seen
+
+
+def begun(stream, count: int):
+    """What a stream has said when it is closed, `count` tokens or a few more."""
+    for _ in stream:
+        if len(stream.result.tokens) >= count:
+            break
+    stream.close()
+    return stream.result
 
 
 def same(results, expected) -> bool:
@@ -75,7 +87,7 @@ def test_a_prompt_that_goes_on_computes_only_the_rest(engine, twin, computed):
     other = DOCUMENT[:200] + random_prompt(10, seed=2)
     third = engine.generate(other, **GREEDY)
     assert third.stats.reused_tokens == 200 and same(third, twin.generate(other, **GREEDY))
-    longer = engine.generate(other, **{**GREEDY, "max_new_tokens": 850})  # more than there is room for
+    longer = begun(engine.stream(other, **{**GREEDY, "max_new_tokens": 850}), 12)  # more than there is room for
     assert longer.stats.reused_tokens == longer.stats.shared_tokens == 192
     assert longer.tokens[:12] == third.tokens
 
@@ -164,7 +176,7 @@ def test_a_conversation_outgrows_its_buffers(engine, twin, computed, states):
     said = engine.generate(question, prefix=book, temperature=0.0, max_new_tokens=60).tokens
     computed.clear()
     more = question + said + [5]
-    answer = engine.generate(more, prefix=book, temperature=0.0, max_new_tokens=1000)
+    answer = begun(engine.stream(more, prefix=book, temperature=0.0, max_new_tokens=1000), 12)
     assert len(states) >= 2 and states[-1]() is engine.caches.state and states[-2]() is not engine.caches.state
     assert answer.stats.reused_tokens == len(DOCUMENT) + 9 + 59 and computed == [1]
     assert answer.tokens[:12] == twin.generate(DOCUMENT + more, **GREEDY).tokens
@@ -198,11 +210,11 @@ def test_a_hundred_steps_against_a_twin(pair, twin, monkeypatch):
     """Prefills, questions, samples, streams that are broken off, prompts that go on or turn back, in random order: what
     is said is what a computation from the start says."""
     monkeypatch.setattr(caches, "SHARED_FROM", 64)
-    engine, dice, books, last = make_engine(*pair, **SETTINGS), random.Random(0), [], list(DOCUMENT)
+    engine, dice, books, last = make_engine(*pair, **SETTINGS, gamma=3), random.Random(0), [], list(DOCUMENT)
     documents = [DOCUMENT, DOCUMENT[:200] + random_prompt(90, seed=50), random_prompt(150, seed=51)]
-    met = set()
+    met, broken = set(), 0
     for step in range(100):
-        options = {"temperature": 0.0, "max_new_tokens": dice.choice([3, 8, 20])}
+        options = {"temperature": 0.0, "max_new_tokens": dice.choice([3, 6, 10])}
         what = dice.choice(["prefill", "ask", "ask", "many", "alone", "go on", "go on", "turn back", "break off"])
         met.add(what)
         question = random_prompt(dice.randint(1, 30), seed=100 + step)
@@ -223,13 +235,15 @@ def test_a_hundred_steps_against_a_twin(pair, twin, monkeypatch):
             stream = engine.stream(prompt, **options)
             for count, _ in enumerate(stream):
                 if what == "break off" and count == 2:
-                    stream.close()
-            if what == "break off":
-                stream.close()
+                    break
+            stream.close()
+            interrupted = stream.result.finish_reason == "interrupted"
+            assert interrupted == (what == "break off" and len(stream.result.tokens) < options["max_new_tokens"])
+            broken += interrupted
             result = engine.generate(prompt, **options)
             assert same(result, twin.generate(prompt, **options)), (step, what)
             last = (prompt + result.tokens)[:600]
-    assert len(met) == 7
+    assert len(met) == 7 and broken > 3
 
 
 def test_an_interrupt_in_the_middle_of_a_prefill(engine, twin, monkeypatch):

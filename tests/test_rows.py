@@ -91,6 +91,6 @@ def test_logits_with_speculation_on_and_off(config):
     for retrieval in (True, False):
         state = make_state(target, None, [random_prompt(300, vocab_size=1000)], vocab_size=1000, retrieval=retrieval,
                            gamma=7, keep_logits=True)
-        runs.append(bits(state, 80, plan=None if retrieval else AUTOREGRESSION))
+        runs.append(bits(state, 32, plan=None if retrieval else AUTOREGRESSION))
     assert runs[0][:2] == runs[1][:2]
     assert runs[0][2]["full"] >= 10  # and drafts were rejected on the way

@@ -208,7 +208,8 @@ class Engine:
                stop_token_ids=None, ignore_eos: bool = False, speculate: bool = True, one_row: bool = False,
                logprobs: int | None = None, keep: str | None = None, chat_template: str | None = None,
                on_prefill=None, on_decode=None, **options) -> "Stream":
-        """The same for one prompt, piece by piece: iterate for valid text, then read `.result`.
+        """The same for one prompt, piece by piece: iterate for valid text, then read `.result`. Without a tokenizer
+        pieces are empty, one a round.
 
         Args:
             prefix: what the prompt is a question about; see `prefill`.
@@ -364,7 +365,7 @@ class Engine:
             pieces = session.round()
             if request.on_decode is not None:
                 request.on_decode(session.num_tokens)
-            yield from (piece for piece in pieces if piece[1])
+            yield from (piece for piece in pieces if piece[1] or self.tokenizer is None)
 
     def release(self) -> None:
         """Frees the buffers of the last call."""
