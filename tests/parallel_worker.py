@@ -67,7 +67,8 @@ def every_kind_of_parameter(group) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-WAYS_TO_SAY = ({"gamma": 6}, {"gamma": "auto", "gamma_inner": 3}, {"gamma": 6, "offload": True})
+WAYS_TO_SAY = ({"gamma": 6}, {"gamma": "auto", "gamma_inner": 3}, {"gamma": "auto", "sampling": "coupled"},
+               {"gamma": 6, "offload": True})
 SAID = {"max_new_tokens": 10, "temperature": 0.0}
 DRAWN = {"max_new_tokens": 10, "temperature": 1.0, "top_p": 1.0, "seed": 6}
 LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0]}
@@ -184,7 +185,7 @@ def half_alone():
     small = replace(config, dim=32, n_layer=1, n_head=4, n_kv_head=4)
     target, draft = (Transformer.random(c, seed=i, std=0.3) for i, c in enumerate((config, small)))
     ids = [PROMPT[:154], PROMPT[:74]]  # each flushes once
-    engine = engine_of(target, None, gamma=3, max_batch_size=2)
+    engine = engine_of(target, None, gamma=3, max_batch_size=2, sampling="coupled")
     alone = ([out.tokens for out in engine.generate(ids, **how)] for how in (GREEDY, HALF_DRAWN))
     return target, draft, ids, *alone
 
@@ -198,12 +199,13 @@ def draft_on_half(group) -> None:
     shared = {"draft": shard(draft, part) if part is not None else None, "draft_ranks": ranks}
     ways = [{"gamma_inner": 2, **shared}]
     if group.size == 2:
-        ways += [{"retrieval": False, **shared}, {"draft": None}, {"draft": None, "draft_cache": "streaming"}]
+        ways += [{"retrieval": False, **shared}, {"draft": None}, {"draft": None, "draft_cache": "streaming"},
+                 {"retrieval": False, "sampling": "coupled", **shared}]
     for more in ways:
         engine = engine_of(shard(target, group), gamma=3, max_batch_size=2, **more)
         assert [out.tokens for out in engine.generate(ids, **GREEDY)] == alone
         drawn = [out.tokens for out in engine.generate(ids, **HALF_DRAWN)]
-        assert group.agree(drawn) == drawn
+        assert group.agree(drawn) == drawn and (drawn == drawn_alone or "sampling" not in more)
     assert engine.target.config.n_kv_head == 8 // group.size
 
 

@@ -21,6 +21,7 @@ class Engine:
     """Answers in 10 ms a token with speculation, in 25 without and 20 with unpadded steps."""
 
     device, target, num_parameters = "cpu", SimpleNamespace(dtype="torch.float32"), 10**6
+    settings = SimpleNamespace(sampling="rejection")
 
     def __init__(self):
         self.tokenizer, self.asked = Tokenizer(TINY / "target"), []
@@ -117,7 +118,30 @@ def test_the_comparison(engine, capsys):
     assert "2.00x" in shown.err and "identical" in shown.err
     (_, plain), (_, on), (_, off) = engine.asked[1:]
     assert plain["one_row"] and not plain["speculate"] and (plain["seed"], plain["top_k"]) == (7, 5)
-    assert on["temperature"] == off["temperature"] == 0 and on.get("speculate", True) and not off["speculate"]
+    assert on["temperature"] == off["temperature"] == 0 and on["speculate"] and not off["speculate"]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_the_comparison_of_drawn_tokens(engine, capsys, monkeypatch, differs):
+    """Where levels share their draws, those are promised to be the same, too: 64 of them, by the law and the seed."""
+    monkeypatch.setattr(engine, "settings", SimpleNamespace(sampling="coupled"))
+    answer = engine.answer
+
+    def changed(ids, options):
+        result = answer(ids, options)
+        if differs and options.get("top_k") and options.get("speculate", True) and len(engine.asked) > 2:
+            result.tokens = [6]
+        return result
+
+    monkeypatch.setattr(engine, "answer", changed)
+    assert cli.main(["--prompt", TEXT, "--compare", "--json", "--top-k", "5"]) == int(differs)
+    shown = capsys.readouterr()
+    report = json.loads(shown.out)["compare"]
+    assert report["greedy_first_difference"] is None and report["drawn_first_difference"] == (0 if differs else None)
+    assert ("drawn check, 1 tokens, speculation on and off: " + ("DIFF" if differs else "identical")) in shown.err
+    (_, on), (_, off) = engine.asked[-2:]
+    assert on["speculate"] and not off["speculate"] and on["max_new_tokens"] == 64
+    assert (on["seed"], on["top_k"]) == (off["seed"], off["top_k"]) == (7, 5)
 
 
 def test_how_to_load(monkeypatch):

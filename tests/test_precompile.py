@@ -93,6 +93,7 @@ def traced_once(monkeypatch, found_before):
     ({}, 1), ({"gamma": "auto"}, 1), ({"draft_cache": "streaming"}, 1), ({"retrieval": False}, 1),
     ({"retrieval": False, "draft_cache": "snapkv"}, 1), ({"gamma": "auto"}, 3), ({"offload": True}, 1),
     ({"shared": True}, 3), ({"fp8": True}, 1), ({"draft": lambda tape: PeriodDrafter(tape)}, 1),
+    ({"sampling": "coupled"}, 1),
 ])
 def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, options, rows):
     """By name, which holds the shapes and strides of what it is called with."""

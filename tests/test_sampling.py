@@ -104,6 +104,16 @@ def test_the_short_ranking_decides_as_the_whole_one():
             torch.testing.assert_close(quick.double().sum(-1), torch.ones(1, 4, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("values", [{"top_p": 0.9}, {"top_p": 0.8, "top_k": 60}])
+def test_a_row_is_filtered_as_alone(values):
+    """Beside a row of which more tokens must be ranked: to the bit."""
+    logits = torch.randn(2, 4, 6000, generator=torch.Generator().manual_seed(0))
+    logits *= torch.tensor([6.0, 0.1])[:, None, None]
+    alone = probabilities(logits[:1], params(**values))
+    beside = probabilities(logits, params(2, **{**values, "top_k": [values.get("top_k", 0), 0]}))
+    assert torch.equal(beside[:1], alone) and (alone > 0).sum(-1).max() < 128 < 4096 < (beside[1] > 0).sum(-1).min()
+
+
 def test_sample_inverts_the_cumulative_distribution():
     probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
     u = torch.tensor([0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2.0**-52], dtype=torch.float64)

@@ -1,8 +1,9 @@
 """Which drafted tokens are kept, and what replaces the first that is not. Pure functions on tensors.
 
-Knows nothing of models, caches or levels. Random numbers come in as arguments. The rule is that of speculative
-sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): what comes out has the target's law,
-whatever the draft's was, as long as `draft_probs` is the law that the drafted tokens were drawn from.
+Knows nothing of models, caches or levels. Random numbers come in as arguments. There are two rules.
+`verify_chain` is that of speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): what
+comes out has the target's law, whatever the draft's was, as long as `draft_probs` is the law that the drafted tokens
+were drawn from. `match_chain` keeps drafted tokens that the target draws, too: what comes out is what the target draws.
 
 Shapes: B batch, n drafted tokens at most, V vocabulary.
 """
@@ -64,3 +65,15 @@ def verify_chain(tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor
     law = torch.where(rejected, residual(law, against), law)
     last = sampling.sample(law, sample_u.gather(1, stop.squeeze(2)).squeeze(1))  # recovered or bonus token
     return Verdict(torch.cat([tokens, last[:, None]], 1).scatter(1, stop.squeeze(2), last[:, None]), num_accepted)
+
+
+def match_chain(tokens: Tensor, num_drafted: Tensor, drawn: Tensor) -> Verdict:
+    """Accepts the longest prefix of a drafted chain that equals what the target draws; then comes what it draws next.
+
+    Args:
+        tokens: [B, n] drafted tokens; those from num_drafted on are padding.
+        num_drafted: [B].
+        drawn: [B, n + 1], the target's own tokens, each after the drafted ones before it.
+    """
+    drafted = torch.arange(tokens.shape[1], device=tokens.device) < num_drafted[:, None]
+    return Verdict(drawn, ((tokens == drawn[:, :-1]) & drafted).long().cumprod(1).sum(1))

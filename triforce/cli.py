@@ -88,7 +88,8 @@ def parser() -> Parser:
     add_flags(drafting, Settings)
     drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
     drafting.add_argument("--compare", action=argparse.BooleanOptionalAction,
-                          help="compare with autoregression: speed and 64 greedy tokens (default: only without flags)")
+                          help="compare with autoregression: speed and 64 greedy tokens; with --sampling coupled 64 "
+                          "drawn ones, too (default: only without flags)")
     text.add_argument("--show-levels", action="store_true", help="on a terminal: colour the text by the level that "
                       "proposed it (elsewhere with FORCE_COLOR=1)")
     text.add_argument("--logprobs", type=int, metavar="K", help="with --json or --prompts: log-probabilities of each "
@@ -366,14 +367,14 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
 
 
 def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
-    """The same prompt by the fastest autoregression, and greedy tokens with and without speculation."""
+    """The same prompt by the fastest autoregression, and tokens with and without speculation: greedy ones, and where
+    levels share their draws, drawn ones."""
     seeded = {**sampling, "seed": result.stats.seed}
     plain = engine.generate(ids, speculate=False, one_row=True, ignore_eos=args.ignore_eos, stop=args.stop, **seeded)
     plain.stats.dropped_tokens = result.stats.dropped_tokens
-    greedy = {"temperature": 0.0, "max_new_tokens": min(CHECKED_TOKENS, args.max_new_tokens), "ignore_eos": True}
-    on = engine.generate(ids, **greedy).tokens
-    off = engine.generate(ids, speculate=False, **greedy).tokens
-    differ = next((i for i, (a, b) in enumerate(zip(on, off, strict=False)) if a != b), None)
+    checks = {"greedy": {"temperature": 0.0}}
+    if engine.settings.sampling == "coupled":
+        checks["drawn"] = seeded
     speedup = plain.stats.tbt / result.stats.tbt if result.stats.tbt else 0.0
     # As if it had been run alone: it took over the other's start and prefill.
     wall = result.stats.load + result.stats.prefill + plain.stats.ttft - plain.stats.prefill + plain.stats.decode
@@ -385,11 +386,15 @@ def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
         lines.append(f"{name:<26}{value:>16}{other:>18}")
     lines.append(f"{'speed-up per token':<26}{f'{speedup:.2f}x' if speedup else '-':>16}")
     lines.append(f"{'speed-up of the whole run':<26}{f'{over_all:.2f}x':>16}")
-    verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"
-    lines.append(f"greedy check, {len(on)} tokens, speculation on and off: {verdict}")
-    return lines, {"autoregression": asdict(plain.stats), "speedup": speedup, "speedup_of_run": over_all,
-                   "greedy_tokens": len(on),
-                   "greedy_first_difference": differ}
+    report = {"autoregression": asdict(plain.stats), "speedup": speedup, "speedup_of_run": over_all}
+    for name, law in checks.items():
+        law = {**law, "max_new_tokens": min(CHECKED_TOKENS, args.max_new_tokens), "ignore_eos": True}
+        on, off = (engine.generate(ids, speculate=speculate, **law).tokens for speculate in (True, False))
+        differ = next((i for i, (a, b) in enumerate(zip(on, off, strict=False)) if a != b), None)
+        verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"
+        lines.append(f"{name} check, {len(on)} tokens, speculation on and off: {verdict}")
+        report |= {f"{name}_tokens": len(on), f"{name}_first_difference": differ}
+    return lines, report
 
 
 def _columns(stats) -> list[tuple[str, str]]:
@@ -451,7 +456,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if wants_comparison:
         print("comparing with autoregression ...", file=sys.stderr)
         lines, report["compare"] = compare(engine, ids, args, sampling, result)
-        identical = report["compare"]["greedy_first_difference"] is None
+        identical = all(report["compare"].get(f"{name}_first_difference") is None for name in ("greedy", "drawn"))
         print("\n" + "\n".join(lines), file=sys.stderr)
     else:
         print(f"\n{result.stats}", file=sys.stderr)

@@ -22,6 +22,7 @@ import torch
 from .errors import UserError, not_known
 
 VIEWS = ("retrieval", "snapkv", "streaming")  # how the retrieval level's view is chosen
+RULES = ("rejection", "coupled")  # how drafted tokens are checked
 MEMORIES = ("streaming", "snapkv", "full")  # what a draft model keeps
 Check = Callable[[str, object], None]  # (name, value); raises UserError
 
@@ -137,6 +138,11 @@ class Settings(Options):
     gamma_inner: int | None = option(
         None, "tokens that the draft proposes per verify over the retrieval view (default: 2; with gamma 'auto' at "
         "most 4, on a CPU 3)", whole(1, 2), type=int)
+    sampling: str = option(
+        "rejection", "how drawn tokens are drafted and checked: rejection (default), speculative sampling, which "
+        "accepts the most tokens; coupled, all levels share their noise, so that a seed gives the text of "
+        "speculate=False, whatever drafts, with gamma 'auto' too",
+        one_of(*RULES, wanted="'rejection' or 'coupled'"), choices=RULES)
     draft_cache: str | None = option(
         None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest ones "
         "attend to, chosen anew again and again; snapkv, those that the prompt's end attends to; streaming, the first "

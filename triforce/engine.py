@@ -382,7 +382,7 @@ class Engine:
         """
         state = self.caches.find(ids, max_new_tokens, prefix, on_prefill)
         state.params.set(specialize=self.placement.compile is False, **sampling)
-        padding = self._padding(state.params.greedy)
+        padding = self._padding(state.params.greedy or self.settings.sampling == "coupled")
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
             plan = ONE_ROW
         if state.prompts == ids:
@@ -394,13 +394,14 @@ class Engine:
         state.prompts = ids
         return state
 
-    def _padding(self, greedy: bool) -> Padding:
-        """Greedy output is promised to be the same bits; drawn tokens follow the same law from steps of any size.
+    def _padding(self, same_bits: bool) -> Padding:
+        """Greedy output and coupled draws are promised to be the same bits; other drawn tokens follow the same law from
+        steps of any size.
 
         Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. On a
         GPU, and where steps are compiled, rows cost next to nothing and other shapes are compiled anew.
         """
-        if greedy or self.target.group is not None:
+        if same_bits or self.target.group is not None:
             return PADDED
         return Padding(plain=False, drafts=self.device.type != "cpu" or self.placement.compile is not False)
 

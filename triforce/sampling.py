@@ -15,6 +15,8 @@ from torch import Tensor
 from .config import Sampling, check_biases
 from .graphs import is_traced
 
+FIRST = (128, 4096)  # so many of the most probable tokens are ranked before all are
+
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
 
@@ -128,8 +130,10 @@ def _smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
         top_k = params.top_k[:, None, None]
         everything = top_k == 0
         ranked = torch.where((torch.arange(ranked.shape[-1], device=probs.device) < top_k) | everything, ranked, 0.0)
-        total = torch.where(everything, 1.0, ranked.sum(-1, keepdim=True))
-    before = _cumsum(ranked) - ranked  # mass of the more probable tokens
+    summed = _cumsum(ranked)  # in order, so that it does not depend on how many are ranked
+    if params.uses.top_k:
+        total = torch.where(everything, 1.0, summed[..., -1:])
+    before = summed - ranked  # mass of the more probable tokens
     kept = (before < top_p * total) & (ranked > 0)
     last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
     smallest = ranked.gather(-1, last)
@@ -142,12 +146,13 @@ def _smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
 
 def _most_probable(probs: Tensor, params: SamplingParams) -> Tensor:
     """Probabilities in descending order, all of them, or as many as decide every row's top-k and top-p."""
-    few = 128
-    if probs.device.type == "cpu" and not is_traced() and probs.shape[-1] > few:
-        # A CPU sorts slowly and looks for free: nearly always the first few hold the nucleus.
+    looks = probs.device.type == "cpu" and not is_traced()
+    for few in FIRST if looks else ():  # a CPU sorts slowly and looks for free: nearly always few hold the nucleus
+        if probs.shape[-1] <= few:
+            break
         ranked = probs.topk(few).values
         top_p = params.top_p[:, None]
-        enough = (ranked.sum(-1) >= top_p) | (top_p == 1)
+        enough = (_cumsum(ranked)[..., -1] >= top_p) | (top_p == 1)
         if params.uses.top_k:
             top_k = params.top_k[:, None]
             enough = torch.where(top_k == 0, enough, top_k <= few)
@@ -187,10 +192,12 @@ def uniform(seed: Tensor, position: Tensor, level: int, purpose: int) -> Tensor:
 
 def _noise(seed, position, level: int, purpose: int):
     """52 random bits for each position, as int64; arrays or tensors."""
-    state = _mix(seed + _GOLDEN)[:, None]
-    state = _mix(state + position * _GOLDEN)
-    state = _mix(state + _signed((2 * level + purpose + 1) * _GOLDEN))
-    return _shift(state, 12)
+    return shift(mix(key_of(seed, position) + _signed((2 * level + purpose + 1) * GOLDEN)), 12)
+
+
+def key_of(seed, position):
+    """64 random bits for each position, [B, n] int64, of seed [B] and position [B, n]; arrays or tensors."""
+    return mix(mix(seed + GOLDEN)[:, None] + position * GOLDEN)
 
 
 def _signed(constant: int) -> int:
@@ -199,16 +206,16 @@ def _signed(constant: int) -> int:
     return constant - (1 << 64) if constant >> 63 else constant
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
+GOLDEN = _signed(0x9E3779B97F4A7C15)
 
 
-def _shift(x, bits: int):
+def shift(x, bits: int):
     """Logical shift right of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x):
+def mix(x):
     """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit flips each output bit half of the time."""
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
+    x = (x ^ shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ shift(x, 31)

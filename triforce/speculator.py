@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .acceptance import verify_chain
+from .acceptance import match_chain, verify_chain
 from .drafting.protocol import Drafter
 from .graphs import Compiler, Graphed, put
 from .kv.blocks import TargetBlock
@@ -101,7 +101,7 @@ class Speculator(Drafter):
         self.level, self.rows, self.drafters, self.keep_queries = level, rows, drafters, keep_queries
         self.length, self.limit = tape.buffer(), tape.buffer()  # no round moves `length` past `limit`
         self.base, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
-        wants_laws = any(drafter.emits_laws for drafter in drafters.values())
+        wants_laws = not tape.coupled and any(drafter.emits_laws for drafter in drafters.values())
         self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if wants_laws else None
         self.logits = tape.buffer(rows, model.config.vocab_size, like=model) if keep_logits else None
         self.outbox = Outbox(tape, rows) if level == FULL else None
@@ -232,16 +232,20 @@ class Speculator(Drafter):
         law = tape.law(logits[:, : n + 1])
         ahead = torch.arange(n + 1, device=start.device)
         position = start[:, None] + 1 + ahead
-        sample_u = tape.uniform(position, self.level, SAMPLE)
-        accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
-        draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
-        verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u, sample_u)
+        if tape.coupled:
+            verdict = match_chain(tokens, num_drafted, tape.draw(law, position, self.level))
+        else:
+            sample_u = tape.uniform(position, self.level, SAMPLE)
+            accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
+            draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
+            verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u, sample_u)
         num_emitted = torch.minimum(verdict.num_accepted + 1, self.limit - start)  # cut at a limit fixed beforehand
 
         put(tape.tokens, position, verdict.tokens)
         if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
             place = (position - 1 - self.base[:, None]).clamp(max=probs.shape[1] - 1)
             put(probs, place, law)
+        if self.level != FULL:
             missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)[:, None]
             put(tape.origin, position, torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, missed))
         if self.keep_queries:

@@ -61,7 +61,8 @@ class State:
         self._pack = (pack and batch == 1 and num_resident_layers is None and shared is None
                       and packs(device, dtype))
         self.compiler, self.prefill_level = compiler, compiler.level("prefill")
-        self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), vocab_size, device)
+        self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), vocab_size, device,
+                                  settings.sampling == "coupled")
         self.params = self.tape.params
         offload = None
         if num_resident_layers is not None and num_resident_layers < config.n_layer:

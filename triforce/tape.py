@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import sampling
+from . import coupled, sampling
 from .model import Transformer
-from .sampling import SamplingParams
+from .sampling import SAMPLE, SamplingParams
 
 DRAFT, RETRIEVAL, FULL = 0, 1, 2  # levels: they key the noise
 BONUS, ACCEPTED, MISSED = 0, 1, 2  # where a token of the inner level came from: not drafted, drafted, drafted in vain
@@ -27,18 +27,24 @@ class Tape:
     origin: Tensor  # [B, capacity]: BONUS, ACCEPTED or MISSED, for tokens that the inner level emitted
     params: SamplingParams
     vocab_size: int  # ids that the tokenizer can name; logits beyond are padding
+    coupled: bool = False  # levels share their draws; else laws are passed from level to level
 
     @classmethod
-    def allocate(cls, batch: int, capacity: int, vocab_size: int, device) -> "Tape":
+    def allocate(cls, batch: int, capacity: int, vocab_size: int, device, coupled: bool = False) -> "Tape":
         tokens = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
-        return cls(tokens, torch.zeros_like(tokens), SamplingParams(batch, device, vocab_size),
-                   vocab_size)
+        return cls(tokens, torch.zeros_like(tokens), SamplingParams(batch, device, vocab_size), vocab_size, coupled)
 
     def law(self, logits: Tensor) -> Tensor:
         return sampling.probabilities(logits[..., : self.vocab_size], self.params)
 
     def uniform(self, position: Tensor, level: int, purpose: int) -> Tensor:
         return sampling.uniform(self.params.seed, position, level, purpose)
+
+    def draw(self, law: Tensor, position: Tensor, level: int) -> Tensor:
+        """Tokens for law [B, n, V] and position [B, n]: [B, n]."""
+        if self.coupled:
+            return coupled.draw(law, self.params.seed, position)
+        return sampling.sample(law, self.uniform(position, level, SAMPLE))
 
     def read(self, start: Tensor, count: int) -> Tensor:
         """`count` tokens from index start [B] on: [B, count]."""

@@ -1,7 +1,7 @@
 """What a drafter is. A new kind of drafter derives from `Drafter`; docs/extending.md has a small one.
 
-Whether position i is drafted may depend on tokens before i and on the law at i, never on token i itself: a drawn token
-that is dropped for a reason that looks at it would bias the output.
+By the rule of rejection, whether position i is drafted may depend on tokens before i and on the law at i, never on token
+i itself: a drawn token that is dropped for a reason that looks at it would bias the output.
 
 Nothing here waits for the device but `prefill`, `open`, `rewind`, `catch_up` and `flush`, which the host calls between
 rounds. `propose` and `commit` are parts of a step, which a GPU records.
@@ -35,8 +35,8 @@ class Drafter:
         The tape has room for them. What stands there before, after `start`, is left over from other rounds.
 
         Args:
-            probs: [B, M, V], M > plan.gamma, written: row i the law that token i was drawn from. A drafter that emits
-                no laws writes ones at its tokens. None: nobody wants laws.
+            probs: [B, M, V], M > plan.gamma, written: row i the law that token i was drawn from, by `Tape.draw`. A
+                drafter that emits no laws writes ones at its tokens. None: nobody wants laws, as with coupled sampling.
 
         Returns:
             how many were drafted, [B]: a buffer, valid until the next call. Rows may differ.

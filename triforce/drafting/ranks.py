@@ -25,14 +25,15 @@ class SharedDrafter(Drafter):
         self.nbytes, self.weight_bytes = self.own.nbytes, max(self.own.weight_bytes, 1)
         self.num_drafted = tape.buffer()
 
-    def propose(self, start: Tensor, plan: Plan, probs: Tensor) -> Tensor:
+    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         if self.runs_here:
             self.own.propose(start, plan, probs)
         count = plan.gamma
         self.num_drafted.fill_(count)
         place = start[:, None] + 1 + torch.arange(count, device=start.device)
         self.tape.tokens.scatter_(1, place, self.group.broadcast(self.tape.tokens.gather(1, place), self.source))
-        probs[:, :count] = self.group.broadcast(probs[:, :count].contiguous(), self.source)
+        if probs is not None:
+            probs[:, :count] = self.group.broadcast(probs[:, :count].contiguous(), self.source)
         return self.num_drafted
 
     # The rest is the business of this rank's own drafter, and of nobody where there is none.

@@ -1,0 +1,122 @@
+"""Shared draws: noise against its law and its slow twin, draws against the law, and however they are computed."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from triforce import acceptance, coupled
+from triforce.coupled import draw, exponential
+from triforce.sampling import key_of
+
+LAWS = ([0.5, 0.25, 0.125, 0.125], [0.9, 0.05, 0.03, 0.02 - 1e-4, 1e-4], [1 / 7] * 7,
+        [0.6, 0.4 - 2e-6, 1e-6, 1e-6], [0.0, 0.3, 0.0, 0.7])
+
+
+def keys(seeds: int, positions: int) -> Tensor:
+    return key_of(torch.arange(seeds), torch.arange(positions).expand(seeds, -1))
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    """How many standard deviations the statistic lies above its mean; classes of fewer than 5 are put together."""
+    rare = expected < 5
+    if rare.any():
+        counts, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected))
+    terms = (counts - expected) ** 2 / expected.clamp(min=1e-9)
+    freedom = max(len(counts) - 1, 1)
+    return float((terms.sum() - freedom) / math.sqrt(2 * freedom))
+
+
+def test_noise_has_its_law():
+    """In 1,000 classes of equal probability, and far out on both sides."""
+    noise = exponential(keys(400, 500)[..., None], torch.arange(20)).flatten()
+    assert noise.min() > 0
+    classes = (-torch.expm1(-noise) * 1000).long()
+    assert abs(chi_square(classes.bincount(minlength=1000).double(), torch.full((1000,), 4000.0).double())) < 5
+    for tail in (1e-3, 1e-4, 1e-5):
+        for count in ((noise < -math.log1p(-tail)).sum(), (noise > -math.log(tail)).sum()):
+            assert abs(float(count) - tail * len(noise)) < 5 * math.sqrt(tail * len(noise))
+
+
+def test_noise_of_neighbours_is_independent():
+    """Of seeds, positions and words that follow each other; and of one number's two parts."""
+    noise = exponential(keys(100, 100)[..., None], torch.arange(200)) - 1
+    for pairs in (noise[1:] * noise[:-1], noise[:, 1:] * noise[:, :-1], noise[..., 1:] * noise[..., :-1],
+                  noise[1:, 1:, 1:] * noise[:-1, :-1, :-1], (noise**2 - 1)[:, 1:] * noise[:, :-1]):
+        assert abs(float(pairs.mean())) < 6 * float(pairs.std()) / math.sqrt(pairs.numel())
+    whole = ((noise + 1) / math.log(2)).floor()
+    rest = noise + 1 - whole * math.log(2)
+    parts = (whole - whole.mean()) * (rest - rest.mean())
+    assert abs(float(parts.mean())) < 6 * float(parts.std()) / math.sqrt(parts.numel())
+
+
+def twin(key: int, word: int) -> float:
+    """The same number in Python's own whole numbers, and with its own logarithm."""
+    mask = 2**64 - 1
+    x = (key + word * 0x9E3779B97F4A7C15) & mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    x ^= x >> 31
+    high, low = x >> 40, x & (2**40 - 1)
+    zeros = 24 - high.bit_length()
+    return zeros * math.log(2) - math.log1p(-(low + 0.5) / 2**41)
+
+
+def test_noise_against_its_twin():
+    key, words = keys(3, 40), torch.arange(100)
+    found = exponential(key[..., None], words)
+    expected = [[[twin(one, word) for word in range(100)] for one in row] for row in key.tolist()]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=2e-7, atol=0)
+    assert found[2, 7, 41].item() == 1.6139232289116456  # on every device, and in every version
+
+
+@pytest.mark.parametrize("probs", LAWS, ids=str)
+def test_draws_follow_the_law(probs):
+    """A million of them, over neighbouring seeds and positions."""
+    law = torch.tensor(probs).expand(500, 2000, -1)
+    tokens = draw(law, torch.arange(500), torch.arange(2000).expand(500, -1))
+    counts = tokens.flatten().bincount(minlength=len(probs)).double()
+    assert chi_square(counts, torch.tensor(probs, dtype=torch.float64) * 1e6) < 5
+    assert (counts[torch.tensor(probs) == 0] == 0).all()
+
+
+def test_laws_that_are_alike_draw_alike():
+    """Of two laws, at least (1 - TV) / (1 + TV) of the draws are the same word; of one law, all."""
+    generator = torch.Generator().manual_seed(0)
+    one = (2 * torch.randn(1, 1, 300, generator=generator)).softmax(-1)
+    other = (one.log() + 0.3 * torch.randn(1, 1, 300, generator=generator)).softmax(-1)
+    seed, position = torch.tensor([3]), torch.arange(4000)[None]
+    drawn, again, near = (draw(law.expand(1, 4000, -1), seed, position) for law in (one, 7 * one, other))
+    distance = float((one - other).abs().sum() / 2)
+    assert torch.equal(drawn, again) and 0.05 < distance < 0.3
+    assert float((drawn == near).double().mean()) > (1 - distance) / (1 + distance) - 0.03
+
+
+@pytest.mark.parametrize("words", [1, 63, 64, 65, 1000])
+def test_the_short_race_and_the_long_one(words, monkeypatch):
+    """On a CPU, where few words are possible, only they run; elsewhere, all, in stretches."""
+    whole = torch.rand(2, 50, words, generator=torch.Generator().manual_seed(words))
+    few = torch.where(torch.arange(words) % 17 == 0, whole, 0.0)
+    seed, position = torch.tensor([5, -(2**62)]), torch.arange(50).expand(2, -1)
+    noise = exponential(key_of(seed, position)[..., None], torch.arange(words))
+    expected = [(noise / law.double()).argmin(-1) for law in (whole, few)]
+    assert coupled._possible(whole) is None and (coupled._possible(few) is None) == (words < 4)
+    for traced in (False, True):
+        monkeypatch.setattr(coupled, "is_traced", lambda traced=traced: traced)
+        assert all(torch.equal(draw(law, seed, position), one)
+                   for law, one in zip((whole, few), expected, strict=True))
+
+
+def test_draws_at_temperature_0_are_the_most_probable():
+    law = torch.zeros(2, 3, 40)
+    law[..., 17] = 1.0
+    assert (draw(law, torch.tensor([1, 2]), torch.arange(3).expand(2, -1)) == 17).all()
+
+
+def test_a_chain_is_kept_as_far_as_it_equals_the_draws():
+    tokens, drawn = torch.tensor([[1, 2, 3], [1, 2, 3], [4, 2, 3], [1, 9, 3]]), torch.tensor([[1, 2, 3, 7]] * 4)
+    verdict = acceptance.match_chain(tokens, torch.tensor([3, 2, 3, 3]), drawn)
+    assert verdict.num_accepted.tolist() == [3, 2, 0, 1] and torch.equal(verdict.tokens, drawn)
+    alone = acceptance.match_chain(tokens[:, :0], torch.tensor([0] * 4), drawn[:, :1])
+    assert alone.num_accepted.tolist() == [0] * 4 and alone.tokens.tolist() == [[1]] * 4

@@ -1,0 +1,70 @@
+"""Draws that levels share: a token follows from the law, the row's seed and the position, whichever level draws it.
+
+The words run a race. Word v arrives at the time E(v) / p(v), where p is the law and E(v) is exponential noise of mean
+1, made from the row's seed, the position and the word. The first to arrive follows the law p: this is the Gumbel-max
+trick (argmax of log p + G, with G = -log E) without its logarithms. Two levels whose laws are alike see nearly the same
+race, so they nearly always draw the same word. A word of probability 0 never arrives, so a law of temperature 0 needs
+no rule of its own.
+
+The noise is made in whole numbers, and in float64 products that are exact. It is the same number on every device, and
+whether or not it is compiled.
+
+Shapes: B batch, n positions, V vocabulary, K words.
+"""
+
+import torch
+from torch import Tensor
+
+from .graphs import is_traced
+from .sampling import GOLDEN, key_of, mix, shift
+
+# -ln(1 - w / 2) / w, in units of 2**-29, as a polynomial of w that is right to 2**-24 of it over [0, 1].
+_COEFFICIENTS = (268435461, 67108030, 22391560, 8169348, 4434652, -1515173, 5044765, -3412989, 1474894)
+_LN2 = 762123384786  # in units of 2**-40
+_STRETCHES = 64  # that the words are cut into, so that a GPU looks for the winner in many places at once
+
+
+def exponential(key: Tensor, words: Tensor) -> Tensor:
+    """Exponential noise of mean 1: key [...] int64 and words [...], broadcast, -> float64, always above 0.
+
+    It is memoryless: which multiple of ln 2 it exceeds and what is left over are independent. The first has the law of
+    the number of zeros before the first one in random bits, the second that of -ln(1 - w / 2), w uniform.
+    """
+    bits = mix(key + words * GOLDEN)
+    high, low = shift(bits, 40), bits & ((1 << 40) - 1)
+    zeros = 24 + 1023 - ((2 * high + 1).double().view(torch.int64) >> 52)  # 24 less the exponent
+    fraction, scaled = low >> 10, torch.full_like(low, _COEFFICIENTS[-1])
+    for coefficient in _COEFFICIENTS[-2::-1]:
+        scaled = (scaled * fraction >> 30) + coefficient
+    # A product of 24 and 29 bits is exact in float64: fused with the sum or not, it rounds the same.
+    rest = (2 * low + 1).float().double() * scaled.double()  # in units of 2**-70
+    return ((zeros * _LN2).double() * 2.0**30 + rest) * 2.0**-70
+
+
+def draw(law: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """The words that win: law [B, n, V] (any positive sums), seed [B], position [B, n] -> [B, n]."""
+    key = key_of(seed, position)[..., None]
+    if law.device.type == "cpu" and not is_traced():
+        words = _possible(law)
+        if words is not None:  # the others' noise decides nothing
+            times = exponential(key, words) / law.gather(-1, words).double()
+            return words.gather(-1, times.argmin(-1, keepdim=True)).squeeze(-1)
+    words = torch.arange(law.shape[-1], device=law.device)
+    return _first(exponential(key, words) / law.double())
+
+
+def _possible(law: Tensor) -> Tensor | None:
+    """Words [B, n, K] in ascending order, all that have a probability among them; None if they are many."""
+    count = int((law > 0).sum(-1).max())
+    if count > law.shape[-1] // 4:
+        return None
+    return law.topk(count, dim=-1).indices.sort(-1).values
+
+
+def _first(times: Tensor) -> Tensor:
+    """times.argmin(-1) of [..., V], stretch by stretch."""
+    size = -(-times.shape[-1] // _STRETCHES)
+    padded = torch.nn.functional.pad(times, (0, size * _STRETCHES - times.shape[-1]), value=float("inf"))
+    best, place = padded.unflatten(-1, (_STRETCHES, size)).min(-1)
+    stretch = best.argmin(-1, keepdim=True)
+    return (stretch * size + place.gather(-1, stretch)).squeeze(-1)
