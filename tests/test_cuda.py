@@ -16,12 +16,13 @@ import pytest
 import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, make_engine, random_prompt
 
-from triforce import attention, jobs, sampling
+from triforce import attention, coupled, jobs, sampling
 from triforce.errors import UserError
 from triforce.graphs import Graphed
 from triforce.kv.prefix import STRIDE
 from triforce.model import ModelConfig, Transformer
 from triforce.plan import AUTOREGRESSION
+from triforce.precompile import OPTIONS
 from triforce.quantize import fp8_copy
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -125,6 +126,37 @@ def test_greedy_bits(which, dtype, eager_to_draft):
             state.rewind(1000)
             assert bits(state, NEW, plan=AUTOREGRESSION)[:2] == plain
     assert any(plan.gamma > 0 for plan in eager_to_draft)  # by the variant with "auto"
+
+
+@in_half_precision
+@pytest.mark.parametrize("which", ["random", "tiny"])
+def test_a_seed_says_the_same(which, dtype, eager_to_draft):
+    """Coupled draws at temperature 1: tokens and logits of every hierarchy are those of no drafter, and of
+    speculate=False; of pieces as they are written, and of compiled ones."""
+    if which == "random":
+        models, vocab_size, ids = random_models_in(dtype), VOCAB, random_prompt(CONTEXT, vocab_size=VOCAB)
+        variants, compile = VARIANTS + MORE, "beside"
+    else:
+        models, ids, vocab_size = tiny_models(dtype)
+        variants, compile = COMPILED, True
+    common = {"keep_logits": True, "compile": compile, "sampling": "coupled"}
+    state = prepare(engine_for(models, levels="none", **common), ids, vocab_size, temperature=1.0)
+    plain = bits(state, 300)[:2]
+    for levels, budget, gamma, gamma_inner, options in variants:
+        engine = engine_for(models, levels=levels, budget=budget, gamma=gamma, gamma_inner=gamma_inner,
+                            **common, **options)
+        state = prepare(engine, ids, vocab_size, temperature=1.0)
+        tokens, hashes, rejected, _ = bits(state, 300)
+        kept, drafted = state.hierarchy.outer.totals[0].tolist()
+        print(f"coupled {which} {dtype} {levels} budget {budget} gamma {gamma} {options}: drafted {drafted}, kept "
+              f"{kept}, rejected {rejected}, flushes {state.num_flushes}")
+        assert (tokens, hashes) == plain
+        assert drafted >= (20 if levels != "none" else 1)
+        if levels == "triforce" and gamma != "auto":
+            assert kept >= 5 and min(rejected["full"], rejected["retrieval"]) >= 10
+        state.rewind(1000)
+        assert bits(state, 100, plan=AUTOREGRESSION)[:2] == (plain[0][:100], plain[1][:100])
+    assert any(plan.gamma > 0 for plan in eager_to_draft)
 
 
 @in_half_precision
@@ -340,6 +372,25 @@ def test_compiled_noise_is_the_same_noise(random_models):
             torch._dynamo.reset()
             on_gpu = torch.compile(sampling.uniform, dynamic=False)(seed.cuda(), position.cuda(), level, purpose)
             assert torch.equal(on_gpu.cpu(), sampling.uniform(seed, position, level, purpose))
+
+
+@pytest.mark.parametrize("words", [32_000, 128_256])
+def test_a_race_has_the_same_winners_on_a_gpu(words):
+    """As it is written, and compiled: the noise is the CPU's, bit for bit."""
+    law = (3 * torch.randn(2, 8, words, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    seed, position = torch.tensor([5, -(2**62)]), torch.arange(8).expand(2, -1)
+
+    def race(law, seed, position):
+        key = sampling.key_of(seed, position)[..., None]
+        noise = coupled.exponential(key, torch.arange(law.shape[-1], device=law.device))
+        return noise, coupled._first(noise / law.double())
+
+    expected = race(law, seed, position)
+    torch._dynamo.reset()
+    for call in (race, torch.compile(race, dynamic=False, options=OPTIONS)):
+        found = call(law.cuda(), seed.cuda(), position.cuda())
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+    assert torch.equal(coupled.draw(law, seed, position), expected[1])
 
 
 @pytest.mark.parametrize("rows", [1, 4])
