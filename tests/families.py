@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
-           "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
+                 "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TINY = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
         "num_attention_heads": 4, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
         "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32"}
@@ -51,6 +50,19 @@ FAMILIES = {
     "Qwen2.5": {"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
                 "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 2},
     "Qwen2.5 0.5B": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Qwen2.5-1M": {"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 10000000.0,
+                   "use_sliding_window": False, "sliding_window": 1024, "max_window_layers": 2,
+                   "max_position_embeddings": 1024, "dual_chunk_attention_config": {
+                       "chunk_size": 256, "local_size": 16, "original_max_position_embeddings": 256}},
+    "Qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 24, "rope_theta": 1000000,
+              "rms_norm_eps": 1e-6, "attention_bias": False, "rope_scaling": None, "use_sliding_window": False,
+              "sliding_window": None, "max_window_layers": 2},
+    "Qwen3 0.6B": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True,
+                   "rope_theta": 1000000},
+    "Qwen3, YaRN": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 1000000,
+                    "max_position_embeddings": 80, "rope_scaling": {
+                        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "Qwen3, biases": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16, "attention_bias": True},
     "Yi": {"num_key_value_heads": 2, "rope_theta": 5000000.0, "rms_norm_eps": 1e-5},
     "explicit head_dim": {"head_dim": 32, "num_key_value_heads": 2},
     "biases": {"attention_bias": True, "mlp_bias": True},
@@ -65,10 +77,8 @@ def config_json(family: str) -> dict:
 
 def build(family: str, seed: int = 0) -> torch.nn.Module:
     """A transformers model of the family in float32, its weights large enough for positions to matter."""
-    config_class, model_class = CLASSES[config_json(family)["model_type"]]
-    config = config_class.from_dict(config_json(family))
-    config._attn_implementation = "eager"
-    model = model_class(config).float().eval()
+    config = AutoConfig.for_model(**config_json(family))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

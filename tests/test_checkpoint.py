@@ -69,7 +69,7 @@ def test_parity_notices_the_rope_scaling(family, tmp_path):
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("family", ["Llama 3.1", "SmolLM2", "Qwen2.5"])
+@pytest.mark.parametrize("family", ["Llama 3.1", "SmolLM2", "Qwen2.5", "Qwen3"])
 def test_parity_of_layouts(family, shards, kind, tmp_path):
     theirs = build(family)
     folder = save(theirs, config_json(family), tmp_path, kind, shards)

@@ -410,7 +410,7 @@ def test_a_sliding_window_is_a_limit(tmp_path):
     folder = copy_of_tiny(tmp_path / "window", architectures=["MistralForCausalLM"], sliding_window=256)
     engine = triforce.load(folder, device="cpu")
     assert len(engine.generate(TEXT[:400], 16, ignore_eos=True).tokens) == 16
-    with pytest.raises(triforce.UserError, match=r"exceed the model's sliding window \(256\)"):
+    with pytest.raises(triforce.UserError, match=r"exceed the model's sliding_window \(256\)"):
         engine.generate(TEXT, 16)
 
 

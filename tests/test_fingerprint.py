@@ -107,7 +107,7 @@ def test_large_files_are_not_read(folder, monkeypatch):
     assert model_fingerprint(folder) != before
 
 
-CONFIG = ModelConfig(65, 32, 1, 4, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
+CONFIG = ModelConfig(65, 32, 1, 4, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
 
 
 def test_of_a_model_in_memory():

@@ -10,7 +10,8 @@ from triforce.hf.places import cut, shard
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group
 
-CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
+CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True,
+                     qk_norm=True)
 
 
 class Alone(Group):

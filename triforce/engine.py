@@ -77,7 +77,7 @@ class Engine:
         self.vocab_size = agreed(target.group, self.vocab_size)  # a rank without the draft does not know its vocabulary
         limit, longest = target.config.max_len, placement.max_seq_len
         if longest is not None and longest > limit:
-            raise UserError(f"max_seq_len ({longest}) exceeds the model's {self._limit_name()} ({limit}); "
+            raise UserError(f"max_seq_len ({longest}) exceeds the model's {target.config.limit_name} ({limit}); "
                             f"use at most {limit}")
         self.caches = Caches(self, Models(target, draft, drafting), settings)
         self._serving: Session | None = None  # whom the state belongs to
@@ -412,10 +412,6 @@ class Engine:
             raise UserError("this engine has no tokenizer; give prompts as lists of ids, and no stop strings")
         return self.tokenizer
 
-    def _limit_name(self) -> str:
-        config = self.target.config
-        return "sliding window" if config.max_len < config.max_position_embeddings else "positions"
-
     def _check_ids(self, ids: list[int], where: str = "") -> None:
         largest, smallest = max(ids), min(ids)
         if smallest < 0 or largest >= self.vocab_size:
@@ -431,7 +427,7 @@ class Engine:
     def check_len(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raises UserError if so many tokens do not fit the model, or max_seq_len."""
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
-        what = f"the model's {self._limit_name()} ({limit})"
+        what = f"the model's {self.target.config.limit_name} ({limit})"
         if longest is not None:
             limit, what = longest, f"max_seq_len ({longest})"
         if prompt_len + max_new_tokens > limit:

@@ -1,4 +1,4 @@
-"""The Llama family in one file: Llama 1 to 3.2, Mistral, Qwen2.5, Yi and whatever shares their config.json.
+"""The Llama family in one file: Llama, Mistral, Qwen2.5 and 3, and whatever shares their config.json.
 
 The model knows nothing of caches: a layer gives its unrotated queries, keys and values to `kv.write`, has the cache
 read by `kv.read`, and joins what both saw. It knows nothing of sampling either.
@@ -18,7 +18,11 @@ from .errors import UserError
 from .packed import multiply, pack, packs
 
 SHARE = 32768  # elements: a CPU's loop shares no fewer out to several threads
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
+                 "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# What a config.json may name and this file lacks: a value of any of these would change what is computed.
+LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts", "n_routed_experts",
+           "kv_lora_rank", "q_lora_rank")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class ModelConfig:
     rope_scaling: RopeScaling = RopeScaling()
     max_position_embeddings: int = 2048
     sliding_window: int | None = None
+    unchunked_window: int | None = None  # beyond it the model has dual chunk attention, which is not built
+    qk_norm: bool = False  # of each head of queries and keys, before they are rotated
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -62,15 +68,24 @@ class ModelConfig:
 
     @property
     def max_len(self) -> int:
-        """The most positions that the model can attend over: its trained ones, or its sliding window if shorter."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        """The most positions that the model can attend over: its trained ones, or those before another way to attend,
+        which is not built, would set in."""
+        return min(window for window in (self.max_position_embeddings, self.sliding_window, self.unchunked_window)
+                   if window)
+
+    @property
+    def limit_name(self) -> str:
+        """What `max_len` ends at."""
+        names = {self.unchunked_window: "window before dual_chunk_attention_config, which is not supported",
+                 self.sliding_window: "sliding_window", self.max_position_embeddings: "positions"}
+        return names[self.max_len]
 
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
         """Reads the fields of a config.json, in the spelling of any transformers version.
 
         Raises:
-            UserError: the architecture, activation or rope type is not one that this file implements.
+            UserError: the architecture, activation, rope type or another feature is not one that this file implements.
         """
         architecture = (hf.get("architectures") or [ARCHITECTURES.get(hf.get("model_type"), "of no name")])[0]
         if architecture not in ARCHITECTURES.values():
@@ -80,15 +95,16 @@ class ModelConfig:
             raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; supported is 'silu'")
         if hf.get("quantization_config"):
             raise UserError("quantized checkpoints are not supported; use the bf16 or fp16 checkpoint of this model")
+        for key in LACKING:
+            if hf.get(key):
+                raise UserError(f"{key} {hf[key]!r} is not supported; choose a dense model with plain attention")
         missing = [key for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
                                    "intermediate_size") if key not in hf]
         if missing:
             raise UserError(f"config.json lacks {', '.join(missing)}; download the checkpoint again")
         n_head = hf["num_attention_heads"]
         qwen2 = architecture == "Qwen2ForCausalLM"
-        window = hf.get("sliding_window")
-        if qwen2 and not hf.get("use_sliding_window", False):
-            window = None
+        chunked = hf.get("dual_chunk_attention_config") or {}
         theta, scaling = _rope_from_hf(hf)
         positions = hf.get("max_position_embeddings", 2048)
         if scaling.kind == "yarn":  # some configs give the window before stretching here, some the one after
@@ -105,7 +121,9 @@ class ModelConfig:
             rope_theta=theta,
             rope_scaling=scaling,
             max_position_embeddings=positions,
-            sliding_window=window,
+            sliding_window=_window_from_hf(hf, architecture),
+            unchunked_window=chunked["original_max_position_embeddings"] if chunked else None,
+            qk_norm=architecture == "Qwen3ForCausalLM",
             qkv_bias=qwen2 or bool(hf.get("attention_bias", False)),
             out_bias=not qwen2 and bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
@@ -128,9 +146,25 @@ class ModelConfig:
     def num_parameters(self) -> int:
         rows = self.head_dim * (self.n_head + 2 * self.n_kv_head)  # of the fused projection
         attention = self.dim * (rows + self.head_dim * self.n_head)
+        norms = 2 * self.dim + 2 * self.head_dim * self.qk_norm
         biases = rows * self.qkv_bias + self.dim * self.out_bias + (2 * self.ffn_dim + self.dim) * self.mlp_bias
         embeddings = self.vocab_rows * self.dim * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.n_layer * (attention + biases + 3 * self.dim * self.ffn_dim + 2 * self.dim) + self.dim
+        return embeddings + self.n_layer * (attention + biases + 3 * self.dim * self.ffn_dim + norms) + self.dim
+
+
+def _window_from_hf(hf: dict, architecture: str) -> int | None:
+    """The sliding window, where any layer has one. Layers that attend in other ways are refused."""
+    window, types = hf.get("sliding_window"), hf.get("layer_types")
+    qwen = architecture.startswith("Qwen")
+    unknown = set(types or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(f"layer_types {sorted(unknown)!r} are not supported; choose a model whose layers all have full "
+                        "or sliding attention")
+    if qwen and not hf.get("use_sliding_window", False):
+        return None
+    if types is not None and (qwen or architecture == "MinistralForCausalLM"):  # others give all layers one window
+        return window if "sliding_attention" in types else None
+    return None if qwen and hf.get("max_window_layers", 0) >= hf["num_hidden_layers"] else window
 
 
 def _rope_from_hf(hf: dict) -> tuple[float, RopeScaling]:
@@ -313,10 +347,17 @@ class Attention(nn.Module):
         self.n_head, self.head_dim = config.n_head, config.head_dim
         self.qkv = Linear(config.dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim, config.qkv_bias)
         self.out = Linear(config.n_head * config.head_dim, config.dim, config.out_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def project(self, x: Tensor) -> Tensor:
         """[B, M, dim] -> unrotated queries, keys and values [B, H + 2K, M, D]."""
-        return self.qkv(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+        heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)  # [B, M, H + 2K, D]
+        if self.q_norm is not None:
+            q, kv = heads.tensor_split([self.n_head], 2)
+            k, v = kv.chunk(2, 2)
+            heads = torch.cat([self.q_norm(q), self.k_norm(k), v], 2)
+        return heads.transpose(1, 2)
 
     def output(self, states: list[attention.State], dtype: torch.dtype) -> Tensor:
         """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each -> [B, M, dim]."""

@@ -40,6 +40,8 @@ def places(config: ModelConfig) -> dict[str, Place]:
         theirs, ours = f"model.layers.{i}.", f"layers.{i}."
         table[theirs + "input_layernorm.weight"] = Place(ours + "attention_norm.weight", 0, (dim,))
         table[theirs + "post_attention_layernorm.weight"] = Place(ours + "mlp_norm.weight", 0, (dim,))
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            table[f"{theirs}self_attn.{name}.weight"] = Place(f"{ours}attention.{name}.weight", 0, (config.head_dim,))
         for hf_name, name, start, rows, columns, bias in linears:
             table[f"{theirs}{hf_name}.weight"] = Place(f"{ours}{name}.weight", start, (rows, columns))
             if bias:
