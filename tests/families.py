@@ -12,12 +12,14 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
-                 "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+                 "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
+                 "glm": "GlmForCausalLM"}
 TINY = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
         "num_attention_heads": 4, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
-        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32"}
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "torch_dtype": "float32"}
 LLAMA3_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                "original_max_position_embeddings": 32, "rope_type": "llama3"}
+SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.0 + 0.6 * i for i in range(8)]  # of LongRoPE, a factor a pair
 
 # What differs from TINY. Where RoPE is scaled, the window of 256 is past the original one of 32.
 FAMILIES = {
@@ -63,6 +65,27 @@ FAMILIES = {
                     "max_position_embeddings": 80, "rope_scaling": {
                         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
     "Qwen3, biases": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16, "attention_bias": True},
+    "Phi-3-mini-4k": {"model_type": "phi3", "num_key_value_heads": 4, "sliding_window": 512, "rope_scaling": None,
+                      "original_max_position_embeddings": 256},
+    "Phi-3-mini-128k": {"model_type": "phi3", "num_key_value_heads": 4, "original_max_position_embeddings": 32,
+                        "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}},
+    "Phi-4-mini": {"model_type": "phi3", "num_key_value_heads": 2, "partial_rotary_factor": 0.75,
+                   "tie_word_embeddings": True, "attention_bias": False, "lm_head_bias": False, "sliding_window": 512,
+                   "original_max_position_embeddings": 32,
+                   "rope_scaling": {"type": "longrope", "short_factor": SHORT[:6], "long_factor": LONG[:6]}},
+    "GLM-4-9B": {"model_type": "glm", "num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5,
+                 "rms_norm_eps": 1.5625e-07, "attention_bias": True, "rope_theta": 10000.0},
+    "GLM-4-9B-1M": {"model_type": "glm", "num_key_value_heads": 1, "head_dim": 24, "partial_rotary_factor": 0.5,
+                    "rms_norm_eps": 1.5625e-07, "attention_bias": True, "rope_theta": 100000000.0,
+                    "eos_token_id": [3, 5, 7]},
+    "Llama 3.3": {"num_key_value_heads": 1, "num_attention_heads": 8, "rope_theta": 500000.0, "eos_token_id": [3, 5, 7],
+                  "rope_scaling": LLAMA3_ROPE, "mlp_bias": False, "attention_bias": False},
+    "Llama-3-1048k": {"num_key_value_heads": 2, "rope_theta": 3580165449.0, "rope_scaling": None},
+    "UltraLong": {"num_key_value_heads": 2, "rope_theta": 240000000.0, "rope_scaling": None, "head_dim": 16},
+    "Mistral NeMo": {"model_type": "mistral", "num_key_value_heads": 2, "head_dim": 24, "rope_theta": 1000000.0,
+                     "sliding_window": None},
+    "Ministral": {"model_type": "ministral", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 256,
+                  "layer_types": ["full_attention", "sliding_attention"], "rope_theta": 100000000.0},
     "Yi": {"num_key_value_heads": 2, "rope_theta": 5000000.0, "rms_norm_eps": 1e-5},
     "explicit head_dim": {"head_dim": 32, "num_key_value_heads": 2},
     "biases": {"attention_bias": True, "mlp_bias": True},
@@ -73,6 +96,12 @@ def config_json(family: str) -> dict:
     """A family's config.json, as published; a copy, for transformers writes into what it is given."""
     config = copy.deepcopy({**TINY, **FAMILIES[family]})
     return {"architectures": [ARCHITECTURES[config["model_type"]]], **config}
+
+
+def build_empty(config: dict) -> torch.nn.Module:
+    """A transformers model without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)))
 
 
 def build(family: str, seed: int = 0) -> torch.nn.Module:

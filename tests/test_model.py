@@ -41,6 +41,25 @@ def test_whose_window_slides():
         assert config.max_len == most and config.limit_name == ("sliding_window" if most == 128 else "positions")
 
 
+def test_the_names_of_longrope():
+    """Older configs of Phi-3 call it otherwise; its original window stands beside the scaling, or in it."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    configs = [ModelConfig.from_hf({**HF, "architectures": ["Phi3ForCausalLM"], **more, "rope_scaling": {
+        **factors, **inside}}) for more, inside in (
+            ({"original_max_position_embeddings": 64}, {"type": "su"}),
+            ({"original_max_position_embeddings": 64}, {"type": "yarn"}),
+            ({"original_max_position_embeddings": 64}, {"rope_type": "longrope"}),
+            ({}, {"rope_type": "longrope", "original_max_position_embeddings": 64}))]
+    assert len(set(configs)) == 1
+    scaling = configs[0].rope_scaling
+    assert scaling.kind == "longrope" and scaling.attention_factor == pytest.approx((1 + 1 / 3) ** 0.5)  # 64 ** (1 / 3)
+    assert configs[0].max_len == 256 and configs[0].within(65) == configs[0].within(None) == configs[0]
+    assert configs[0].within(64).max_len == 64
+    plain = inverse_frequencies(replace(configs[0], rope_scaling=RopeScaling()))
+    torch.testing.assert_close(inverse_frequencies(configs[0]), plain / 2)
+    torch.testing.assert_close(inverse_frequencies(configs[0].within(64)), plain)
+
+
 def test_dual_chunk_attention_is_a_limit():
     """Up to its original window it is plain attention; beyond, it is refused by the name of its key."""
     chunked = {"chunk_size": 128, "local_size": 16, "original_max_position_embeddings": 128}
@@ -65,6 +84,8 @@ def test_dual_chunk_attention_is_a_limit():
     ({"num_experts": 128}, "num_experts 128 is not supported"),
     ({"num_local_experts": 8}, "num_local_experts 8 is not supported"),
     ({"n_routed_experts": 64}, "n_routed_experts 64 is not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
+    ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta 0.1 is not supported"),
     ({"kv_lora_rank": 512}, "kv_lora_rank 512 is not supported"),
     ({"layer_types": ["linear_attention", "full_attention"]}, r"layer_types \['linear_attention'\] are not supported"),
 ])
@@ -111,7 +132,7 @@ def test_the_norm_is_the_same_for_few_rows_and_many(rows, scale):
 
 
 @pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}, {"qkv_bias": True}, {"out_bias": True},
-                                  {"mlp_bias": True}, {"qk_norm": True}])
+                                  {"mlp_bias": True}, {"qk_norm": True}, {"rotary_factor": 0.5}])
 def test_the_number_of_parameters(more):
     config = replace(SMALL, **more)
     model = Transformer.empty(config, "meta", torch.float32)

@@ -185,9 +185,9 @@ class Engine:
     def identity(self) -> dict:
         """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer."""
         if self._identity is None:
-            folder = self._folder
+            folder, longest = self._folder, self.placement.max_seq_len
             self._identity = {
-                "model": weights_fingerprint(self.target) if folder is None else model_fingerprint(folder),
+                "model": weights_fingerprint(self.target) if folder is None else model_fingerprint(folder, longest),
                 "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder)}
         return self._identity
 
