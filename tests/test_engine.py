@@ -414,6 +414,21 @@ def test_a_sliding_window_is_a_limit(tmp_path):
         engine.generate(TEXT, 16)
 
 
+def test_max_seq_len_decides_between_the_factors_of_longrope(tmp_path):
+    """For a target and a draft; and keys that were saved of one kind are not opened as the other."""
+    fields = {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 256}
+    parts = {name: copy_of_tiny(tmp_path / name, name, **fields, rope_scaling={
+        "type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32}) for name in ("target", "draft")}
+    how = {"device": "cpu", "draft": parts["draft"], "flush_interval": 64}
+    short, long = (triforce.load(parts["target"], max_seq_len=most, **how) for most in (256, None))
+    assert [model.config.max_len for model in (short.target, short.draft)] == [256, 256] < [long.target.config.max_len]
+    path = tmp_path / "book.prefix"
+    short.prefill(TEXT[:400]).save(path)
+    assert short.open(path).num_shared > 0
+    with pytest.raises(triforce.UserError, match="another model"):
+        long.open(path)
+
+
 def test_a_padded_draft_is_no_other_tokenizer(tmp_path):
     """Models of one family pad their vocabularies differently; ids beyond the tokenizer's are never drawn."""
     from safetensors.torch import load_file, save_file

@@ -84,6 +84,8 @@ def test_dual_chunk_attention_is_a_limit():
     ({"num_experts": 128}, "num_experts 128 is not supported"),
     ({"num_local_experts": 8}, "num_local_experts 8 is not supported"),
     ({"n_routed_experts": 64}, "n_routed_experts 64 is not supported"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+     "long_factor has 7 numbers, but 8 pairs of a head are rotated"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
     ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta 0.1 is not supported"),
     ({"kv_lora_rank": 512}, "kv_lora_rank 512 is not supported"),

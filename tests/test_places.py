@@ -11,7 +11,7 @@ from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group
 
 CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True,
-                     qk_norm=True)
+                     qk_norm=True, rotary_factor=0.5)
 
 
 class Alone(Group):

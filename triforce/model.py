@@ -122,7 +122,7 @@ class ModelConfig:
         positions = hf.get("max_position_embeddings", 2048)
         if scaling.kind == "yarn":  # some configs give the window before stretching here, some the one after
             positions = max(positions, int(scaling.original_max_position_embeddings * scaling.factor))
-        return cls(
+        config = cls(
             vocab_size=hf["vocab_size"],
             dim=hf["hidden_size"],
             n_layer=hf["num_hidden_layers"],
@@ -146,6 +146,12 @@ class ModelConfig:
             architecture=architecture,
             dtype=hf.get("dtype") or hf.get("torch_dtype"),
         )
+        for name in ("short_factor", "long_factor") if scaling.kind == "longrope" else ():
+            count, pairs = len(getattr(scaling, name)), config.rotary_dim // 2
+            if count != pairs:
+                raise UserError(f"{name} has {count} numbers, but {pairs} pairs of a head are rotated; download "
+                                "config.json again")
+        return config
 
     def within(self, max_seq_len: int | None) -> "ModelConfig":
         """For sequences of at most so many positions. LongRoPE has other frequencies within its original window than
