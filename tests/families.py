@@ -104,9 +104,10 @@ def build_empty(config: dict) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)))
 
 
-def build(family: str, seed: int = 0) -> torch.nn.Module:
-    """A transformers model of the family in float32, its weights large enough for positions to matter."""
-    config = AutoConfig.for_model(**config_json(family))
+def build(family: str, seed: int = 0, **more) -> torch.nn.Module:
+    """A transformers model of the family in float32, its weights large enough for positions to matter. more: fields of
+    its config.json."""
+    config = AutoConfig.for_model(**{**config_json(family), **more})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

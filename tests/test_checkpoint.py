@@ -90,6 +90,43 @@ def test_longrope_within_its_original_window(family, tmp_path):
     assert model_fingerprint(folder, 33) == model_fingerprint(folder) != model_fingerprint(folder, 32)
 
 
+OLD_GLM = {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "add_bias_linear": False, "add_qkv_bias": True,
+           "apply_query_key_layer_scaling": True, "apply_residual_connection_post_layernorm": False,
+           "ffn_hidden_size": 112, "hidden_size": 64, "kv_channels": 16, "layernorm_epsilon": 1.5625e-07,
+           "multi_query_attention": True, "multi_query_group_num": 2, "num_attention_heads": 4, "num_layers": 2,
+           "original_rope": True, "padded_vocab_size": 96, "post_layer_norm": True, "rmsnorm": True, "rope_ratio": 500,
+           "seq_length": 256, "tie_word_embeddings": False, "torch_dtype": "float32"}
+OLD_NAMES = (("model.embed_tokens", "transformer.embedding.word_embeddings"), ("lm_head", "transformer.output_layer"),
+             ("model.norm", "transformer.encoder.final_layernorm"), ("model.layers", "transformer.encoder.layers"),
+             ("self_attn.o_proj", "self_attention.dense"), ("mlp.gate_up_proj", "mlp.dense_h_to_4h"),
+             ("mlp.down_proj", "mlp.dense_4h_to_h"), ("self_attn.qkv_proj", "self_attention.query_key_value"))
+
+
+def test_glm_in_the_layout_of_its_own_code(tmp_path):
+    """The same model under other names, with queries, keys and values in one tensor."""
+    theirs = build("GLM-4-9B", rope_theta=5000000.0)
+    state, old = theirs.state_dict(), {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}
+    for name, tensor in state.items():
+        if "q_proj" in name:
+            tensor = torch.cat([state[name.replace("q_proj", f"{part}_proj")] for part in "qkv"])
+        elif "k_proj" in name or "v_proj" in name:
+            continue
+        name = name.replace("q_proj", "qkv_proj")
+        for usual, own in OLD_NAMES:
+            name = name.replace(usual, own)
+        old[name] = tensor
+    (tmp_path / "config.json").write_text(json.dumps(OLD_GLM))
+    save_file(old, tmp_path / "model.safetensors")
+    assert "transformer.encoder.layers.1.self_attention.query_key_value.bias" in old
+    close(dense_logits(load_model(tmp_path), TOKENS), expected(theirs))
+    for fields, message in (({"rmsnorm": False}, "rmsnorm False is not supported"),
+                            ({"add_bias_linear": True}, "add_bias_linear True is not supported"),
+                            ({"pre_seq_len": 8}, "pre_seq_len 8 is not supported")):
+        edit(tmp_path, **{**OLD_GLM, **fields})
+        with pytest.raises(UserError, match=message):
+            load_model(tmp_path)
+
+
 def test_fused_tensors_of_another_shape(tmp_path):
     theirs = build("Phi-4-mini")
     folder = save(theirs, {**config_json("Phi-4-mini"), "num_key_value_heads": 1}, tmp_path)

@@ -213,6 +213,10 @@ def test_tokenizer_faults(folders, tmp_path):
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # the form of Llama 3's original folder
     with pytest.raises(UserError, match="sentencepiece"):
         triforce.hf.tokenizer.Tokenizer(tmp_path)
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "ChatGLM4Tokenizer"})
+    with pytest.raises(UserError, match="tokenizer_class ChatGLM4Tokenizer, which is code; add the tokenizer.json"):
+        triforce.hf.tokenizer.Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"')
     with pytest.raises(UserError, match="cannot be read"):
         triforce.hf.tokenizer.Tokenizer(tmp_path)

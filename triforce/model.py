@@ -22,6 +22,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
                  "glm": "GlmForCausalLM"}
 PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
+CHATGLM = ("ChatGLMModel", "ChatGLMForConditionalGeneration")  # GlmForCausalLM in the layout of its own code
 # What a config.json may name and this file lacks: a value of any of these would change what is computed.
 LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts", "n_routed_experts",
            "kv_lora_rank", "q_lora_rank")
@@ -94,8 +95,10 @@ class ModelConfig:
             UserError: the architecture, activation, rope type or another feature is not one that this file implements.
         """
         architecture = (hf.get("architectures") or [ARCHITECTURES.get(hf.get("model_type"), "of no name")])[0]
+        if architecture in CHATGLM:
+            hf, architecture = _from_chatglm(hf), "GlmForCausalLM"
         if architecture not in ARCHITECTURES.values():
-            known = ", ".join(ARCHITECTURES.values())
+            known = ", ".join((*ARCHITECTURES.values(), *CHATGLM))
             raise UserError(f"architecture {architecture} is not supported; supported are {known}")
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; supported is 'silu'")
@@ -185,6 +188,21 @@ class ModelConfig:
         biases = rows * self.qkv_bias + self.dim * self.out_bias + (2 * self.ffn_dim + self.dim) * self.mlp_bias
         embeddings = self.vocab_rows * self.dim * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.n_layer * (attention + biases + 3 * self.dim * self.ffn_dim + norms) + self.dim
+
+
+def _from_chatglm(hf: dict) -> dict:
+    """A config.json of GLM's own code, in the words of transformers."""
+    fixed = {"rmsnorm": True, "post_layer_norm": True, "original_rope": True, "multi_query_attention": True,
+             "add_bias_linear": False, "apply_residual_connection_post_layernorm": False, "interleaved_qkv": False}
+    unlike = [key for key, value in fixed.items() if hf.get(key, value) != value]
+    unlike += [key for key in ("pre_seq_len", "quantization_bit") if hf.get(key)]
+    if unlike:
+        raise UserError(f"{unlike[0]} {hf[unlike[0]]!r} is not supported; choose the checkpoint as it was published")
+    return {**hf, "vocab_size": hf["padded_vocab_size"], "num_hidden_layers": hf["num_layers"],
+            "num_key_value_heads": hf["multi_query_group_num"], "head_dim": hf["kv_channels"],
+            "intermediate_size": hf["ffn_hidden_size"], "max_position_embeddings": hf["seq_length"],
+            "rms_norm_eps": hf["layernorm_epsilon"], "attention_bias": hf["add_qkv_bias"],
+            "rope_theta": 10000.0 * hf.get("rope_ratio", 1)}
 
 
 def _window_from_hf(hf: dict, architecture: str) -> int | None:

@@ -11,6 +11,11 @@ from ..parallel import Group, shard_config
 
 FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
          "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}  # how Phi-3 and GLM store what others store apart
+# GLM's own code stores such tensors, too, under other names.
+CHATGLM = {"transformer.embedding.word_embeddings.": "model.embed_tokens.", "transformer.output_layer.": "lm_head.",
+           "transformer.encoder.final_layernorm.": "model.norm.", "transformer.encoder.layers.": "model.layers.",
+           ".self_attention.query_key_value.": ".self_attn.qkv_proj.", ".self_attention.dense.": ".self_attn.o_proj.",
+           ".mlp.dense_h_to_4h.": ".mlp.gate_up_proj.", ".mlp.dense_4h_to_h.": ".mlp.down_proj."}
 STAGED = 2**25  # bytes that are copied to a GPU at a time
 
 
@@ -72,6 +77,9 @@ def rotary_order(config: ModelConfig) -> tuple[int, ...] | None:
 
 def separate(name: str, tensor: Tensor, table: dict[str, Place]) -> dict[str, Tensor]:
     """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart."""
+    if name.startswith("transformer."):
+        for theirs, usual in CHATGLM.items():
+            name = name.replace(theirs, usual)
     for fused, parts in FUSED.items():
         names = [name.replace(fused, part) for part in parts]
         if fused in name and all(part in table for part in names):
@@ -85,7 +93,8 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place]) -> dict[str, Te
 
 def is_derived(name: str, config: ModelConfig) -> bool:
     """Whether a tensor only repeats the config or another tensor: old checkpoints store RoPE's, tied ones lm_head."""
-    return ".rotary_emb." in name or (name == "lm_head.weight" and config.tie_word_embeddings)
+    of_rope = ".rotary_emb." in name or ".rotary_pos_emb." in name
+    return of_rope or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
 def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
