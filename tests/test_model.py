@@ -81,6 +81,7 @@ def test_dual_chunk_attention_is_a_limit():
     ({"architectures": ["Glm4ForCausalLM"]}, "architecture Glm4ForCausalLM is not supported"),  # norms of its own
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+    ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts 128 is not supported"),  # says why
     ({"num_experts": 128}, "num_experts 128 is not supported"),
     ({"num_local_experts": 8}, "num_local_experts 8 is not supported"),
     ({"n_routed_experts": 64}, "n_routed_experts 64 is not supported"),

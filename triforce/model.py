@@ -94,6 +94,7 @@ class ModelConfig:
         Raises:
             UserError: the architecture, activation, rope type or another feature is not one that this file implements.
         """
+        _refuse_lacking(hf)
         architecture = (hf.get("architectures") or [ARCHITECTURES.get(hf.get("model_type"), "of no name")])[0]
         if architecture in CHATGLM:
             hf, architecture = _from_chatglm(hf), "GlmForCausalLM"
@@ -104,9 +105,6 @@ class ModelConfig:
             raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; supported is 'silu'")
         if hf.get("quantization_config"):
             raise UserError("quantized checkpoints are not supported; use the bf16 or fp16 checkpoint of this model")
-        for key in LACKING:
-            if hf.get(key):
-                raise UserError(f"{key} {hf[key]!r} is not supported; choose a dense model with plain attention")
         missing = [key for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
                                    "intermediate_size") if key not in hf]
         if missing:
@@ -114,11 +112,8 @@ class ModelConfig:
         n_head, parts = hf["num_attention_heads"], {**hf, **(hf.get("rope_parameters") or {})}
         rotary_factor = parts.get("partial_rotary_factor", PARTIAL.get(architecture, 1.0))
         if architecture not in PARTIAL and rotary_factor != 1.0:
-            raise UserError(f"partial_rotary_factor {rotary_factor} is not supported for {architecture}; supported is "
-                            f"it for {', '.join(PARTIAL)}")
-        if parts.get("llama_4_scaling_beta"):
-            raise UserError(f"llama_4_scaling_beta {parts['llama_4_scaling_beta']} is not supported; choose a model "
-                            "whose queries are not scaled by position")
+            raise UserError(f"partial_rotary_factor {rotary_factor} is not supported for {architecture}, but for "
+                            f"{' and '.join(PARTIAL)}")
         glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
         chunked = hf.get("dual_chunk_attention_config") or {}
         theta, scaling = _rope_from_hf(hf)
@@ -190,6 +185,21 @@ class ModelConfig:
         return embeddings + self.n_layer * (attention + biases + 3 * self.dim * self.ffn_dim + norms) + self.dim
 
 
+def _refuse_lacking(hf: dict) -> None:
+    """Raises UserError for what this file lacks, by the key and value of config.json."""
+    for key in LACKING:
+        if hf.get(key):
+            raise UserError(f"{key} {hf[key]!r} is not supported; choose a dense model with plain attention")
+    unknown = set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(f"layer_types {sorted(unknown)!r} are not supported; choose a model whose layers all have full "
+                        "or sliding attention")
+    beta = (hf.get("rope_parameters") or {}).get("llama_4_scaling_beta")
+    if beta:
+        raise UserError(f"llama_4_scaling_beta {beta} is not supported; choose a model whose queries are not scaled by "
+                        "their positions")
+
+
 def _from_chatglm(hf: dict) -> dict:
     """A config.json of GLM's own code, in the words of transformers."""
     fixed = {"rmsnorm": True, "post_layer_norm": True, "original_rope": True, "multi_query_attention": True,
@@ -206,13 +216,9 @@ def _from_chatglm(hf: dict) -> dict:
 
 
 def _window_from_hf(hf: dict, architecture: str) -> int | None:
-    """The sliding window, where any layer has one. Layers that attend in other ways are refused."""
+    """The sliding window, where any layer has one."""
     window, types = hf.get("sliding_window"), hf.get("layer_types")
     qwen = architecture.startswith("Qwen")
-    unknown = set(types or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UserError(f"layer_types {sorted(unknown)!r} are not supported; choose a model whose layers all have full "
-                        "or sliding attention")
     if qwen and not hf.get("use_sliding_window", False):
         return None
     if types is not None and (qwen or architecture == "MinistralForCausalLM"):  # others give all layers one window
@@ -416,7 +422,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.n_head, self.head_dim = config.n_head, config.head_dim
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.qkv = Linear(config.dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim, config.qkv_bias)
         self.out = Linear(config.n_head * config.head_dim, config.dim, config.out_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
@@ -426,8 +432,7 @@ class Attention(nn.Module):
         """[B, M, dim] -> unrotated queries, keys and values [B, H + 2K, M, D]."""
         heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)  # [B, M, H + 2K, D]
         if self.q_norm is not None:
-            q, kv = heads.tensor_split([self.n_head], 2)
-            k, v = kv.chunk(2, 2)
+            q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], 2)
             heads = torch.cat([self.q_norm(q), self.k_norm(k), v], 2)
         return heads.transpose(1, 2)
 

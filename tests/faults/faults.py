@@ -558,7 +558,7 @@ FAULTS = [
           "test_model.py", "a model that lists its layers' kinds is cut to a window that none has"),
     Fault("dual-chunk", "model.py", 'chunked["original_max_position_embeddings"] if chunked else None', "None",
           "test_model.py", "beyond its native window Qwen2.5-1M is computed wrongly, without a word"),
-    Fault("lacking-features", "model.py", "            if hf.get(key):\n", "            if False:\n", "test_model.py",
+    Fault("lacking-features", "model.py", "        if hf.get(key):\n", "        if False:\n", "test_model.py",
           "experts, softcaps and latent attention are computed as if they were not there"),
     Fault("key-norm", "model.py", "[self.q_norm(q), self.k_norm(k), v]", "[self.q_norm(q), k, v]",
           'test_checkpoint.py -k "test_parity and Qwen3"', "keys are not normalised"),
