@@ -311,7 +311,8 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
     (lambda e: e.generate([5] * 4000, 200), "cut the prompt by 104 tokens to 3896 (--prompt-len) or ask "
      "for at most 96 new ones"),
     (lambda e: e.generate(b"hi"), "decode it: prompt.decode()"),
-    (lambda e: e.generate("a", foo=1), "foo is not a known option of generate; known are chat_template, ignore_eos"),
+    (lambda e: e.generate("a", foo=1), "foo is not a known option of generate; known are chat_template, "
+                                       "chat_template_kwargs, ignore_eos"),
     (lambda e: e.generate("a", temprature=1), "temprature is not a known option of generate; did you mean "
      "temperature?"),
     (lambda e: e.generate("a", 5, top_p=0.0), "top_p (0.0)"),

@@ -146,11 +146,10 @@ def test_a_template_that_knows_no_tools_says_so(pair):
         pair("sentencepiece, legacy")[0].apply_chat_template([*CALLED[:2], CALLED[-1]])
 
 
-@pytest.mark.parametrize("name, variables", [("Qwen3", {"enable_thinking": False}), ("Llama 3", {})])
-def test_chats_about_200_strings(pair, name, variables):
-    ours, theirs = pair(name)
-    for text in STRINGS:
-        messages = [{"role": "user", "content": text}]
+def test_chats_about_200_strings(pair):
+    ours, theirs = pair("Qwen3")
+    for i, text in enumerate(STRINGS):
+        messages, variables = [{"role": "user", "content": text}], {"enable_thinking": i % 2 == 0}
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **variables)
         assert ours.apply_chat_template(messages, variables=variables) == expected, repr(text)
 
