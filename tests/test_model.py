@@ -41,6 +41,14 @@ def test_whose_window_slides():
         assert config.max_len == most and config.limit_name == ("sliding_window" if most == 128 else "positions")
 
 
+def test_a_key_without_a_value_says_nothing():
+    silent = dict.fromkeys(("partial_rotary_factor", "sliding_window", "max_window_layers", "layer_types", "num_experts",
+                            "dual_chunk_attention_config", "rope_scaling"))
+    for family in ("Llama", "Qwen3", "Phi3"):
+        named = {**HF, "architectures": [f"{family}ForCausalLM"]}
+        assert ModelConfig.from_hf({**named, **silent}) == ModelConfig.from_hf(named)
+
+
 def test_the_names_of_longrope():
     """Older configs of Phi-3 call it otherwise; its original window stands beside the scaling, or in it."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

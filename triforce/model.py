@@ -110,7 +110,7 @@ class ModelConfig:
         if missing:
             raise UserError(f"config.json lacks {', '.join(missing)}; download the checkpoint again")
         n_head, parts = hf["num_attention_heads"], {**hf, **(hf.get("rope_parameters") or {})}
-        rotary_factor = parts.get("partial_rotary_factor", PARTIAL.get(architecture, 1.0))
+        rotary_factor = parts.get("partial_rotary_factor") or PARTIAL.get(architecture, 1.0)
         if architecture not in PARTIAL and rotary_factor != 1.0:
             raise UserError(f"partial_rotary_factor {rotary_factor} is not supported for {architecture}, but for "
                             f"{' and '.join(PARTIAL)}")
@@ -212,7 +212,7 @@ def _from_chatglm(hf: dict) -> dict:
             "num_key_value_heads": hf["multi_query_group_num"], "head_dim": hf["kv_channels"],
             "intermediate_size": hf["ffn_hidden_size"], "max_position_embeddings": hf["seq_length"],
             "rms_norm_eps": hf["layernorm_epsilon"], "attention_bias": hf["add_qkv_bias"],
-            "rope_theta": 10000.0 * hf.get("rope_ratio", 1)}
+            "rope_theta": 10000.0 * (hf.get("rope_ratio") or 1)}
 
 
 def _window_from_hf(hf: dict, architecture: str) -> int | None:
@@ -223,7 +223,7 @@ def _window_from_hf(hf: dict, architecture: str) -> int | None:
         return None
     if types is not None and (qwen or architecture == "MinistralForCausalLM"):  # others give all layers one window
         return window if "sliding_attention" in types else None
-    return None if qwen and hf.get("max_window_layers", 0) >= hf["num_hidden_layers"] else window
+    return None if qwen and (hf.get("max_window_layers") or 0) >= hf["num_hidden_layers"] else window
 
 
 def _rope_from_hf(hf: dict) -> tuple[float, RopeScaling]:
