@@ -42,8 +42,8 @@ def test_whose_window_slides():
 
 
 def test_a_key_without_a_value_says_nothing():
-    silent = dict.fromkeys(("partial_rotary_factor", "sliding_window", "max_window_layers", "layer_types", "num_experts",
-                            "dual_chunk_attention_config", "rope_scaling"))
+    silent = dict.fromkeys(("partial_rotary_factor", "sliding_window", "max_window_layers", "layer_types",
+                            "num_experts", "dual_chunk_attention_config", "rope_scaling"))
     for family in ("Llama", "Qwen3", "Phi3"):
         named = {**HF, "architectures": [f"{family}ForCausalLM"]}
         assert ModelConfig.from_hf({**named, **silent}) == ModelConfig.from_hf(named)
