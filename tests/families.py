@@ -9,16 +9,17 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
-           "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
+                 "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
+                 "glm": "GlmForCausalLM"}
 TINY = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
         "num_attention_heads": 4, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
-        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32"}
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "torch_dtype": "float32"}
 LLAMA3_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                "original_max_position_embeddings": 32, "rope_type": "llama3"}
+SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.0 + 0.6 * i for i in range(8)]  # of LongRoPE, a factor a pair
 
 # What differs from TINY. Where RoPE is scaled, the window of 256 is past the original one of 32.
 FAMILIES = {
@@ -51,6 +52,37 @@ FAMILIES = {
     "Qwen2.5": {"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
                 "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 2},
     "Qwen2.5 0.5B": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Qwen2.5-1M": {"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 10000000.0,
+                   "use_sliding_window": False, "sliding_window": 1024, "max_window_layers": 2,
+                   "max_position_embeddings": 1024, "dual_chunk_attention_config": {
+                       "chunk_size": 256, "local_size": 16, "original_max_position_embeddings": 256}},
+    "Qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 24, "rope_theta": 1000000,
+              "rms_norm_eps": 1e-6, "attention_bias": False, "rope_scaling": None, "use_sliding_window": False,
+              "sliding_window": None, "max_window_layers": 2},
+    "Qwen3 0.6B, YaRN": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 1000000,
+                         "tie_word_embeddings": True, "max_position_embeddings": 80, "rope_scaling": {
+                             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "Qwen3, biases": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16, "attention_bias": True},
+    "Phi-3-mini-4k": {"model_type": "phi3", "num_key_value_heads": 4, "sliding_window": 512, "rope_scaling": None,
+                      "original_max_position_embeddings": 256},
+    "Phi-3-mini-128k": {"model_type": "phi3", "num_key_value_heads": 4, "original_max_position_embeddings": 32,
+                        "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}},
+    "Phi-4-mini": {"model_type": "phi3", "num_key_value_heads": 2, "partial_rotary_factor": 0.75,
+                   "tie_word_embeddings": True, "attention_bias": False, "lm_head_bias": False, "sliding_window": 512,
+                   "original_max_position_embeddings": 32,
+                   "rope_scaling": {"type": "longrope", "short_factor": SHORT[:6], "long_factor": LONG[:6]}},
+    "GLM-4-9B": {"model_type": "glm", "num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5,
+                 "rms_norm_eps": 1.5625e-07, "attention_bias": True, "rope_theta": 10000.0},
+    "GLM-4-9B-1M": {"model_type": "glm", "num_key_value_heads": 1, "head_dim": 24, "partial_rotary_factor": 0.5,
+                    "rms_norm_eps": 1.5625e-07, "attention_bias": True, "rope_theta": 100000000.0,
+                    "eos_token_id": [3, 5, 7]},
+    "Llama 3.3": {"num_key_value_heads": 1, "num_attention_heads": 8, "rope_theta": 500000.0, "eos_token_id": [3, 5, 7],
+                  "rope_scaling": LLAMA3_ROPE, "mlp_bias": False, "attention_bias": False},
+    "Llama-3-1048k, UltraLong": {"num_key_value_heads": 2, "rope_theta": 3580165449.0, "rope_scaling": None},
+    "Mistral NeMo": {"model_type": "mistral", "num_key_value_heads": 2, "head_dim": 24, "rope_theta": 1000000.0,
+                     "sliding_window": None},
+    "Ministral": {"model_type": "ministral", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 256,
+                  "layer_types": ["full_attention", "sliding_attention"], "rope_theta": 100000000.0},
     "Yi": {"num_key_value_heads": 2, "rope_theta": 5000000.0, "rms_norm_eps": 1e-5},
     "explicit head_dim": {"head_dim": 32, "num_key_value_heads": 2},
     "biases": {"attention_bias": True, "mlp_bias": True},
@@ -63,12 +95,17 @@ def config_json(family: str) -> dict:
     return {"architectures": [ARCHITECTURES[config["model_type"]]], **config}
 
 
-def build(family: str, seed: int = 0) -> torch.nn.Module:
-    """A transformers model of the family in float32, its weights large enough for positions to matter."""
-    config_class, model_class = CLASSES[config_json(family)["model_type"]]
-    config = config_class.from_dict(config_json(family))
-    config._attn_implementation = "eager"
-    model = model_class(config).float().eval()
+def build_empty(config: dict) -> torch.nn.Module:
+    """A transformers model without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)))
+
+
+def build(family: str, seed: int = 0, **more) -> torch.nn.Module:
+    """A transformers model of the family in float32, its weights large enough for positions to matter. more: fields of
+    its config.json."""
+    config = AutoConfig.for_model(**{**config_json(family), **more})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -50,9 +50,13 @@ def logits_of(model, ids):
 
 @cache
 def every_kind_alone(n_kv_head: int, tied: bool):
-    """Biases, and a vocabulary that does not divide: (a model, ids, its logits)."""
-    config = ModelConfig(65, 32, 2, 8, n_kv_head, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
+    """Biases, norms and rotated parts of heads, and a vocabulary that does not divide: (a model, ids, its logits)."""
+    config = ModelConfig(65, 32, 2, 8, n_kv_head, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True,
+                         qk_norm=True, rotary_factor=0.5)
     whole = Transformer.random(replace(config, tie_word_embeddings=tied), seed=3, std=0.3)
+    for name, parameter in whole.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.copy_(torch.linspace(0.5, 1.5, 8))
     ids = [random_prompt(50, vocab_size=65)]
     return whole, ids, logits_of(whole, ids)
 

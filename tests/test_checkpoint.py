@@ -11,16 +11,18 @@ import shutil
 import pytest
 import torch
 from conftest import make_engine
-from families import FAMILIES, build, config_json, save
+from families import ARCHITECTURES, FAMILIES, build, build_empty, config_json, save
 from reference import dense_logits
 from safetensors.torch import load_file, save_file
 from tokenizer_folders import sentencepiece_folder
+from transformers import AutoConfig
 
 from triforce.errors import UserError
 from triforce.hf import checkpoint
 from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config, resolve
+from triforce.hf.fingerprint import model_fingerprint
 from triforce.hf.places import places
-from triforce.model import RopeScaling, Transformer
+from triforce.model import ModelConfig, RopeScaling, RotaryEmbedding, Transformer
 
 LENGTH = 250  # of a window of 256; the original one, where RoPE is scaled, is 32
 TOKENS = torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -67,9 +69,102 @@ def test_parity_notices_the_rope_scaling(family, tmp_path):
     assert (dense_logits(ours, TOKENS) - expected(theirs)).abs()[:, 64:].max() > 0.1
 
 
+@pytest.mark.parametrize("family", ["Phi-4-mini", "Phi-3-mini-128k"])
+def test_longrope_within_its_original_window(family, tmp_path):
+    """Where no sequence may leave it, a model has its short factors, as transformers has for a short text. Keys of one
+    kind do not pass for the other."""
+    theirs = build(family)
+    folder = save(theirs, config_json(family), tmp_path)
+    short = make_engine(load_model(folder, dtype=torch.float32, max_seq_len=32), max_seq_len=32, flush_interval=16)
+    found = short.logits(TOKENS[:, :32])
+    with torch.no_grad():
+        close(found, theirs(TOKENS[:, :32]).logits)
+    answer = theirs.generate(TOKENS[:1, :20], attention_mask=torch.ones(1, 20), do_sample=False, max_new_tokens=12,
+                             eos_token_id=None, pad_token_id=0)[0, 20:].tolist()
+    assert short.generate(TOKENS[0, :20].tolist(), 12, temperature=0).tokens == answer
+    with pytest.raises(UserError, match=r"exceed max_seq_len \(32\)"):
+        short.logits(TOKENS[:, :33])
+    long = make_engine(load_model(folder, dtype=torch.float32, max_seq_len=33), max_seq_len=33)
+    assert (long.logits(TOKENS[:, :32]) - found).abs().max() > 0.1 and long.identity() != short.identity()
+    assert long.target.config == load_model(folder, dtype=torch.float32).config
+    assert model_fingerprint(folder, 33) == model_fingerprint(folder) != model_fingerprint(folder, 32)
+
+
+OLD_GLM = {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "add_bias_linear": False, "add_qkv_bias": True,
+           "apply_query_key_layer_scaling": True, "apply_residual_connection_post_layernorm": False,
+           "ffn_hidden_size": 112, "hidden_size": 64, "kv_channels": 16, "layernorm_epsilon": 1.5625e-07,
+           "multi_query_attention": True, "multi_query_group_num": 2, "num_attention_heads": 4, "num_layers": 2,
+           "original_rope": True, "padded_vocab_size": 96, "post_layer_norm": True, "rmsnorm": True, "rope_ratio": 500,
+           "seq_length": 256, "tie_word_embeddings": False, "torch_dtype": "float32"}
+OLD_NAMES = (("model.embed_tokens", "transformer.embedding.word_embeddings"), ("lm_head", "transformer.output_layer"),
+             ("model.norm", "transformer.encoder.final_layernorm"), ("model.layers", "transformer.encoder.layers"),
+             ("self_attn.o_proj", "self_attention.dense"), ("mlp.gate_up_proj", "mlp.dense_h_to_4h"),
+             ("mlp.down_proj", "mlp.dense_4h_to_h"), ("self_attn.qkv_proj", "self_attention.query_key_value"))
+
+
+def test_glm_in_the_layout_of_its_own_code(tmp_path):
+    """The same model under other names, with queries, keys and values in one tensor."""
+    theirs = build("GLM-4-9B", rope_theta=5000000.0)
+    state, old = theirs.state_dict(), {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}
+    for name, tensor in state.items():
+        if "q_proj" in name:
+            tensor = torch.cat([state[name.replace("q_proj", f"{part}_proj")] for part in "qkv"])
+        elif "k_proj" in name or "v_proj" in name:
+            continue
+        name = name.replace("q_proj", "qkv_proj")
+        for usual, own in OLD_NAMES:
+            name = name.replace(usual, own)
+        old[name] = tensor
+    (tmp_path / "config.json").write_text(json.dumps(OLD_GLM))
+    save_file(old, tmp_path / "model.safetensors")
+    assert "transformer.encoder.layers.1.self_attention.query_key_value.bias" in old
+    close(dense_logits(load_model(tmp_path), TOKENS), expected(theirs))
+    for fields, message in (({"rmsnorm": False}, "rmsnorm False is not supported"),
+                            ({"add_bias_linear": True}, "add_bias_linear True is not supported"),
+                            ({"pre_seq_len": 8}, "pre_seq_len 8 is not supported")):
+        edit(tmp_path, **{**OLD_GLM, **fields})
+        with pytest.raises(UserError, match=message):
+            load_model(tmp_path)
+
+
+def test_fused_tensors_of_another_shape(tmp_path):
+    theirs = build("Phi-4-mini")
+    folder = save(theirs, {**config_json("Phi-4-mini"), "num_key_value_heads": 1}, tmp_path)
+    with pytest.raises(UserError, match="self_attn.qkv_proj.weight has 128 rows, but config.json implies 96"):
+        load_model(folder)
+
+
+FACTORS = {"short_factor": [1.0] * 48, "long_factor": [1.0 + i / 3 for i in range(48)]}
+
+
+@pytest.mark.parametrize("fields", [
+    {"model_type": "phi3", "hidden_size": 3072, "num_attention_heads": 24, "partial_rotary_factor": 0.75,
+     "original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope", **FACTORS}},
+    {"model_type": "glm", "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128,
+     "partial_rotary_factor": 0.5, "rope_theta": 100000000.0},
+    {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "rope_theta": 1000000.0,
+     "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    {"hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 3580165449.0},
+], ids=lambda fields: fields.get("model_type", "llama"))
+def test_angles_of_published_shapes(fields):
+    """Far out in a long text a frequency's last bit counts."""
+    config = {**config_json("Llama 1"), "max_position_embeddings": 131072, "num_key_value_heads": 1, **fields}
+    config["architectures"] = [ARCHITECTURES[config["model_type"]]]
+    ours = RotaryEmbedding(ModelConfig.from_hf(config))
+    rotary = type(build_empty(config).model.rotary_emb)(AutoConfig.for_model(**config))
+    positions = torch.tensor([[0, 1, 4096, 99_999, 131_071]])
+    cos, sin = rotary(torch.zeros(1), positions)  # [1, 5, rotary_dim], both halves alike
+    pairs = cos.shape[-1] // 2
+    half = ours.config.head_dim // 2
+    found = [x[:, half : half + pairs] for x in ours(positions[0])]
+    assert torch.equal(found[0], cos[0, :, :pairs]) and torch.equal(found[1], sin[0, :, :pairs])
+    for x, still in zip(ours(positions[0]), (1.0, 0.0), strict=True):
+        assert (x[:, half + pairs :] == still).all()
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("family", ["Llama 3.1", "SmolLM2", "Qwen2.5"])
+@pytest.mark.parametrize("family", ["Llama 3.1", "SmolLM2", "Qwen2.5", "Qwen3", "Phi-4-mini", "GLM-4-9B"])
 def test_parity_of_layouts(family, shards, kind, tmp_path):
     theirs = build(family)
     folder = save(theirs, config_json(family), tmp_path, kind, shards)

@@ -311,7 +311,8 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
     (lambda e: e.generate([5] * 4000, 200), "cut the prompt by 104 tokens to 3896 (--prompt-len) or ask "
      "for at most 96 new ones"),
     (lambda e: e.generate(b"hi"), "decode it: prompt.decode()"),
-    (lambda e: e.generate("a", foo=1), "foo is not a known option of generate; known are chat_template, ignore_eos"),
+    (lambda e: e.generate("a", foo=1), "foo is not a known option of generate; known are chat_template, "
+                                       "chat_template_kwargs, ignore_eos"),
     (lambda e: e.generate("a", temprature=1), "temprature is not a known option of generate; did you mean "
      "temperature?"),
     (lambda e: e.generate("a", 5, top_p=0.0), "top_p (0.0)"),
@@ -410,8 +411,23 @@ def test_a_sliding_window_is_a_limit(tmp_path):
     folder = copy_of_tiny(tmp_path / "window", architectures=["MistralForCausalLM"], sliding_window=256)
     engine = triforce.load(folder, device="cpu")
     assert len(engine.generate(TEXT[:400], 16, ignore_eos=True).tokens) == 16
-    with pytest.raises(triforce.UserError, match=r"exceed the model's sliding window \(256\)"):
+    with pytest.raises(triforce.UserError, match=r"exceed the model's sliding_window \(256\)"):
         engine.generate(TEXT, 16)
+
+
+def test_max_seq_len_decides_between_the_factors_of_longrope(tmp_path):
+    """For a target and a draft; and keys that were saved of one kind are not opened as the other."""
+    fields = {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 256}
+    parts = {name: copy_of_tiny(tmp_path / name, name, **fields, rope_scaling={
+        "type": "longrope", "short_factor": [1.0] * 32, "long_factor": [4.0] * 32}) for name in ("target", "draft")}
+    how = {"device": "cpu", "draft": parts["draft"], "flush_interval": 64}
+    short, long = (triforce.load(parts["target"], max_seq_len=most, **how) for most in (256, None))
+    assert [model.config.max_len for model in (short.target, short.draft)] == [256, 256] < [long.target.config.max_len]
+    path = tmp_path / "book.prefix"
+    short.prefill(TEXT[:400]).save(path)
+    assert short.open(path).num_shared > 0
+    with pytest.raises(triforce.UserError, match="another model"):
+        long.open(path)
 
 
 def test_a_padded_draft_is_no_other_tokenizer(tmp_path):

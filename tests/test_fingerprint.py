@@ -107,7 +107,8 @@ def test_large_files_are_not_read(folder, monkeypatch):
     assert model_fingerprint(folder) != before
 
 
-CONFIG = ModelConfig(65, 32, 1, 4, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
+CONFIG = ModelConfig(65, 32, 1, 4, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True,
+                     rotary_factor=0.5)
 
 
 def test_of_a_model_in_memory():

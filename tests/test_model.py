@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import make_engine
 from torch.nn import functional as F
 
 from triforce.errors import UserError
@@ -28,9 +29,56 @@ def test_whose_window_slides():
     for family, more, most in (("Mistral", {}, 128), ("Mistral", {"sliding_window": None}, 256),
                                ("Mistral", {"sliding_window": 512}, 256), ("Qwen2", {}, 256),
                                ("Qwen2", {"use_sliding_window": False}, 256),
-                               ("Qwen2", {"use_sliding_window": True}, 128)):
+                               ("Qwen2", {"use_sliding_window": True}, 128),
+                               ("Qwen3", {"use_sliding_window": True, "max_window_layers": 1}, 128),
+                               ("Qwen3", {"use_sliding_window": True, "max_window_layers": 2}, 256),
+                               ("Qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, 256),
+                               ("Ministral", {"layer_types": ["full_attention", "sliding_attention"]}, 128),
+                               ("Ministral", {"layer_types": ["full_attention"] * 2}, 256),
+                               ("Mistral", {"layer_types": ["full_attention"] * 2}, 128)):  # it does not look at them
         architecture = {"architectures": [f"{family}ForCausalLM"]}
-        assert ModelConfig.from_hf({**HF, **window, **more, **architecture}).max_len == most
+        config = ModelConfig.from_hf({**HF, **window, **more, **architecture})
+        assert config.max_len == most and config.limit_name == ("sliding_window" if most == 128 else "positions")
+
+
+def test_a_key_without_a_value_says_nothing():
+    silent = dict.fromkeys(("partial_rotary_factor", "sliding_window", "max_window_layers", "layer_types",
+                            "num_experts", "dual_chunk_attention_config", "rope_scaling"))
+    for family in ("Llama", "Qwen3", "Phi3"):
+        named = {**HF, "architectures": [f"{family}ForCausalLM"]}
+        assert ModelConfig.from_hf({**named, **silent}) == ModelConfig.from_hf(named)
+
+
+def test_the_names_of_longrope():
+    """Older configs of Phi-3 call it otherwise; its original window stands beside the scaling, or in it."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    configs = [ModelConfig.from_hf({**HF, "architectures": ["Phi3ForCausalLM"], **more, "rope_scaling": {
+        **factors, **inside}}) for more, inside in (
+            ({"original_max_position_embeddings": 64}, {"type": "su"}),
+            ({"original_max_position_embeddings": 64}, {"type": "yarn"}),
+            ({"original_max_position_embeddings": 64}, {"rope_type": "longrope"}),
+            ({}, {"rope_type": "longrope", "original_max_position_embeddings": 64}))]
+    assert len(set(configs)) == 1
+    scaling = configs[0].rope_scaling
+    assert scaling.kind == "longrope" and scaling.attention_factor == pytest.approx((1 + 1 / 3) ** 0.5)  # 64 ** (1 / 3)
+    assert configs[0].max_len == 256 and configs[0].within(65) == configs[0].within(None) == configs[0]
+    assert configs[0].within(64).max_len == 64
+    plain = inverse_frequencies(replace(configs[0], rope_scaling=RopeScaling()))
+    torch.testing.assert_close(inverse_frequencies(configs[0]), plain / 2)
+    torch.testing.assert_close(inverse_frequencies(configs[0].within(64)), plain)
+
+
+def test_dual_chunk_attention_is_a_limit():
+    """Up to its original window it is plain attention; beyond, it is refused by the name of its key."""
+    chunked = {"chunk_size": 128, "local_size": 16, "original_max_position_embeddings": 128}
+    config = ModelConfig.from_hf({**HF, "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 1024,
+                                  "dual_chunk_attention_config": chunked})
+    engine = make_engine(Transformer.random(config))
+    assert engine.logits([[1] * 128]).shape == (1, 128, 96)
+    with pytest.raises(UserError, match=r"model's window before dual_chunk_attention_config.* \(128\); cut the prompt"):
+        engine.logits([[1] * 129])
+    with pytest.raises(UserError, match=r"max_seq_len \(200\) exceeds .*dual_chunk_attention_config.* at most 128"):
+        make_engine(engine.target, max_seq_len=200)
 
 
 @pytest.mark.parametrize("fields, words", [
@@ -38,6 +86,19 @@ def test_whose_window_slides():
     ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
     ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
+    ({"architectures": ["Glm4ForCausalLM"]}, "architecture Glm4ForCausalLM is not supported"),  # norms of its own
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+    ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts 128 is not supported"),  # says why
+    ({"num_experts": 128}, "num_experts 128 is not supported"),
+    ({"num_local_experts": 8}, "num_local_experts 8 is not supported"),
+    ({"n_routed_experts": 64}, "n_routed_experts 64 is not supported"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+     "long_factor has 7 numbers, but 8 pairs of a head are rotated"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
+    ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta 0.1 is not supported"),
+    ({"kv_lora_rank": 512}, "kv_lora_rank 512 is not supported"),
+    ({"layer_types": ["linear_attention", "full_attention"]}, r"layer_types \['linear_attention'\] are not supported"),
 ])
 def test_what_would_be_computed_wrongly_is_refused(fields, words):
     with pytest.raises(UserError, match=words):
@@ -82,7 +143,7 @@ def test_the_norm_is_the_same_for_few_rows_and_many(rows, scale):
 
 
 @pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}, {"qkv_bias": True}, {"out_bias": True},
-                                  {"mlp_bias": True}])
+                                  {"mlp_bias": True}, {"qk_norm": True}, {"rotary_factor": 0.5}])
 def test_the_number_of_parameters(more):
     config = replace(SMALL, **more)
     model = Transformer.empty(config, "meta", torch.float32)

@@ -5,12 +5,15 @@
 
 import pytest
 import torch
+from families import build, config_json, save
 
+from triforce.hf.checkpoint import load_model
 from triforce.hf.places import cut, shard
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group
 
-CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True)
+CONFIG = ModelConfig(65, 32, 2, 8, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True,
+                     qk_norm=True, rotary_factor=0.5)
 
 
 class Alone(Group):
@@ -64,6 +67,20 @@ def test_logits_stand_in_the_vocabularys_order(shares):
         object.__setattr__(group, "parts", gathered)
         part.output.vocab_size = 65
         torch.testing.assert_close(part.output(x), whole.output(x))
+
+
+@pytest.mark.parametrize("family", ["Qwen3, biases", "Phi-4-mini", "GLM-4-9B"])
+def test_a_rank_reads_its_share_of_a_checkpoint(family, tmp_path):
+    """Also of tensors that hold several layers' rows, and of heads whose dimensions are put in order."""
+    config = {**config_json(family), "num_key_value_heads": 2}
+    folder = save(build(family, num_key_value_heads=2), config, tmp_path)
+    whole = load_model(folder)
+    for rank in range(2):
+        group = Alone(rank, 2, "")
+        read, cut_out = load_model(folder, group=group), shard(whole, group)
+        assert read.config == cut_out.config and read.config.n_kv_head == 1
+        for found, expected in zip(read.parameters(), cut_out.parameters(), strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_a_bias_that_is_added_before_a_sum_is_rank_0s():

@@ -15,7 +15,7 @@ from conftest import make_engine, random_pair, random_prompt
 from triforce import jobs, precompile
 from triforce.drafting.protocol import Drafter
 from triforce.kept import Folder
-from triforce.model import Block
+from triforce.model import Block, RopeScaling, Transformer
 from triforce.pieces import COMPLETE, FAILED, Loaded, Pieces, piece_name, put_together, reachable, take_apart
 from triforce.quantize import fp8_copy
 
@@ -34,6 +34,7 @@ class PeriodDrafter(Drafter):
 
 
 SETTINGS = {"budget": 64, "flush_interval": 16, "chunk_size": 4, "prefill_chunk_size": 64, "max_seq_len": 512}
+LONGROPE = RopeScaling("longrope", 8.0, 32, attention_factor=1.5, short_factor=(1.0, 1.0), long_factor=(2.0, 3.0))
 SMALL = "Speculator._begin"  # what a CPU compiles in a second
 
 
@@ -94,11 +95,14 @@ def traced_once(monkeypatch, found_before):
     ({"retrieval": False, "draft_cache": "snapkv"}, 1), ({"gamma": "auto"}, 3), ({"offload": True}, 1),
     ({"shared": True}, 3), ({"fp8": True}, 1), ({"draft": lambda tape: PeriodDrafter(tape)}, 1),
     ({"sampling": "coupled"}, 1),
+    ({"family": {"qk_norm": True, "rotary_factor": 0.5, "rope_scaling": LONGROPE}, "fp8": True}, 1),
 ])
 def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, options, rows):
     """By name, which holds the shapes and strides of what it is called with."""
     target, draft = pair
     options = dict(options)
+    if "family" in options:
+        target = Transformer.random(replace(target.config, **options.pop("family")))
     drafting = fp8_copy(target) if options.pop("fp8", False) else None
     shared = options.pop("shared", False)
     engine = make_engine(target, None if "draft" in options else draft, drafting=drafting, compile="beside",

@@ -13,12 +13,13 @@ from triforce.quantize import FP8, Float8Linear, fp8_bytes, fp8_copy
 
 
 def test_weights_are_near_and_the_rest_is_shared():
-    config = ModelConfig(64, 32, 2, 4, 2, 16, 48, qkv_bias=True)
+    config = ModelConfig(64, 32, 2, 4, 2, 16, 48, qkv_bias=True, qk_norm=True)
     target = Transformer.random(config, std=0.3)
     copy = fp8_copy(target)
     assert copy.embedding is target.embedding and copy.output is target.output and copy.norm is target.norm
     assert fp8_bytes(config) == sum(x.nbytes for x in copy.buffers() if x.dtype == FP8)
     for mine, theirs in zip(copy.layers, target.layers, strict=True):
+        assert mine.attention.q_norm is theirs.attention.q_norm and mine.attention.k_norm is theirs.attention.k_norm
         assert mine.attention_norm is theirs.attention_norm and mine.attention.qkv.bias is theirs.attention.qkv.bias
         for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
             quantized, linear = mine.get_submodule(name), theirs.get_submodule(name)
@@ -74,7 +75,7 @@ def test_a_layer_with_a_scale_for_each_row(bias, size):
 def test_layers_behind_norms_keep_their_outliers():
     """An RMSNorm's output may have an element of many times its root mean square, times that norm's own weight."""
     torch.manual_seed(0)
-    config = ModelConfig(64, 64, 2, 4, 2, 16, 96, qkv_bias=True, mlp_bias=True)
+    config = ModelConfig(64, 64, 2, 4, 2, 16, 96, qkv_bias=True, mlp_bias=True, qk_norm=True)
     target = Transformer.random(config, std=0.3)
     for layer in target.layers:
         layer.attention_norm.weight.fill_(0.02)

@@ -346,6 +346,29 @@ def test_a_conversation_with_a_template(tiny, computed):
     assert chat.messages[0] == {"role": "system", "content": "You are brief."} and len(chat.messages) == 5
 
 
+def test_what_a_template_reads_besides_the_messages(tiny, tmp_path):
+    """The same for prompts, conversations, and questions about a document, which may bring their own."""
+    template, short = TEMPLATE + "{% if terse %}!{% endif %}", {"chat_template_kwargs": {"terse": True}}
+    messages = [{"role": "user", "content": "Call me Ishmael. " * 40}]
+
+    def length(text):
+        return len(tiny.tokenizer.encode(text, bos=False))
+
+    rendered = f"<user>{messages[0]['content']}</user>\n<assistant>"
+    for more, end in (({}, ""), (short, "!")):
+        made = tiny.generate(messages, chat_template=template, **more, **LAW)
+        assert made.stats.prompt_len == length(rendered + end)
+        said = tiny.chat(chat_template=template, **more).send(messages[0]["content"], **LAW)
+        assert said.stats.prompt_len == made.stats.prompt_len
+    book = tiny.prefill(messages, chat_template=template, **short)
+    book.save(tmp_path / "book.prefix")
+    asked = f"<user>{messages[0]['content']}\n\nWho?</user>\n<assistant>"
+    for one in (book, tiny.open(tmp_path / "book.prefix")):
+        for more, end in (({}, "!"), ({"chat_template_kwargs": {}}, "")):
+            stats = tiny.generate("Who?", prefix=one, **more, **LAW).stats
+            assert stats.prompt_len == length(asked + end) and stats.shared_tokens == book.num_shared > 0
+
+
 def test_a_document_in_messages(tiny):
     """The prefix is what all rendered prompts begin with; the question follows the document within its message."""
     document = "Call me Ishmael. " * 80

@@ -6,13 +6,15 @@ the bit rests on this. Each test gives all rows the same numbers and wants the s
 A promise of the whole library, not of one module.
 """
 
+import math
+
 import pytest
 import torch
 from conftest import bits, make_state, random_prompt
 from torch import nn
 
 from triforce import attention
-from triforce.model import Linear, ModelConfig, Transformer, gated
+from triforce.model import Linear, ModelConfig, RMSNorm, Transformer, gated
 from triforce.packed import PackedPrefix
 from triforce.plan import AUTOREGRESSION
 
@@ -60,6 +62,17 @@ def test_products(sizes, dtype):
                 assert same(layer(rows_of(1, sizes[0], rows=rows, dtype=dtype)), 1)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2048,), (9, 64), (3, 80), (32, 128)])
+def test_norms(shape, dtype):
+    """Of whole rows, and of each head in a row."""
+    norm = RMSNorm(shape[-1], 1e-6).to(dtype)
+    nn.init.uniform_(norm.weight)
+    for rows in ROWS:
+        x = rows_of(1, math.prod(shape), rows=rows, dtype=dtype).unflatten(-1, shape)
+        assert same(norm(x).detach(), 1)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("heads", [(4, 1, 64), (3, 3, 64), (2, 7, 64), (8, 4, 128)])
 def test_attention(heads, dtype):
@@ -81,8 +94,8 @@ def test_attention(heads, dtype):
 
 
 @pytest.mark.parametrize("config", [
-    {"n_head": 9, "n_kv_head": 3, "ffn_dim": 192},  # as many heads as SmolLM2 has
-    {"n_head": 2, "n_kv_head": 2, "ffn_dim": 8960},
+    {"n_head": 9, "n_kv_head": 3, "ffn_dim": 192, "qk_norm": True},  # as many heads as SmolLM2 has
+    {"n_head": 2, "n_kv_head": 2, "ffn_dim": 8960, "rotary_factor": 0.5},
 ])
 def test_logits_with_speculation_on_and_off(config):
     target = Transformer.random(ModelConfig(vocab_size=1000, dim=64, n_layer=1, head_dim=32,

@@ -16,7 +16,7 @@ from triforce.errors import UserError
 NAMES = ["sentencepiece, legacy", "sentencepiece, new", "sentencepiece, silent config", "sentencepiece, eos, no prefix",
          "sentencepiece, user-defined pieces", "sentencepiece, tokens by id", "sentencepiece, old token files",
          "Llama's tokenizer.json, legacy", "Llama's tokenizer.json, new", "Mistral's tokenizer.json", "CodeLlama",
-         "Llama 3", "Qwen", "normalising"]
+         "Llama 3", "Qwen", "Qwen3", "Phi-4-mini", "GLM-4", "Mistral NeMo", "normalising"]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,41 @@ def test_chat_equals_transformers(pair, name):
     assert expected.count(ours.bos_id) == {"Llama 3": 1, "sentencepiece, legacy": 3}[name]
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+CALLED = [{"role": "user", "content": "How is Kyōto?"},
+          {"role": "assistant", "content": "<think>\nI look.\n</think>\n\nI look.", "tool_calls": [
+              {"type": "function", "function": {"name": "weather", "arguments": {"city": "Kyōto"}}}]},
+          {"role": "assistant", "content": None, "tool_calls": [
+              {"type": "function", "function": {"name": "weather", "arguments": {}}}]},
+          {"role": "tool", "content": "18 °C"}]
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}, {"enable_thinking": False}, {"tools": TOOLS},
+                                       {"tools": TOOLS, "enable_thinking": False}], ids=str)
+def test_what_a_template_reads_besides_the_messages(pair, variables):
+    """The switch for thinking, and tools, of which templates write the calls and the answers as they like."""
+    ours, theirs = pair("Qwen3")
+    found = set()
+    for messages in (CALLED, CALLED[:1]):
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **variables)
+        assert ours.apply_chat_template(messages, variables=variables) == expected
+        found.add("<think>" in ours.decode(expected))
+    assert found == {variables.get("enable_thinking") is False}
+
+
+def test_a_template_that_knows_no_tools_says_so(pair):
+    with pytest.raises(UserError, match="rejects the messages: only user and assistant may speak, not tool$"):
+        pair("sentencepiece, legacy")[0].apply_chat_template([*CALLED[:2], CALLED[-1]])
+
+
+def test_chats_about_200_strings(pair):
+    ours, theirs = pair("Qwen3")
+    for i, text in enumerate(STRINGS):
+        messages, variables = [{"role": "user", "content": text}], {"enable_thinking": i % 2 == 0}
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **variables)
+        assert ours.apply_chat_template(messages, variables=variables) == expected, repr(text)
+
+
 def test_chat_templates_from_files_and_arguments(folders, tmp_path):
     folder = tmp_path / "chat"
     folder.mkdir()
@@ -177,6 +212,10 @@ def test_tokenizer_faults(folders, tmp_path):
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # the form of Llama 3's original folder
     with pytest.raises(UserError, match="sentencepiece"):
         triforce.hf.tokenizer.Tokenizer(tmp_path)
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "ChatGLM4Tokenizer"})
+    with pytest.raises(UserError, match="tokenizer_class ChatGLM4Tokenizer, which is code; add the tokenizer.json"):
+        triforce.hf.tokenizer.Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"')
     with pytest.raises(UserError, match="cannot be read"):
         triforce.hf.tokenizer.Tokenizer(tmp_path)

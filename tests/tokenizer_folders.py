@@ -21,6 +21,18 @@ LLAMA3_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
     "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+THINKING_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nYou have tools.\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}{% for message in messages %}{% if message.content is string %}"
+    "{% set content = message.content %}{% else %}{% set content = '' %}{% endif %}"
+    "{% if message.role == 'assistant' and '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}\n"
+    "{% if message.role == 'tool' %}<tool_response>{{ content }}</tool_response>{% else %}{{ content }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}")
 LLAMA2_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
     "{{ raise_exception('only user and assistant may speak, not ' + message['role']) }}{% endif %}"
@@ -70,7 +82,7 @@ def sentencepiece_folder(folder, config, user_defined=()):
 def byte_level_folder(folder, normalizer, special, model_type, config, post_processor=None, prefix_space=False):
     """A folder as Llama 3's or Qwen's: tokenizer.json with byte-level BPE."""
     folder.mkdir()
-    split = SPLIT.replace("{1,3}", "") if model_type == "qwen2" else SPLIT  # Qwen takes digits one by one
+    split = SPLIT.replace("{1,3}", "") if model_type in ("qwen2", "qwen3") else SPLIT  # Qwen takes digits one by one
     backend = Tokenizer(models.BPE(ignore_merges=model_type == "llama"))
     backend.normalizer = normalizer
     backend.pre_tokenizer = pre_tokenizers.Sequence([
@@ -91,9 +103,11 @@ def byte_level_folder(folder, normalizer, special, model_type, config, post_proc
     return folder
 
 
-def bos_template(token):
+def bos_template(*tokens):
+    before = " ".join(tokens)
     return lambda backend: processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, backend.token_to_id(token))])
+        single=f"{before} $A", pair=f"{before} $A {before} $B",
+        special_tokens=[(token, backend.token_to_id(token)) for token in tokens])
 
 
 def llama_json_folder(folder, source, config, model_type="llama"):
@@ -157,6 +171,24 @@ def make_folders(root):
             root / "qwen", normalizers.NFC(), ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "qwen2",
             {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|im_end|>",
              "pad_token": "<|endoftext|>", "add_bos_token": False}),
+        "Qwen3": byte_level_folder(
+            root / "qwen3", normalizers.NFC(), ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "qwen3",
+            {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>", "unk_token": None,
+             "pad_token": "<|endoftext|>", "add_bos_token": False, "add_prefix_space": False, "errors": "replace",
+             "split_special_tokens": False, "chat_template": THINKING_TEMPLATE}),
+        "Phi-4-mini": byte_level_folder(
+            root / "phi4", None, ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"], "phi3",
+            {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>",
+             "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "add_bos_token": False,
+             "add_eos_token": False, "add_prefix_space": False}),
+        "GLM-4": byte_level_folder(
+            root / "glm", None, ["<|endoftext|>", "[gMASK]", "<sop>", "<|user|>"], "glm",
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>",
+             "pad_token": "<|endoftext|>", "padding_side": "left"}, bos_template("[gMASK]", "<sop>")),
+        "Mistral NeMo": byte_level_folder(
+            root / "nemo", None, ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], "mistral",
+            {"tokenizer_class": "GPT2TokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
+             "add_bos_token": True, "add_eos_token": False}, bos_template("<s>")),
         "normalising": byte_level_folder(
             root / "nfkc", normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]), ["<s>", "</s>"],
             "llama", {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",

@@ -77,7 +77,7 @@ class Engine:
         self.vocab_size = agreed(target.group, self.vocab_size)  # a rank without the draft does not know its vocabulary
         limit, longest = target.config.max_len, placement.max_seq_len
         if longest is not None and longest > limit:
-            raise UserError(f"max_seq_len ({longest}) exceeds the model's {self._limit_name()} ({limit}); "
+            raise UserError(f"max_seq_len ({longest}) exceeds the model's {target.config.limit_name} ({limit}); "
                             f"use at most {limit}")
         self.caches = Caches(self, Models(target, draft, drafting), settings)
         self._serving: Session | None = None  # whom the state belongs to
@@ -140,13 +140,15 @@ class Engine:
             results = [results[first : first + count] for first in range(0, len(results), count)]
         return results if many else results[0]
 
-    def prefill(self, document, *, chat_template: str | None = None, on_progress=None) -> Prefix:
+    def prefill(self, document, *, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
+                on_progress=None) -> Prefix:
         """Computes the keys and values of a document, for any number of questions, samples or conversations about it.
 
         Args:
             document: text, ids or a list of messages, as `generate` takes them. With messages, the last one of the
                 user is what the questions are about; what is computed is what the rendered prompts begin with in
                 common, whatever is asked.
+            chat_template, chat_template_kwargs: see `stream`. The questions have the same, unless they bring others.
             on_progress: called with the share of the work that is done.
 
         Returns:
@@ -158,13 +160,15 @@ class Engine:
         messages = None
         if is_messages(document):
             messages = list(document)
-            rendered = [self.encode_prompt(asked(messages, question), chat_template) for question in ("a?", "The b.")]
+            rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs)
+                        for question in ("a?", "The b.")]
             ids = rendered[0][: common_length(*rendered)]
         else:
             ids = self.encode_prompt(document)
         self.check_len(len(ids), 1)
         prefix = self.caches.compute(ids, on_progress)
         prefix.messages, prefix.chat_template = messages, chat_template
+        prefix.chat_template_kwargs = chat_template_kwargs
         return prefix
 
     def open(self, path: str | Path) -> Prefix:
@@ -180,14 +184,15 @@ class Engine:
             self.check_len(len(reader.tokens), 1)
             prefix = self.caches.read(reader)
             prefix.messages, prefix.chat_template = reader.about["messages"], reader.about["chat_template"]
+            prefix.chat_template_kwargs = reader.about.get("chat_template_kwargs")
             return prefix
 
     def identity(self) -> dict:
         """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer."""
         if self._identity is None:
-            folder = self._folder
+            folder, longest = self._folder, self.placement.max_seq_len
             self._identity = {
-                "model": weights_fingerprint(self.target) if folder is None else model_fingerprint(folder),
+                "model": weights_fingerprint(self.target) if folder is None else model_fingerprint(folder, longest),
                 "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder)}
         return self._identity
 
@@ -207,7 +212,7 @@ class Engine:
     def stream(self, prompt, max_new_tokens: int = 256, *, prefix: Prefix | None = None, stop=None,
                stop_token_ids=None, ignore_eos: bool = False, speculate: bool = True, one_row: bool = False,
                logprobs: int | None = None, keep: str | None = None, chat_template: str | None = None,
-               on_prefill=None, on_decode=None, **options) -> "Stream":
+               chat_template_kwargs: dict | None = None, on_prefill=None, on_decode=None, **options) -> "Stream":
         """The same for one prompt, piece by piece: iterate for valid text, then read `.result`. Without a tokenizer
         pieces are empty, one a round.
 
@@ -227,6 +232,8 @@ class Engine:
                 the "start", the "end", or "both", half of it each. A bos at its start is kept. Of messages, the
                 template's own tokens are cut as the others are. None: such a prompt is an error.
             chat_template: a Jinja template in place of the checkpoint's.
+            chat_template_kwargs: what the template reads besides the messages: {"enable_thinking": False} for Qwen3,
+                {"tools": [...]}.
             on_prefill: called with the share of the prefill that is done.
             on_decode: called after each round with the number of new tokens, of all prompts together.
         """
@@ -236,8 +243,9 @@ class Engine:
             on_prefill = Bar("prefill", 100, "%", late=True)
         return Stream(*self._serve([prompt], max_new_tokens, prefix=prefix, stop=stop, stop_token_ids=stop_token_ids,
                                    ignore_eos=ignore_eos, speculate=speculate, one_row=one_row, logprobs=logprobs,
-                                   keep=keep, chat_template=chat_template, on_prefill=on_prefill, on_decode=on_decode,
-                                   **options))
+                                   keep=keep, chat_template=chat_template,
+                                   chat_template_kwargs=chat_template_kwargs, on_prefill=on_prefill,
+                                   on_decode=on_decode, **options))
 
     @torch.inference_mode()
     def logits(self, tokens, last: int | None = None) -> Tensor:
@@ -270,14 +278,15 @@ class Engine:
         hidden = (self.target.prefill(row[None], blocks)[:, first:] for row in tokens)  # [1, S or last, dim] each
         return torch.cat([self.target.output(one).float() for one in hidden])
 
-    def encode_prompt(self, prompt, chat_template: str | None = None) -> list[int]:
+    def encode_prompt(self, prompt, chat_template: str | None = None,
+                      chat_template_kwargs: dict | None = None) -> list[int]:
         """Ids of a prompt in any of the forms that `generate` takes."""
         if isinstance(prompt, str):
             ids = self.tokenizer_or_raise().encode(prompt) if prompt else []
         elif isinstance(prompt, (bytes, bytearray)):
             raise UserError("a prompt of bytes could be text or ids; decode it: prompt.decode()")
         elif is_messages(prompt):
-            ids = self.tokenizer_or_raise().apply_chat_template(prompt, chat_template)
+            ids = self.tokenizer_or_raise().apply_chat_template(prompt, chat_template, chat_template_kwargs)
         else:
             ids = _as_ids(prompt)
         if not ids:
@@ -286,8 +295,9 @@ class Engine:
         return ids
 
     def _serve(self, prompts, max_new_tokens: int, *, prefix=None, stop=None, stop_token_ids=None, ignore_eos=False,
-               speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None, on_prefill=None,
-               on_decode=None, **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
+               speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None,
+               chat_template_kwargs=None, on_prefill=None, on_decode=None,
+               **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
         """Checks everything, then gives a generator of (index of the prompt, piece of text), and a list that gets the
         sessions whose results these are."""
         [sampling], _ = split(options, Sampling, what="option of generate", known=generate_options())
@@ -304,9 +314,9 @@ class Engine:
         if prefix is not None and (not isinstance(prefix, Prefix) or prefix.engine is not self):
             raise UserError("prefix must be what this engine's `prefill` or `open` returned")
         if prefix is not None:
-            ids = [prefix.ids(prompt) for prompt in prompts]
+            ids = [prefix.ids(prompt, chat_template_kwargs) for prompt in prompts]
         else:
-            ids = [self.encode_prompt(prompt, chat_template) for prompt in prompts]
+            ids = [self.encode_prompt(prompt, chat_template, chat_template_kwargs) for prompt in prompts]
         lengths, room = [len(prompt) for prompt in ids], self.room(max_new_tokens)
         check_keep(keep)
         if keep is not None and prefix is not None:
@@ -414,10 +424,6 @@ class Engine:
             raise UserError("this engine has no tokenizer; give prompts as lists of ids, and no stop strings")
         return self.tokenizer
 
-    def _limit_name(self) -> str:
-        config = self.target.config
-        return "sliding window" if config.max_len < config.max_position_embeddings else "positions"
-
     def _check_ids(self, ids: list[int], where: str = "") -> None:
         largest, smallest = max(ids), min(ids)
         if smallest < 0 or largest >= self.vocab_size:
@@ -433,7 +439,7 @@ class Engine:
     def check_len(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raises UserError if so many tokens do not fit the model, or max_seq_len."""
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
-        what = f"the model's {self._limit_name()} ({limit})"
+        what = f"the model's {self.target.config.limit_name} ({limit})"
         if longest is not None:
             limit, what = longest, f"max_seq_len ({longest})"
         if prompt_len + max_new_tokens > limit:

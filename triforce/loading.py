@@ -39,8 +39,8 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
 
     tokenizer = Tokenizer(folder)
-    config = ckpt.read_config(folder)
-    draft_config = None if draft_folder is None else ckpt.read_config(draft_folder)
+    config, longest = ckpt.read_config(folder, place.max_seq_len), place.max_seq_len
+    draft_config = None if draft_folder is None else ckpt.read_config(draft_folder, longest)
     if draft_folder is not None:
         difference = tokenizer.same_as(Tokenizer(draft_folder))
         if difference:
@@ -60,10 +60,12 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     memory.check(parts, device)
 
     with compiler_imported(place.compile is not False and kept.root().exists()):
-        target = ckpt.load_model(folder, device, dtype, group)
+        target = ckpt.load_model(folder, device, dtype, group, longest)
         shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
         draft_group = subgroup(group, place.draft_ranks) if shares else None
-        draft = None if draft_config is None else ckpt.load_model(draft_folder, device, dtype, draft_group)
+        draft = None
+        if draft_config is not None:
+            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
     if place.compile is False:
         for model in (target, draft):
             if model is not None:

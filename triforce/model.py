@@ -1,4 +1,4 @@
-"""The Llama family in one file: Llama 1 to 3.2, Mistral, Qwen2.5, Yi and whatever shares their config.json.
+"""The Llama family in one file: Llama, Mistral, Qwen2.5 and 3, Phi-3 and 4, GLM-4, and what shares their config.json.
 
 The model knows nothing of caches: a layer gives its unrotated queries, keys and values to `kv.write`, has the cache
 read by `kv.read`, and joins what both saw. It knows nothing of sampling either.
@@ -7,7 +7,7 @@ Shapes: B batch, M rows of a block (new tokens), H query heads, K KV heads, D he
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,31 @@ from .errors import UserError
 from .packed import multiply, pack, packs
 
 SHARE = 32768  # elements: a CPU's loop shares no fewer out to several threads
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
+                 "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
+                 "glm": "GlmForCausalLM"}
+PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
+CHATGLM = ("ChatGLMModel", "ChatGLMForConditionalGeneration")  # GlmForCausalLM in the layout of its own code
+# What a config.json may name and this file lacks: a value of any of these would change what is computed.
+LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts", "n_routed_experts",
+           "kv_lora_rank", "q_lora_rank")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the window that the model was first trained on."""
 
-    kind: str = "default"  # default | linear | llama3 | yarn
+    kind: str = "default"  # default | linear | llama3 | yarn | longrope
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: scales cos and sin
+    attention_factor: float = 1.0  # yarn, longrope: scales cos and sin
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+    short_factor: tuple[float, ...] = ()  # longrope: of each pair, within the original window
+    long_factor: tuple[float, ...] = ()  # longrope: of each pair, for a window that is longer
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,12 @@ class ModelConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = RopeScaling()
+    rotary_factor: float = 1.0  # of a head's dimensions, the first so many are rotated
+    rotary_interleaved: bool = False  # in the checkpoint, the two that a pair turns stand side by side
     max_position_embeddings: int = 2048
     sliding_window: int | None = None
+    unchunked_window: int | None = None  # beyond it the model has dual chunk attention, which is not built
+    qk_norm: bool = False  # of each head of queries and keys, before they are rotated
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -62,19 +75,31 @@ class ModelConfig:
 
     @property
     def max_len(self) -> int:
-        """The most positions that the model can attend over: its trained ones, or its sliding window if shorter."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        """The most positions that the model can attend over: its trained ones, or those before another way to attend,
+        which is not built, would set in."""
+        return min(window for window in (self.max_position_embeddings, self.sliding_window, self.unchunked_window)
+                   if window)
+
+    @property
+    def limit_name(self) -> str:
+        """What `max_len` ends at."""
+        names = {self.unchunked_window: "window before dual_chunk_attention_config, which is not supported",
+                 self.sliding_window: "sliding_window", self.max_position_embeddings: "positions"}
+        return names[self.max_len]
 
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
         """Reads the fields of a config.json, in the spelling of any transformers version.
 
         Raises:
-            UserError: the architecture, activation or rope type is not one that this file implements.
+            UserError: the architecture, activation, rope type or another feature is not one that this file implements.
         """
+        _refuse_lacking(hf)
         architecture = (hf.get("architectures") or [ARCHITECTURES.get(hf.get("model_type"), "of no name")])[0]
+        if architecture in CHATGLM:
+            hf, architecture = _from_chatglm(hf), "GlmForCausalLM"
         if architecture not in ARCHITECTURES.values():
-            known = ", ".join(ARCHITECTURES.values())
+            known = ", ".join((*ARCHITECTURES.values(), *CHATGLM))
             raise UserError(f"architecture {architecture} is not supported; supported are {known}")
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; supported is 'silu'")
@@ -84,16 +109,18 @@ class ModelConfig:
                                    "intermediate_size") if key not in hf]
         if missing:
             raise UserError(f"config.json lacks {', '.join(missing)}; download the checkpoint again")
-        n_head = hf["num_attention_heads"]
-        qwen2 = architecture == "Qwen2ForCausalLM"
-        window = hf.get("sliding_window")
-        if qwen2 and not hf.get("use_sliding_window", False):
-            window = None
+        n_head, parts = hf["num_attention_heads"], {**hf, **(hf.get("rope_parameters") or {})}
+        rotary_factor = parts.get("partial_rotary_factor") or PARTIAL.get(architecture, 1.0)
+        if architecture not in PARTIAL and rotary_factor != 1.0:
+            raise UserError(f"partial_rotary_factor {rotary_factor} is not supported for {architecture}, but for "
+                            f"{' and '.join(PARTIAL)}")
+        glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
+        chunked = hf.get("dual_chunk_attention_config") or {}
         theta, scaling = _rope_from_hf(hf)
         positions = hf.get("max_position_embeddings", 2048)
         if scaling.kind == "yarn":  # some configs give the window before stretching here, some the one after
             positions = max(positions, int(scaling.original_max_position_embeddings * scaling.factor))
-        return cls(
+        config = cls(
             vocab_size=hf["vocab_size"],
             dim=hf["hidden_size"],
             n_layer=hf["num_hidden_layers"],
@@ -104,15 +131,39 @@ class ModelConfig:
             norm_eps=hf.get("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
+            rotary_factor=float(rotary_factor),
+            rotary_interleaved=glm,
             max_position_embeddings=positions,
-            sliding_window=window,
-            qkv_bias=qwen2 or bool(hf.get("attention_bias", False)),
-            out_bias=not qwen2 and bool(hf.get("attention_bias", False)),
+            sliding_window=_window_from_hf(hf, architecture),
+            unchunked_window=chunked["original_max_position_embeddings"] if chunked else None,
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            qkv_bias=qwen2 or bool(hf.get("attention_bias", glm)),
+            out_bias=not qwen2 and not glm and bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             architecture=architecture,
             dtype=hf.get("dtype") or hf.get("torch_dtype"),
         )
+        for name in ("short_factor", "long_factor") if scaling.kind == "longrope" else ():
+            count, pairs = len(getattr(scaling, name)), config.rotary_dim // 2
+            if count != pairs:
+                raise UserError(f"{name} has {count} numbers, but {pairs} pairs of a head are rotated; download "
+                                "config.json again")
+        return config
+
+    def within(self, max_seq_len: int | None) -> "ModelConfig":
+        """For sequences of at most so many positions. LongRoPE has other frequencies within its original window than
+        for longer ones. Keys are kept rotated, so one of the two serves a model for good: the longer ones', unless no
+        sequence leaves the original window."""
+        original = self.rope_scaling.original_max_position_embeddings
+        if self.rope_scaling.kind != "longrope" or max_seq_len is None or max_seq_len > original:
+            return self
+        return replace(self, max_position_embeddings=min(original, self.max_position_embeddings))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Of a head's dimensions, those that are rotated."""
+        return int(self.head_dim * self.rotary_factor)
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -128,9 +179,51 @@ class ModelConfig:
     def num_parameters(self) -> int:
         rows = self.head_dim * (self.n_head + 2 * self.n_kv_head)  # of the fused projection
         attention = self.dim * (rows + self.head_dim * self.n_head)
+        norms = 2 * self.dim + 2 * self.head_dim * self.qk_norm
         biases = rows * self.qkv_bias + self.dim * self.out_bias + (2 * self.ffn_dim + self.dim) * self.mlp_bias
         embeddings = self.vocab_rows * self.dim * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.n_layer * (attention + biases + 3 * self.dim * self.ffn_dim + 2 * self.dim) + self.dim
+        return embeddings + self.n_layer * (attention + biases + 3 * self.dim * self.ffn_dim + norms) + self.dim
+
+
+def _refuse_lacking(hf: dict) -> None:
+    """Raises UserError for what this file lacks, by the key and value of config.json."""
+    for key in LACKING:
+        if hf.get(key):
+            raise UserError(f"{key} {hf[key]!r} is not supported; choose a dense model with plain attention")
+    unknown = set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(f"layer_types {sorted(unknown)!r} are not supported; choose a model whose layers all have full "
+                        "or sliding attention")
+    beta = (hf.get("rope_parameters") or {}).get("llama_4_scaling_beta")
+    if beta:
+        raise UserError(f"llama_4_scaling_beta {beta} is not supported; choose a model whose queries are not scaled by "
+                        "their positions")
+
+
+def _from_chatglm(hf: dict) -> dict:
+    """A config.json of GLM's own code, in the words of transformers."""
+    fixed = {"rmsnorm": True, "post_layer_norm": True, "original_rope": True, "multi_query_attention": True,
+             "add_bias_linear": False, "apply_residual_connection_post_layernorm": False, "interleaved_qkv": False}
+    unlike = [key for key, value in fixed.items() if hf.get(key, value) != value]
+    unlike += [key for key in ("pre_seq_len", "quantization_bit") if hf.get(key)]
+    if unlike:
+        raise UserError(f"{unlike[0]} {hf[unlike[0]]!r} is not supported; choose the checkpoint as it was published")
+    return {**hf, "vocab_size": hf["padded_vocab_size"], "num_hidden_layers": hf["num_layers"],
+            "num_key_value_heads": hf["multi_query_group_num"], "head_dim": hf["kv_channels"],
+            "intermediate_size": hf["ffn_hidden_size"], "max_position_embeddings": hf["seq_length"],
+            "rms_norm_eps": hf["layernorm_epsilon"], "attention_bias": hf["add_qkv_bias"],
+            "rope_theta": 10000.0 * (hf.get("rope_ratio") or 1)}
+
+
+def _window_from_hf(hf: dict, architecture: str) -> int | None:
+    """The sliding window, where any layer has one."""
+    window, types = hf.get("sliding_window"), hf.get("layer_types")
+    qwen = architecture.startswith("Qwen")
+    if qwen and not hf.get("use_sliding_window", False):
+        return None
+    if types is not None and (qwen or architecture == "MinistralForCausalLM"):  # others give all layers one window
+        return window if "sliding_attention" in types else None
+    return None if qwen and (hf.get("max_window_layers") or 0) >= hf["num_hidden_layers"] else window
 
 
 def _rope_from_hf(hf: dict) -> tuple[float, RopeScaling]:
@@ -138,16 +231,22 @@ def _rope_from_hf(hf: dict) -> tuple[float, RopeScaling]:
     rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise UserError(f"rope type {kind!r} is not supported; supported are default, linear, llama3, yarn")
+    if "short_factor" in rope:  # older Phi-3 configs call it su, or yarn
+        kind = "longrope"
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
+        raise UserError(f"rope type {kind!r} is not supported; supported are default, linear, llama3, yarn, longrope")
     if kind == "default":
         return theta, RopeScaling()
     factor = float(rope.get("factor", 1.0))
     original = rope.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
-    if kind == "yarn" and original and "factor" not in rope:
+    if kind == "longrope":  # of its two windows, Phi-3's config.json is right beside the scaling, not in it
+        original = hf.get("original_max_position_embeddings") or original or hf["max_position_embeddings"]
+    if kind in ("yarn", "longrope") and original and "factor" not in rope:
         factor = hf["max_position_embeddings"] / original
     attention_factor = rope.get("attention_factor")
-    if attention_factor is None:
+    if attention_factor is None and kind == "longrope":  # arXiv 2402.13753, as Phi-3 has it
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    elif attention_factor is None:
         # YaRN's temperature (arXiv 2309.00071, eq. 22), with DeepSeek's two-sided form where both mscales are given.
         def mscale(weight: float) -> float:
             return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -162,24 +261,30 @@ def _rope_from_hf(hf: dict) -> tuple[float, RopeScaling]:
         high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
         beta_fast=float(rope.get("beta_fast") or 32.0),
         beta_slow=float(rope.get("beta_slow") or 1.0),
-        attention_factor=float(attention_factor) if kind == "yarn" else 1.0,
+        attention_factor=float(attention_factor) if kind in ("yarn", "longrope") else 1.0,
         truncate=bool(rope.get("truncate", True)),
+        short_factor=tuple(map(float, rope["short_factor"])) if kind == "longrope" else (),
+        long_factor=tuple(map(float, rope["long_factor"])) if kind == "longrope" else (),
     )
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """[D / 2] float32: radians per position of each rotary pair, after the config's scaling.
+    """[rotary_dim / 2] float32: radians per position of each rotary pair, after the config's scaling.
 
-    Sources: RoPE arXiv 2104.09864; linear arXiv 2306.15595; YaRN arXiv 2309.00071 (NTK by parts); llama3: the
-    Llama 3.1 release, which interpolates between scaled and unscaled by wavelength.
+    Sources: RoPE arXiv 2104.09864; linear arXiv 2306.15595; YaRN arXiv 2309.00071 (NTK by parts); LongRoPE arXiv
+    2402.13753; llama3: the Llama 3.1 release, which interpolates between scaled and unscaled by wavelength.
     """
-    dim, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling
-    inv_freq = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim)
+    dim, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
+    wavelengths = theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim)  # over 2 pi
+    inv_freq = 1.0 / wavelengths
     if scaling.kind == "default":
         return inv_freq
     if scaling.kind == "linear":
         return inv_freq / scaling.factor
     original = scaling.original_max_position_embeddings
+    if scaling.kind == "longrope":  # see `ModelConfig.within`
+        factors = scaling.long_factor if config.max_position_embeddings > original else scaling.short_factor
+        return 1.0 / (torch.tensor(factors, device="cpu") * wavelengths)
     if scaling.kind == "llama3":
         wavelength = 2 * math.pi / inv_freq
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -218,17 +323,24 @@ class RotaryEmbedding(nn.Module):
         """positions [...] (any integer or float dtype) -> cos, sin [..., D], float32, sign of the sine folded in."""
         angles = positions[..., None].float() * self.frequencies  # [..., D]
         cos, sin, scale = angles.cos(), angles.sin(), self.config.rope_scaling.attention_factor
-        return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+        if scale == 1.0:
+            return cos, sin
+        if self.config.rotary_factor < 1:  # what is not rotated is not scaled
+            scale = torch.where(self.frequencies == 0, 1.0, scale)
+        return cos * scale, sin * scale
 
 
 def _both_halves(config: ModelConfig) -> Tensor:
-    """[D]: of the two that a pair turns, the first subtracts the other's share of the sine."""
+    """[D]: of the two that a pair turns, the first subtracts the other's share of the sine. What is not rotated stands
+    still."""
     inv_freq = inverse_frequencies(config)
+    inv_freq = F.pad(inv_freq, (0, config.head_dim // 2 - len(inv_freq)))
     return torch.cat([-inv_freq, inv_freq])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns x [..., D] by the angles of `RotaryEmbedding` (half-split layout, as Hugging Face stores its weights)."""
+    """Turns x [..., D] by the angles of `RotaryEmbedding`: j and j + D / 2 are a pair. Checkpoints have most heads in
+    this order; the others are put in it when they are read (see `hf/places.py`)."""
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
@@ -310,13 +422,19 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.n_head, self.head_dim = config.n_head, config.head_dim
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.qkv = Linear(config.dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim, config.qkv_bias)
         self.out = Linear(config.n_head * config.head_dim, config.dim, config.out_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def project(self, x: Tensor) -> Tensor:
         """[B, M, dim] -> unrotated queries, keys and values [B, H + 2K, M, D]."""
-        return self.qkv(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+        heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)  # [B, M, H + 2K, D]
+        if self.q_norm is not None:
+            q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], 2)
+            heads = torch.cat([self.q_norm(q), self.k_norm(k), v], 2)
+        return heads.transpose(1, 2)
 
     def output(self, states: list[attention.State], dtype: torch.dtype) -> Tensor:
         """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each -> [B, M, dim]."""

@@ -29,6 +29,7 @@ class Prefix:
                  messages: list[dict] | None = None, chat_template: str | None = None):
         self.engine, self.tokens, self.store = engine, tokens, store
         self.messages, self.chat_template = messages, chat_template
+        self.chat_template_kwargs: dict | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -56,7 +57,8 @@ class Prefix:
             UserError: the file cannot be written, or the disk is too small.
         """
         engine, config = self.engine, self.engine.target.config
-        about = {**engine.identity(), "messages": self.messages, "chat_template": self.chat_template}
+        about = {**engine.identity(), "messages": self.messages, "chat_template": self.chat_template,
+                 "chat_template_kwargs": self.chat_template_kwargs}
         prefix_file.write(path, about, self.tokens, self._layer, num_layers=config.n_layer,
                           n_kv_head=config.n_kv_head * config.num_shards, length=self.num_shared,
                           head_dim=config.head_dim, dtype=engine.target.dtype, heads=engine.caches.heads,
@@ -80,25 +82,29 @@ class Prefix:
         return (other is not None and self.num_shared == other.num_shared
                 and (self.store is other.store or self.store.k is other.store.k))
 
-    def ids(self, question) -> list[int]:
+    def ids(self, question, chat_template_kwargs: dict | None = None) -> list[int]:
         """Ids of the document and a question about it.
 
         Text and ids are encoded apart from the document and joined to it. With messages, the question is the end of
         the last message of the user, or a message of its own, and the chat template joins them. A list of messages
         is the whole conversation, which begins with those of the prefix.
+
+        Args:
+            chat_template_kwargs: replaces the prefix's. None: those.
         """
-        engine = self.engine
+        engine, template = self.engine, self.chat_template
+        variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
         if is_messages(question):
             if self.messages is None:
                 raise UserError("the prefix was made of text; give the question as text or ids")
-            return engine.encode_prompt(question, self.chat_template)
+            return engine.encode_prompt(question, template, variables)
         if self.messages is None:
             if isinstance(question, str):
                 return self.tokens + (engine.tokenizer_or_raise().encode(question, bos=False) if question else [])
             return self.tokens + engine.encode_prompt(question)
         if not isinstance(question, str):
             raise UserError("the prefix was made of messages; give the question as text")
-        return engine.encode_prompt(asked(self.messages, question), self.chat_template)
+        return engine.encode_prompt(asked(self.messages, question), template, variables)
 
 
 def is_messages(prompt) -> bool:

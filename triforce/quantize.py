@@ -71,6 +71,7 @@ def fp8_copy(target: Transformer) -> Transformer:
     copy.rope, copy.embedding, copy.norm, copy.output = target.rope, target.embedding, target.norm, target.output
     for mine, theirs in zip(copy.layers, target.layers, strict=True):
         mine.attention_norm, mine.mlp_norm = theirs.attention_norm, theirs.mlp_norm
+        mine.attention.q_norm, mine.attention.k_norm = theirs.attention.q_norm, theirs.attention.k_norm
         mine.attention.qkv = Float8Linear(theirs.attention.qkv, theirs.attention_norm.weight)
         mine.attention.out = Float8Linear(theirs.attention.out, None)
         mine.mlp.gate_up = Float8Linear(theirs.mlp.gate_up, theirs.mlp_norm.weight)

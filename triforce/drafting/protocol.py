@@ -1,7 +1,7 @@
 """What a drafter is. A new kind of drafter derives from `Drafter`; docs/extending.md has a small one.
 
-By the rule of rejection, whether position i is drafted may depend on tokens before i and on the law at i, never on token
-i itself: a drawn token that is dropped for a reason that looks at it would bias the output.
+By the rule of rejection, whether position i is drafted may depend on tokens before i and on the law at i, never on
+token i itself: a drawn token that is dropped for a reason that looks at it would bias the output.
 
 Nothing here waits for the device but `prefill`, `open`, `rewind`, `catch_up` and `flush`, which the host calls between
 rounds. `propose` and `commit` are parts of a step, which a GPU records.

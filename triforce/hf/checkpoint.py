@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config, use_device
-from .places import cut, fill, is_derived, places
+from .places import cut, fill, is_derived, places, separate
 from .tokenizer import Tokenizer
 from .vocabulary import read_json
 
@@ -63,12 +63,12 @@ def tiny_draft() -> Path:
     return TINY / "draft"
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The model's shape and arithmetic, from config.json."""
+def read_config(folder: Path, max_seq_len: int | None = None) -> ModelConfig:
+    """The model's shape and arithmetic, from config.json. max_seq_len: see `ModelConfig.within`."""
     path = Path(folder) / "config.json"
     hf = read_json(path)
     try:
-        return ModelConfig.from_hf(hf)
+        return ModelConfig.from_hf(hf).within(max_seq_len)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except (TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError) as error:
@@ -146,18 +146,19 @@ READERS = 4  # threads: one reads a mapped file at a third of what a disk or the
 
 @torch.no_grad()
 def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None,
-               group: Group | None = None) -> Transformer:
+               group: Group | None = None, max_seq_len: int | None = None) -> Transformer:
     """Reads a checkpoint into a model: every tensor straight from the mapped file into its place.
 
     Args:
         dtype: of the parameters; None takes config.json's, or else the file's own.
         group: the ranks that share the model; each reads its own part.
+        max_seq_len: see `ModelConfig.within`.
 
     Raises:
         UserError: a file is absent or truncated, or a tensor is missing, unknown or of another shape.
     """
     folder = Path(folder)
-    config, files = read_config(folder), find_weights(folder)
+    config, files = read_config(folder, max_seq_len), find_weights(folder)
     if not files:
         raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
     table, model, parameters = places(config), None, {}
@@ -168,9 +169,9 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     missing = dict.fromkeys(table)
     for path in files:
         work = []
-        for name, tensor in open_tensors(path).items():
-            if is_derived(name, config):
-                continue
+        tensors = [separate(name, tensor, table) for name, tensor in open_tensors(path).items()
+                   if not is_derived(name, config)]
+        for name, tensor in (one for parts in tensors for one in parts.items()):
             place = table.get(name)
             if place is None:
                 raise UserError(f"{path} holds tensor {name}, which the {config.architecture} of config.json has no "

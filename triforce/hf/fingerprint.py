@@ -30,16 +30,19 @@ DIGITS = 32
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json")
 
 
-def model_fingerprint(folder: str | Path) -> str:
+def model_fingerprint(folder: str | Path, max_seq_len: int | None = None) -> str:
     """Of a checkpoint: its config's shape and arithmetic, and of every weight name, shape, dtype and a sample of bytes.
 
     The same whatever dtype it is loaded in, however many ranks share it, and however it is cut into files.
+
+    Args:
+        max_seq_len: see `ModelConfig.within`.
 
     Raises:
         UserError: a file is missing or damaged.
     """
     folder = Path(folder)
-    config, files = read_config(folder), find_weights(folder)
+    config, files = read_config(folder, max_seq_len), find_weights(folder)
     if not files:
         raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
     found = {}

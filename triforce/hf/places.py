@@ -1,23 +1,35 @@
 """Which tensor of a Hugging Face checkpoint goes where in the model, and which part of it a rank gets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config
 
+FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}  # how Phi-3 and GLM store what others store apart
+# GLM's own code stores such tensors, too, under other names.
+CHATGLM = {"transformer.embedding.word_embeddings.": "model.embed_tokens.", "transformer.output_layer.": "lm_head.",
+           "transformer.encoder.final_layernorm.": "model.norm.", "transformer.encoder.layers.": "model.layers.",
+           ".self_attention.query_key_value.": ".self_attn.qkv_proj.", ".self_attention.dense.": ".self_attn.o_proj.",
+           ".mlp.dense_h_to_4h.": ".mlp.gate_up_proj.", ".mlp.dense_4h_to_h.": ".mlp.down_proj."}
 STAGED = 2**25  # bytes that are copied to a GPU at a time
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor of a checkpoint goes: rows `start` to `start + shape[0]` of a parameter of `Transformer`."""
+    """Where one tensor of a checkpoint goes: rows `start` to `start + shape[0]` of a parameter of `Transformer`.
+
+    order: of the tensor's rows within a head, which one stands where in the parameter. None: all as they are.
+    """
 
     parameter: str
     start: int
     shape: tuple[int, ...]
+    order: tuple[int, ...] | None = None
 
 
 def places(config: ModelConfig) -> dict[str, Place]:
@@ -36,20 +48,53 @@ def places(config: ModelConfig) -> dict[str, Place]:
         ("mlp.up_proj", "mlp.gate_up", ffn, ffn, dim, config.mlp_bias),
         ("mlp.down_proj", "mlp.down", 0, dim, ffn, config.mlp_bias),
     ]
+    order = rotary_order(config)
     for i in range(config.n_layer):
         theirs, ours = f"model.layers.{i}.", f"layers.{i}."
         table[theirs + "input_layernorm.weight"] = Place(ours + "attention_norm.weight", 0, (dim,))
         table[theirs + "post_attention_layernorm.weight"] = Place(ours + "mlp_norm.weight", 0, (dim,))
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            shape = (config.head_dim,)
+            table[f"{theirs}self_attn.{name}.weight"] = Place(f"{ours}attention.{name}.weight", 0, shape, order)
         for hf_name, name, start, rows, columns, bias in linears:
-            table[f"{theirs}{hf_name}.weight"] = Place(f"{ours}{name}.weight", start, (rows, columns))
+            ordered = order if hf_name in ("self_attn.q_proj", "self_attn.k_proj") else None
+            table[f"{theirs}{hf_name}.weight"] = Place(f"{ours}{name}.weight", start, (rows, columns), ordered)
             if bias:
-                table[f"{theirs}{hf_name}.bias"] = Place(f"{ours}{name}.bias", start, (rows,))
+                table[f"{theirs}{hf_name}.bias"] = Place(f"{ours}{name}.bias", start, (rows,), ordered)
     return table
+
+
+def rotary_order(config: ModelConfig) -> tuple[int, ...] | None:
+    """Of a head of queries or keys, the dimensions of a checkpoint in the order in which `model.rotate` has them: the
+    two that a pair turns half a head apart, what is not rotated behind each half's. None: as they are."""
+    turned = range(config.rotary_dim)
+    pairs = [turned[0::2], turned[1::2]] if config.rotary_interleaved else [turned[: len(turned) // 2],
+                                                                            turned[len(turned) // 2 :]]
+    still = range(config.rotary_dim, config.head_dim)
+    order = (*pairs[0], *still[: len(still) // 2], *pairs[1], *still[len(still) // 2 :])
+    return None if order == tuple(range(config.head_dim)) else order
+
+
+def separate(name: str, tensor: Tensor, table: dict[str, Place]) -> dict[str, Tensor]:
+    """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart."""
+    if name.startswith("transformer."):
+        for theirs, usual in CHATGLM.items():
+            name = name.replace(theirs, usual)
+    for fused, parts in FUSED.items():
+        names = [name.replace(fused, part) for part in parts]
+        if fused in name and all(part in table for part in names):
+            sizes = [table[part].shape[0] for part in names]
+            if sum(sizes) != len(tensor):
+                raise UserError(f"tensor {name} has {len(tensor)} rows, but config.json implies {sum(sizes)}; the two "
+                                "do not belong together")
+            return dict(zip(names, tensor.split(sizes), strict=True))
+    return {name: tensor}
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:
     """Whether a tensor only repeats the config or another tensor: old checkpoints store RoPE's, tied ones lm_head."""
-    return ".rotary_emb." in name or (name == "lm_head.weight" and config.tie_word_embeddings)
+    of_rope = ".rotary_emb." in name or ".rotary_pos_emb." in name
+    return of_rope or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
 def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
@@ -67,8 +112,10 @@ def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tens
     return tensor
 
 
-def fill(parameter: Tensor, place, tensor: Tensor) -> None:
+def fill(parameter: Tensor, place: Place, tensor: Tensor) -> None:
     """Writes a tensor to its place; rows that it lacks (words that fill up the last rank's share) become zero."""
+    if place.order is not None:
+        tensor = tensor.unflatten(0, (-1, len(place.order)))[:, list(place.order)].flatten(0, 1)
     rows = parameter[place.start : place.start + place.shape[0]]
     if rows.is_cuda and tensor.device.type == "cpu":  # through pinned memory, which the host fills while it copies
         step = max(STAGED * len(tensor) // max(tensor.nbytes, 1), 1)
@@ -87,5 +134,6 @@ def shard(model: Transformer, group: Group) -> Transformer:
     with torch.no_grad():
         for name, place in theirs.items():
             tensor = whole[place.parameter][place.start : place.start + place.shape[0]]
-            fill(parts[ours[name].parameter], ours[name], cut(name, tensor, ours[name].shape, group))
+            to = replace(ours[name], order=None)  # it is in order already
+            fill(parts[to.parameter], to, cut(name, tensor, to.shape, group))
     return local.join(group)

@@ -102,12 +102,14 @@ class Tokenizer:
             return self.token_bytes(i)
         return self.backend.decode([i]).encode()
 
-    def apply_chat_template(self, messages: list[dict], template: str | None = None) -> list[int]:
+    def apply_chat_template(self, messages: list[dict], template: str | None = None,
+                            variables: dict | None = None) -> list[int]:
         """Ids of a conversation, ready for the model's answer.
 
         Args:
-            messages: dicts with "role" and "content".
+            messages: dicts with "role" and "content", and whatever else the template reads, such as "tool_calls".
             template: Jinja text; None takes the folder's own.
+            variables: what the template reads besides the messages, such as {"enable_thinking": False}.
 
         Raises:
             UserError: there is no template, or it rejects the messages.
@@ -120,8 +122,9 @@ class Tokenizer:
             raise UserError('messages must be a list of {"role": ..., "content": ...}, at least one')
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            text = chat_environment().from_string(source).render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self.special_tokens)
+            text = chat_environment().from_string(source).render({
+                "messages": messages, "add_generation_prompt": True, "tools": None, "documents": None,
+                **self.special_tokens, **(variables or {})})
         except Exception as error:  # a template is a program of others: it may divide by zero, or recurse
             raise UserError(f"the chat template rejects the messages: {str(error) or type(error).__name__}") from None
         return self.encode(text, bos=False)  # a template spells its own bos

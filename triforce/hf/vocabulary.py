@@ -65,6 +65,9 @@ def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
             merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
             backend = llama_pipeline(model["vocab"], merges, config, code_llama)
             backend.post_processor = post_processor
+    elif declared == "ChatGLM4Tokenizer":  # its tokenizer.model is not sentencepiece's
+        raise UserError(f"{folder} has the tokenizer_class ChatGLM4Tokenizer, which is code; add the tokenizer.json "
+                        "and tokenizer_config.json of the same model's transformers layout (its name ends in -hf)")
     elif model_path.exists():
         as_llama = True
         pieces = read_sentencepiece(model_path)
