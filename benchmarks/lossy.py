@@ -75,17 +75,23 @@ def attend_to_view(state: State) -> None:
     hierarchy.outer = level
 
 
-def lend(document: Prefix, engine: Engine) -> Prefix:
-    """The same document for another engine over the same weights: its keys and values are not computed again.
+def lend(holder: Engine, ids: list[int], engine: Engine, last: int) -> Prefix:
+    """Keys and values of a prompt that an engine has just answered, for another one: they are not computed again.
+
+    Args:
+        holder: answered it, by itself and without a prefix. engine: over the same weights.
+        last: tokens at the prompt's end that are left out, and perhaps a few more: whole flush intervals are lent.
 
     Raises:
-        UserError: the engines differ in what a store depends on.
+        UserError: the engines differ in the weights, or in what a store depends on.
     """
-    mine, theirs = document.engine.settings, engine.settings
+    mine, theirs = holder.settings, engine.settings
     for name in ("flush_interval", "chunk_size"):
         if getattr(mine, name) != getattr(theirs, name):
-            raise UserError(f"{name} is {getattr(mine, name)} where the document was computed and "
+            raise UserError(f"{name} is {getattr(mine, name)} where the prompt was computed and "
                             f"{getattr(theirs, name)} where it is to be read; give both engines the same")
-    if document.engine.target is not engine.target:
-        raise UserError("the document was computed by another model; prefill it with this engine")
-    return Prefix(engine, document.tokens, document.store)
+    if holder.target is not engine.target:
+        raise UserError("the prompt was computed by another model; let an engine over the same weights answer it first")
+    length = max(len(ids) - last, 0) // mine.flush_interval * mine.flush_interval
+    store = holder.caches.state.cache.prefix
+    return Prefix(engine, ids[:length], store.part(length) if length else None)

@@ -1,4 +1,4 @@
-"""Tasks made of any text and a seed, without a network: RULER's families (arXiv 2404.06654), and the embedded pair's own.
+"""Tasks made of any text and a seed, offline: RULER's families (arXiv 2404.06654), a pass key, the embedded pair's own.
 
     niah_single_1 to 3     a needle in noise, in the text (a number), in the text (a uuid)
     niah_multikey_1 to 3   one needle of four; one of as many as fit; the same with uuids as keys and values
@@ -7,11 +7,12 @@
     vt                     which variables have a value, through assignments
     cwe, fwe               the most common words of a list; the most frequent coded words
     qa                     a question about one document of many that are alike
+    passkey                InfiniteBench's: a number in noise, asked for in the words that it stands in
     recall, recall_40      what the embedded pair was trained on: one of 9 facts, or of 40, as lines of a book
 
-Wording, sizes and scores are RULER's. What differs: keys and common words are words of the given text, where RULER takes
-a list of English words; and questions are about made-up people in documents cut from the text, where RULER takes SQuAD
-and HotpotQA, whose files can be read (see suites.py). Nothing here depends on anything but its arguments.
+Wording, sizes and scores are RULER's. Two things differ. Keys and common words are words of the given text; RULER has a
+list of English words. Questions are about made-up people, in documents cut from the text; RULER has SQuAD and HotpotQA,
+and its files can be read (see suites.py). A sample is the same whenever text, tokenizer, length, number and seed are.
 """
 
 import math
@@ -49,6 +50,8 @@ FREQUENT = ("Read the following coded text and track the frequency of each coded
             "appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
             "What are the three most frequently appeared words in the above coded text? Answer: According to the coded "
             "text above, the three most frequently appeared words are:")
+PASSKEY = ("There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz "
+           "you about the important information there.\n\n{context}\n\nWhat is the pass key?\n\nThe pass key is")
 ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 DOCUMENTS = f"{ORDER}\n\nThe following are given documents.\n\n{{context}}\n\n{ORDER}\n\nQuestion: {{query}} Answer:"
 
@@ -150,6 +153,14 @@ def needles(made: Making, *, haystack: str, keys: str = "words", values: str = "
     return made.fill(write, "a haystack"), answers
 
 
+def pass_key(made: Making) -> tuple[list[int], list[str]]:
+    """Five digits, which stand in the text twice."""
+    key, place = str(made.rng.randrange(10_000, 100_000)), made.rng.random()
+    line = f"The pass key is {key}. Remember it. {key} is the pass key."
+    return made.fill(lambda count: PASSKEY.format(context=" ".join(spread([NOISE] * count, [line], [place]))),
+                     "a haystack"), [key]
+
+
 def variables(made: Making, *, hops: int = 4, example_lines: int = 12) -> tuple[list[int], list[str]]:
     """A chain of assignments among noise, after an example with its answer."""
     def chain(letters: int) -> tuple[list[str], str, list[str]]:
@@ -245,8 +256,8 @@ def facts(made: Making, *, num_facts: int = 9) -> tuple[list[int], list[str]]:
         raise UserError(f"{num_facts} facts need more syllables than there are; ask for at most {tiny_data.MAX_FACTS}")
     least = 24 * (num_facts + 2)
     if made.room < least:
-        raise UserError(f"{num_facts} facts need about {least} tokens, and there is room for {made.room}; give a larger "
-                        "--length")
+        raise UserError(f"{num_facts} facts need about {least} tokens, and there is room for {made.room}; give a "
+                        "larger --length")
     text, chars = made.source.text, 5 * made.room + 2000  # a short text is repeated
     text *= math.ceil(chars / len(text))
     prompt, answer = tiny_data.make_recall_document(
@@ -269,6 +280,7 @@ FAMILIES: dict[str, tuple[Callable[[Making], tuple[list[int], list[str]]], int, 
     "cwe": (common_words, 120, "every_part"),
     "fwe": (frequent_words, 50, "every_part"),
     "qa": (questions, 32, "any_part"),
+    "passkey": (pass_key, 16, "first_number"),
     "recall": (facts, 32, "begins"),
     "recall_40": (partial(facts, num_facts=40), 32, "begins"),
 }
