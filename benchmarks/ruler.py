@@ -263,7 +263,7 @@ def facts(made: Making, *, num_facts: int = 9) -> tuple[list[int], list[str]]:
     prompt, answer = tiny_data.make_recall_document(
         rng, partial(made.tokenizer.encode, bos=False), text, made.room, float(rng.random()), n_facts=num_facts,
         bos=made.tokenizer.bos_id)
-    return prompt, [made.tokenizer.decode(answer).strip()]
+    return prompt[made.tokenizer.bos_id is None :], [made.tokenizer.decode(answer).strip()]
 
 
 # Name: how it is made, tokens of an answer, its score
