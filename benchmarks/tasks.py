@@ -220,16 +220,19 @@ def plot(path: str) -> None:
             if not points:
                 continue
             axes.plot([x for x, *_ in points], [y for _, y, _ in points], marker=MARKERS[way], linewidth=0.8,
-                      markersize=12 if way == TRIFORCE else 7, label=way)
+                      markersize=12 if way == TRIFORCE else 7,
+                      markerfacecolor="white" if way in VIEWS else None,
+                      label=f"{way} alone" if way in VIEWS else way)
             for x, y, budget in points:
                 if budget is not None:
-                    axes.annotate(f"{budget:,}", (x, y), xytext=(4, -10), textcoords="offset points", fontsize=7)
+                    axes.annotate(f"{budget:,}", (x, y), xytext=(0, -7), textcoords="offset points", fontsize=7,
+                                  rotation=-55, va="top")
         axes.set_title("drawn" if drawn else "greedy", fontsize=10)
         axes.set_xlabel("milliseconds a token")
         axes.set_xlim(left=0)
-        axes.set_ylim(-0.04, 1.04)
+        axes.set_ylim(-0.14, 1.06)
     panels[0][0].set_ylabel("mean score: " + ", ".join(sorted(able)), fontsize=8, wrap=True)
-    panels[0][-1].legend(fontsize=8)
+    panels[0][-1].legend(fontsize=8, loc="center right")
     save(figure, path, rows)
 
 

@@ -67,6 +67,8 @@ def test_only_retrieval_chooses_its_view_anew(base):
     for kind in KINDS:
         engine = ViewEngine(base, kind, 64, rebuild_interval=8)
         rebuilds[kind] = engine.generate(random_prompt(PROMPT), NEW, temperature=0.0).stats.retrieval_rebuilds
+        # by the query of the newest token alone: a step has one row
+        assert engine.caches.state.cache.query_weight[0].tolist() == [1.0] + [0.0] * 7
     assert rebuilds == {"retrieval": NEW // 8, "streaming": 0, "snapkv": 0}
 
 
