@@ -54,7 +54,7 @@ def gather(args, tokenizer) -> list[Sample]:
     """All that is to be answered.
 
     Raises:
-        UserError: a task, a kind or a file does not fit.
+        UserError: a task, a kind or a file does not fit, or there is none.
     """
     samples: list[Sample] = []
     for pair in args.read:
@@ -67,6 +67,8 @@ def gather(args, tokenizer) -> list[Sample]:
     for task in tasks:
         if task not in ruler.FAMILIES:
             raise UserError(not_known(task, "task", ruler.FAMILIES))
+    if not tasks and not args.read:
+        raise UserError("--tasks names no task, and there is no --read; name one, or leave --tasks out for all")
     source = ruler.Text(read_text(args.text)) if tasks else None
     samples += [ruler.make(task, source, tokenizer, length=args.length, number=number, seed=args.seed,
                            new_tokens=args.new_tokens) for task in tasks for number in range(args.samples)]
@@ -128,10 +130,12 @@ class Ways:
 def run(args) -> None:
     options = {name: getattr(args, name) for name in ("draft", "device", "dtype", "chunk_size", "rebuild_interval")}
     engine = triforce.load(args.checkpoint, **{name: value for name, value in options.items() if value is not None})
+    if args.length > engine.room(0):
+        raise UserError(f"--length {args.length} exceeds what the model can hold; give at most {engine.room(0)}")
     ways, samples = Ways(engine, args.ways, args.budgets), gather(args, engine.tokenizer_or_raise())
-    for sample in samples:
-        engine.check_len(len(sample.prompt), sample.new_tokens)
     machine, rows = about(engine, args), []
+    if args.out:
+        write(args.out, [])
     for sample in samples:
         for row in ways.answers(sample, args):
             rows.append({**machine, **row})
@@ -139,9 +143,22 @@ def run(args) -> None:
             print(f"{row['task']} {row['sample']}, {row['way']}, budget {row['budget']}, {law}: score {row['score']}, "
                   f"identical {row['identical']}, {row['tbt_ms'] or 0:.1f} ms a token", flush=True)
             if args.out:
-                with open(args.out, "a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+                write(args.out, rows[-1:])
     print("\n".join(table(rows)))
+
+
+def write(path: str, rows: list[dict]) -> None:
+    """Appends rows to a file, which is made if need be.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}; name a file that can be written") from None
 
 
 def about(engine: Engine, args) -> dict:

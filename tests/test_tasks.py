@@ -239,3 +239,14 @@ def test_names_that_are_not_known_are_refused(tiny_engine, tmp_path):
         tasks.Ways(tiny_engine, ["stream"], [256])
     with pytest.raises(UserError, match="30 sentences and 1 different words"):
         tasks.gather(args_of(text=str(text)), tiny_engine.tokenizer)
+    with pytest.raises(UserError, match="names no task"):
+        tasks.gather(args_of(tasks=[]), tiny_engine.tokenizer)
+
+
+def test_rows_are_appended(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    for rows in ([], ROWS[:1], ROWS[1:2]):
+        tasks.write(str(path), rows)
+    assert tasks.read_rows(str(path)) == ROWS[:2]
+    with pytest.raises(UserError, match="Is a directory; name a file"):
+        tasks.write(str(tmp_path), [])
