@@ -48,8 +48,13 @@ def _f1(said: list[str], wanted: list[str]) -> float:
 
 
 def substring(said: str, wanted: Sequence[str]) -> float:
-    """HELMET, recall and questions: whether one of the answers occurs, both normalized."""
+    """HELMET, recall: whether one of the answers occurs, both normalized."""
     return float(any(normalized(answer) in normalized(said) for answer in wanted))
+
+
+def line_substring(said: str, wanted: Sequence[str]) -> float:
+    """HELMET, questions: the same of the first line, at whose end an answer stops there."""
+    return substring(said.split("\n")[0], wanted)
 
 
 def longbench_choice(said: str, wanted: Sequence[str]) -> float:
@@ -134,5 +139,6 @@ def _words(text: str, separators: str) -> list[str]:
 
 SCORES: dict[str, Callable[[str, Sequence], float]] = {
     function.__name__: function
-    for function in (every_part, any_part, begins, f1, substring, longbench_choice, first_number, whole_word, character,
-                     number, leading_numbers, last_number, infinitebench_choice, infinitebench_debug)}
+    for function in (every_part, any_part, begins, f1, substring, line_substring, longbench_choice, first_number,
+                     whole_word, character, number, leading_numbers, last_number, infinitebench_choice,
+                     infinitebench_debug)}

@@ -12,8 +12,9 @@
     pg19             text files, a folder of them, or JSONL: text       TriForce's: 256 more tokens; no score
     pg19-magicdec    the same                                           MagicDec's: 8,000 tokens skipped; no score
 
-A JSONL file has an object a line; a JSON list of objects is read, too. The prompts are those of the suites, for models
-that continue a text. Where one is too long, its document is cut in the middle, and nothing else is.
+A JSONL file has an object a line; a JSON list of objects is read, too. The prompts are those of the suites, for
+models that continue a text; NarrativeQA has none, so its questions are put as HELMET puts them. Where a prompt is too
+long, its document is cut in the middle, and nothing else is.
 """
 
 import re
@@ -87,7 +88,7 @@ def narrativeqa(path: Path) -> Iterator[tuple[int, Asked]]:
     for record in narratives(path):
         document, question = record.text("context", "document.text"), record.text("input", "question.text", "question")
         yield record.line, Asked(STORY[0], document, STORY[1].format(question=question),
-                                 record.texts("answers", "answer"), "f1", 128, "narrativeqa")
+                                 record.texts("answers", "answer"), "f1", 100, "narrativeqa")
 
 
 def summaries(path: Path) -> Iterator[tuple[int, Asked]]:
@@ -160,7 +161,7 @@ def helmet_ruler(path: Path) -> Iterator[tuple[int, Asked]]:
         before, after = template.split("{context}")
         names = {"one": kind.removesuffix("s"), "kind": kind, "query": record.text("query")}
         yield record.line, Asked(before.format(**names), record.text("context"), after.format(**names), answers,
-                                 "every_part", 50, "helmet/ruler")
+                                 "every_part", 100 if kind == "uuids" else 50, "helmet/ruler")
 
 
 def helmet_qa(path: Path) -> Iterator[tuple[int, Asked]]:
@@ -168,12 +169,13 @@ def helmet_qa(path: Path) -> Iterator[tuple[int, Asked]]:
         passages = "\n\n".join(f"Document (Title: {one['title']}): {one['text']}"
                                for one in record.objects("ctxs", "title", "text"))
         after = PASSAGES[1].format(question=record.text("question"))
-        yield record.line, Asked(PASSAGES[0], passages, after, record.texts("answers"), "substring", 20, "helmet/qa")
+        yield record.line, Asked(PASSAGES[0], passages, after, record.texts("answers"), "line_substring", 20,
+                                 "helmet/qa")
 
 
 def ruler_file(path: Path) -> Iterator[tuple[int, Asked]]:
     """Prompts are taken as they are: cutting them could cut the needle. The folder names the task, as there."""
-    task = path.parent.name if path.stem in ("validation", "test") else path.stem
+    task = path.parent.name if path.stem.startswith(("validation", "test")) else path.stem
     family = task.split("_")[0]
     for record in records(path):
         prompt = record.text("input") + (record.find("answer_prefix") or "")

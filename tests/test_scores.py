@@ -27,6 +27,8 @@ def test_normalized():
     ("f1", "nothing", ["the sea"], 0.0),
     ("substring", "Answer: the Long-Pier.", ["longpier"], 1.0),
     ("substring", "Answer: the long pier.", ["longpier"], 0.0),
+    ("line_substring", " The long pier\n\nQuestion: and Ferris?", ["long pier"], 1.0),
+    ("line_substring", " The long pier\n\nQuestion: and Ferris?", ["ferris"], 0.0),
     ("longbench_choice", 'I think **The correct answer is (B)**', ["B"], 1.0),
     ("longbench_choice", "The correct answer is B.", ["B"], 1.0),
     ("longbench_choice", "The correct answer is C, or rather The correct answer is (B)", ["B"], 1.0),

@@ -102,6 +102,7 @@ def test_helmets_recall(read):
     assert more.startswith("Some special magic numbers are hidden") and more.endswith("in the provided text are")
     assert four.scored("4455667 and 7") == 0.5
     assert single.startswith("A special magic uuid is hidden") and one.answers == ["3b-44"]
+    assert (four.new_tokens, one.new_tokens) == (50, 100)  # a uuid is longer
 
 
 def test_helmets_questions(read):
