@@ -1,0 +1,116 @@
+"""The target over its view alone: benchmarks/lossy.py."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_engine, random_prompt
+
+from triforce.errors import UserError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from lossy import ViewEngine, lend  # noqa: E402
+
+KINDS = ("retrieval", "streaming", "snapkv")
+PROMPT, NEW = 150, 40  # tokens; over two flushes and more
+
+
+@pytest.fixture(scope="module")
+def base():
+    from conftest import random_pair
+
+    return make_engine(random_pair()[0], flush_interval=16, chunk_size=4, budget=64, reuse=False)
+
+
+def full(base, number: int = 0, law: dict | None = None) -> list[int]:
+    """Of the full cache, after prompt `number`; greedy without a law."""
+    law = law or {"temperature": 0.0}
+    how = {"speculate": False, "one_row": law["temperature"] > 0}
+    return base.generate(random_prompt(PROMPT, number), NEW, **law, **how).tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_view_of_all_tokens_loses_nothing(base, kind):
+    engine = ViewEngine(base, kind, 256)
+    for number in range(2):
+        result = engine.generate(random_prompt(PROMPT, number), NEW, temperature=0.0)
+        assert result.tokens == full(base, number)
+        assert result.stats.flushes >= 2 and result.stats.retrieval_rebuilds == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_view_loses(base, kind):
+    engine = ViewEngine(base, kind, 64)
+    assert any(engine.generate(random_prompt(PROMPT, number), NEW, temperature=0.0).tokens != full(base, number)
+               for number in range(2))
+
+
+def test_where_the_law_is_the_same_a_seed_draws_the_same(base):
+    """Noise is keyed as at the full level, so that drawn answers can be compared, too."""
+    law = {"temperature": 0.8, "seed": 3}
+    whole, small = (ViewEngine(base, "retrieval", budget).generate(random_prompt(PROMPT), NEW, **law).tokens
+                    for budget in (256, 64))
+    assert whole == full(base, law=law)
+    assert small != whole
+
+
+def test_the_same_again_over_the_same_prompt(base):
+    engine = ViewEngine(base, "retrieval", 64, rebuild_interval=8)
+    first, again = (engine.generate(random_prompt(PROMPT), NEW, temperature=0.0) for _ in range(2))
+    assert first.tokens == again.tokens
+    assert first.stats.target_forwards == NEW  # nothing is drafted
+
+
+def test_only_retrieval_chooses_its_view_anew(base):
+    rebuilds = {}
+    for kind in KINDS:
+        engine = ViewEngine(base, kind, 64, rebuild_interval=8)
+        rebuilds[kind] = engine.generate(random_prompt(PROMPT), NEW, temperature=0.0).stats.retrieval_rebuilds
+        # by the query of the newest token alone: a step has one row
+        assert engine.caches.state.cache.query_weight[0].tolist() == [1.0] + [0.0] * 7
+    assert rebuilds == {"retrieval": NEW // 8, "streaming": 0, "snapkv": 0}
+
+
+def test_later_tokens_see_keys_and_values_that_were_computed_over_the_view(base):
+    """At their positions, in the tail and, flushed, in the prefix. Those of the first layer depend on the token alone;
+    those of the second on what the view showed."""
+    engine, ids = ViewEngine(base, "retrieval", 64), random_prompt(PROMPT)
+    tokens = engine.generate(ids, NEW, temperature=0.0).tokens
+    base.generate(ids + tokens, 1, temperature=0.0, speculate=False)
+    lossy, exact = engine.caches.state.cache, base.caches.state.cache
+    start, stop = PROMPT, PROMPT + NEW - 1  # the last token is pending
+    assert start < lossy.lens[0] < stop  # some are flushed, some are not
+    first, second = ([cache.load(i, 0, start, stop) for cache in (lossy, exact)] for i in (0, 1))
+    torch.testing.assert_close(*first)
+    assert (second[0] - second[1]).abs().amax(dim=(0, 1, 3)).min() > 1e-4  # at every position
+    before = [cache.load(1, 0, 0, PROMPT - 1) for cache in (lossy, exact)]
+    torch.testing.assert_close(*before)  # the prompt is prefilled over all of it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lent_prompt_gives_the_same_answer(base, kind):
+    ids = random_prompt(PROMPT)
+    alone = ViewEngine(base, kind, 64).generate(ids, NEW, temperature=0.0)
+    full(base)
+    engine = ViewEngine(base, kind, 64)
+    document = lend(base, ids, engine, 20)
+    assert 0 < len(document) <= PROMPT - 20
+    lent = engine.generate(ids[len(document) :], NEW, prefix=document, temperature=0.0)
+    assert lent.tokens == alone.tokens
+    assert lent.stats.shared_tokens == len(document)
+
+
+def test_what_cannot_be_lent_is_refused(base, pair):
+    full(base)
+    with pytest.raises(UserError, match="chunk_size is 4 .* and 8 "):
+        lend(base, random_prompt(PROMPT), ViewEngine(base, "retrieval", 64, chunk_size=8), 20)
+    other = ViewEngine(make_engine(pair[1], flush_interval=16, chunk_size=4), "retrieval", 64)
+    with pytest.raises(UserError, match="another model"):
+        lend(base, random_prompt(PROMPT), other, 20)
+
+
+def test_an_offloaded_cache_is_refused(pair):
+    engine = make_engine(pair[0], flush_interval=16, chunk_size=4, offload=True)
+    with pytest.raises(UserError, match="leave out offload"):
+        ViewEngine(engine, "retrieval", 64)
