@@ -29,8 +29,8 @@ RULES = ("rejection", "coupled")
 
 def run(args) -> None:
     args.contexts, args.quote = [args.context], 0
-    machine = {"date": str(date.today()), "torch": torch.__version__, "device": args.device or platform.machine(),
-               "checkpoint": args.checkpoint, "context": args.context}
+    machine = {"date": str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint,
+               "context": args.context, "device": args.device or platform.machine()}
     for gamma in args.gammas:
         for rule in RULES:
             engine = triforce.load(args.checkpoint, **({"draft": args.draft} if args.draft else {}), gamma=gamma,
@@ -86,5 +86,5 @@ if __name__ == "__main__":
     flags.add_argument("--dtype")
     flags.add_argument("--offload", action="store_true")
     flags.add_argument("--out", help="append rows to this file")
-    flags.add_argument("--plot", help=argparse.SUPPRESS)
+    flags.set_defaults(plot=None)
     run_or_plot(run, None, flags.parse_args())
