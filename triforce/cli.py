@@ -33,7 +33,8 @@ ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": 
            "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
 
 
-COMMANDS = ("download", "convert")  # `triforce download ...`; without one of them, it generates
+# `triforce download ...`; without one of them, it generates.
+COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,7 +51,7 @@ def parser() -> Parser:
         prog="triforce", description="Continue a long text with a language model, losslessly and several times faster.",
         epilog="With no flags: the embedded tiny pair on 16,384 tokens of CPython's language reference, compared with "
                "autoregression. Flags may be spelt with underscores. `triforce download` and `triforce convert` "
-               "fetch and convert checkpoints.")
+               "fetch and convert checkpoints, `triforce plan` says what fits.")
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
@@ -110,6 +111,19 @@ def add_flags(group, options: type) -> None:
 def given(args, *classes: type) -> dict:
     """The fields of these classes for which a flag was given."""
     return {name: getattr(args, name) for name in names_of(*classes) if hasattr(args, name)}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The flags that generate. Raises UserError for what is none."""
+    flags = parser()
+    known = {option for action in flags._actions for option in action.option_strings}
+    args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help lists all")
+                        if name.startswith("-") else
+                        f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
+    return args
 
 
 def _spell(argument: str, known) -> str:
@@ -405,14 +419,7 @@ def _columns(stats) -> list[tuple[str, str]]:
 def run(argv: list[str]) -> int:
     from .parallel import from_environment, leave, read_first
 
-    flags = parser()
-    known = {option for action in flags._actions for option in action.option_strings}
-    args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help lists all")
-                        if name.startswith("-") else
-                        f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
+    args = parse(argv)
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     group, args.device = from_environment(getattr(args, "device", None))
@@ -496,16 +503,16 @@ def _dtype_name(engine) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line. Exit status: 0; 1 if the greedy check fails; 2 for a user's mistake; 130 for Ctrl-C."""
+    """Runs the command line. Exit status: 0; 1 if a check fails; 2 for a user's mistake; 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in COMMANDS:
-        return importlib.import_module(f".hf.{argv[0]}", __package__).main(argv[1:])
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
+        if argv and argv[0] in COMMANDS:
+            return importlib.import_module(f".{COMMANDS[argv[0]]}", __package__).main(argv[1:])
         return run(argv)
     except UserError as error:
         rank = int(os.environ.get("RANK", 0))
