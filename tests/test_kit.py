@@ -2,12 +2,19 @@
 
 import json
 import shlex
+import shutil
+import sys
 
 import pytest
+import torch
 
 import triforce
-from triforce import cli, memory
+from triforce import acceptance, cli, memory
 from triforce.hf.checkpoint import TINY, open_tensors
+from triforce.hf.tokenizer import Tokenizer
+from triforce.kit import agreement, check, trials
+
+CPU = torch.device("cpu")
 
 LLAMA_8B = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
@@ -115,5 +122,143 @@ def test_what_this_machine_has_is_the_default(capsys, monkeypatch):
 ])
 def test_mistakes_get_one_line(argv, text, capsys):
     assert cli.main(argv) == 2
+    shown = capsys.readouterr()
+    assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
+
+
+# -- check -------------------------------------------------------------------------------------------------------------
+
+def checked(capsys, tmp_path, *argv) -> tuple[int, dict, str]:
+    file = tmp_path / "check.json"
+    status = cli.main(["check", "--device", "cpu", *argv, "--out", str(file)])
+    shown = capsys.readouterr()
+    assert file.exists(), shown.err
+    return status, json.loads(file.read_text()), shown.out
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """Fewer tokens of everything."""
+    for module, name, count in ((agreement, "TOKENS", 256), (trials, "GREEDY", 24), (check, "NEW", 32)):
+        monkeypatch.setattr(module, name, count)
+
+
+def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
+    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "700", "--far", "600")
+    records = {record["name"]: record for record in told["records"]}
+    assert status == 0 and told["passed"] and told["failed"] == []
+    ways = ["draft, then view", "draft model", "retrieval view", "n-grams"]
+    assert records.keys() == {
+        "machine", "checkpoint", "draft", "text", "load", "logits, first text", "logits, far end", "memory", "advice",
+        "on, 200", "off, 200", "on, 700", "off, 700", "run, first", "run, second", *(f"greedy, {way}" for way in ways),
+        "step, verify", "step, autoregression", "step, view", "step, draft",
+        *(f"acceptance, {way}, T {t}" for way in [*ways, "streaming view", "snapkv view"] for t in ("0", "0.6"))}
+    assert {name for name, record in records.items() if record["passed"]} == {
+        "logits, first text", "logits, far end", "memory", *(f"greedy, {way}" for way in ways)}
+    assert records["logits, far end"]["tokens"] == 600 and records["logits, far end"]["positions"] == 64
+    for name in ("logits, first text", "logits, far end"):
+        assert 0 < records[name]["mean_difference"] < records[name]["max_difference"] < records[name]["max_allowed"]
+    for way in ways:
+        assert records[f"greedy, {way}"]["drafted"] > 0, way
+    trial = records["acceptance, retrieval view, T 0.6"]
+    assert sum(trial["kept"]) / sum(trial["drafted"]) == pytest.approx(trial["acceptance"]["full"])
+    assert trial["drafted"] == sorted(trial["drafted"], reverse=True) and len(trial["drafted"]) == 7
+    about = records["checkpoint"]
+    cache = 2 * about["layers"] * about["kv_heads"] * about["head_dim"] * 700
+    assert records["step, verify"]["bytes"] == 4 * (about["parameters"] + cache)  # its embedding is the output layer's
+    assert records["step, verify"]["bytes"] >= records["step, view"]["bytes"] > records["step, draft"]["bytes"] > 0
+    assert records["on, 200"]["prefill"] > 0 and records["run, first"]["milliseconds_a_token"] > 0
+    assert "**All 7 checks passed.**" in page and "| retrieval view   |   0 |" in page
+    assert all(len(line) <= 80 for line in page.splitlines() if not line.startswith("#"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A small random model as transformers saves it; the same with a damaged layer; the same with a damaged word."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = tmp_path_factory.mktemp("folders")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+                                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096))
+    ids = first_ids(300)
+    word = next(i for i in range(40, 300) if ids[i] not in ids[:i])
+    damages = {"good": lambda: None, "layer": lambda: model.model.layers[1].mlp.down_proj.weight[5].add_(0.5),
+               "word": lambda: model.model.embed_tokens.weight[ids[word]].add_(0.5)}
+    with torch.no_grad():
+        for name, damage in damages.items():
+            kept = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+            damage()
+            model.save_pretrained(made / name)
+            for file in ("tokenizer.model", "tokenizer_config.json"):
+                if (TINY / "target" / file).exists():
+                    shutil.copy(TINY / "target" / file, made / name)
+            model.load_state_dict(kept)
+    return made, word
+
+
+def first_ids(count: int) -> list[int]:
+    return Tokenizer(TINY / "target").encode(cli.default_document()[: 16 * count])[:count]
+
+
+def test_a_damaged_layer_is_named(folders, brief, capsys, tmp_path):
+    made, _ = folders
+    status, told, page = checked(capsys, tmp_path, "--checkpoint", str(made / "layer"), "--reference",
+                                 str(made / "good"), "--lengths", "200", "--quick")
+    [logits] = [record for record in told["records"] if record["name"] == "logits, first text"]
+    assert status == 1 and told["failed"] == ["logits, first text"]
+    assert logits["layer"] == 1 and logits["position"] == 0 and logits["max_difference"] > logits["max_allowed"]
+    assert "part first behind layer 1, at position 0" in " ".join(page.split()) and "FAILED" in page
+    assert "model.layers.1.*" in page
+
+
+def test_the_position_where_logits_part(folders):
+    made, word = folders
+    engine = triforce.load(made / "word", device="cpu")
+    ids = first_ids(300)
+    for keeps, where in ((True, (0, word)), (False, (None, word))):
+        text = agreement.Text("first text", ids, 300, keeps)
+        agreement.of_transformers(made / "good", [text], ids, engine.target.config, torch.float32, CPU, 0)
+        told = agreement.compare(engine, text)
+        assert (told["layer"], told["position"]) == where and not told["passed"]
+    text = agreement.Text("first text", ids, 300, True)
+    agreement.of_transformers(made / "word", [text], ids, engine.target.config, torch.float32, CPU, 0)
+    assert agreement.compare(engine, text)["passed"]
+
+
+def test_inexact_output_and_unplanned_memory_are_failures(brief, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(acceptance, "is_accepted", lambda draft_prob, target_prob, u: draft_prob >= 0)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    status, told, page = checked(capsys, tmp_path, "--lengths", "300", "--quick")
+    assert status == 1 and {"greedy, draft model", "greedy, n-grams"} <= set(told["failed"])
+    assert "memory" not in told["failed"] and "pip install transformers" in page
+    [record] = [record for record in told["records"] if record["name"] == "greedy, draft model"]
+    assert record["first_difference"] is not None and "DIFFERENT from token" in page and "please report" in page
+    engine = triforce.load("tiny", device="cpu")
+    engine.prepare([first_ids(300)], 96)
+    args = cli.parse(["--device", "cpu"])
+    for length, holds in ((300, True), (1500, False)):
+        assert check.memory_of(engine, check._job(args, length), CPU, 0)["passed"] is holds
+
+
+def test_a_short_text_is_begun_anew(tmp_path):
+    tokenizer, file = Tokenizer(TINY / "target"), tmp_path / "text"
+    file.write_text("Call me Ishmael.")
+    ids, repeated = check.read_ids(tokenizer, str(file), 50)
+    once = tokenizer.encode("Call me Ishmael.")
+    assert len(ids) == 50 and ids[len(once) : 2 * len(once)] == once and repeated == -(-50 // len(once)) - 1
+
+
+@pytest.mark.parametrize("argv,text", [
+    (["--lengths", "0"], "--lengths (0) must be a whole number, at least 1"),
+    (["--lengths", "131000"], "--lengths 131000 and 96 new tokens exceed the 131072"),
+    (["--far", "200000"], "--far (200000) exceeds the 131072"), (["--reference", "/no/such"], "no such folder"),
+    (["--out", "/no/such/file"], "there is no folder /no/such"), (["--prompt-file", "/no/such"], "cannot read"),
+    (["--qiuck"], "--qiuck is not a known flag"), (["--device", "tpu"], "device 'tpu' is unknown"),
+    (["--gamma", "99", "--lengths", "99"], "gamma (99) must be"),
+])
+def test_mistakes_in_a_check_get_one_line(argv, text, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "load", lambda *args, **kw: pytest.fail("loaded"))
+    assert cli.main(["check", *argv, *(["--out", str(tmp_path / "x")] if "--out" not in argv else [])]) == 2
     shown = capsys.readouterr()
     assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""

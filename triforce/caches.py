@@ -56,7 +56,7 @@ class Caches:
     def __init__(self, engine: "Engine", models: Models, settings: Settings):
         self.engine, self.models = engine, models
         self.target, self.device = models.target, models.target.device
-        self._given = settings
+        self.given = settings
         self.settings = self._resolve(settings, self.placement.max_batch_size)
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
@@ -70,7 +70,7 @@ class Caches:
         """Resolved for so many rows side by side."""
         if rows <= self.placement.max_batch_size:
             return self.settings
-        return self._resolve(replace(self._given, budget=self.settings.budget), rows)
+        return self._resolve(replace(self.given, budget=self.settings.budget), rows)
 
     def _resolve(self, settings: Settings, rows: int) -> Settings:
         has_model = self.models.draft is not None or self.placement.draft_ranks is not None

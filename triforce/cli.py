@@ -34,7 +34,7 @@ ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": 
 
 
 # `triforce download ...`; without one of them, it generates.
-COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan"}
+COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan", "check": "kit.check"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,7 +51,7 @@ def parser() -> Parser:
         prog="triforce", description="Continue a long text with a language model, losslessly and several times faster.",
         epilog="With no flags: the embedded tiny pair on 16,384 tokens of CPython's language reference, compared with "
                "autoregression. Flags may be spelt with underscores. `triforce download` and `triforce convert` "
-               "fetch and convert checkpoints, `triforce plan` says what fits.")
+               "fetch and convert checkpoints, `triforce plan` says what fits, `triforce check` whether all is well.")
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
@@ -174,12 +174,12 @@ def read_request(args, no_flags: bool = False) -> Request:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
     if args.chat_template and not (args.chat or args.system or args.interactive):
         raise UserError("--chat-template was given without --chat; add --chat")
-    template = _read("--chat-template", args.chat_template) if args.chat_template else None
+    template = read_file("--chat-template", args.chat_template) if args.chat_template else None
     questions: list[dict] = []
     if about.wanted(args):
         about.check(args, int(os.environ.get("WORLD_SIZE", 1)))
         if args.questions:
-            questions = about.read_questions(_read("--questions", args.questions), args.questions)
+            questions = about.read_questions(read_file("--questions", args.questions), args.questions)
         if args.prefix or args.interactive and args.prompt is None and args.prompt_file is None:
             return Request(questions=tuple(questions), template=template)
     if args.prompts is not None:
@@ -218,7 +218,7 @@ def read_document(args) -> str | None:
             raise UserError("--prompt-file - reads standard input, and that is closed; name a file")
         return _read_stdin()
     if args.prompt_file is not None:
-        return _read("--prompt-file", args.prompt_file)
+        return read_file("--prompt-file", args.prompt_file)
     if not _is_piped():
         return None
     print("reading the prompt from standard input ...", file=sys.stderr)
@@ -239,7 +239,7 @@ def _read_stdin() -> str:
     return sys.stdin.read()
 
 
-def _read(flag: str, path: str) -> str:
+def read_file(flag: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
@@ -249,7 +249,7 @@ def _read(flag: str, path: str) -> str:
 def read_prompts(path: str) -> list[dict]:
     """The prompts of a file of JSON lines: {"prompt" or "messages", "question", "seed"}."""
     prompts = []
-    for number, line in enumerate(_read("--prompts", path).split("\n"), 1):
+    for number, line in enumerate(read_file("--prompts", path).split("\n"), 1):
         if not line.strip():
             continue
         try:
