@@ -275,11 +275,12 @@ def examine(engine: Engine, own, args, ids: list[int], lengths: list[int], progr
                      trials.times(engine, ids[:length], NEW, False) | {"name": f"off, {length}"})
     engine.release()
     if engine.settings.retrieval and not own.quick:
-        for way, found, why in trials.other_views(engine, prompt, NEW, NEW, (0.0, 0.6), wider=True):
+        for way, changes in trials.other_views(engine, longest).items():
             progress.say(f"drafting: {way}")
-            tried += found
-            if why is not None:
-                progress.add({"name": f"acceptance, {way}", "passed": None, "skipped": why})
+            try:
+                tried += trials.of_view(engine, changes, prompt, NEW, way, NEW, (0.0, 0.6))
+            except UserError as error:
+                progress.add({"name": f"acceptance, {way}", "passed": None, "skipped": str(error)})
     progress.add(*({**trial.record(), "name": f"acceptance, {trial.way}, T {trial.temperature:g}", "passed": None}
                    for trial in tried if trial.plan.gamma))
     here = plan.Machine(device, memory.available(device), memory.available(torch.device("cpu")),

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import Sampling, Settings
+from ..config import Sampling
 from ..controller import emitted
 from ..engine import Engine
-from ..errors import UserError
 from ..plan import Plan
 
 MOST_GAMMA = 7  # positions in a round that are told apart
@@ -106,24 +105,29 @@ def sibling(engine: Engine, **changes) -> Engine:
                   placement=replace(engine.placement, compile=False), eos_ids=engine.eos_ids)
 
 
-def other_views(engine: Engine, ids: list[int], room: int, count: int, temperatures, wider: bool):
-    """Trials of other ways to choose a view, one prefill each: (way, trials, None) or (way, [], why not)."""
-    given: Settings = engine.caches.given
-    budget = engine.resolve_budget(len(ids))
-    asked = [(f"{kind} view", {"draft_cache": kind, "budget": budget}) for kind in ("streaming", "snapkv")
-             if kind != engine.settings.draft_cache]
-    if wider and 2 * budget <= len(ids) and given.draft_cache in (None, "retrieval"):
-        asked.append((f"view of {2 * budget:,}", {"budget": 2 * budget}))
-    for way, changes in asked:
-        try:
-            other = sibling(engine, **changes)
-            other.prepare([ids], room, **vars(Sampling(temperature=0.0, seed=[0])))
-            plan = ways(other)[f"{other.settings.draft_cache} view"]
-            trials = [run(other, ids, room, way, plan, temperature, count) for temperature in temperatures]
-            other.release()
-            yield way, trials, None
-        except UserError as error:
-            yield way, [], str(error)
+def other_views(engine: Engine, length: int) -> dict[str, dict]:
+    """Other ways to choose a view, as settings, by name. Each needs a prefill of its own."""
+    given, budget = engine.caches.given, engine.resolve_budget(length)
+    found = {f"{kind} view": {"draft_cache": kind, "budget": budget} for kind in ("streaming", "snapkv")
+             if kind != engine.settings.draft_cache}
+    if 2 * budget <= length and given.draft_cache in (None, "retrieval"):
+        found[f"view of {2 * budget:,}"] = {"budget": 2 * budget}
+    return found
+
+
+def of_view(engine: Engine, changes: dict, ids: list[int], room: int, way: str, count: int,
+            temperatures) -> list[Trial]:
+    """Trials of such a view.
+
+    Raises:
+        UserError: it does not go with the other settings.
+    """
+    other = sibling(engine, **changes)
+    other.prepare([ids], room, **vars(Sampling(temperature=0.0, seed=[0])))
+    plan = ways(other)[f"{other.settings.draft_cache} view"]
+    found = [run(other, ids, room, way, plan, temperature, count) for temperature in temperatures]
+    other.release()
+    return found
 
 
 def step_bytes(engine: Engine, length: int) -> dict[str, int]:
