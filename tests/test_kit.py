@@ -138,13 +138,13 @@ def checked(capsys, tmp_path, *argv) -> tuple[int, dict, str]:
 
 @pytest.fixture
 def brief(monkeypatch):
-    """Fewer tokens of everything."""
-    for module, name, count in ((agreement, "TOKENS", 256), (trials, "GREEDY", 24), (check, "NEW", 32)):
+    """Fewer tokens to compare."""
+    for module, name, count in ((agreement, "TOKENS", 256), (trials, "GREEDY", 24)):
         monkeypatch.setattr(module, name, count)
 
 
 def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
-    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "700", "--far", "600")
+    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "700", "--far", "600", "--new", "32")
     records = {record["name"]: record for record in told["records"]}
     assert status == 0 and told["passed"] and told["failed"] == []
     ways = ["draft, then view", "draft model", "retrieval view", "n-grams"]
@@ -204,7 +204,7 @@ def first_ids(count: int) -> list[int]:
 def test_a_damaged_layer_is_named(folders, brief, capsys, tmp_path):
     made, _ = folders
     status, told, page = checked(capsys, tmp_path, "--checkpoint", str(made / "layer"), "--reference",
-                                 str(made / "good"), "--lengths", "200", "--quick")
+                                 str(made / "good"), "--lengths", "200", "--quick", "--new", "8")
     [logits] = [record for record in told["records"] if record["name"] == "logits, first text"]
     assert status == 1 and told["failed"] == ["logits, first text"]
     assert logits["layer"] == 1 and logits["position"] == 0 and logits["max_difference"] > logits["max_allowed"]
@@ -229,14 +229,14 @@ def test_the_position_where_logits_part(folders):
 def test_inexact_output_and_unplanned_memory_are_failures(brief, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(acceptance, "is_accepted", lambda draft_prob, target_prob, u: draft_prob >= 0)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    status, told, page = checked(capsys, tmp_path, "--lengths", "300", "--quick")
+    status, told, page = checked(capsys, tmp_path, "--lengths", "300", "--quick", "--new", "32")
     assert status == 1 and {"greedy, draft model", "greedy, n-grams"} <= set(told["failed"])
     assert "memory" not in told["failed"] and "pip install transformers" in page
     [record] = [record for record in told["records"] if record["name"] == "greedy, draft model"]
     assert record["first_difference"] is not None and "DIFFERENT from token" in page and "please report" in page
     engine = triforce.load("tiny", device="cpu")
     engine.prepare([first_ids(300)], 96)
-    args = cli.parse(["--device", "cpu"])
+    args = cli.parse(["--device", "cpu", "--max-new-tokens", "96"])
     for length, holds in ((300, True), (1500, False)):
         assert check.memory_of(engine, check._job(args, length), CPU, 0)["passed"] is holds
 
@@ -251,6 +251,7 @@ def test_a_short_text_is_begun_anew(tmp_path):
 
 @pytest.mark.parametrize("argv,text", [
     (["--lengths", "0"], "--lengths (0) must be a whole number, at least 1"),
+    (["--new", "3"], "--new (3) must be a whole number, at least 8"),
     (["--lengths", "131000"], "--lengths 131000 and 96 new tokens exceed the 131072"),
     (["--far", "200000"], "--far (200000) exceeds the 131072"), (["--reference", "/no/such"], "no such folder"),
     (["--out", "/no/such/file"], "there is no folder /no/such"), (["--prompt-file", "/no/such"], "cannot read"),

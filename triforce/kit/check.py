@@ -45,6 +45,8 @@ def parser() -> cli.Parser:
     p.add_argument("--lengths", type=int, nargs="+", metavar="N", help="prompt lengths to time; the longest is that of "
                    "all other measurements (default: 512 and 2,048; on a GPU 4,096, 32,768 and 122,880, as far as they "
                    "fit)")
+    p.add_argument("--new", type=int, metavar="N", default=NEW,
+                   help=f"tokens of a call and of a measurement of acceptance (default {NEW})")
     p.add_argument("--far", type=int, metavar="N", help="compare logits at the end of so many tokens, too; 0: do not "
                    "(default: all that the model can attend over, or as many as take transformers some half a minute)")
     p.add_argument("--reference", metavar="FOLDER", help="of transformers, if it is not the checkpoint's own: the one "
@@ -131,9 +133,11 @@ def advise(records: list[dict], tried: list[trials.Trial], engine: Engine, job: 
         best = min(hopes, key=lambda name: hopes[name][1])
         gamma, cost = hopes[best]
         if cost < plain:
-            lines.append(f"gamma: by the times and rates above {best} with {gamma} tokens a verify is the best single "
-                         f"level, {cost:.1f} ms a token beside {plain:.1f}. 'auto' finds that and mixes levels; "
-                         f"--gamma {gamma} fixes it, for texts that a seed repeats.")
+            flags = {"draft model": "--no-retrieval", "n-grams": "--draft ngram --no-retrieval"}.get(
+                best, "--draft none" if engine.draft is not None else "")
+            lines.append(f"gamma: by the times and rates above, of the single levels {best} with {gamma} tokens a "
+                         f"verify would be the fastest, {cost:.1f} ms a token beside {plain:.1f}. 'auto' finds that and "
+                         f"mixes levels; {f'{flags} --gamma {gamma}'.strip()} fixes it, for texts that a seed repeats.")
         else:
             lines.append(f"gamma: no way to draft pays at {job.prompt_len:,} tokens (the best, {best}, would take "
                          f"{cost:.1f} ms a token beside {plain:.1f}). Leave 'auto', which then drafts nothing; longer "
@@ -151,7 +155,7 @@ def advise(records: list[dict], tried: list[trials.Trial], engine: Engine, job: 
     if view is not None and streaming is not None and streaming >= view - 0.03:
         lines.append(f"view: the first and newest tokens draft as well ({streaming:.2f}) as retrieved ones "
                      f"({view:.2f}) here; --draft-cache streaming saves choosing them.")
-    room = engine.target.config.max_len - NEW
+    room = engine.target.config.max_len - job.max_new_tokens
     if job.placement.max_seq_len is None:
         longest = replace(job, prompt_len=room)
         chosen = plan.best(plan.ways(longest, here))
@@ -186,12 +190,13 @@ def lengths_of(own, args, config, device: torch.device, longest: int) -> list[in
     if own.lengths:
         for length in own.lengths:
             whole(1, 2048)("--lengths", length)
-        if max(own.lengths) + NEW > longest:
-            raise UserError(f"--lengths {max(own.lengths)} and {NEW} new tokens exceed the {longest} that the model "
-                            f"can attend over; use at most {longest - NEW}")
+        if max(own.lengths) + own.new > longest:
+            raise UserError(f"--lengths {max(own.lengths)} and {own.new} new tokens exceed the {longest} that the "
+                            f"model can attend over; use at most {longest - own.new}")
         found = sorted(set(own.lengths))
     else:
-        found = [length for length in LENGTHS[device.type] if length + NEW <= longest] or [max(longest - NEW, 1)]
+        most = longest - own.new
+        found = [length for length in LENGTHS[device.type] if length <= most] or [max(most, 1)]
         while len(found) > 1 and not _way(args, found[-1], device).fits:
             found.pop()
     _way(args, found[-1], device)  # a setting that does not fit the others is found before anything is loaded
@@ -199,7 +204,7 @@ def lengths_of(own, args, config, device: torch.device, longest: int) -> list[in
 
 
 def _job(args, length: int) -> plan.Job:
-    asked = {**vars(args), "prompt_len": length, "max_new_tokens": NEW, "batch_size": 1}
+    asked = {**vars(args), "prompt_len": length, "batch_size": 1}
     return plan.job_of(argparse.Namespace(**asked), None)
 
 
@@ -248,37 +253,38 @@ def examine(engine: Engine, own, args, ids: list[int], lengths: list[int], progr
     """All that a loaded engine shows: adds records."""
     longest, device = lengths[-1], engine.device
     prompt = ids[:longest]
+    most = min(trials.GREEDY, own.new)
     progress.say(f"first run, {longest:,} tokens")
-    first = trials.times(engine, prompt, NEW, True) | {"name": "run, first"}
+    first = trials.times(engine, prompt, own.new, True) | {"name": "run, first"}
     progress.say("second run, and without speculation")
-    second = trials.times(engine, prompt, NEW, True) | {"name": "run, second"}
-    off = trials.times(engine, prompt, NEW, False) | {"name": f"off, {longest}"}
+    second = trials.times(engine, prompt, own.new, True) | {"name": "run, second"}
+    off = trials.times(engine, prompt, own.new, False) | {"name": f"off, {longest}"}
     peak = max(first["peak_memory"], second["peak_memory"])
     progress.add(memory_of(engine, _job(args, longest), device, peak))
     read = trials.step_bytes(engine, longest)
 
     progress.say("greedy, on and off")
-    plain = trials.run(engine, prompt, NEW, "autoregression", AUTOREGRESSION, 0.0, trials.GREEDY)
-    tried = [plain, trials.run(engine, prompt, NEW, "one row", ONE_ROW, 0.6, trials.GREEDY)]
+    plain = trials.run(engine, prompt, own.new, "autoregression", AUTOREGRESSION, 0.0, most)
+    tried = [plain, trials.run(engine, prompt, own.new, "one row", ONE_ROW, 0.6, most)]
     for way, chosen in trials.ways(engine).items():
         progress.say(f"drafting: {way}")
-        greedy = trials.run(engine, prompt, NEW, way, chosen, 0.0, trials.GREEDY)
+        greedy = trials.run(engine, prompt, own.new, way, chosen, 0.0, most)
         progress.add(trials.greedy_bits(plain, greedy))
-        tried += [greedy, trials.run(engine, prompt, NEW, way, chosen, 0.6, NEW)]
+        tried += [greedy, trials.run(engine, prompt, own.new, way, chosen, 0.6, own.new)]
     progress.add(*trials.steps(tried, read, next(record for record in progress.records
                                                  if record["name"] == "machine")["copy_bandwidth"]))
     progress.add(first, second, off, second | {"name": f"on, {longest}"})
     for length in lengths[:-1]:
         progress.say(f"{length:,} tokens, on and off")
         engine.release()  # or it would go on from what it holds, and there were no prefill to time
-        progress.add(trials.times(engine, ids[:length], NEW, True) | {"name": f"on, {length}"},
-                     trials.times(engine, ids[:length], NEW, False) | {"name": f"off, {length}"})
+        progress.add(trials.times(engine, ids[:length], own.new, True) | {"name": f"on, {length}"},
+                     trials.times(engine, ids[:length], own.new, False) | {"name": f"off, {length}"})
     engine.release()
     if engine.settings.retrieval and not own.quick:
         for way, changes in trials.other_views(engine, longest).items():
             progress.say(f"drafting: {way}")
             try:
-                tried += trials.of_view(engine, changes, prompt, NEW, way, NEW, (0.0, 0.6))
+                tried += trials.of_view(engine, changes, prompt, own.new, way, own.new, (0.0, 0.6))
             except UserError as error:
                 progress.add({"name": f"acceptance, {way}", "passed": None, "skipped": str(error)})
     progress.add(*({**trial.record(), "name": f"acceptance, {trial.way}, T {trial.temperature:g}", "passed": None}
@@ -304,8 +310,10 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
         raise UserError(f"torchrun started {ranks} processes, and this check runs in one; start it without torchrun")
     if own.far is not None and own.far != 0:
         whole(0, 8192)("--far", own.far)
+    whole(8, NEW)("--new", own.new)
     if getattr(args, "draft", None) == "none":
         args.draft = False
+    args.max_new_tokens = own.new
     return own, args
 
 
@@ -332,7 +340,7 @@ def main(argv: list[str]) -> int:
     wanted = max(lengths[-1], config.max_len if own.far is None and not own.quick else own.far or 0, agreement.TOKENS)
     ids, repeated = read_ids(Tokenizer(folder), own.prompt_file, min(wanted, config.max_len))
     progress.add({"name": "text", "passed": None, "file": own.prompt_file, "repeated": repeated,
-                  "lengths": lengths, "new_tokens": NEW})
+                  "lengths": lengths, "new_tokens": own.new})
     texts = beside_transformers(own, args, folder, ids, device, progress)
     compiled = root().exists() and any(root().glob("*/complete"))
     progress.say("loading")
