@@ -29,6 +29,7 @@ from ..plan import AUTOREGRESSION, ONE_ROW
 from . import agreement, plan, report, trials
 
 NEW = 96  # tokens of a call
+WORKSPACES = 2**28  # bytes that libraries of CUDA allocate for themselves, whatever the model
 LENGTHS = {"cpu": (512, 2048), "cuda": (4096, 32768, 122880)}  # prompts, where nobody says others
 
 
@@ -113,7 +114,7 @@ def memory_of(engine: Engine, job: plan.Job, device: torch.device, stats_peak: i
         caches += way.host.bytes
     told = {"name": "memory", "planned": way.bytes, "parts": parts, "caches_planned": caches,
             "caches_held": state.nbytes, "peak": stats_peak, "prompt_len": job.prompt_len}
-    told["passed"] = caches == state.nbytes and (device.type != "cuda" or stats_peak <= 1.05 * way.bytes)
+    told["passed"] = caches == state.nbytes and (device.type != "cuda" or stats_peak <= 1.05 * way.bytes + WORKSPACES)
     if not told["passed"]:
         told["advice"] = ("More is held than was planned, so a run that is said to fit may not: please report this "
                           "file, and leave a part of the memory free.")
@@ -136,8 +137,9 @@ def advise(records: list[dict], tried: list[trials.Trial], engine: Engine, job: 
             flags = {"draft model": "--no-retrieval", "n-grams": "--draft ngram --no-retrieval"}.get(
                 best, "--draft none" if engine.draft is not None else "")
             lines.append(f"gamma: by the times and rates above, of the single levels {best} with {gamma} tokens a "
-                         f"verify would be the fastest, {cost:.1f} ms a token beside {plain:.1f}. 'auto' finds that and "
-                         f"mixes levels; {f'{flags} --gamma {gamma}'.strip()} fixes it, for texts that a seed repeats.")
+                         f"verify would be the fastest, {cost:.1f} ms a token beside {plain:.1f}. 'auto' finds that "
+                         f"and mixes levels; {f'{flags} --gamma {gamma}'.strip()} fixes it, for texts that a seed "
+                         "repeats.")
         else:
             lines.append(f"gamma: no way to draft pays at {job.prompt_len:,} tokens (the best, {best}, would take "
                          f"{cost:.1f} ms a token beside {plain:.1f}). Leave 'auto', which then drafts nothing; longer "
@@ -225,7 +227,7 @@ def beside_transformers(own, args, folder: Path, ids: list[int], device: torch.d
     count = min(agreement.TOKENS, config.max_len, len(ids))
     texts = [agreement.Text("first text", ids[:count], count, True)]
     far = 0 if own.quick else own.far
-    progress.say(f"transformers over {count:,} tokens")
+    progress.say(f"transformers over {count:,} tokens{'' if far == 0 else ', and at the far end'}")
     hushed()
     dtype = find_dtype(getattr(args, "dtype", None), config.dtype, device)
     reference = folder if own.reference is None else resolve(own.reference)
@@ -234,6 +236,12 @@ def beside_transformers(own, args, folder: Path, ids: list[int], device: torch.d
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         progress.add({"name": "logits", "passed": None, "skipped": f"transformers cannot load {reference}: {reason}"})
+        return []
+    except RuntimeError as error:
+        if not memory.ran_out(error):
+            raise
+        progress.add({"name": "logits", "passed": None, "skipped": "transformers ran out of memory; --far 0 asks for "
+                      "2,048 tokens alone"})
         return []
     if far is None and length < config.max_len:
         why = f"{length:,} of {config.max_len:,} tokens are affordable" if length else "more tokens are not affordable"
@@ -351,7 +359,10 @@ def main(argv: list[str]) -> int:
         progress.say(f"logits beside transformers': {text.name}, {len(text.ids):,} tokens")
         progress.add(agreement.compare(engine, text))
         text.logits, text.hidden = None, []
-    examine(engine, own, args, ids, lengths, progress)
+    try:
+        examine(engine, own, args, ids, lengths, progress)
+    except UserError as error:  # what was found before is worth a page
+        progress.add({"name": "generation", "passed": False, "advice": str(error)})
     failed = [record["name"] for record in progress.records if record["passed"] is False]
     told = {"passed": not failed, "failed": failed, "seconds": time.perf_counter() - progress.begun,
             "records": progress.records}

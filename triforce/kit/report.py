@@ -18,7 +18,8 @@ def page(told: dict) -> str:
         made = make(records)
         if made:
             parts += [f"## {title}", made]
-    parts += ["## Memory", _memory(by_name["memory"])]
+    if "memory" in by_name:
+        parts += ["## Memory", _memory(by_name["memory"])]
     skipped = [f"{record['name']}: {record['skipped']}" for record in records if "skipped" in record]
     if skipped:
         parts += ["## Not checked", items(skipped)]
@@ -109,6 +110,8 @@ def _times(records: list[dict]) -> str:
     on = {record["prompt_len"]: record for record in records if record["name"].startswith("on, ")}
     off = {record["prompt_len"]: record for record in records if record["name"].startswith("off, ")}
     runs = {record["name"]: record for record in records if record["name"].startswith("run, ")}
+    if not on:
+        return ""
     rows = []
     for length in sorted(on):
         fast, slow = on[length]["milliseconds_a_token"], off[length]["milliseconds_a_token"]
