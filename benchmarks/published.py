@@ -28,7 +28,7 @@ from triforce.errors import UserError
 from triforce.hf.checkpoint import resolve
 from triforce.hf.tokenizer import Tokenizer
 from triforce.kit import plan
-from triforce.kit.tables import paragraph, table
+from triforce.kit.tables import broken, paragraph, table
 
 ROOT = Path(__file__).parent.parent
 
@@ -157,12 +157,14 @@ def main() -> None:
                     with open(args.out, "a") as file:
                         file.write(json.dumps(row) + "\n")
             else:
-                print(f"{setup.name} ({setup.claim}): {why or 'can run here; give --text'}\n    python generate.py "
-                      f"{shlex.join(setup.command(args))} --prompt-file book.txt")
+                start = f"torchrun --nproc-per-node {setup.gpus}" if setup.gpus > 1 else "python"
+                text = ["--prompt-file", "book.txt"] if setup.rows == 1 else ["--prompts", "prompts.jsonl"]
+                command = f"{start} generate.py {shlex.join(setup.command(args, *text))}"
+                print(f"{setup.name} ({setup.claim}): {why or 'can run here; give --text'}\n\n{broken(command)}\n")
     if rows:
         cells = [[row["setup"], f"{row['prompt_len']:,}", f"{row['off_ms']:.2f}", f"{row['on_ms']:.2f}",
                   f"{row['speedup']:.2f}x", f"{row['acceptance'].get('full', 0):.2f}"] for row in rows]
-        print(table(["set-up", "prompt", "off", "on", "speed-up", "acceptance"], cells))
+        print(table(["set-up", "prompt", "off", "on", "speed-up", "acceptance"], cells) + "\n")
         print(paragraph(f"ms a token of all rows, on {rows[0]['device']}. The abstracts: " + "; ".join(
             f"{row['setup']} {row['claim']}" for row in rows) + "."))
 

@@ -1,5 +1,6 @@
 """Tables of Markdown that can be read in a terminal, too: columns line up, and no line is wider than 80."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -37,9 +38,13 @@ def items(lines: Sequence[str]) -> str:
 
 
 def broken(command: str) -> str:
-    """A command as code, over several lines where it is long."""
-    return textwrap.fill(command, WIDTH - 6, initial_indent="    ", subsequent_indent="        ",
-                         break_long_words=False, break_on_hyphens=False).replace("\n", " \\\n")
+    """A command as code, over several lines where it is long; a flag and its value stay together."""
+    lines = [""]
+    for words in re.split(r" (?=--)", command):
+        if lines[-1] and len(lines[-1]) + len(words) > WIDTH - 11:
+            lines.append("    ")
+        lines[-1] += words if not lines[-1].strip() else f" {words}"
+    return "\n".join(f"    {line}{' ' + chr(92) if i < len(lines) - 1 else ''}" for i, line in enumerate(lines))
 
 
 def gib(size: int | None) -> str:
