@@ -16,7 +16,7 @@ from triforce.config import Placement, Settings
 from triforce.errors import UserError
 from triforce.hf.checkpoint import TINY, open_tensors
 from triforce.hf.tokenizer import Tokenizer
-from triforce.kit import agreement, check, trials
+from triforce.kit import agreement, check, report, trials
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import published  # noqa: E402
@@ -212,6 +212,8 @@ def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
     assert records["step, verify"]["bytes"] == 4 * (about["parameters"] + cache)  # its embedding is the output layer's
     assert records["step, verify"]["bytes"] >= records["step, view"]["bytes"] > records["step, draft"]["bytes"] > 0
     assert records["on, 200"]["prefill"] > 0 and records["run, first"]["milliseconds_a_token"] > 0
+    loops = [record["repeated"] > report.LOOPS for record in records.values() if "repeated" in record]
+    assert ("texts repeat themselves" in page) is any(loops) and len(loops) == 12
     assert "**All 7 checks passed.**" in page and "| retrieval view   |   0 |" in page
     assert all(len(line) <= 80 for line in page.splitlines() if not line.startswith("#"))
 
@@ -283,6 +285,11 @@ def test_inexact_output_and_unplanned_memory_are_failures(brief, capsys, tmp_pat
     args = cli.parse(["--device", "cpu", "--max-new-tokens", "96"])
     for length, holds in ((300, True), (1500, False)):
         assert check.memory_of(engine, check._job(args, length), CPU, 0)["passed"] is holds
+
+
+def test_a_text_that_repeats_itself_is_noticed():
+    assert trials.repeated([1, 2, 3, 4, 5, 6, 7, 8]) == 0 and trials.repeated([1, 2, 3]) == 0
+    assert trials.repeated([1, 2] * 50) == 1 - 2 / 97
 
 
 def test_a_short_text_is_begun_anew(tmp_path):

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__, cli, memory
-from ..config import Placement, Settings, whole
+from ..config import Placement, Sampling, Settings, whole
 from ..engine import Engine
 from ..errors import UserError
 from ..hf.checkpoint import find_weights, read_config, resolve
@@ -39,7 +39,7 @@ def parser() -> cli.Parser:
         description="Whether all is well with a checkpoint on this machine: a page of Markdown, and a file of JSON.\n"
                     "Exit status: 0; 1 if a check failed; 2 for a mistake in the command.",
         epilog="Flags of `triforce` that load a model are known here, too: --checkpoint, --draft, --device, --dtype,\n"
-               "--budget, --offload, ...\n\n"
+               "--budget, --offload, ...; and --temperature, --top-p, ... of what is drawn.\n\n"
                "    triforce check --checkpoint JackFram/llama-68m --lengths 512 1500")
     p.add_argument("--prompt-file", metavar="FILE", help="the text to continue (default: CPython's language "
                    "reference); it is repeated where it is too short")
@@ -125,6 +125,7 @@ def advise(records: list[dict], tried: list[trials.Trial], engine: Engine, job: 
     """What the measurements speak for. Each line names what it rests on."""
     lines = []
     steps = {record["name"].removeprefix("step, "): record for record in records if record["name"].startswith("step")}
+    auto = next(record for record in records if record["name"] == "run, second")["milliseconds_a_token"]
     plain = steps["autoregression"]["milliseconds"]
     verify = steps.get("verify", steps["autoregression"])["milliseconds"]
     drawn = [trial for trial in tried if trial.temperature > 0 and trial.plan.gamma and trial.drafting is not None]
@@ -137,9 +138,9 @@ def advise(records: list[dict], tried: list[trials.Trial], engine: Engine, job: 
             flags = {"draft model": "--no-retrieval", "n-grams": "--draft ngram --no-retrieval"}.get(
                 best, "--draft none" if engine.draft is not None else "")
             lines.append(f"gamma: by the times and rates above, of the single levels {best} with {gamma} tokens a "
-                         f"verify would be the fastest, {cost:.1f} ms a token beside {plain:.1f}. 'auto' finds that "
-                         f"and mixes levels; {f'{flags} --gamma {gamma}'.strip()} fixes it, for texts that a seed "
-                         "repeats.")
+                         f"verify would be the fastest, {cost:.1f} ms a token beside {plain:.1f} (and "
+                         f"{auto:.1f} that 'auto' took, which mixes levels). "
+                         f"{f'{flags} --gamma {gamma}'.strip()} fixes it, for texts that a seed repeats.")
         else:
             lines.append(f"gamma: no way to draft pays at {job.prompt_len:,} tokens (the best, {best}, would take "
                          f"{cost:.1f} ms a token beside {plain:.1f}). Leave 'auto', which then drafts nothing; longer "
@@ -259,40 +260,40 @@ def hushed() -> None:
 
 def examine(engine: Engine, own, args, ids: list[int], lengths: list[int], progress: Progress) -> None:
     """All that a loaded engine shows: adds records."""
-    longest, device = lengths[-1], engine.device
+    longest, device, law = lengths[-1], engine.device, Sampling(**cli.given(args, Sampling))
     prompt = ids[:longest]
     most = min(trials.GREEDY, own.new)
     progress.say(f"first run, {longest:,} tokens")
-    first = trials.times(engine, prompt, own.new, True) | {"name": "run, first"}
+    first = trials.times(engine, prompt, own.new, True, law) | {"name": "run, first"}
     progress.say("second run, and without speculation")
-    second = trials.times(engine, prompt, own.new, True) | {"name": "run, second"}
-    off = trials.times(engine, prompt, own.new, False) | {"name": f"off, {longest}"}
+    second = trials.times(engine, prompt, own.new, True, law) | {"name": "run, second"}
+    off = trials.times(engine, prompt, own.new, False, law) | {"name": f"off, {longest}"}
     peak = max(first["peak_memory"], second["peak_memory"])
     progress.add(memory_of(engine, _job(args, longest), device, peak))
     read = trials.step_bytes(engine, longest)
 
     progress.say("greedy, on and off")
-    plain = trials.run(engine, prompt, own.new, "autoregression", AUTOREGRESSION, 0.0, most)
-    tried = [plain, trials.run(engine, prompt, own.new, "one row", ONE_ROW, 0.6, most)]
+    plain = trials.run(engine, prompt, own.new, "autoregression", AUTOREGRESSION, trials.GREEDILY, most)
+    tried = [plain, trials.run(engine, prompt, own.new, "one row", ONE_ROW, law, most)]
     for way, chosen in trials.ways(engine).items():
         progress.say(f"drafting: {way}")
-        greedy = trials.run(engine, prompt, own.new, way, chosen, 0.0, most)
+        greedy = trials.run(engine, prompt, own.new, way, chosen, trials.GREEDILY, most)
         progress.add(trials.greedy_bits(plain, greedy))
-        tried += [greedy, trials.run(engine, prompt, own.new, way, chosen, 0.6, own.new)]
+        tried += [greedy, trials.run(engine, prompt, own.new, way, chosen, law, own.new)]
     progress.add(*trials.steps(tried, read, next(record for record in progress.records
                                                  if record["name"] == "machine")["copy_bandwidth"]))
     progress.add(first, second, off, second | {"name": f"on, {longest}"})
     for length in lengths[:-1]:
         progress.say(f"{length:,} tokens, on and off")
         engine.release()  # or it would go on from what it holds, and there were no prefill to time
-        progress.add(trials.times(engine, ids[:length], own.new, True) | {"name": f"on, {length}"},
-                     trials.times(engine, ids[:length], own.new, False) | {"name": f"off, {length}"})
+        progress.add(trials.times(engine, ids[:length], own.new, True, law) | {"name": f"on, {length}"},
+                     trials.times(engine, ids[:length], own.new, False, law) | {"name": f"off, {length}"})
     engine.release()
     if engine.settings.retrieval and not own.quick:
         for way, changes in trials.other_views(engine, longest).items():
             progress.say(f"drafting: {way}")
             try:
-                tried += trials.of_view(engine, changes, prompt, own.new, way, own.new, (0.0, 0.6))
+                tried += trials.of_view(engine, changes, prompt, own.new, way, own.new, (trials.GREEDILY, law))
             except UserError as error:
                 progress.add({"name": f"acceptance, {way}", "passed": None, "skipped": str(error)})
     progress.add(*({**trial.record(), "name": f"acceptance, {trial.way}, T {trial.temperature:g}", "passed": None}
@@ -329,6 +330,7 @@ def main(argv: list[str]) -> int:
     own, args = read(argv)
     folder = resolve(args.checkpoint)
     Settings(**cli.given(args, Settings))
+    Sampling(**cli.given(args, Sampling)).columns(1)
     device = Placement(**cli.given(args, Placement)).resolve().device
     config, draft = read_config(folder), find_draft(args.checkpoint, getattr(args, "draft", None))
     longest = getattr(args, "max_seq_len", None) or config.max_len

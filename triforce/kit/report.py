@@ -2,6 +2,8 @@
 
 from .tables import gib, items, paragraph, table
 
+LOOPS = 0.3  # of a text that says the same again
+
 
 def page(told: dict) -> str:
     """told: `passed`, `failed`, `seconds` and the records."""
@@ -92,6 +94,11 @@ def _acceptance(records: list[dict]) -> str:
     text = table(["way to draft", "T", "full", *map(str, range(1, most + 1))], rows)
     lines = [f"{record['way']}, T {record['temperature']:g}: of the draft model's tokens the view kept "
              f"{_rate(record['acceptance']['retrieval'])}" for record in tried if "retrieval" in record["acceptance"]]
+    loops = [f"{record['way']}, T {record['temperature']:g}, {100 * record['repeated']:.0f}%" for record in tried
+             if record["repeated"] > LOOPS]
+    if loops:
+        lines.append(f"these texts repeat themselves, which is easily drafted: {'; '.join(loops)} of their runs of "
+                     "four tokens stood before. Another text or a higher --temperature says more.")
     about = paragraph("full: of all drafted tokens, the share that the full cache kept. 1 and on: the same at each "
                       "position of a round. A token behind a rejected one counts as not kept.")
     return "\n\n".join([text, about, *([items(lines)] if lines else [])])
@@ -120,7 +127,7 @@ def _times(records: list[dict]) -> str:
         rows.append([f"{length:,}", f"{prefill:.2f}", f"{slow:.2f}", f"{fast:.2f}", f"{slow / fast:.2f}x",
                      f"{on[length]['tokens_a_verify']:.2f}"])
     first, second = runs["run, first"], runs["run, second"]
-    about = paragraph(f"ms a token, without the prefill, at temperature 0.6. The first run took "
+    about = paragraph(f"ms a token, without the prefill. The first run took "
                       f"{first['milliseconds_a_token']:.2f} ms a token and {first['preparing']:.1f} s of preparing "
                       f"steps, the second {second['milliseconds_a_token']:.2f} and {second['preparing']:.1f}.")
     return table(["prompt", "prefill, s", "off", "on", "speed-up", "tokens a verify"], rows) + "\n\n" + about

@@ -5,6 +5,7 @@ A trial follows one plan from the prompt's end on. All trials of one way to choo
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from ..plan import Plan
 
 MOST_GAMMA = 7  # positions in a round that are told apart
 GREEDY = 64  # tokens that are compared
+GREEDILY = Sampling(temperature=0.0)
 COPIED = 2**28  # bytes, to see what the memory gives
 
 
@@ -37,6 +39,7 @@ class Trial:
     def record(self) -> dict:
         mine = {name: value for name, value in vars(self).items() if name not in ("plan", "tokens")}
         return mine | {"gamma": self.plan.gamma, "tokens": len(self.tokens), "rate": self.rate,
+                       "repeated": repeated(self.tokens),
                        "milliseconds_a_token": 1e3 * self.seconds / max(len(self.tokens), 1)}
 
     @property
@@ -45,6 +48,12 @@ class Trial:
         looked_at = sum(self.drafted[:1]) + sum(min(drafted, kept) for drafted, kept in
                                                 zip(self.drafted[1:], self.kept, strict=False))
         return sum(self.kept) / looked_at if looked_at else None
+
+
+def repeated(tokens: list[int]) -> float:
+    """Of the runs of four tokens, the share that stood before in the same text. A loop is easily drafted."""
+    runs = list(zip(*(tokens[i:] for i in range(4)), strict=False))
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def ways(engine: Engine) -> dict[str, Plan]:
@@ -64,10 +73,9 @@ def ways(engine: Engine) -> dict[str, Plan]:
     return found if gamma else {}
 
 
-def run(engine: Engine, ids: list[int], room: int, way: str, plan: Plan, temperature: float, count: int) -> Trial:
+def run(engine: Engine, ids: list[int], room: int, way: str, plan: Plan, law: Sampling, count: int) -> Trial:
     """`count` tokens or some more. room: new tokens that the caches are made for, the same for all trials."""
-    sampling = Sampling(temperature=temperature, seed=[0])
-    state = engine.prepare([ids], room, plan=plan, **vars(sampling))
+    state = engine.prepare([ids], room, plan=plan, **vars(replace(law, seed=[0])))
     drafted, kept = [0] * plan.gamma, [0] * plan.gamma
     tokens, checking, drafting, begun = [], [], [], time.perf_counter()
     while len(tokens) < count:
@@ -81,7 +89,7 @@ def run(engine: Engine, ids: list[int], room: int, way: str, plan: Plan, tempera
             drafting.append(timing.drafting)
     seconds = time.perf_counter() - begun
     rates = state.hierarchy.acceptance_rates()[0]
-    return Trial(way, plan, temperature, tokens, seconds, drafted, kept, rates,
+    return Trial(way, plan, law.temperature, tokens, seconds, drafted, kept, rates,
                  statistics.median(checking) if checking else None,
                  statistics.median(drafting) if drafting and plan.gamma else None)
 
@@ -116,16 +124,16 @@ def other_views(engine: Engine, length: int) -> dict[str, dict]:
 
 
 def of_view(engine: Engine, changes: dict, ids: list[int], room: int, way: str, count: int,
-            temperatures) -> list[Trial]:
+            laws: Sequence[Sampling]) -> list[Trial]:
     """Trials of such a view.
 
     Raises:
         UserError: it does not go with the other settings.
     """
     other = sibling(engine, **changes)
-    other.prepare([ids], room, **vars(Sampling(temperature=0.0, seed=[0])))
+    other.prepare([ids], room, **vars(replace(GREEDILY, seed=[0])))
     plan = ways(other)[f"{other.settings.draft_cache} view"]
-    found = [run(other, ids, room, way, plan, temperature, count) for temperature in temperatures]
+    found = [run(other, ids, room, way, plan, law, count) for law in laws]
     other.release()
     return found
 
@@ -182,10 +190,10 @@ def copy_bandwidth(device: torch.device) -> float:
     return best
 
 
-def times(engine: Engine, ids: list[int], room: int, speculate: bool, seed: int = 0) -> dict:
+def times(engine: Engine, ids: list[int], room: int, speculate: bool, law: Sampling) -> dict:
     """A record of one call as a user makes it. Without speculation: the fastest autoregression."""
     options = {} if speculate else {"speculate": False, "one_row": True}
-    stats = engine.generate(ids, room, ignore_eos=True, seed=seed, **options).stats
+    stats = engine.generate(ids, room, ignore_eos=True, **vars(replace(law, seed=0)), **options).stats
     return {"name": "call", "speculation": speculate, "prompt_len": len(ids), "new_tokens": stats.new_tokens,
             "prefill": stats.prefill, "ttft": stats.ttft, "preparing": stats.recording,
             "milliseconds_a_token": 1e3 * stats.tbt, "acceptance": stats.acceptance_rate,
