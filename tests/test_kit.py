@@ -17,6 +17,7 @@ from triforce.errors import UserError
 from triforce.hf.checkpoint import TINY, open_tensors
 from triforce.hf.tokenizer import Tokenizer
 from triforce.kit import agreement, check, report, trials
+from triforce.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import published  # noqa: E402
@@ -183,12 +184,12 @@ def checked(capsys, tmp_path, *argv) -> tuple[int, dict, str]:
 @pytest.fixture
 def brief(monkeypatch):
     """Fewer tokens to compare."""
-    for module, name, count in ((agreement, "TOKENS", 256), (trials, "GREEDY", 24)):
+    for module, name, count in ((agreement, "TOKENS", 256), (trials, "GREEDY", 16)):
         monkeypatch.setattr(module, name, count)
 
 
 def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
-    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "700", "--far", "600", "--new", "32")
+    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "700", "--far", "600", "--new", "20")
     records = {record["name"]: record for record in told["records"]}
     assert status == 0 and told["passed"] and told["failed"] == []
     ways = ["draft, then view", "draft model", "retrieval view", "n-grams"]
@@ -212,9 +213,9 @@ def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
     assert records["step, verify"]["bytes"] == 4 * (about["parameters"] + cache)  # its embedding is the output layer's
     assert records["step, verify"]["bytes"] >= records["step, view"]["bytes"] > records["step, draft"]["bytes"] > 0
     assert records["on, 200"]["prefill"] > 0 and records["run, first"]["milliseconds_a_token"] > 0
-    loops = [record["repeated"] > report.LOOPS for record in records.values() if "repeated" in record]
+    loops = [record["repeats"] > report.LOOPS for record in records.values() if "repeats" in record]
     assert ("texts repeat themselves" in page) is any(loops) and len(loops) == 12
-    assert "**All 7 checks passed.**" in page and "| retrieval view   |   0 |" in page
+    assert "**All 7 checks passed.**" in page and "| retrieval view | 0 |" in " ".join(page.split())
     assert all(len(line) <= 80 for line in page.splitlines() if not line.startswith("#"))
 
 
@@ -290,6 +291,11 @@ def test_inexact_output_and_unplanned_memory_are_failures(brief, capsys, tmp_pat
 def test_a_text_that_repeats_itself_is_noticed():
     assert trials.repeated([1, 2, 3, 4, 5, 6, 7, 8]) == 0 and trials.repeated([1, 2, 3]) == 0
     assert trials.repeated([1, 2] * 50) == 1 - 2 / 97
+    trial = trials.Trial("n-grams", Plan(2, "ngram"), 0.6, [1, 2] * 50, 1.0, [10, 9], [9, 3], {"full": 12 / 19}, 1.0,
+                         1.0)
+    shown = " ".join(report.page_of_acceptance([trial.record()]).split())
+    assert "repeat themselves" in shown and "n-grams, T 0.6, 98%" in shown and "| .63 | .90 | .33 |" in shown
+    assert trial.rate == 12 / 19  # 10 first tokens and the 9 behind kept ones were looked at
 
 
 def test_a_short_text_is_begun_anew(tmp_path):

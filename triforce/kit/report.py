@@ -16,7 +16,7 @@ def page(told: dict) -> str:
         parts += ["## What failed", items(failed)]
     parts += ["## Machine and checkpoint", items(_about(by_name))]
     for title, make in (("Logits beside transformers", _logits), ("Greedy bits, speculation on and off", _greedy),
-                        ("Acceptance", _acceptance), ("Steps", _steps), ("Time per token", _times)):
+                        ("Acceptance", page_of_acceptance), ("Steps", _steps), ("Time per token", _times)):
         made = make(records)
         if made:
             parts += [f"## {title}", made]
@@ -80,7 +80,7 @@ def _greedy(records: list[dict]) -> str:
     return table(["way to draft", "tokens", "drafted", "kept", ""], rows) if rows else ""
 
 
-def _acceptance(records: list[dict]) -> str:
+def page_of_acceptance(records: list[dict]) -> str:
     tried = [record for record in records if "drafted" in record and "kept" in record
              and isinstance(record["drafted"], list)]
     if not tried:
@@ -94,8 +94,8 @@ def _acceptance(records: list[dict]) -> str:
     text = table(["way to draft", "T", "full", *map(str, range(1, most + 1))], rows)
     lines = [f"{record['way']}, T {record['temperature']:g}: of the draft model's tokens the view kept "
              f"{_rate(record['acceptance']['retrieval'])}" for record in tried if "retrieval" in record["acceptance"]]
-    loops = [f"{record['way']}, T {record['temperature']:g}, {100 * record['repeated']:.0f}%" for record in tried
-             if record["repeated"] > LOOPS]
+    loops = [f"{record['way']}, T {record['temperature']:g}, {100 * record['repeats']:.0f}%" for record in tried
+             if record["repeats"] > LOOPS]
     if loops:
         lines.append(f"these texts repeat themselves, which is easily drafted: {'; '.join(loops)} of their runs of "
                      "four tokens stood before. Another text or a higher --temperature says more.")

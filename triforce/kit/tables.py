@@ -9,7 +9,7 @@ WIDTH = 80
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column is a name, and stands left; the others are figures, and stand right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    widths = [max(2, *(len(row[i]) for row in (head, *rows))) for i in range(len(head))]
     room = WIDTH - 3 * len(head) - 1
     if sum(widths) > room:  # the longest column gives way
         longest = max(range(len(head)), key=lambda i: widths[i])

@@ -39,7 +39,7 @@ class Trial:
     def record(self) -> dict:
         mine = {name: value for name, value in vars(self).items() if name not in ("plan", "tokens")}
         return mine | {"gamma": self.plan.gamma, "tokens": len(self.tokens), "rate": self.rate,
-                       "repeated": repeated(self.tokens),
+                       "repeats": repeated(self.tokens),
                        "milliseconds_a_token": 1e3 * self.seconds / max(len(self.tokens), 1)}
 
     @property
