@@ -189,10 +189,10 @@ def brief(monkeypatch):
 
 
 def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
-    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "700", "--far", "600", "--new", "20")
+    status, told, page = checked(capsys, tmp_path, "--lengths", "200", "700", "--far", "600", "--new", "12")
     records = {record["name"]: record for record in told["records"]}
     assert status == 0 and told["passed"] and told["failed"] == []
-    ways = ["draft, then view", "draft model", "retrieval view", "n-grams"]
+    ways = ["draft + view", "draft model", "retrieval view", "n-grams"]
     assert records.keys() == {
         "machine", "checkpoint", "draft", "text", "load", "logits, first text", "logits, far end", "memory", "advice",
         "on, 200", "off, 200", "on, 700", "off, 700", "run, first", "run, second", *(f"greedy, {way}" for way in ways),
@@ -213,6 +213,7 @@ def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
     assert records["step, verify"]["bytes"] == 4 * (about["parameters"] + cache)  # its embedding is the output layer's
     assert records["step, verify"]["bytes"] >= records["step, view"]["bytes"] > records["step, draft"]["bytes"] > 0
     assert records["on, 200"]["prefill"] > 0 and records["run, first"]["milliseconds_a_token"] > 0
+    assert "a view holds the whole prompt of 700 tokens" in " ".join(page.split())  # 1,024 is the least by default
     loops = [record["repeats"] > report.LOOPS for record in records.values() if "repeats" in record]
     assert ("texts repeat themselves" in page) is any(loops) and len(loops) == 12
     assert "**All 7 checks passed.**" in page and "| retrieval view | 0 |" in " ".join(page.split())
@@ -293,8 +294,9 @@ def test_a_text_that_repeats_itself_is_noticed():
     assert trials.repeated([1, 2] * 50) == 1 - 2 / 97
     trial = trials.Trial("n-grams", Plan(2, "ngram"), 0.6, [1, 2] * 50, 1.0, [10, 9], [9, 3], {"full": 12 / 19}, 1.0,
                          1.0)
-    shown = " ".join(report.page_of_acceptance([trial.record()]).split())
-    assert "repeat themselves" in shown and "n-grams, T 0.6, 98%" in shown and "| .63 | .90 | .33 |" in shown
+    shown = " ".join(report.page_of_acceptance([trial.record() | {"budget": 8, "prompt_len": 9}]).split())
+    assert "whole prompt" not in shown and "repeat themselves" in shown
+    assert "n-grams, T 0.6, 98%" in shown and "| .63 | .90 | .33 |" in shown
     assert trial.rate == 12 / 19  # 10 first tokens and the 9 behind kept ones were looked at
 
 

@@ -126,8 +126,8 @@ def advise(records: list[dict], tried: list[trials.Trial], engine: Engine, job: 
     lines = []
     steps = {record["name"].removeprefix("step, "): record for record in records if record["name"].startswith("step")}
     auto = next(record for record in records if record["name"] == "run, second")["milliseconds_a_token"]
-    plain = steps["autoregression"]["milliseconds"]
-    verify = steps.get("verify", steps["autoregression"])["milliseconds"]
+    plain = steps["autoregression"]["milliseconds"] if "autoregression" in steps else auto
+    verify = steps["verify"]["milliseconds"] if "verify" in steps else plain
     drawn = [trial for trial in tried if trial.temperature > 0 and trial.plan.gamma and trial.drafting is not None]
     hopes = {trial.way: trials.best_gamma(trial, verify, engine.settings.block_size - 1) for trial in drawn
              if trial.way in {"draft model", "n-grams", f"{engine.settings.draft_cache} view"}}
@@ -296,7 +296,8 @@ def examine(engine: Engine, own, args, ids: list[int], lengths: list[int], progr
                 tried += trials.of_view(engine, changes, prompt, own.new, way, own.new, (trials.GREEDILY, law))
             except UserError as error:
                 progress.add({"name": f"acceptance, {way}", "passed": None, "skipped": str(error)})
-    progress.add(*({**trial.record(), "name": f"acceptance, {trial.way}, T {trial.temperature:g}", "passed": None}
+    common = {"passed": None, "prompt_len": longest, "budget": engine.resolve_budget(longest)}
+    progress.add(*({**trial.record(), **common, "name": f"acceptance, {trial.way}, T {trial.temperature:g}"}
                    for trial in tried if trial.plan.gamma))
     here = plan.Machine(device, memory.available(device), memory.available(torch.device("cpu")),
                         torch.cuda.device_count() if device.type == "cuda" else 1)

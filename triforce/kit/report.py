@@ -94,6 +94,10 @@ def page_of_acceptance(records: list[dict]) -> str:
     text = table(["way to draft", "T", "full", *map(str, range(1, most + 1))], rows)
     lines = [f"{record['way']}, T {record['temperature']:g}: of the draft model's tokens the view kept "
              f"{_rate(record['acceptance']['retrieval'])}" for record in tried if "retrieval" in record["acceptance"]]
+    budget, length = tried[0]["budget"], tried[0]["prompt_len"]
+    if budget >= length:
+        lines.append(f"a view holds the whole prompt of {length:,} tokens, so rates of views say little; give "
+                     f"--lengths above {4 * budget:,}")
     loops = [f"{record['way']}, T {record['temperature']:g}, {100 * record['repeats']:.0f}%" for record in tried
              if record["repeats"] > LOOPS]
     if loops:
