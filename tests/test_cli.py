@@ -129,7 +129,7 @@ def test_commands_and_their_modules(capsys, monkeypatch):
         for command in cli.COMMANDS:
             status, text = said(program, command, "--help")
             assert status == 0 and f"usage: triforce {command}" in text
-    for command in cli.COMMANDS:
+    for command in ("download", "convert"):
         assert said(f"triforce.hf.{command}")[0] == 2
 
 

@@ -35,6 +35,16 @@ MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says m
 SMALLEST_VIEW = 512  # tokens; with smaller ones more rows would fit, and hardly draft
 
 
+def needed_tokens(length: int, settings: Settings, max_seq_len: int | None) -> int:
+    """Tokens that a row has to hold for so many of prompt and output."""
+    return (length if max_seq_len is None else max_seq_len) + settings.block_size
+
+
+def usual_capacity(needed: int, max_seq_len: int | None) -> int:
+    """Tokens that a row is given, if it shares no prefix."""
+    return -(-needed // 1024) * 1024 if max_seq_len is None else needed
+
+
 class Caches:
     """See the module.
 
@@ -46,7 +56,7 @@ class Caches:
     def __init__(self, engine: "Engine", models: Models, settings: Settings):
         self.engine, self.models = engine, models
         self.target, self.device = models.target, models.target.device
-        self._given = settings
+        self.given = settings
         self.settings = self._resolve(settings, self.placement.max_batch_size)
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
@@ -60,7 +70,7 @@ class Caches:
         """Resolved for so many rows side by side."""
         if rows <= self.placement.max_batch_size:
             return self.settings
-        return self._resolve(replace(self._given, budget=self.settings.budget), rows)
+        return self._resolve(replace(self.given, budget=self.settings.budget), rows)
 
     def _resolve(self, settings: Settings, rows: int) -> Settings:
         has_model = self.models.draft is not None or self.placement.draft_ranks is not None
@@ -232,8 +242,7 @@ class Caches:
 
     def _needed(self, ids: list[list[int]], max_new_tokens: int) -> int:
         """Tokens that a row has to hold."""
-        longest = self.placement.max_seq_len
-        return (max(map(len, ids)) + max_new_tokens if longest is None else longest) + self.settings.block_size
+        return needed_tokens(max(map(len, ids)) + max_new_tokens, self.settings, self.placement.max_seq_len)
 
     def _fits(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> bool:
         state = self.state
@@ -249,13 +258,11 @@ class Caches:
         batch, longest = len(ids), self.placement.max_seq_len
         base = 0 if shared is None else shared.num_shared
         settings = self.settings_for(batch)
-        capacity = needed
-        if longest is None:
-            capacity = -(-needed // 1024) * 1024
-            if base:  # a conversation grows; of many rows each has just what it needs
-                own = -(-(needed - base) // settings.flush_interval) * settings.flush_interval
-                capacity = base + (max(1 << (own - 1).bit_length(), 1024) if batch == 1 else own)
-                capacity = max(min(capacity, self._whole(self.target.config.max_len + settings.block_size)), needed)
+        capacity = usual_capacity(needed, longest)
+        if base and longest is None:  # a conversation grows; of many rows each has just what it needs
+            own = -(-(needed - base) // settings.flush_interval) * settings.flush_interval
+            capacity = base + (max(1 << (own - 1).bit_length(), 1024) if batch == 1 else own)
+            capacity = max(min(capacity, self._whole(self.target.config.max_len + settings.block_size)), needed)
         held = self._held(ids)
         old = self.state if base and held > base and shared.is_same(self.prefix) else None
         self.state = None

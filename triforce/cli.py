@@ -33,7 +33,8 @@ ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": 
            "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
 
 
-COMMANDS = ("download", "convert")  # `triforce download ...`; without one of them, it generates
+# `triforce download ...`; without one of them, it generates.
+COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan", "check": "kit.check"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,7 +51,7 @@ def parser() -> Parser:
         prog="triforce", description="Continue a long text with a language model, losslessly and several times faster.",
         epilog="With no flags: the embedded tiny pair on 16,384 tokens of CPython's language reference, compared with "
                "autoregression. Flags may be spelt with underscores. `triforce download` and `triforce convert` "
-               "fetch and convert checkpoints.")
+               "fetch and convert checkpoints, `triforce plan` says what fits, `triforce check` whether all is well.")
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
@@ -113,6 +114,19 @@ def given(args, *classes: type) -> dict:
     return {name: getattr(args, name) for name in names_of(*classes) if hasattr(args, name)}
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The flags that generate. Raises UserError for what is none."""
+    flags = parser()
+    known = {option for action in flags._actions for option in action.option_strings}
+    args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help lists all")
+                        if name.startswith("-") else
+                        f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
+    return args
+
+
 def _spell(argument: str, known) -> str:
     """--prompt_len=3 -> --prompt-len=3, and the reference implementations' names."""
     if not argument.startswith("--"):
@@ -161,12 +175,12 @@ def read_request(args, no_flags: bool = False) -> Request:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
     if args.chat_template and not (args.chat or args.system or args.interactive):
         raise UserError("--chat-template was given without --chat; add --chat")
-    template = _read("--chat-template", args.chat_template) if args.chat_template else None
+    template = read_file("--chat-template", args.chat_template) if args.chat_template else None
     questions: list[dict] = []
     if about.wanted(args):
         about.check(args, int(os.environ.get("WORLD_SIZE", 1)))
         if args.questions:
-            questions = about.read_questions(_read("--questions", args.questions), args.questions)
+            questions = about.read_questions(read_file("--questions", args.questions), args.questions)
         if args.prefix or args.interactive and args.prompt is None and args.prompt_file is None:
             return Request(questions=tuple(questions), template=template)
     if args.prompts is not None:
@@ -205,7 +219,7 @@ def read_document(args) -> str | None:
             raise UserError("--prompt-file - reads standard input, and that is closed; name a file")
         return _read_stdin()
     if args.prompt_file is not None:
-        return _read("--prompt-file", args.prompt_file)
+        return read_file("--prompt-file", args.prompt_file)
     if not _is_piped():
         return None
     print("reading the prompt from standard input ...", file=sys.stderr)
@@ -226,7 +240,7 @@ def _read_stdin() -> str:
     return sys.stdin.read()
 
 
-def _read(flag: str, path: str) -> str:
+def read_file(flag: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
@@ -236,7 +250,7 @@ def _read(flag: str, path: str) -> str:
 def read_prompts(path: str) -> list[dict]:
     """The prompts of a file of JSON lines: {"prompt" or "messages", "question", "seed"}."""
     prompts = []
-    for number, line in enumerate(_read("--prompts", path).split("\n"), 1):
+    for number, line in enumerate(read_file("--prompts", path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -410,14 +424,7 @@ def _columns(stats) -> list[tuple[str, str]]:
 def run(argv: list[str]) -> int:
     from .parallel import from_environment, leave, read_first
 
-    flags = parser()
-    known = {option for action in flags._actions for option in action.option_strings}
-    args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help lists all")
-                        if name.startswith("-") else
-                        f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
+    args = parse(argv)
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     group, args.device = from_environment(getattr(args, "device", None))
@@ -501,16 +508,16 @@ def _dtype_name(engine) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line. Exit status: 0; 1 if the greedy check fails; 2 for a user's mistake; 130 for Ctrl-C."""
+    """Runs the command line. Exit status: 0; 1 if a check fails; 2 for a user's mistake; 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in COMMANDS:
-        return importlib.import_module(f".hf.{argv[0]}", __package__).main(argv[1:])
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
+        if argv and argv[0] in COMMANDS:
+            return importlib.import_module(f".{COMMANDS[argv[0]]}", __package__).main(argv[1:])
         return run(argv)
     except UserError as error:
         rank = int(os.environ.get("RANK", 0))

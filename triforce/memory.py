@@ -127,7 +127,12 @@ def host_part(config: ModelConfig, num_layers: int, **sizes) -> Part:
 def fitting_layers(config: ModelConfig, parts: list[Part], device: torch.device, resident_memory: int | None,
                    **sizes) -> int:
     """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes."""
-    free = available(device)
+    return layers_within(config, parts, available(device), resident_memory, **sizes)
+
+
+def layers_within(config: ModelConfig, parts: list[Part], free: int | None, resident_memory: int | None,
+                  **sizes) -> int:
+    """The same of so many free bytes; None: nobody knows how many."""
     room = [] if free is None else [int(0.95 * free) - sum(part.bytes for part in parts)]
     room += [] if resident_memory is None else [resident_memory]
     return min(max(min(room, default=0) // layer_bytes(config, **sizes), 0), config.n_layer)
@@ -177,8 +182,8 @@ def check(parts: list[Part], device: torch.device, of_no_use: Collection[str] = 
     for part in sorted(parts, key=lambda part: -part.bytes):
         remedies = ", ".join(remedy for remedy in part.remedies if remedy not in of_no_use)
         if part.bytes >= 2**20:
-            listed.append(f"{part.name} {_gib(part.bytes)}" + (f" ({remedies})" if remedies else ""))
-    raise UserError(f"this needs {_gib(needed)} of memory on {device} and {_gib(free)} are free: {', '.join(listed)}")
+            listed.append(f"{part.name} {gib(part.bytes)}" + (f" ({remedies})" if remedies else ""))
+    raise UserError(f"this needs {gib(needed)} of memory on {device} and {gib(free)} are free: {', '.join(listed)}")
 
 
 def peak(device: torch.device) -> int:
@@ -189,5 +194,5 @@ def peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"

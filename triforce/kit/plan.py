@@ -1,0 +1,374 @@
+"""`triforce plan`: what fits a machine, part by part, and the command to use. Reads config.json, and no weights.
+
+The parts are those of `memory.py`: what `load` and a call check before they allocate, added up for a machine that need
+not be this one.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+from dataclasses import dataclass, replace
+
+import torch
+
+from .. import cli, memory
+from ..caches import needed_tokens, usual_capacity
+from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
+from ..errors import UserError
+from ..hf.checkpoint import read_config, resolve
+from ..loading import find_draft, find_dtype
+from ..memory import Part
+from ..model import ModelConfig
+from ..parallel import Group, shard_config
+from ..quantize import fp8_bytes
+from .drafts import candidates
+from .tables import broken, gib, items, paragraph, table
+
+CUDA_ITSELF = Part("CUDA itself, about", 2**29)  # of a card's memory; what a running process finds free is without it
+THRIFTY = {"prefill_chunk_size": 2048, "chunk_size": 32}  # cost next to nothing where they were measured
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan is for."""
+
+    device: torch.device
+    memory: int | None  # bytes of one device; None: nobody knows
+    host: int | None  # bytes of the host, for an offloaded cache
+    devices: int = 1
+    is_here: bool = True  # `memory` is what is free now, rather than what a card has
+
+    @property
+    def noun(self) -> str:
+        return "GPU" if self.device.type == "cuda" else "CPU"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run on it: settings and placement as the user gave them."""
+
+    target: ModelConfig
+    draft: ModelConfig | None
+    settings: Settings
+    placement: Placement
+    prompt_len: int
+    max_new_tokens: int
+    rows: int = 1  # prompts side by side
+    most_rows: int = 1  # what the settings are resolved for; see `Placement.max_batch_size`
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a job, and what it takes of each device."""
+
+    ranks: int
+    offload: bool | str
+    changes: dict  # of the settings
+    parts: list[Part]
+    host: Part  # over all ranks
+    resident: int | None  # layers of the KV cache on the device; None: all
+    settings: Settings  # resolved
+    budget: int
+    room: int | None
+    host_room: int | None
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def left(self) -> int | None:
+        return None if self.room is None else self.room - self.bytes
+
+    @property
+    def fits(self) -> bool:
+        return (self.left is None or self.left >= 0) and (self.host_room is None or self.host.bytes <= self.host_room)
+
+    @property
+    def flags(self) -> list[str]:
+        """That make it, beside the user's own."""
+        flags = [] if not self.offload else ["--offload"] if self.offload is True else ["--offload", "auto"]
+        return flags + [word for name, value in self.changes.items() for word in (_flag(name), str(value))]
+
+
+def way(job: Job, machine: Machine, ranks: int = 1, offload: bool | str = False, changes: dict | None = None) -> Way:
+    """What the job takes, as `load` and `Caches` plan it.
+
+    Raises:
+        UserError: settings do not fit each other, or so many ranks cannot share the model.
+    """
+    changes, place, device = changes or {}, replace(job.placement, offload=offload), machine.device
+    group = Group(0, ranks, "") if ranks > 1 else None
+    target = shard_config(job.target, group)
+    dtype = find_dtype(place.dtype, job.target.dtype, device)
+    settings = replace(job.settings, **changes)
+    resolved = settings.resolve(device, has_model=job.draft is not None, offload=offload, max_batch_size=job.most_rows)
+    parts = [] if machine.is_here or device.type != "cuda" else [CUDA_ITSELF]
+    parts += memory.weight_parts(target, job.draft, dtype.itemsize)
+    if place.draft_dtype:
+        parts.append(Part("fp8 copy for drafting", fp8_bytes(target), ("no --draft-dtype",)))
+    needed = needed_tokens(job.prompt_len + job.max_new_tokens, resolved, place.max_seq_len)
+    capacity = usual_capacity(needed, place.max_seq_len)
+    budget = resolved.view_tokens(job.prompt_len, offload)
+    vocab_size = min(config.vocab_size for config in (job.target, job.draft) if config is not None)
+    sizes = {"batch": job.rows, "capacity": capacity}
+
+    def of_state(resident: int | None) -> list[Part]:
+        return memory.state_parts(target, job.draft, resolved, budget=budget, vocab_size=vocab_size, dtype=dtype,
+                                  device=device, num_resident_layers=resident, **sizes)
+
+    resident = None
+    if offload:
+        resident = place.num_resident_layers
+        if resident is None:
+            wanted = None if place.resident_memory is None else parse_size(place.resident_memory, "resident_memory")
+            free = None if machine.memory is None else machine.memory - sum(part.bytes for part in parts)
+            all_of_it = offload is True and wanted is None
+            resident = 0 if all_of_it else memory.layers_within(target, of_state(0), free, wanted, **sizes, dtype=dtype)
+    offloaded = 0 if resident is None else target.n_layer - resident
+    host = memory.host_part(target, offloaded, **sizes, dtype=dtype)
+    host = replace(host, bytes=host.bytes * ranks)
+    parts = parts + of_state(resident)
+    room, host_room = machine.memory, machine.host
+    if device.type == "cpu":  # the same memory, wherever a layer or a rank lies
+        parts, host_room = parts + [host] * bool(host.bytes), None
+        room = None if room is None else room // ranks
+    return Way(ranks, offload, changes, parts, host, resident, resolved, budget, room, host_room)
+
+
+def ways(job: Job, machine: Machine) -> list[Way]:
+    """The ways to try, the fastest first: all on one device, on several, then part of the cache in host memory."""
+    offloads = [job.placement.offload] if job.placement.offload else [False]
+    if not job.placement.offload and machine.device.type == "cuda":
+        offloads.append("auto")
+    found = []
+    for offload in offloads:
+        for ranks in (1, 2, 4, 8):
+            if ranks > machine.devices:
+                break
+            try:
+                found.append(_thrifty(job, machine, ranks, offload))
+            except UserError:  # they cannot share the model's heads evenly
+                if ranks == 1:
+                    raise
+    return found
+
+
+def _thrifty(job: Job, machine: Machine, ranks: int, offload: bool | str) -> Way:
+    """With the usual settings if they fit, else with those that save memory for next to nothing."""
+    usual, defaults = way(job, machine, ranks, offload), Settings()
+    changes = {name: value for name, value in THRIFTY.items() if getattr(job.settings, name) == getattr(defaults, name)
+               and value != getattr(usual.settings, name)}
+    if not usual.settings.scores_chunks:
+        changes.pop("chunk_size", None)
+    return usual if usual.fits or not changes else way(job, machine, ranks, offload, changes)
+
+
+def best(found: list[Way]) -> Way | None:
+    """The first that fits."""
+    return next((one for one in found if one.fits), None)
+
+
+def longest_prompt(job: Job, machine: Machine) -> int:
+    """The most tokens of a prompt that fit in some way, in steps of 1,024; 0: none."""
+    low, high = 0, (job.prompt_len - 1) // 1024
+    while low < high:
+        middle = (low + high + 1) // 2
+        if best(ways(replace(job, prompt_len=middle * 1024), machine)) is None:
+            high = middle - 1
+        else:
+            low = middle
+    return low * 1024
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+def parser() -> cli.Parser:
+    p = cli.Parser(
+        prog="triforce plan", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="What a checkpoint and a prompt take of a machine's memory, part by part, what fits, and the\n"
+                    "command to use. Reads config.json alone. Exit status: 0; 1 if nothing fits.",
+        epilog="Every flag of `triforce` that changes what is needed is known here, too, and becomes part of the\n"
+               "command: --checkpoint, --draft, --prompt-len, --max-new-tokens, --dtype, --budget, --offload, ...\n\n"
+               "    triforce plan --checkpoint meta-llama/Llama-3.1-8B --prompt-len 100000 --memory 24GiB")
+    p.add_argument("--memory", metavar="SIZE", help="of one GPU, which need not be here, such as 24GiB; with --device "
+                   "cpu of the machine (default: what this machine's device has free)")
+    p.add_argument("--host-memory", metavar="SIZE", help="of the host (default: what this machine has free)")
+    p.add_argument("--gpus", type=int, metavar="N", help="so many of them (default: those of this machine, or 1)")
+    p.add_argument("--batch-size", type=int, metavar="N", help="so many prompts side by side (default 1)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
+    return p
+
+
+def machine_of(args, device: str | None) -> Machine:
+    """args: of this command. device: as `triforce` was to be told."""
+    host = memory.available(torch.device("cpu"))
+    host = parse_size(args.host_memory, "--host-memory") if args.host_memory else host
+    if args.memory:
+        if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            find_device(device)  # says what is wrong with it
+        size = parse_size(args.memory, "--memory")
+        return Machine(torch.device(device or "cuda"), size, host, args.gpus or 1, is_here=False)
+    place = Placement(device=device).resolve()
+    count = torch.cuda.device_count() if place.device.type == "cuda" else 1
+    if args.gpus is not None and args.gpus > count:
+        raise UserError(f"--gpus ({args.gpus}) is more than the {count} that this machine has; say with --memory how "
+                        "much one of them has, to plan for another machine")
+    return Machine(place.device, memory.available(place.device), host, args.gpus or count)
+
+
+def job_of(args, rows: int | None) -> Job:
+    """args: of `triforce`."""
+    if getattr(args, "draft", None) == "none":
+        args.draft = False
+    settings = Settings(**cli.given(args, Settings))
+    placement = Placement(**cli.given(args, Placement), max_batch_size=args.batch_size)
+    replace(placement, device="cpu").resolve()  # do they fit each other?
+    target = read_config(resolve(args.checkpoint))
+    folder = find_draft(args.checkpoint, settings.draft)
+    draft = None if folder is None else read_config(folder)
+    new = check_max_new_tokens(args.max_new_tokens)
+    longest = placement.max_seq_len or target.max_len
+    length = args.prompt_len or min(cli.DEFAULT_PROMPT_LEN, max(longest - new, 1))
+    whole(1, cli.DEFAULT_PROMPT_LEN)("--prompt-len", length)
+    if length + new > longest:
+        raise UserError(f"a prompt of {length} tokens and {new} new ones exceed the {longest} that "
+                        f"{'--max-seq-len allows' if placement.max_seq_len else 'the model can attend over'}; use "
+                        f"--prompt-len {max(longest - new, 1)}")
+    if placement.num_resident_layers is not None and placement.num_resident_layers > target.n_layer:
+        raise UserError(f"--num-resident-layers ({placement.num_resident_layers}) is more than the model's "
+                        f"{target.n_layer} layers")
+    return Job(target, draft, settings, placement, length, new, rows or 1, args.batch_size)
+
+
+def command(job: Job, chosen: Way, rest: list[str], rows: int | None) -> str:
+    """What to type. rest: the user's own flags."""
+    words = list(rest)
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    if not given & {"--prompt-len", "--prefill"}:
+        words += ["--prompt-len", str(job.prompt_len)]
+    if rows is not None:
+        words += ["--prompts", "prompts.jsonl", "--batch-size", str(rows)]
+    elif not given & {"--prompt", "--prompt-file", "--prompts"}:
+        words += ["--prompt-file", "book.txt"]
+    words += [flag for flag in chosen.flags if not (job.placement.offload and flag in ("--offload", "auto"))]
+    start = ["triforce"]
+    if chosen.ranks > 1:
+        start = ["torchrun", "--nproc-per-node", str(chosen.ranks), "-m", "triforce"]
+    return shlex.join(start + words)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def record(job: Job, machine: Machine, found: list[Way], rest: list[str], rows: int | None) -> dict:
+    """All of it, as JSON has it."""
+    chosen = best(found)
+    return {
+        "name": "plan", "fits": chosen is not None, "device": str(machine.device), "memory": machine.memory,
+        "host_memory": machine.host, "devices": machine.devices, "is_here": machine.is_here,
+        "prompt_len": job.prompt_len, "max_new_tokens": job.max_new_tokens, "rows": job.rows,
+        "ways": [{"ranks": one.ranks, "offload": one.offload, "flags": one.flags, "fits": one.fits,
+                  "resident_layers": job.target.n_layer if one.resident is None else one.resident,
+                  "layers": job.target.n_layer, "budget": one.budget, "bytes": one.bytes, "left": one.left,
+                  "host_bytes": one.host.bytes, "parts": {part.name: part.bytes for part in one.parts}}
+                 for one in found],
+        "chosen": None if chosen is None else found.index(chosen),
+        "command": None if chosen is None else command(job, chosen, rest, rows),
+        "longest_prompt": longest_prompt(job, machine) if chosen is None else None,
+        "drafts": candidates(job.target) if job.draft is None else [],
+    }
+
+
+def title(one: dict, noun: str) -> str:
+    """Of a column."""
+    return f"{one['ranks']} {noun}{'s' * (one['ranks'] > 1)}{' + host' * bool(one['offload'])}"
+
+
+def markdown(told: dict) -> str:
+    """A record as a page of Markdown."""
+    noun = "GPU" if told["device"].startswith("cuda") else "CPU"
+    shown = told["ways"]
+    if told["chosen"] is not None:  # nobody asks for what comes after a way that fits, but the one beside it
+        shown = shown[: max(told["chosen"] + 1, 2)]
+    shown = shown[-3:]
+    columns = [{_common(name): size for name, size in one["parts"].items()} for one in shown]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(gib(column[name]) if name in column else "-" for column in columns)] for name in names]
+    rows.append(["all", *(gib(one["bytes"]) for one in shown)])
+    rows.append([f"free on one {noun}" if told["is_here"] else f"memory of one {noun}",
+                 *[gib(told["memory"])] * len(shown)])
+    if any(one["offload"] for one in shown):
+        rows.append(["layers of the KV cache there",
+                     *(f"{one['resident_layers']} of {one['layers']}" for one in shown)])
+        rows.append(["in host memory", *(gib(one["host_bytes"]) if one["offload"] else "-" for one in shown)])
+        rows.append(["free on the host", *(gib(told["host_memory"]) if one["offload"] else "-" for one in shown)])
+    rows.append(["fits", *("yes" if one["fits"] else "no" for one in shown)])
+    what = f"{told['prompt_len']:,} prompt tokens and {told['max_new_tokens']:,} new ones"
+    what += f", {told['rows']} prompts side by side" if told["rows"] > 1 else ""
+    saved = [title(one, noun) for one in shown if set(one["flags"]) - {"--offload", "auto"}]
+    what += f" ({' and '.join(saved)} with flags that save memory)" if saved else ""
+    lines = [paragraph(f"GiB, for {what}:"), "", table(["part", *(title(one, noun) for one in shown)], rows), ""]
+    lines.append(_verdict(told, noun))
+    return "\n".join(lines)
+
+
+def _verdict(told: dict, noun: str) -> str:
+    notes = []
+    if told["chosen"] is None:
+        least = min(told["ways"], key=lambda one: one["bytes"])
+        lacks_host = told["memory"] is None or least["bytes"] <= told["memory"]
+        where, needed, free = ((f"one {noun}", least["bytes"], told["memory"]) if not lacks_host else
+                               ("the host", least["host_bytes"], told["host_memory"]))
+        flags = [flag for flag in least["flags"] if flag not in ("--offload", "auto")]
+        text = (f"**Nothing fits.** The thriftiest way{f' ({shlex.join(flags)})' if flags else ''} takes "
+                f"{gib(needed)} GiB of {where}, and {gib(free)} GiB are there.")
+        longest = told["longest_prompt"]
+        text += (f" The longest prompt that fits has {longest:,} tokens: --prompt-len {longest}." if longest else
+                 " No prompt of 1,024 tokens fits either: take a smaller model, more devices (--gpus), or one with "
+                 "more memory.")
+        return paragraph(text)
+    chosen = told["ways"][told["chosen"]]
+    lines = ["The command to use:", "", broken(told["command"]), ""]
+    if chosen["offload"]:
+        count = chosen["layers"] - chosen["resident_layers"]
+        notes.append(f"Each verify copies {gib(chosen['host_bytes'] // chosen['ranks'])} GiB of {count} layers over "
+                     "the bus; drafts read the view on the device.")
+    saving = [flag for flag in chosen["flags"] if flag.startswith("--") and flag != "--offload"]
+    if saving:
+        notes.append(f"Without {' and '.join(saving)} it does not fit; in our measurements they cost next to nothing.")
+    if noun == "GPU":
+        notes.append("In the first run up to four processes compile beside it, and take half a GiB of the GPU each; "
+                     f"{gib(chosen['left'])} GiB are left. --no-compile does without them.")
+    if told["drafts"]:
+        notes.append(f"Models that may draft for it, by their vocabulary: {', '.join(told['drafts'])} (--draft). "
+                     "Without one the target drafts for itself.")
+    return "\n".join(lines) + ("\n" + items(notes) if notes else "")
+
+
+def _common(name: str) -> str:
+    """The name of a part in every way: without the number of layers."""
+    return "KV cache" if name.startswith("KV cache of") and "resident" in name else name
+
+
+def read(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace, list[str]]:
+    """Flags of this command; all flags of `triforce` beside them; and those as they were typed."""
+    own, rest = parser().parse_known_args(argv)
+    for name, value in (("--gpus", own.gpus), ("--batch-size", own.batch_size)):
+        if value is not None:
+            whole(1, 1)(name, value)
+    return own, cli.parse(rest + ([] if own.batch_size is None else ["--batch-size", str(own.batch_size)])), rest
+
+
+def main(argv: list[str]) -> int:
+    own, args, rest = read(argv)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        raise UserError(f"torchrun started {ranks} processes, and a plan needs one; say --gpus {ranks} instead")
+    job, machine = job_of(args, own.batch_size), machine_of(own, getattr(args, "device", None))
+    told = record(job, machine, ways(job, machine), rest, own.batch_size)
+    print(json.dumps(told) if own.json else markdown(told))
+    return 0 if told["fits"] else 1
