@@ -8,11 +8,14 @@ import weakref
 import pytest
 import torch
 
+import triforce
 from triforce.config import Placement, Settings, split
 from triforce.controller import Controller
 from triforce.costs import Costs, Learned, Shelf
 from triforce.engine import Engine
 from triforce.graphs import Compiler
+from triforce.hf.checkpoint import TINY
+from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
 from triforce.state import State
 
@@ -92,8 +95,9 @@ def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=
 
 def make_engine(target, draft_model=None, *, tokenizer=None, drafting=None, **options) -> Engine:
     """An Engine without a checkpoint; options are those of `Settings` and `Placement`."""
+    eos = {"eos_ids": options.pop("eos_ids")} if "eos_ids" in options else {}
     [settings, placement], _ = split({"gamma": 6, "block_size": 8, **options}, Settings, Placement, what="option")
-    return Engine(target, tokenizer, draft_model, drafting=drafting, settings=settings, placement=placement)
+    return Engine(target, tokenizer, draft_model, drafting=drafting, settings=settings, placement=placement, **eos)
 
 
 def assert_view_holds_its_selection(state, row: int) -> None:
@@ -195,7 +199,14 @@ def pair():
 
 
 @pytest.fixture(scope="session")
-def tiny_engine():
-    import triforce
-
+def embedded_engine():
     return triforce.load("tiny", device="cpu", max_seq_len=4096, gamma=6)
+
+
+@pytest.fixture(scope="session")
+def tiny_engine():
+    """The embedded tokenizer, and random models of its vocabulary, a fifth as slow as the embedded ones."""
+    tokenizer = Tokenizer(TINY / "target")
+    models = random_pair(vocab_size=tokenizer.vocab_size, std=0.1)
+    return make_engine(*models, tokenizer=tokenizer, eos_ids=triforce.load("tiny", device="cpu").eos_ids,
+                       max_seq_len=4096)

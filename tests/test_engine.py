@@ -489,8 +489,8 @@ def test_settings_may_be_of_numpy():
     assert len(engine.generate(TEXT, 8, temperature=0.0, ignore_eos=True).tokens) == 8
 
 
-def test_an_engine_says_what_it_is(tiny_engine):
-    assert repr(tiny_engine) == ("<triforce.Engine: LlamaForCausalLM, 7.5M parameters, float32 on cpu; drafts by a "
+def test_an_engine_says_what_it_is(embedded_engine):
+    assert repr(embedded_engine) == ("<triforce.Engine: LlamaForCausalLM, 7.5M parameters, float32 on cpu; drafts by a "
                                  "model of 0.9M parameters, a retrieval view>")
     bare = triforce.load("tiny", device="cpu", draft=False, retrieval=False, dtype="bfloat16")
     assert "bfloat16 on cpu; drafts by nothing" in repr(bare)
@@ -555,14 +555,15 @@ def test_what_drafts(options, sources, states):
     {}, {"draft": False}, {"draft": "ngram"}, {"retrieval": False}, {"block_size": 2},
     {"retrieval": False, "draft_cache": "snapkv"}, {"retrieval": False, "draft_cache": "full"}, {"block_size": 16},
     {"draft": False, "retrieval": False}])
-def test_auto_in_all_its_combinations(options, eager_to_draft):
+def test_auto_in_all_its_combinations(pair, options, eager_to_draft):
     """Greedy tokens are those of no speculation, whatever there is to draft with, also in a mixed batch; and where
     there is something, it does draft."""
-    engine = triforce.load("tiny", device="cpu", max_batch_size=2, **options)
+    draft = pair[1] if "draft" not in options else None
+    engine = make_engine(pair[0], draft, **{"gamma": "auto", "max_batch_size": 2, "budget": 256, **options})
     assert engine.settings.auto
     drafts = options != {"draft": False, "retrieval": False}
     how = {"max_new_tokens": 20, "ignore_eos": True}
-    long = ids_of(engine, TEXT * 20)[:300]
+    long = random_prompt(300)
 
     def drafted(*outs) -> bool:
         """Whether rounds were timed and, of these, some drafted, for every row."""

@@ -84,10 +84,10 @@ CASES = [
     {"levels": "draft", "gamma": 3, "sampling": {"logit_bias": {0: -2.0, 1: 0.5}}},
     {"levels": "retrieval", "gamma": 3},
     {"levels": "draft", "gamma": 2},
-    {"levels": "retrieval", "gamma": 2, "draft_cache": "snapkv"},
-    {"gamma": 2, "gamma_inner": 1, "draft_cache": "streaming"},
-    {"levels": "draft", "gamma": 2, "draft_cache": "full"},
-    {"levels": "draft", "gamma": 2, "draft_cache": "snapkv"},
+    {"levels": "retrieval", "gamma": 2, "draft_cache": "snapkv", "sampling": {"top_k": 2}},
+    {"gamma": 2, "gamma_inner": 1, "draft_cache": "streaming", "sampling": {"top_k": 2}},
+    {"levels": "draft", "gamma": 2, "draft_cache": "full", "sampling": {"top_k": 2}},
+    {"levels": "draft", "gamma": 2, "draft_cache": "snapkv", "sampling": {"top_k": 2}},
     {"levels": "draft", "gamma": 3, "sampling": {"top_p": 0.8, "temperature": 1.3}},
 ]
 

@@ -168,11 +168,11 @@ def args_of(**how) -> Namespace:
                         "samples": 1, "length": 900, "seed": 0, "new_tokens": None, "text": None, **how})
 
 
-def test_a_tasks_answers_in_every_way(tiny_engine, source):
+def test_a_tasks_answers_in_every_way(embedded_engine, source):
     """The embedded pair finds a fact again over the full cache, and does not over the first and the newest tokens."""
-    sample = made("recall", source, tiny_engine.tokenizer, length=640, number=1, new_tokens=8)
+    sample = made("recall", source, embedded_engine.tokenizer, length=640, number=1, new_tokens=8)
     ways = ["full cache", "triforce", "retrieval", "streaming"]
-    rows = list(tasks.Ways(tiny_engine, ways, [256, 1024]).answers(sample, args_of()))
+    rows = list(tasks.Ways(embedded_engine, ways, [256, 1024]).answers(sample, args_of()))
     told = {(row["way"], row["budget"], row["temperature"]): row for row in rows}
     assert len(told) == len(rows) == 2 * (2 + 2 * 2)
     full, hierarchy = told["full cache", None, 0.0], told["triforce", 1024, 0.0]
@@ -228,19 +228,19 @@ def test_the_plot(tmp_path, capsys):
         tasks.plot(str(path))
 
 
-def test_names_that_are_not_known_are_refused(tiny_engine, tmp_path):
+def test_names_that_are_not_known_are_refused(embedded_engine, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A word or two. " * 30)
     with pytest.raises(UserError, match="recal is not a known task; did you mean recall"):
-        tasks.gather(args_of(tasks=["recal"]), tiny_engine.tokenizer)
+        tasks.gather(args_of(tasks=["recal"]), embedded_engine.tokenizer)
     with pytest.raises(UserError, match="pg-19 is not a known kind of file; did you mean pg19"):
-        tasks.gather(args_of(read=["pg-19=x.txt"]), tiny_engine.tokenizer)
+        tasks.gather(args_of(read=["pg-19=x.txt"]), embedded_engine.tokenizer)
     with pytest.raises(UserError, match="stream is not a known way"):
-        tasks.Ways(tiny_engine, ["stream"], [256])
+        tasks.Ways(embedded_engine, ["stream"], [256])
     with pytest.raises(UserError, match="30 sentences and 1 different words"):
-        tasks.gather(args_of(text=str(text)), tiny_engine.tokenizer)
+        tasks.gather(args_of(text=str(text)), embedded_engine.tokenizer)
     with pytest.raises(UserError, match="names no task"):
-        tasks.gather(args_of(tasks=[]), tiny_engine.tokenizer)
+        tasks.gather(args_of(tasks=[]), embedded_engine.tokenizer)
 
 
 def test_rows_are_appended(tmp_path):
