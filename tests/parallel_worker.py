@@ -62,7 +62,7 @@ def every_kind_alone(n_kv_head: int, tied: bool):
 
 
 def every_kind_of_parameter(group) -> None:
-    for tied in (False, True):
+    for tied in (False, True)[: 1 if group.size == 8 else 2]:
         whole, ids, expected = every_kind_alone(8 if group.size == 8 else 4, tied)
         part = shard(whole, group)
         assert part.config.n_head == 8 // group.size and part.embedding.weight.shape[0] == -(-65 // group.size)
@@ -71,8 +71,8 @@ def every_kind_of_parameter(group) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-WAYS_TO_SAY = ({"gamma": 6}, {"gamma": "auto", "gamma_inner": 3}, {"gamma": "auto", "sampling": "coupled"},
-               {"gamma": 6, "offload": True})
+WAYS_TO_SAY = ({"gamma": 2}, {"gamma": "auto", "gamma_inner": 3}, {"gamma": "auto", "sampling": "coupled"},
+               {"gamma": 2, "offload": True})
 SAID = {"max_new_tokens": 10, "temperature": 0.0}
 DRAWN = {"max_new_tokens": 10, "temperature": 1.0, "top_p": 1.0, "seed": 6}
 LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0]}
@@ -114,7 +114,7 @@ DOCUMENT, QUESTIONS = random_prompt(300, seed=5), [random_prompt(n, seed=n) for 
 @cache
 def answers_alone():
     """(the pair, what it answers about a document)."""
-    engine = engine_of(*random_pair(), gamma=6)
+    engine = engine_of(*random_pair(), gamma=2)
     book = engine.prefill(DOCUMENT)
     return random_pair(), [out.tokens for out in engine.generate(QUESTIONS, prefix=book, **SAID)]
 
@@ -122,14 +122,14 @@ def answers_alone():
 def questions_about_a_document(group) -> None:
     """A shared prefix, of which each rank has its heads; saved by all ranks, and opened by them and by one."""
     (target, draft), expected = answers_alone()
-    shared = engine_of(shard(target, group), draft, gamma=6)
+    shared = engine_of(shard(target, group), draft, gamma=2)
     book = shared.prefill(DOCUMENT)
     answers = shared.generate(QUESTIONS, prefix=book, **SAID)
     assert [out.tokens for out in answers] == expected and answers[0].stats.shared_tokens == book.num_shared > 200
     folder = group.agree(tempfile.mkdtemp())
     path = os.path.join(folder, "book.prefix")
     book.save(path)
-    for engine in (shared, engine_of(target, draft, gamma=6)):
+    for engine in (shared, engine_of(target, draft, gamma=2)):
         opened = engine.open(path)
         assert [out.tokens for out in engine.generate(QUESTIONS, prefix=opened, **SAID)] == expected
     group.agree(None)
@@ -161,6 +161,8 @@ def checkpoint(group) -> None:
     if some.draft is not None:
         assert some.draft.config.n_head == 2 // len(ranks)
     assert [out.tokens for out in some.generate(ids, **GREEDY)] == expected
+    if group.size > 2:  # the rest does not depend on how many they are
+        return
     drawn = some.generate(ids[0], max_new_tokens=16, temperature=0.6, seed=1)
     assert group.agree(drawn.tokens) == drawn.tokens
     assert drawn.stats.acceptance_rate["retrieval"] > 0.1  # what was broadcast is what was drafted
@@ -208,8 +210,9 @@ def draft_on_half(group) -> None:
     for more in ways:
         engine = engine_of(shard(target, group), gamma=3, max_batch_size=2, **more)
         assert [out.tokens for out in engine.generate(ids, **GREEDY)] == alone
-        drawn = [out.tokens for out in engine.generate(ids, **HALF_DRAWN)]
-        assert group.agree(drawn) == drawn and (drawn == drawn_alone or "sampling" not in more)
+        if group.size == 2:
+            drawn = [out.tokens for out in engine.generate(ids, **HALF_DRAWN)]
+            assert group.agree(drawn) == drawn and (drawn == drawn_alone or "sampling" not in more)
     assert engine.target.config.n_kv_head == 8 // group.size
 
 

@@ -10,7 +10,7 @@ from triforce import acceptance, coupled
 from triforce.coupled import draw, exponential
 from triforce.sampling import key_of
 
-LAWS = ([0.5, 0.25, 0.125, 0.125], [0.9, 0.05, 0.03, 0.02 - 1e-4, 1e-4], [1 / 7] * 7,
+LAWS = ([0.5, 0.25, 0.125, 0.125], [0.9, 0.05, 0.03, 0.02 - 1e-4, 1e-4],
         [0.6, 0.4 - 2e-6, 1e-6, 1e-6], [0.0, 0.3, 0.0, 0.7])
 
 

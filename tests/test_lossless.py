@@ -73,7 +73,7 @@ def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PRO
 CASES = [
     {"gamma": 3, "gamma_inner": 1, "prompts": PROMPTS[:1]},
     {"gamma": 2, "gamma_inner": 2, "prompts": PROMPTS[1:]},
-    {"gamma": 1, "gamma_inner": 1},
+    {"gamma": 1, "gamma_inner": 1, "prompts": PROMPTS[1:]},
     {"gamma": 3, "gamma_inner": 2, "sampling": {"top_p": 0.9}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"min_p": 0.2}},

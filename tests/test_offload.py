@@ -310,11 +310,11 @@ def test_a_prefill_that_is_broken_off_leaves_nothing_behind():
 @pytest.mark.parametrize("piece", [32, 112, 2048])
 def test_rows_of_a_batch(pair, piece):
     """No row is so short that all of the pieces are masked; the last piece is a partial one; and once more, rewound."""
-    expected = run_rounds(make_state(*pair, PROMPTS), 60)
+    expected = run_rounds(make_state(*pair, PROMPTS), 40)
     state = make_state(*pair, PROMPTS, num_resident_layers=1, piece_tokens=piece)
-    assert run_rounds(state, 60) == expected
+    assert run_rounds(state, 40) == expected
     state.rewind(512)
-    assert run_rounds(state, 60) == expected
+    assert run_rounds(state, 20) == [row[:20] for row in expected]
 
 
 def test_short_rows_of_a_batch_are_taken_whole(pair):

@@ -33,6 +33,7 @@ class PeriodDrafter(Drafter):
         return self.count.fill_(1)
 
 
+pytestmark = pytest.mark.xdist_group("precompile")  # they share what takes long: what was traced, and compiled
 SETTINGS = {"budget": 64, "flush_interval": 16, "chunk_size": 4, "prefill_chunk_size": 64, "max_seq_len": 512}
 LONGROPE = RopeScaling("longrope", 8.0, 32, attention_factor=1.5, short_factor=(1.0, 1.0), long_factor=(2.0, 3.0))
 SMALL = "Speculator._begin"  # what a CPU compiles in a second
@@ -108,7 +109,7 @@ def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, optio
     engine = make_engine(target, None if "draft" in options else draft, drafting=drafting, compile="beside",
                          max_batch_size=rows, **SETTINGS, **options)
     prefix = engine.prefill(random_prompt(200)) if shared else None
-    run(engine, rows, prefix=prefix)
+    run(engine, rows, tokens=24, prefix=prefix)
     assert (engine.caches.state.base > 0) == shared
     traced = precompile.collect(asked[0])
     assert len(missing(engine)) > 10 and all(piece.paths for piece in traced.values())

@@ -49,13 +49,13 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(pair, kind, calls, monkeypatch
     shared = state.cache.prefix.shared
     assert (shared.packed is not None) == (kind == "packed") and (shared.offload is not None) == (kind == "offloaded")
     before, state_before = digest(shared), state.num_flushes
-    on = bits_of_rows(state, 50)
+    on = bits_of_rows(state, 36)
     assert calls and min(calls) >= len(PROMPTS) and state.num_flushes > state_before
     assert state.hierarchy.outer.totals[:, 0].sum() > 0 and digest(shared) == before
     state.rewind(60, AUTOREGRESSION)
-    assert bits_of_rows(state, 50) == on
+    assert bits_of_rows(state, 36) == on
     alone = make_state(*pair, PROMPTS, **{**made, "num_resident_layers": None, "pack": False})
-    assert run_rounds(alone, 50) == [[token for token, _ in row] for row in on]
+    assert run_rounds(alone, 36) == [[token for token, _ in row] for row in on]
 
 
 def test_rows_are_prefilled_side_by_side(pair, calls):

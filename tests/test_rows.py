@@ -22,7 +22,7 @@ ROWS = (4, 8, 12, 16, 36, 64)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(params=[1, 2, 3, 4, 8], autouse=True)
+@pytest.fixture(params=[1, 2, 3, 8], autouse=True)
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
