@@ -18,13 +18,12 @@ from pathlib import Path
 import torch
 
 import triforce
+from triforce.config import RULES
 from triforce.tape import FULL
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import read_prompts, report, run_or_plot  # noqa: E402
 from steps import milliseconds  # noqa: E402
-
-RULES = ("rejection", "coupled")
 
 
 def run(args) -> None:

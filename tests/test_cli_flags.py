@@ -21,7 +21,7 @@ class Engine:
     """Answers in 10 ms a token with speculation, in 25 without and 20 with unpadded steps."""
 
     device, target, num_parameters = "cpu", SimpleNamespace(dtype="torch.float32"), 10**6
-    settings = SimpleNamespace(sampling="rejection")
+    settings = SimpleNamespace(coupled=False)
 
     def __init__(self):
         self.tokenizer, self.asked = Tokenizer(TINY / "target"), []
@@ -124,7 +124,7 @@ def test_the_comparison(engine, capsys):
 @pytest.mark.parametrize("differs", [False, True])
 def test_the_comparison_of_drawn_tokens(engine, capsys, monkeypatch, differs):
     """Where levels share their draws, those are promised to be the same, too: 64 of them, by the law and the seed."""
-    monkeypatch.setattr(engine, "settings", SimpleNamespace(sampling="coupled"))
+    monkeypatch.setattr(engine, "settings", SimpleNamespace(coupled=True))
     answer = engine.answer
 
     def changed(ids, options):

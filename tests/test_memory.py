@@ -32,6 +32,8 @@ def test_parts_by_their_definitions():
     # Logits, laws, sorted, summed up; and a law for each level that drafts. Of 8 rows, 64 words, 4 bytes each.
     laws = [parts(draft=draft)["logits and probabilities"] / (8 * 64 * 4) for draft in (DRAFT, None)]
     assert laws == [6, 5]
+    coupled = parts(Settings(gamma=6, sampling="coupled"))["logits and probabilities"]
+    assert coupled == (4 + 20) * 8 * 64 * 4  # no laws are passed, and noise is made of ten numbers of 64 bits a word
     # The view's tokens, and which chunks they are of: 256 tokens, without a sink and a window of 128.
     assert planned["retrieval view"] == 4 * TOKEN * 256 + 4 * 2 * (256 - 8 - 128) // 8 * 8 + 8
 

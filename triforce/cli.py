@@ -23,7 +23,7 @@ from .hf.checkpoint import resolve
 from .keep import WAYS, fit
 from .loading import find_draft, load
 from .logprobs import check_logprobs
-from .prefix import is_messages
+from .prefix import first_difference, is_messages
 from .progress import Bar
 from .show import as_ansi, legend
 
@@ -124,6 +124,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help lists all")
                         if name.startswith("-") else
                         f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
+    if getattr(args, "draft", None) == "none":
+        args.draft = False
     return args
 
 
@@ -158,8 +160,6 @@ def read_request(args, no_flags: bool = False) -> Request:
         UserError: a file cannot be read, a text is empty, a value is out of range, flags do not go together.
     """
     resolve(args.checkpoint)
-    if getattr(args, "draft", None) == "none":
-        args.draft = False
     find_draft(args.checkpoint, getattr(args, "draft", None))
     Settings(**given(args, Settings))
     Placement(**given(args, Placement))
@@ -387,7 +387,7 @@ def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
     plain = engine.generate(ids, speculate=False, one_row=True, ignore_eos=args.ignore_eos, stop=args.stop, **seeded)
     plain.stats.dropped_tokens = result.stats.dropped_tokens
     checks = {"greedy": {"temperature": 0.0}}
-    if engine.settings.sampling == "coupled":
+    if engine.settings.coupled:
         checks["drawn"] = seeded
     speedup = plain.stats.tbt / result.stats.tbt if result.stats.tbt else 0.0
     # As if it had been run alone: it took over the other's start and prefill.
@@ -404,7 +404,7 @@ def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
     for name, law in checks.items():
         law = {**law, "max_new_tokens": min(CHECKED_TOKENS, args.max_new_tokens), "ignore_eos": True}
         on, off = (engine.generate(ids, speculate=speculate, **law).tokens for speculate in (True, False))
-        differ = next((i for i, (a, b) in enumerate(zip(on, off, strict=False)) if a != b), None)
+        differ = first_difference(on, off)
         verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"
         lines.append(f"{name} check, {len(on)} tokens, speculation on and off: {verdict}")
         report |= {f"{name}_tokens": len(on), f"{name}_first_difference": differ}

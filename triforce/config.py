@@ -178,6 +178,11 @@ class Settings(Options):
     DERIVED = frozenset({"auto", "ngram"})  # `resolve` sets them; nobody else does
 
     @property
+    def coupled(self) -> bool:
+        """Whether all levels draw by the same noise."""
+        return self.sampling == "coupled"
+
+    @property
     def scores_chunks(self) -> bool:
         return self.retrieval and self.draft_cache == "retrieval"
 

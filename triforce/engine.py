@@ -392,7 +392,7 @@ class Engine:
         """
         state = self.caches.find(ids, max_new_tokens, prefix, on_prefill)
         state.params.set(specialize=self.placement.compile is False, **sampling)
-        padding = self._padding(state.params.greedy or self.settings.sampling == "coupled")
+        padding = self._padding(state.params.greedy or self.settings.coupled)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
             plan = ONE_ROW
         if state.prompts == ids:

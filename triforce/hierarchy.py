@@ -209,7 +209,7 @@ def make_sources(target: Transformer, draft: Transformer | None, tape: Tape, set
     drafter = None
     if draft is not None:
         memory = _memory(draft, tape, settings, capacity=capacity, budget=budget, compiler=compiler, runs_on=runs_on)
-        drafter = ModelDrafter(draft, memory, tape, compiler=compiler)
+        drafter = ModelDrafter(draft, memory, tape, max_drafted=settings.block_size - 1, compiler=compiler)
     if draft_ranks is not None:
         drafter = SharedDrafter(drafter, tape, target.group, draft_ranks[0])
     if drafter is not None:

@@ -53,7 +53,7 @@ def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         Part("tail", cache.nbytes - prefix.nbytes, ("flush_interval", "--batch-size")),
         Part("prefill activations", _prefill_bytes(target, settings, state.capacity - base, dtype),
              ("--prefill-chunk-size",)),
-        Part("logits and probabilities", _law_bytes(target, settings, batch, levels=1 if draft is None else 2),
+        Part("logits and probabilities", _law_bytes(target, settings, batch, 1 if draft is None else 2),
              ("--batch-size",)),
         Part("chunk keys", chunk_keys, ("--chunk-size",))]
     if view is not None:
@@ -109,8 +109,9 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
 
 
 def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int) -> int:
-    """Logits and laws of a step, sorted and summed up, and the laws that are passed from level to level."""
-    return batch * config.vocab_size * 4 * settings.block_size * (4 + levels)
+    """Logits and laws of a step, sorted and summed up; and the laws that are passed from level to level, or the noise
+    of levels that share it: ten whole numbers of 64 bits a word while it is made."""
+    return batch * config.vocab_size * settings.block_size * (16 + (80 if settings.coupled else 4 * levels))
 
 
 def layer_bytes(config: ModelConfig, *, batch: int, capacity: int, dtype: torch.dtype) -> int:

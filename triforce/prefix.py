@@ -132,3 +132,9 @@ def common_length(*texts: Sequence[int]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if all(text[:middle] == first[:middle] for text in texts[1:]) else (low, middle)
     return low
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Where two texts part; None where one of them begins with the other."""
+    length = common_length(one, other)
+    return None if length == min(len(one), len(other)) else length

@@ -62,7 +62,7 @@ class State:
                       and packs(device, dtype))
         self.compiler, self.prefill_level = compiler, compiler.level("prefill")
         self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), vocab_size, device,
-                                  settings.sampling == "coupled")
+                                  settings.coupled)
         self.params = self.tape.params
         offload = None
         if num_resident_layers is not None and num_resident_layers < config.n_layer:

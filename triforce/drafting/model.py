@@ -6,10 +6,12 @@ Shapes: B batch, V vocabulary.
 import torch
 from torch import Tensor
 
+from .. import sampling
 from ..graphs import Compiler, put
 from ..kv.store import Extent
 from ..model import Transformer
 from ..plan import Plan
+from ..sampling import SAMPLE
 from ..tape import DRAFT, Tape
 from .memory import DraftMemory
 from .protocol import Drafter
@@ -20,17 +22,19 @@ class ModelDrafter(Drafter):
 
     Args:
         memory: what the model attends to.
+        max_drafted: the most tokens of a proposal.
     """
 
     # The most tokens that are settled between two proposals and that the draft has not seen: the last drafted one, a
     # bonus token of each level above, and the pending one.
     CATCH_UP_ROWS = 4
 
-    def __init__(self, model: Transformer, memory: DraftMemory, tape: Tape, *, compiler: Compiler):
+    def __init__(self, model: Transformer, memory: DraftMemory, tape: Tape, *, max_drafted: int, compiler: Compiler):
         self.model, self.memory, self.tape = model, memory, tape
         self.nbytes, self.weight_bytes = memory.nbytes, model.weight_bytes
         self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
         self.num_drafted = tape.buffer()
+        self.noise = None if tape.coupled else tape.buffer(max_drafted, dtype=torch.float64)
         self.levels = {rows: compiler.level(f"draft{rows}") for rows in (1, self.CATCH_UP_ROWS)}
         self.steps = {rows: level.step(self._step, num_lengths=2) for rows, level in self.levels.items()}
         self._seen = [0] * len(tape.tokens)  # tokens of each row that it has taken in for certain
@@ -78,8 +82,7 @@ class ModelDrafter(Drafter):
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
 
-    def _step(self, dense: int, longest: int, starts: tuple, rows: int,
-              probs: Tensor | None) -> None:
+    def _step(self, dense: int, longest: int, starts: tuple, rows: int, probs: Tensor | None) -> None:
         """Takes in the tape up to `head`, then draws the token at head + 1."""
         compiled = self.levels[rows]
         tokens = compiled(ModelDrafter._begin)(self, rows)
@@ -88,6 +91,9 @@ class ModelDrafter(Drafter):
         compiled(ModelDrafter._finish)(self, hidden, probs)
 
     def _begin(self, rows: int) -> Tensor:
+        if self.noise is not None and rows > 1:  # the first of a proposal draws the numbers for all
+            ahead = self.base[:, None] + 1 + torch.arange(self.noise.shape[1], device=self.base.device)
+            self.noise.copy_(self.tape.uniform(ahead, DRAFT, SAMPLE))
         index = self.length[:, None] + torch.arange(rows, device=self.base.device)
         return self.tape.tokens.gather(1, torch.minimum(index, self.head[:, None]))  # padded with a valid token
 
@@ -96,9 +102,11 @@ class ModelDrafter(Drafter):
         if hidden.shape[1] > 1:
             hidden = hidden.gather(1, (head - length)[:, None, None].expand(-1, 1, hidden.shape[2]))
         law = tape.law(self.model.output(hidden))  # [B, 1, V]
-        token = tape.draw(law, head[:, None] + 1, DRAFT)  # [B, 1]
+        at = (head - self.base)[:, None]
+        token = (tape.draw(law, head[:, None] + 1, DRAFT) if self.noise is None else
+                 sampling.sample(law, self.noise.gather(1, at)))  # [B, 1]
         if probs is not None:
-            put(probs, (head - self.base)[:, None], law)
+            put(probs, at, law)
         head += 1
         put(tape.tokens, head[:, None], token)
         length.copy_(head)

@@ -321,8 +321,6 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     if own.far is not None and own.far != 0:
         whole(0, 8192)("--far", own.far)
     whole(8, NEW)("--new", own.new)
-    if getattr(args, "draft", None) == "none":
-        args.draft = False
     args.max_new_tokens = own.new
     return own, args
 

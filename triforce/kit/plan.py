@@ -221,8 +221,6 @@ def machine_of(args, device: str | None) -> Machine:
 
 def job_of(args, rows: int | None) -> Job:
     """args: of `triforce`."""
-    if getattr(args, "draft", None) == "none":
-        args.draft = False
     settings = Settings(**cli.given(args, Settings))
     placement = Placement(**cli.given(args, Placement), max_batch_size=args.batch_size)
     replace(placement, device="cpu").resolve()  # do they fit each other?

@@ -14,6 +14,7 @@ from ..config import Sampling
 from ..controller import emitted
 from ..engine import Engine
 from ..plan import Plan
+from ..prefix import first_difference
 
 MOST_GAMMA = 7  # positions in a round that are told apart
 GREEDY = 64  # tokens that are compared
@@ -96,9 +97,9 @@ def run(engine: Engine, ids: list[int], room: int, way: str, plan: Plan, law: Sa
 
 def greedy_bits(plain: Trial, trial: Trial) -> dict:
     """A record: does speculation say what autoregression says?"""
-    pairs = list(zip(plain.tokens[:GREEDY], trial.tokens[:GREEDY], strict=False))  # a round may bring more than asked
-    differ = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    told = {"name": f"greedy, {trial.way}", "tokens": len(pairs), "drafted": sum(trial.drafted),
+    texts = plain.tokens[:GREEDY], trial.tokens[:GREEDY]  # a round may bring more than asked
+    differ = first_difference(*texts)
+    told = {"name": f"greedy, {trial.way}", "tokens": min(map(len, texts)), "drafted": sum(trial.drafted),
             "kept": sum(trial.kept), "first_difference": differ, "passed": differ is None}
     if differ is not None:
         told["advice"] = (f"Token {differ} differs with this way to draft. Output is not exact here: please report "
