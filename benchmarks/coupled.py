@@ -33,7 +33,8 @@ def run(args) -> None:
     for gamma in args.gammas:
         for rule in RULES:
             engine = triforce.load(args.checkpoint, **({"draft": args.draft} if args.draft else {}), gamma=gamma,
-                                   sampling=rule, device=args.device, dtype=args.dtype, offload=args.offload)
+                                   sampling=rule, device=args.device, dtype=args.dtype, offload=args.offload,
+                                   compile=args.compile)
             [ids] = read_prompts(engine.tokenizer, args)
             for temperature, top_p in ((0.6, 0.9), (1.0, 1.0)):
                 law = {"temperature": temperature, "top_p": top_p, "ignore_eos": True}
@@ -84,6 +85,7 @@ if __name__ == "__main__":
     flags.add_argument("--device")
     flags.add_argument("--dtype")
     flags.add_argument("--offload", action="store_true")
+    flags.add_argument("--compile", action=argparse.BooleanOptionalAction, help="wait for compiled steps, or have none")
     flags.add_argument("--out", help="append rows to this file")
     flags.set_defaults(plot=None)
     run_or_plot(run, None, flags.parse_args())

@@ -148,6 +148,8 @@ def test_a_seed_says_the_same(which, dtype, eager_to_draft):
         state = prepare(engine, ids, vocab_size, temperature=1.0)
         tokens, hashes, rejected, _ = bits(state, 300)
         kept, drafted = state.hierarchy.outer.totals[0].tolist()
+        missing = state.compiler.pieces.missing
+        assert not missing if compile is True else len(missing) > 5
         print(f"coupled {which} {dtype} {levels} budget {budget} gamma {gamma} {options}: drafted {drafted}, kept "
               f"{kept}, rejected {rejected}, flushes {state.num_flushes}")
         assert (tokens, hashes) == plain

@@ -23,6 +23,7 @@ from triforce.plan import AUTOREGRESSION
 from triforce.tape import ACCEPTED, MISSED, Tape
 
 CONTEXT, NEW = 500, 64  # flushes after 12 and 44 tokens
+SEED = 1  # one with rejections at every depth
 COMMON = {"flush_interval": 32, "chunk_size": 4, "capacity": 1024, "budget": 256, "gamma": 4, "gamma_inner": 2,
           "keep_logits": True, "rule": "coupled"}
 LAWS = {"greedy": {"temperature": 0.0}, "usual": {"temperature": 0.6, "top_p": 0.9},
@@ -43,7 +44,7 @@ def plain(models):
     def of(law: str, **stores):
         key = law, *stores
         if key not in said:
-            state = make_state(models[0], None, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [7]},
+            state = make_state(models[0], None, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
                                **COMMON, **stores, retrieval=False)
             said[key] = bits(state, NEW)[:2]
         return said[key]
@@ -82,7 +83,7 @@ def test_a_seed_says_the_same_whatever_drafts(models, plain, law, drafter):
     target, draft = models
     more = dict(DRAFTERS[drafter])
     draft = draft if more.pop("draft", True) else None
-    state = make_state(target, draft, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [7]},
+    state = make_state(target, draft, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
                        **{**COMMON, **more})
     tokens, hashes, seen = depths(state, NEW)
     assert (tokens, hashes) == (plain(law, **STREAMED) if drafter == "offloaded" else plain(law))
@@ -110,7 +111,7 @@ def test_a_seed_says_the_same_whatever_the_plans(models, plain, law):
     costs = Costs({8: 1.0}, {4: 1.0}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)})
     plans, dice = [AUTOREGRESSION, *Controller(costs, 7, 3).plans], Random(0)
     ways = [[plan for plan in plans if plan.drafter == name] for name in (None, "model", "ngram", "retrieval")]
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [7]},
+    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
                        **{**COMMON, "ngram": True, "gamma": 7, "gamma_inner": 3})
     for _ in range(2):
         tokens, hashes, used = [], [], set()
@@ -164,7 +165,7 @@ def test_the_engine_with_auto(models, eager_to_draft):
 
 def test_where_drafted_tokens_came_from_is_told(models):
     """The controller learns the draft's acceptance at the inner level by it."""
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [7]}, **COMMON)
+    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **COMMON)
     origins = []
     while len(origins) < 60:
         state.round()
@@ -194,14 +195,14 @@ def test_noise_that_depends_on_more_is_noticed(models, plain, monkeypatch, wrong
         return exact(self, law, position + 1000 * shift, level)
 
     monkeypatch.setattr(Tape, "draw", other)
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [7]}, **COMMON)
+    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **COMMON)
     if wrong == "level":  # the text is another, and next to nothing is accepted
         assert bits(state, NEW)[0] != plain("own")[0]
         kept, drafted = state.hierarchy.outer.totals[0].tolist()
         assert kept < 0.2 * drafted
     else:
         assert bits(state, NEW)[0] != bits(make_state(
-            models[0], None, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [7]}, **COMMON,
+            models[0], None, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **COMMON,
             retrieval=False), NEW)[0]
 
 

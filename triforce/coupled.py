@@ -30,7 +30,7 @@ def exponential(key: Tensor, words: Tensor) -> Tensor:
     It is memoryless: which multiple of ln 2 it exceeds and what is left over are independent. The first has the law of
     the number of zeros before the first one in random bits, the second that of -ln(1 - w / 2), w uniform.
     """
-    bits = mix(key + words * GOLDEN)
+    bits = mix((key ^ words) * GOLDEN)  # not words * GOLDEN: Inductor would write it with numbers beyond 64 bits
     high, low = shift(bits, 40), bits & ((1 << 40) - 1)
     zeros = 24 + 1023 - ((2 * high + 1).double().view(torch.int64) >> 52)  # 24 less the exponent
     fraction, scaled = low >> 10, torch.full_like(low, _COEFFICIENTS[-1])
