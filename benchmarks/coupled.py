@@ -1,4 +1,4 @@
-"""Two ways to check drawn tokens, side by side: rejection sampling, and draws that all levels share.
+"""Ways to check drawn tokens, side by side: rejection sampling, and draws that all levels share, with leaves or not.
 
     python benchmarks/coupled.py --text book.txt --context 8192 --seeds 8 --out results.jsonl
     python benchmarks/coupled.py --checkpoint DIR --draft DIR2 --text book.txt --context 122880
@@ -12,18 +12,23 @@ import argparse
 import platform
 import statistics
 import sys
+from collections import Counter
 from datetime import date
 from pathlib import Path
 
 import torch
 
 import triforce
-from triforce.config import RULES
 from triforce.tape import FULL
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import read_prompts, report, run_or_plot  # noqa: E402
 from steps import milliseconds  # noqa: E402
+
+LEAVES = {"leaves": 1, "leaves_inner": 3}
+WAYS = {"rejection": {"sampling": "rejection"},
+        "coupled": {"sampling": "coupled", **dict.fromkeys(LEAVES, 0)},
+        "coupled, leaves": {"sampling": "coupled", **LEAVES}}
 
 
 def run(args) -> None:
@@ -31,9 +36,9 @@ def run(args) -> None:
     machine = {"date": str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint,
                "context": args.context, "device": args.device or platform.machine()}
     for gamma in args.gammas:
-        for rule in RULES:
+        for rule, settings in WAYS.items():
             engine = triforce.load(args.checkpoint, **({"draft": args.draft} if args.draft else {}), gamma=gamma,
-                                   sampling=rule, device=args.device, dtype=args.dtype, offload=args.offload,
+                                   **settings, device=args.device, dtype=args.dtype, offload=args.offload,
                                    compile=args.compile)
             [ids] = read_prompts(engine.tokenizer, args)
             for temperature, top_p in ((0.6, 0.9), (1.0, 1.0)):
@@ -48,14 +53,21 @@ def run(args) -> None:
 def measure(engine, ids: list[int], args, law: dict) -> dict:
     """Over args.seeds texts."""
     engine.generate(ids, args.warm_up, seed=1000, **law)
-    outs = [engine.generate(ids, args.max_new_tokens, seed=seed, **law) for seed in range(args.seeds)]
+    outs, leaves = [], Counter()
+    for seed in range(args.seeds):
+        outs.append(engine.generate(ids, args.max_new_tokens, seed=seed, **law))
+        hierarchy = engine.caches.state.hierarchy
+        for name, level in (("retrieval", hierarchy.inner), ("full", hierarchy.outer)):
+            leaves[name] += int(level.totals[:, 2].sum())
     plain = engine.generate(ids, min(args.max_new_tokens, 64), seed=0, speculate=False, **law)
     stats = [out.stats for out in outs]
+    verifies = sum(one.target_forwards for one in stats)
     row = {"seeds": args.seeds, "new_tokens": args.max_new_tokens,
-           "tokens_a_verify": sum(one.new_tokens for one in stats) / sum(one.target_forwards for one in stats),
+           "tokens_a_verify": sum(one.new_tokens for one in stats) / verifies,
            "ms_a_token": statistics.median(one.tbt for one in stats) * 1e3}
     for level in ("retrieval", "full"):
         row[f"acceptance_{level}"] = statistics.fmean(one.acceptance_rate.get(level, 0.0) for one in stats)
+        row[f"leaves_a_verify_{level}"] = leaves[level] / verifies
     same = zip(outs[0].tokens, plain.tokens, strict=False)
     return {**row, "same_as_without": all(a == b for a, b in same)}
 

@@ -101,7 +101,7 @@ def measure(ids: list[int], variant: dict, budget: int, args) -> tuple[float, in
     with patches:
         for seed in range(args.seeds):
             engine.generate(ids, args.max_new_tokens, seed=seed, ignore_eos=True)
-            kept, drafted = engine.caches.state.hierarchy.outer.totals[0].tolist()
+            kept, drafted, _ = engine.caches.state.hierarchy.outer.totals[0].tolist()
             accepted, tested = accepted + kept, tested + drafted
     with torch.inference_mode():
         view = engine.caches.state.hierarchy.view

@@ -129,7 +129,7 @@ def bits(state, count, **how):
     totals = {"full": state.hierarchy.outer.totals[0].tolist()}
     if state.hierarchy.inner is not None:
         totals["retrieval"] = state.hierarchy.inner.totals[0].tolist()
-    rejected = {name: drafted - accepted for name, (accepted, drafted) in totals.items()}
+    rejected = {name: drafted - accepted for name, (accepted, drafted, _) in totals.items()}
     return tokens[:count], hashes[:count], rejected, offsets
 
 

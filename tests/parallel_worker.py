@@ -71,7 +71,8 @@ def every_kind_of_parameter(group) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-WAYS_TO_SAY = ({"gamma": 2}, {"gamma": "auto", "gamma_inner": 3}, {"gamma": "auto", "sampling": "coupled"},
+WAYS_TO_SAY = ({"gamma": 2}, {"gamma": "auto", "gamma_inner": 3},
+               {"gamma": "auto", "sampling": "coupled", "leaves": 1, "leaves_inner": 2},
                {"gamma": 2, "offload": True})
 SAID = {"max_new_tokens": 10, "temperature": 0.0}
 DRAWN = {"max_new_tokens": 10, "temperature": 1.0, "top_p": 1.0, "seed": 6}
@@ -191,7 +192,7 @@ def half_alone():
     small = replace(config, dim=32, n_layer=1, n_head=4, n_kv_head=4)
     target, draft = (Transformer.random(c, seed=i, std=0.3) for i, c in enumerate((config, small)))
     ids = [PROMPT[:154], PROMPT[:74]]  # each flushes once
-    engine = engine_of(target, None, gamma=3, max_batch_size=2, sampling="coupled")
+    engine = engine_of(target, None, gamma=3, max_batch_size=2, sampling="coupled", leaves=1)
     alone = ([out.tokens for out in engine.generate(ids, **how)] for how in (GREEDY, HALF_DRAWN))
     return target, draft, ids, *alone
 
@@ -206,7 +207,7 @@ def draft_on_half(group) -> None:
     ways = [{"gamma_inner": 2, **shared}]
     if group.size == 2:
         ways += [{"retrieval": False, **shared}, {"draft": None}, {"draft": None, "draft_cache": "streaming"},
-                 {"retrieval": False, "sampling": "coupled", **shared}]
+                 {"retrieval": False, "sampling": "coupled", "leaves": 1, **shared}]
     for more in ways:
         engine = engine_of(shard(target, group), gamma=3, max_batch_size=2, **more)
         assert [out.tokens for out in engine.generate(ids, **GREEDY)] == alone

@@ -62,6 +62,15 @@ def test_causal_square(dtype):
     torch.testing.assert_close(attention.causal(q, k, v)[0].double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_rows_that_see_themselves(dtype, tolerance):
+    """The same as over all rows with all but the diagonal masked."""
+    q, (k, v) = torch.randn(2, 3, 4 * 5, 16).to(dtype), torch.randn(2, 2, 3, 5, 16).to(dtype)
+    bias = attention.fold_mask(torch.eye(5, dtype=torch.bool).expand(2, -1, -1), 4)
+    for found, expected in zip(attention.of_itself(q, k, v), attention.masked(q, k, v, bias), strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
 def test_empty_states():
     q = torch.randn(1, 2, 3, 8)
     none = torch.empty(1, 2, 0, 8)

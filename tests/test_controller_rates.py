@@ -3,11 +3,41 @@
 Of controller.py.
 """
 
+import statistics
+from random import Random
+
 import pytest
 
-from triforce.controller import Controller, Rate
+from triforce.controller import Controller, Rate, at_least, emitted
 from triforce.costs import Costs
 from triforce.plan import Plan
+
+
+@pytest.mark.parametrize("leaf", [0.0, 0.3])
+def test_expected_tokens_of_rounds_with_leaves(leaf):
+    """Against rounds that are played: one level, and two."""
+    dice, rate, inner, rounds, most = Random(0), 0.7, 2, 3, 7
+
+    def play(drafted: int) -> int:
+        kept = next((i for i in range(drafted) if dice.random() >= rate), drafted)
+        return kept + 1 + (kept < drafted and dice.random() < leaf)
+
+    alone = statistics.fmean(play(4) for _ in range(40_000))
+    assert alone == pytest.approx(emitted(rate, 4, leaf), abs=0.03)
+    between = [min(sum(play(inner) for _ in range(rounds)), most) for _ in range(40_000)]
+    known = at_least(rate, 3, most, leaf)[inner - 1, rounds]
+    for j in range(most + 1):
+        assert known[j] == pytest.approx(sum(count >= j for count in between) / 40_000, abs=0.012)
+
+    costs = Costs({most + 1: 10.0}, {1 + inner: 3.0}, {"model": (0.2, 0.2)})
+    controller = Controller(costs, most, inner, leaves=(leaf > 0, leaf > 0))
+    for name in controller.leaves:
+        for _ in range(2000):
+            controller.update(0, **{name: (3, 10)})
+    plan = Plan(most, "model", True, inner, rounds)
+    found = sum(costs.milliseconds(plan)) / controller.times_per_token({"model": rate, "retrieval": rate})[
+        controller.plans.index(plan)]
+    assert found == pytest.approx(statistics.fmean(map(play, between)), abs=0.05)
 
 
 def test_a_rate_forgets():

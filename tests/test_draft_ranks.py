@@ -8,7 +8,6 @@ import torch
 
 from triforce.drafting.ranks import SharedDrafter
 from triforce.plan import Plan
-from triforce.sampling import SamplingParams
 from triforce.tape import Tape
 
 VOCAB = 5
@@ -27,6 +26,7 @@ class Drafts:
         for row, at in enumerate(start.tolist()):
             for i in range(plan.gamma):
                 self.tape.tokens[row, at + 1 + i] = token = i % 4 + 1
+                self.tape.runners_up[row, at + 1 + i] = torch.tensor([token + 10, i])
                 probs[row, i] = torch.eye(VOCAB)[token]
 
     def __getattr__(self, name):
@@ -55,8 +55,8 @@ def ranks():
     """(drafter, tape) of each of the two; the first has the draft."""
     wire, made = Wire(), []
     for rank in range(2):
-        params = SamplingParams(2, "cpu")
-        tape = Tape(torch.full((2, 20), 4), torch.zeros(2, 20, dtype=torch.int64), params, VOCAB)
+        tape = Tape.allocate(2, 20, VOCAB, "cpu", coupled=True, leaves=2)
+        tape.tokens.fill_(4)
         made.append((SharedDrafter(Drafts(tape) if rank == 0 else None, tape, wire.of(rank), 0), tape))
     return made
 
@@ -67,12 +67,13 @@ def test_both_know_what_was_drafted(ranks, gamma):
     for drafter, tape in ranks:
         probs = torch.full((2, 8, VOCAB), 0.2)
         assert drafter.propose(start, plan, probs).tolist() == [gamma] * 2
-        found.append((tape.tokens, probs))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+        found.append((tape.tokens, probs, tape.runners_up))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     drafted = [i % 4 + 1 for i in range(gamma)]
     for row, at in enumerate((5, 9)):
         assert found[1][0][row].tolist() == [4] * (at + 1) + drafted + [4] * (20 - at - 1 - gamma)
         assert found[1][1][row, :gamma].argmax(-1).tolist() == drafted
+        assert found[1][2][row, at + 1 : at + 1 + gamma, 0].tolist() == [token + 10 for token in drafted]
         assert torch.equal(found[1][1][row, gamma:], torch.full((8 - gamma, VOCAB), 0.2))
     assert ranks[0][0].own.told == [("propose", plan)]
 

@@ -116,6 +116,7 @@ def test_blocks_end_at_flush_borders_from_every_offset(models, plain):
         state = make_state(target, draft, [prompt], capacity=4096, flush_interval=64, chunk_size=8, budget=256,
                            keep_logits=True)
         on = bits(state, 24)[:2]
+        assert state.num_flushes == 1  # a round that emitted past the border would have missed it
         state.rewind(1000)
         assert bits(state, 24, plan=AUTOREGRESSION)[:2] == on
 

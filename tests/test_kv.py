@@ -95,6 +95,19 @@ def test_a_draft_s_ring_is_saved(pair):
         caches[2].load_state_dict(caches[0].state_dict())
 
 
+def test_slots_of_the_tail_are_moved_in_all_layers(pair):
+    cache = used(pair).cache
+    before = cache.tail.whole.clone()
+    source, target = torch.tensor([9, 5]), torch.tensor([4, 5])  # the second stays where it is
+    cache.tail.move(source, target)
+    for i, kv in enumerate(cache.tail.kv):
+        old = before[i][:, :, :, cache.tail.room :]
+        assert torch.equal(kv[:, 0, :, 4], old[:, 0, :, 9]) and not torch.equal(kv[:, 0, :, 4], old[:, 0, :, 4])
+        old[:, 0, :, 4] = old[:, 0, :, 9]
+        assert torch.equal(kv, old)
+    assert torch.equal(cache.tail.whole[..., : cache.tail.room, :], before[..., : cache.tail.room, :])
+
+
 def test_positions_are_read_and_written_across_the_border_of_the_tail(pair):
     cache = used(pair).cache
     for row, border in enumerate(cache.lens):

@@ -9,7 +9,7 @@ from triforce.levels import LEVELS, Spans, levels_of
 from triforce.plan import AUTOREGRESSION, Plan
 from triforce.speculator import RowRound
 from triforce.state import State
-from triforce.tape import ACCEPTED, BONUS, MISSED
+from triforce.tape import ACCEPTED, BONUS, LEAF, MISSED
 
 TEXT = "one two three four five six seven eight nine ten. " * 8
 
@@ -25,10 +25,20 @@ TEXT = "one two three four five six seven eight nine ten. " * 8
     (Plan(4, "ngram", True, 2, 2), [ACCEPTED, ACCEPTED, MISSED, ACCEPTED], 1, 2, ["ngram", "target"]),
     (Plan(3, None, True, 0, 3), [BONUS] * 3, 3, 4, ["retrieval"] * 3 + ["target"]),
     (Plan(3, "model"), [], 0, 0, []),
+    (Plan(4, "model", True, 2, 2), [ACCEPTED, LEAF, BONUS, ACCEPTED], 4, 5, ["draft"] * 2 + ["retrieval", "draft",
+                                                                                             "target"]),
 ])
 def test_levels_of_a_round(plan, origins, num_accepted, count, levels):
     row = RowRound(list(range(count)), origins, num_accepted, len(origins), False)
     assert levels_of(plan, row) == levels
+
+
+@pytest.mark.parametrize("plan, level", [(Plan(3, "model"), "draft"), (Plan(3, "model", True, 2, 2), "retrieval")])
+def test_a_leaf_is_proposed_by_whoever_drafted(plan, level):
+    """Of the full level: the token after the accepted ones. The last is its own."""
+    row = RowRound([1, 2, 3], [ACCEPTED, MISSED, BONUS], 1, 3, False, by_leaf=True)
+    assert levels_of(plan, row) == ["draft", level, "target"]
+    assert levels_of(plan, row._replace(tokens=[1, 2], by_leaf=False)) == ["draft", "target"]
 
 
 def observed(monkeypatch):

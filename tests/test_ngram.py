@@ -8,8 +8,8 @@ import torch
 from triforce.drafting.ngram import NgramDrafter, NgramMeter
 from triforce.graphs import Compiler
 from triforce.plan import Plan
-from triforce.sampling import SamplingParams
 from triforce.tape import Tape
+from triforce.tree import TokenTree
 
 
 def look_up(tokens: list[int], gamma: int, longest: int = 4, shortest: int = 2) -> list[int]:
@@ -25,7 +25,7 @@ def test_proposals_equal_a_loop():
     rng = random.Random(0)
     for _ in range(200):
         rows = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
-        tape = Tape(torch.zeros(3, 40, dtype=torch.int64), None, SamplingParams(3, "cpu"), 3)
+        tape = Tape.allocate(3, 40, 3, "cpu")
         for row, tokens in zip(tape.tokens, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
             row[len(tokens) :] = torch.randint(0, 3, (40 - len(tokens),))  # what an earlier proposal left
@@ -33,7 +33,7 @@ def test_proposals_equal_a_loop():
         probs = torch.full((3, 7, 3), 0.5)
         start = torch.tensor([len(tokens) - 1 for tokens in rows])
         num_drafted = drafter.propose(start, Plan(5, "ngram"), probs)
-        drafted = tape.read(start + 1, 6)
+        drafted = tape.read(start + 1, TokenTree(6))
         assert torch.equal(probs[:, :6].argmax(-1), drafted) and (probs[:, :6].sum(-1) == 1).all()
         for row, tokens in enumerate(rows):
             count = int(num_drafted[row])

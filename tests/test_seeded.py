@@ -16,6 +16,7 @@ from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, ran
 
 import triforce
 from triforce import UserError
+from triforce.config import Settings
 from triforce.controller import Controller
 from triforce.costs import Costs
 from triforce.hf.checkpoint import TINY
@@ -42,7 +43,7 @@ def plain(models):
     said = {}
 
     def of(law: str, **stores):
-        key = law, *stores
+        key = law, *stores.items()
         if key not in said:
             state = make_state(models[0], None, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
                                **COMMON, **stores, retrieval=False)
@@ -76,6 +77,7 @@ DRAFTERS = {
     "offloaded": STREAMED,
     "wide": {"block_size": 8, "gamma": 7, "gamma_inner": 3},
 }
+LEAVES = {"leaves": 1, "leaves_inner": 2}
 
 
 @pytest.mark.parametrize("law,drafter", [("own", name) for name in DRAFTERS] + [(law, "triforce") for law in LAWS])
@@ -92,9 +94,39 @@ def test_a_seed_says_the_same_whatever_drafts(models, plain, law, drafter):
     if law == "own" and drafter in ("triforce", "retrieval", "draft", "offloaded"):
         assert all(seen[depth] for depth in (0, 1, 2, "all")), seen
     if state.hierarchy.inner is not None and state.hierarchy.sources:
-        kept, drafted = state.hierarchy.inner.totals[0].tolist()
+        kept, drafted, _ = state.hierarchy.inner.totals[0].tolist()
         assert drafted - kept >= 10  # rejections at the inner level, too
     assert state.hierarchy.outer.draft_probs is None  # no laws are kept, nor passed
+
+
+@pytest.mark.parametrize("law,drafter", [("own", name) for name in DRAFTERS] + [(law, "triforce") for law in LAWS])
+def test_a_seed_says_the_same_with_leaves(models, plain, law, drafter):
+    """The same tokens and logits as without speculation, also where a leaf at the side of the drafted tokens was what
+    the full level drew, and its keys and values moved to its position."""
+    target, draft = models
+    more = dict(DRAFTERS[drafter])
+    draft = draft if more.pop("draft", True) else None
+    stores = STREAMED if drafter == "offloaded" else {}
+    expected = plain(law, leaves=1, block_size=8, **stores)
+    state = make_state(target, draft, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
+                       **{**COMMON, **more, **LEAVES, "block_size": 8})
+    tokens, hashes, seen, by_leaves = [], [], Counter(), 0
+    while len(tokens) < NEW:
+        new = state.round()[0]
+        hashes += hashes_of(state, 0, len(new))
+        tokens += new
+        [row] = state.last_round.rows
+        assert len(new) <= row.num_accepted + row.by_leaf + 1
+        by_leaves += row.by_leaf
+        seen["rejected"] += row.num_accepted < row.num_drafted and not row.by_leaf
+    assert (tokens[:NEW], hashes[:NEW]) == expected
+    assert tokens[:NEW] == plain(law)[0]  # the shape of the block is not heard in the text
+    if "ngram" not in drafter:
+        least = 1 if law == "greedy" else 2  # the most probable word of a random draft is seldom that of the target
+        assert by_leaves >= least and seen["rejected"] >= 1 and state.num_flushes == 2
+        inner = state.hierarchy.inner
+        assert inner is None or not state.hierarchy.sources or inner.totals[0, 2] >= least
+    assert int(state.hierarchy.outer.totals[0, 2]) == by_leaves
 
 
 def test_greedy_is_the_case_without_noise(models, plain):
@@ -105,14 +137,15 @@ def test_greedy_is_the_case_without_noise(models, plain):
     assert plain("own") != plain("greedy")
 
 
-@pytest.mark.parametrize("law", ["usual", "hot"])
-def test_a_seed_says_the_same_whatever_the_plans(models, plain, law):
+@pytest.mark.parametrize("law,shape", [("usual", {}), ("hot", {}), ("hot", LEAVES)])
+def test_a_seed_says_the_same_whatever_the_plans(models, plain, law, shape):
     """Every plan that a controller may choose, in random order, with a draft model and n-grams at once."""
     costs = Costs({8: 1.0}, {4: 1.0}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)})
     plans, dice = [AUTOREGRESSION, *Controller(costs, 7, 3).plans], Random(0)
     ways = [[plan for plan in plans if plan.drafter == name] for name in (None, "model", "ngram", "retrieval")]
     state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
-                       **{**COMMON, "ngram": True, "gamma": 7, "gamma_inner": 3})
+                       **{**COMMON, "ngram": True, "gamma": 7, "gamma_inner": 3, **shape})
+    expected = plain(law, leaves=shape.get("leaves", 0))
     for _ in range(2):
         tokens, hashes, used = [], [], set()
         while len(tokens) < NEW:
@@ -121,11 +154,12 @@ def test_a_seed_says_the_same_whatever_the_plans(models, plain, law):
             new = state.round(plan)[0]
             hashes += hashes_of(state, 0, len(new))
             tokens += new
-        assert (tokens[:NEW], hashes[:NEW]) == plain(law) and used == {None, "model", "ngram", "retrieval"}
+        assert (tokens[:NEW], hashes[:NEW]) == expected and used == {None, "model", "ngram", "retrieval"}
         state.rewind(400)
 
 
-def test_rows_say_what_each_says_alone(models):
+@pytest.mark.parametrize("shape", [{}, LEAVES], ids=["chains", "leaves"])
+def test_rows_say_what_each_says_alone(models, shape):
     """Of different lengths, seeds and laws, side by side, over a shared prefix, and when one has ended."""
     prompts = [random_prompt(256) + random_prompt(n, seed=n) for n in (20, 60, 41)]
     laws = {"temperature": [1.0, 0.7, 0.0], "top_p": [1.0, 0.9, 1.0], "seed": [3, 3, 9]}
@@ -133,11 +167,12 @@ def test_rows_say_what_each_says_alone(models):
     alone = [bits(make_state(models[0], None, [prompt], sampling=law, **COMMON, retrieval=False), 40)[0]
              for prompt, law in zip(prompts, own, strict=True)]
     for base in (0, 256):
-        off = make_state(models[0], None, prompts, sampling=laws, **COMMON, base=base, retrieval=False)
+        off = make_state(models[0], None, prompts, sampling=laws, **COMMON, **shape, base=base, retrieval=False)
         said = bits_of_rows(off, 40)
-        assert bits_of_rows(make_state(*models, prompts, sampling=laws, **COMMON, base=base), 40) == said
+        on = make_state(*models, prompts, sampling=laws, **COMMON, **shape, base=base)
+        assert bits_of_rows(on, 40) == said and bool(on.hierarchy.outer.totals[:2, 2].min() > 0) == bool(shape)
         assert [[token for token, _ in row] for row in said] == alone
-    ended = make_state(*models, prompts, sampling=laws, **COMMON)
+    ended = make_state(*models, prompts, sampling=laws, **COMMON, **shape)
     ended.close_row(1)
     rows = [[], []]
     while min(map(len, rows)) < 40:
@@ -174,6 +209,92 @@ def test_where_drafted_tokens_came_from_is_told(models):
     assert min(origins.count(kind) for kind in (ACCEPTED, MISSED)) >= 8
 
 
+def test_a_leaf_behind_a_limit_is_not_counted(models):
+    """Where a flush cuts a round off before it."""
+    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]},
+                       **{**COMMON, **LEAVES, "flush_interval": 8})
+    counted = cut = 0
+    while state.num_flushes < 30:
+        before = state.lens[0]
+        state.round()
+        [row] = state.last_round.rows
+        cut += state.lens[0] % 8 == 0 and len(row.tokens) == row.num_accepted
+        assert len(row.tokens) > row.num_accepted or not row.by_leaf, before
+        counted += row.by_leaf
+    assert counted >= 10 and cut >= 5
+
+
+def test_logprobs_of_what_leaves_won(models):
+    """Those that the same text has without speculation."""
+    engine = make_engine(*models, sampling="coupled", flush_interval=32, budget=256, **LEAVES)
+    law = {"temperature": 1.0, "top_p": 0.95, "max_new_tokens": 60, "seed": SEED, "logprobs": 2}
+    on, off = (engine.generate(random_prompt(CONTEXT), speculate=speculate, **law) for speculate in (True, False))
+    assert on.tokens == off.tokens and on.logprobs == off.logprobs
+    engine.generate(random_prompt(CONTEXT), **law)
+    assert engine.caches.state.hierarchy.outer.totals[0, 2] >= 3
+
+
+def rounds_with_leaves(state, wanted: int):
+    """Rounds until one was won by a leaf, so often."""
+    while wanted:
+        before = state.lens[0]
+        state.round()
+        [row] = state.last_round.rows
+        wanted -= row.by_leaf
+    return before, row
+
+
+def test_what_a_draft_keeps_of_leaves_is_of_the_text(models):
+    """It never drafted them: it takes them in like any other token."""
+    text = {"retrieval": False, "draft_cache": "full", **COMMON, **LEAVES, "flush_interval": 64}
+    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **text)
+    for _ in range(3):
+        rounds_with_leaves(state, 1)
+        state.round()
+        draft, [tokens] = state.hierarchy.sources["model"], state.texts()
+        length = int(draft.length[0])
+        fresh = make_state(*models, [tokens], sampling={**LAWS["own"], "seed": [SEED]}, **text)
+        caches = [one.hierarchy.sources["model"].memory.cache for one in (state, fresh)]
+        assert state.lens[0] - 1 <= length <= state.lens[0]
+        for i in range(draft.model.config.n_layer):
+            torch.testing.assert_close(*(cache.load(i, 0, 0, length) for cache in caches), rtol=1e-4, atol=1e-4)
+
+
+def test_views_are_chosen_by_the_queries_of_what_was_emitted(models):
+    """Of a leaf's row, where a leaf was emitted."""
+    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]},
+                       **{**COMMON, **LEAVES, "flush_interval": 64})
+    before, row = rounds_with_leaves(state, 2)
+    [weight], kept = state.cache.query_weight.tolist(), row.num_accepted + 1
+    chosen = [i for i, one in enumerate(weight) if one]
+    assert chosen[:kept] == list(range(kept)) and len(chosen) == len(row.tokens) == kept + 1
+    assert chosen[-1] >= state.hierarchy.outer.rows
+    [tokens] = state.texts()
+    fresh = make_state(*models, [tokens[: before + kept + 1]], sampling={**LAWS["own"], "seed": [SEED]},
+                       **{**COMMON, **LEAVES, "flush_interval": 64})
+    fresh.round(AUTOREGRESSION)  # whose first row is the leaf's
+    for mine, other in zip(state.cache.queries, fresh.cache.queries, strict=True):
+        torch.testing.assert_close(mine[0, :, chosen[-1]], other[0, :, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how,expected", [
+    ({"sampling": "coupled", "device": "cuda"}, (1, 3)), ({"sampling": "coupled", "device": "cpu"}, (0, 0)),
+    ({"device": "cuda"}, (0, 0)), ({"sampling": "coupled", "device": "cuda", "max_batch_size": 3}, (0, 0)),
+    ({"sampling": "coupled", "device": "cpu", "leaves": 2}, (2, 0)),
+    ({"sampling": "coupled", "device": "cuda", "retrieval": False, "has_model": False, "draft": False}, (0, 0))])
+def test_leaves_are_for_coupled_draws_where_rows_cost_little(how, expected):
+    more = {name: how[name] for name in ("device", "max_batch_size", "has_model") if name in how}
+    given = {name: value for name, value in how.items() if name not in more}
+    made = Settings(**given).resolve(**more)
+    assert (made.leaves, made.leaves_inner) == expected
+
+
+@pytest.mark.parametrize("name", ["leaves", "leaves_inner"])
+def test_leaves_by_rejection_are_refused(name):
+    with pytest.raises(UserError, match="need sampling 'coupled', and it is 'rejection'"):
+        Settings(**{name: 1}).resolve()
+
+
 def test_another_process_says_the_same():
     flags = ["--max-new-tokens", "24", "--prompt", "It was the best of times,", "--temperature", "1", "--seed", "5",
              "--sampling", "coupled", "--device", "cpu"]
@@ -198,7 +319,7 @@ def test_noise_that_depends_on_more_is_noticed(models, plain, monkeypatch, wrong
     state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **COMMON)
     if wrong == "level":  # the text is another, and next to nothing is accepted
         assert bits(state, NEW)[0] != plain("own")[0]
-        kept, drafted = state.hierarchy.outer.totals[0].tolist()
+        kept, drafted, _ = state.hierarchy.outer.totals[0].tolist()
         assert kept < 0.2 * drafted
     else:
         assert bits(state, NEW)[0] != bits(make_state(

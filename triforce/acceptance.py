@@ -4,6 +4,7 @@ Knows nothing of models, caches or levels. Random numbers come in as arguments. 
 `verify_chain` is that of speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): what
 comes out has the target's law, whatever the draft's was, as long as `draft_probs` is the law that the drafted tokens
 were drawn from. `match_chain` keeps drafted tokens that the target draws, too: what comes out is what the target draws.
+`match_tree` is the same with runners-up at the side of the drafted tokens.
 
 Shapes: B batch, n drafted tokens at most, V vocabulary.
 """
@@ -14,11 +15,20 @@ import torch
 from torch import Tensor
 
 from . import sampling
+from .tree import TokenTree
 
 
 class Verdict(NamedTuple):
     tokens: Tensor  # [B, n + 1]: the accepted tokens, then the recovered or bonus token; the rest is meaningless
     num_accepted: Tensor  # [B]: how many drafted tokens were kept; tokens[:, :num_accepted + 1] follow the target's law
+
+
+class TreeVerdict(NamedTuple):
+    tokens: Tensor  # [B, S]: the accepted ones of the spine, what the target drew after them, and, if that was a leaf,
+    # what it drew after the leaf; the rest is meaningless
+    num_accepted: Tensor  # [B], of the spine
+    by_leaf: Tensor  # [B]: 1 if the token after those was a leaf, 0 otherwise; it is emitted like an accepted one
+    rows: Tensor  # [B, S]: the rows of the block that `tokens` were drawn from
 
 
 def is_accepted(draft_prob: Tensor, target_prob: Tensor, u: Tensor) -> Tensor:
@@ -77,3 +87,24 @@ def match_chain(tokens: Tensor, num_drafted: Tensor, drawn: Tensor) -> Verdict:
     """
     drafted = torch.arange(tokens.shape[1], device=tokens.device) < num_drafted[:, None]
     return Verdict(drawn, ((tokens == drawn[:, :-1]) & drafted).long().cumprod(1).sum(1))
+
+
+def match_tree(tree: TokenTree, tokens: Tensor, num_drafted: Tensor, drawn: Tensor) -> TreeVerdict:
+    """`match_chain` of a tree's spine; where a leaf is what the target draws instead, it is kept, too.
+
+    Args:
+        tokens: [B, M], those of the block's rows. drawn: [B, M], the target's own, each after that of its row.
+        num_drafted: [B], of the spine.
+    """
+    chain = match_chain(tokens[:, 1 : tree.spine], num_drafted, drawn[:, : tree.spine])
+    stop = chain.num_accepted[:, None]  # [B, 1]
+    order = torch.arange(tree.spine, device=tokens.device).expand(len(tokens), -1)
+    if not tree.num_leaves:
+        return TreeVerdict(chain.tokens, chain.num_accepted, torch.zeros_like(num_drafted), order)
+    at = stop.clamp(max=tree.spine - 2)
+    leaves = tree.leaves_of(tokens).gather(1, at[..., None].expand(-1, 1, tree.leaves)).squeeze(1)  # [B, k]
+    same = leaves == drawn.gather(1, stop)
+    found = same.any(1) & (chain.num_accepted < num_drafted)
+    row = tree.spine + at * tree.leaves + same.long().argmax(1, keepdim=True)
+    order = torch.where((order == stop + 1) & found[:, None], row, order)
+    return TreeVerdict(drawn.gather(1, order), chain.num_accepted, found.long(), order)

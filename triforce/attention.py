@@ -162,6 +162,13 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
     return _plain(q, k, v, bias)
 
 
+def of_itself(q: Tensor, k: Tensor, v: Tensor) -> State:
+    """Attention of each row over its own key alone: q [B, K, G * M, D], k and v [B, K, M, D]."""
+    wide, rows = _wide(q.dtype), q.unflatten(2, (-1, k.shape[2]))  # [B, K, G, M, D]
+    score = (rows.to(wide) * k.to(wide)[:, :, None]).sum(-1) * q.shape[-1] ** -0.5
+    return v.to(wide)[:, :, None].expand(rows.shape).flatten(2, 3), score.flatten(2)
+
+
 def merge(a: State, b: State) -> State:
     """Attention over the union of two disjoint sets of keys. Two empty states merge to an empty one."""
     (out_a, lse_a), (out_b, lse_b) = a, b

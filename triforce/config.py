@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from .errors import UserError, not_known
+from .tree import TokenTree
 
 VIEWS = ("retrieval", "snapkv", "streaming")  # how the retrieval level's view is chosen
 RULES = ("rejection", "coupled")  # how drafted tokens are checked
@@ -143,6 +144,12 @@ class Settings(Options):
         "accepts the most tokens; coupled, all levels share their noise, so that a seed gives the text of "
         "speculate=False, whatever drafts, with gamma 'auto' too",
         one_of(*RULES, wanted="'rejection' or 'coupled'"), choices=RULES)
+    leaves: int | None = option(
+        None, "with coupled sampling: so many runners-up are checked beside each drafted token, in rows of their own "
+        "(default: 1 on a GPU, for a batch of at most 2; else 0)", whole(0, 1), type=int)
+    leaves_inner: int | None = option(
+        None, "the same of the retrieval level (default: 3 on a GPU, for a batch of at most 2; else 0)", whole(0, 3),
+        type=int)
     draft_cache: str | None = option(
         None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest ones "
         "attend to, chosen anew again and again; snapkv, those that the prompt's end attends to; streaming, the first "
@@ -181,6 +188,16 @@ class Settings(Options):
     def coupled(self) -> bool:
         """Whether all levels draw by the same noise."""
         return self.sampling == "coupled"
+
+    @property
+    def tree(self) -> TokenTree:
+        """The block of a full verify."""
+        return TokenTree(self.block_size, self.leaves)
+
+    @property
+    def inner_tree(self) -> TokenTree:
+        """The block of the retrieval level, where something drafts for it."""
+        return TokenTree(1 + self.gamma_inner, self.leaves_inner)
 
     @property
     def scores_chunks(self) -> bool:
@@ -224,10 +241,13 @@ class Settings(Options):
         if block > 1 and not cuda:  # a CPU's products have the same bits in each of 4 or 8 rows, not of 5 or 6
             block = -(-block // 4) * 4
         most = 4 if cuda else 3  # a CPU's step takes longer for each row more
+        grows = self.coupled and cuda and drafts and max_batch_size <= 2  # where rows cost next to nothing
         made = replace(
             self, block_size=block, auto=auto, gamma=max(block - 1, 1) if self.gamma == "auto" else self.gamma,
             ngram=ngram or self.gamma == "auto" and drafts and self.draft is not False,
             gamma_inner=self.gamma_inner or min(most if auto else 2, max(block - 1, 1)),
+            leaves=grows * 1 if self.leaves is None else self.leaves,
+            leaves_inner=grows * 3 if self.leaves_inner is None else self.leaves_inner,
             draft_cache=self.draft_cache or ("retrieval" if self.retrieval else "streaming"),
             # A round ends at a flush at the latest: where a verify takes a second, flushes are to be rare.
             flush_interval=self.flush_interval or (256 if offload and cuda else 128),
@@ -258,6 +278,9 @@ class Settings(Options):
         if drafts and self.gamma_inner > block - 1:
             raise UserError(f"gamma_inner ({self.gamma_inner}) must be between 1 and block_size - 1 ({block - 1}); "
                             f"try {min(2, block - 1)}")
+        if (self.leaves or self.leaves_inner) and not self.coupled:
+            raise UserError(f"leaves ({self.leaves}) and leaves_inner ({self.leaves_inner}) need sampling 'coupled', "
+                            "and it is 'rejection'; add --sampling coupled, or leave them out")
         kinds, whose = (VIEWS, "with") if self.retrieval else (MEMORIES, "without")
         if self.draft_cache not in kinds:
             raise UserError(f"draft_cache ({self.draft_cache!r}) {whose} a retrieval level must be one of "

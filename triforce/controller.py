@@ -13,23 +13,29 @@ import numpy as np
 from .costs import Costs, Learned
 from .plan import PADDED, Padding, Plan
 
+LEAVES, INNER_LEAVES = "leaves", "inner_leaves"  # of the full level, and of the retrieval level
 
-def emitted(rate, drafted):
+
+def emitted(rate, drafted, leaf=0.0):
     """Expected tokens of a round that checks so many drafted ones, each kept with this chance if those before it were:
-    1 + rate + ... + rate ** drafted (Leviathan et al., arXiv 2211.17192, eq. 1)."""
-    return (1 - rate ** (drafted + 1)) / (1 - rate)
+    1 + rate + ... + rate ** drafted (Leviathan et al., arXiv 2211.17192, eq. 1); and with the chance `leaf` one more
+    where one was not kept."""
+    return (1 - rate ** (drafted + 1)) / (1 - rate) + leaf * (1 - rate**drafted)
 
 
 @functools.lru_cache(maxsize=128)  # it takes longer than all else in a choice, and the device waits for those
-def at_least(rate: float, max_inner: int, max_gamma: int) -> np.ndarray:
+def at_least(rate: float, max_inner: int, max_gamma: int, leaf: float = 0.0) -> np.ndarray:
     """The chance that a level emits j tokens or more in so many rounds, if each time `inner` tokens are drafted for it
-    and kept at this rate: entry (inner - 1, rounds, j) of [max_inner, max_gamma + 1, max_gamma + 1]."""
+    and kept at this rate, and `leaf` is the chance of one more where one is not: entry (inner - 1, rounds, j) of
+    [max_inner, max_gamma + 1, max_gamma + 1]."""
     inner, kept = np.arange(1, max_inner + 1)[:, None], np.arange(max_inner + 1)
-    chance = np.where(kept < inner, (1 - rate) * rate**kept, (kept == inner) * rate**kept)  # of keeping just so many
+    stops = np.where(kept < inner, (1 - rate) * rate**kept, 0.0)  # at a token that is not kept, after so many
+    more = np.pad(stops, ((0, 0), (1, 0)))[:, :-1]
+    chance = (1 - leaf) * stops + leaf * more + (kept == inner) * rate**kept  # of so many and one of its own
     exactly = np.zeros((max_gamma + 1, max_inner, max_gamma + 1))  # by rounds; the last entry: max_gamma or more
     exactly[0, :, 0] = 1
     for before, after in zip(exactly, exactly[1:], strict=False):
-        for k in range(min(max_inner + 1, max_gamma)):  # so many kept, and one of its own
+        for k in range(min(max_inner + 1, max_gamma)):
             after[:, k + 1 :] += chance[:, k, None] * before[:, : max_gamma - k]
         after[:, -1] = 1 - after[:, :-1].sum(1)
     return exactly[..., ::-1].cumsum(-1)[..., ::-1].transpose(1, 0, 2)
@@ -80,12 +86,14 @@ class Controller:
     SHORT = 4  # tokens, and half as many rounds of the level between: the most for what no round has shown yet
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
-                 seen: list[int] | None = None):
+                 seen: list[int] | None = None, leaves: tuple[bool, bool] = (False, False)):
         self.learned, self.padding = Learned(costs, seen), padding
         self._sources, self._has_view = list(costs.sources), bool(costs.retrieval)
         levels = ["retrieval"] * self._has_view + self._sources
         self.rates = {name: Rate(self.PRIORS.get(name, 0.5)) for name in levels if name != "ngram"}
         self._names = levels
+        # The chance that a leaf is drawn where the drafted token is not, where the levels have such.
+        self.leaves = {name: Rate(0.5) for name, has in zip((LEAVES, INNER_LEAVES), leaves, strict=True) if has}
         self.plans = list(self._candidates(max_gamma, max_inner))
         self._now = 0  # no speculation
         self._warm: set[tuple] = set()  # what has drafted
@@ -111,11 +119,15 @@ class Controller:
     def _tokens(self, rates: dict[str, float]) -> np.ndarray:
         """How many tokens a round of each plan is expected to emit."""
         chance = np.array([*(rates[name] for name in self._names), 0.0])
-        tokens = emitted(chance[self._checker], self._gamma)  # if all of gamma is drafted
+        outer, inner = (round(self.leaves[name].value, 1) if name in self.leaves else 0.0
+                        for name in (LEAVES, INNER_LEAVES))
+        tokens = emitted(chance[self._checker], self._gamma, outer)  # if all of gamma is drafted
         for name, (which, *entry) in self._hierarchies.items():  # the level in between may draft fewer
-            known = at_least(round(rates[name], 2), *self._sizes)
-            # Token j + 1 is emitted if j or more are drafted, and all of them kept.
-            tokens[which] = (known * rates["retrieval"] ** np.arange(known.shape[2])).cumsum(2)[tuple(entry)]
+            known = at_least(round(rates[name], 2), *self._sizes, inner)
+            # Token j + 1 is emitted if j or more are drafted, and all of them kept; or by a leaf, if all but the last.
+            kept, rate = known * rates["retrieval"] ** np.arange(known.shape[2]), rates["retrieval"]
+            kept[..., 1:] *= 1 + outer * (1 - rate) / rate
+            tokens[which] = kept.cumsum(2)[tuple(entry)]
         return tokens
 
     def _tabulate(self, costs: Costs, max_gamma: int, max_inner: int) -> None:
@@ -189,7 +201,7 @@ class Controller:
         What lies idle ages with the text, not with the number of rows: or else many rows would try it all the time.
         """
         self.learned.pass_by(num_tokens)
-        for name, rate in self.rates.items():
+        for name, rate in (self.rates | self.leaves).items():
             hits, tests = observed.get(name, (0, 0))
             if tests:
                 rate.update(hits, tests)

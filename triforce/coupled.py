@@ -6,8 +6,7 @@ trick (argmax of log p + G, with G = -log E) without its logarithms. Two levels 
 race, so they nearly always draw the same word. A word of probability 0 never arrives, so a law of temperature 0 needs
 no rule of its own.
 
-The noise is made in whole numbers, and in float64 products that are exact. It is the same number on every device, and
-whether or not it is compiled.
+The noise is made in whole numbers. It is the same on every device, and whether or not it is compiled.
 
 Shapes: B batch, n positions, V vocabulary, K words.
 """
@@ -36,35 +35,54 @@ def exponential(key: Tensor, words: Tensor) -> Tensor:
     fraction, scaled = low >> 10, torch.full_like(low, _COEFFICIENTS[-1])
     for coefficient in _COEFFICIENTS[-2::-1]:
         scaled = (scaled * fraction >> 30) + coefficient
-    # A product of 24 and 29 bits is exact in float64: fused with the sum or not, it rounds the same.
-    rest = (2 * low + 1).float().double() * scaled.double()  # in units of 2**-70
-    return ((zeros * _LN2).double() * 2.0**30 + rest) * 2.0**-70
+    # A product of 41 and 22 bits, in whole numbers: of one that rounds, a compiler would make another.
+    rest = (2 * low + 1) * (scaled + 64 >> 7)  # in units of 2**-63
+    return ((zeros * _LN2).double() * 2.0**23 + rest.double()) * 2.0**-63
 
 
 def draw(law: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """The words that win: law [B, n, V] (any positive sums), seed [B], position [B, n] -> [B, n]."""
+    return ranking(law, seed, position, 1).squeeze(-1)
+
+
+def ranking(law: Tensor, seed: Tensor, position: Tensor, count: int) -> Tensor:
+    """The winners, and after each the runners-up, of which a few may be missing: [B, n, count].
+
+    Of a whole vocabulary the runners-up are the first of other stretches of words than the winner's: nearly always the
+    next to arrive, without a search for them. Where fewer words can arrive at all, others stand in their place.
+    """
     key = key_of(seed, position)[..., None]
     if law.device.type == "cpu" and not is_traced():
-        words = _possible(law)
+        words = _possible(law, count)
         if words is not None:  # the others' noise decides nothing
             times = exponential(key, words) / law.gather(-1, words).double()
-            return words.gather(-1, times.argmin(-1, keepdim=True)).squeeze(-1)
+            return words.gather(-1, _ascending(times, count))
     words = torch.arange(law.shape[-1], device=law.device)
-    return _first(exponential(key, words) / law.double())
+    return _first(exponential(key, words) / law.double(), count)
 
 
-def _possible(law: Tensor) -> Tensor | None:
-    """Words [B, n, K] in ascending order, all that have a probability among them; None if they are many."""
-    count = int((law > 0).sum(-1).max())
+def _possible(law: Tensor, least: int) -> Tensor | None:
+    """Words [B, n, K] in ascending order, at least `least`, all that have a probability among them; None if they are
+    many."""
+    count = max(int((law > 0).sum(-1).max()), least)
     if count > law.shape[-1] // 4:
         return None
     return law.topk(count, dim=-1).indices.sort(-1).values
 
 
-def _first(times: Tensor) -> Tensor:
-    """times.argmin(-1) of [..., V], stretch by stretch."""
+def _first(times: Tensor, count: int) -> Tensor:
+    """The place of the least of times [..., V], then of the least of other stretches: [..., count]."""
     size = -(-times.shape[-1] // _STRETCHES)
     padded = torch.nn.functional.pad(times, (0, size * _STRETCHES - times.shape[-1]), value=float("inf"))
     best, place = padded.unflatten(-1, (_STRETCHES, size)).min(-1)
-    stretch = best.argmin(-1, keepdim=True)
-    return (stretch * size + place.gather(-1, stretch)).squeeze(-1)
+    stretches = _ascending(best, count)
+    return (stretches * size + place.gather(-1, stretches)).clamp(max=times.shape[-1] - 1)
+
+
+def _ascending(times: Tensor, count: int) -> Tensor:
+    """The places of the `count` least of times [..., K], by one search after the other: there are few."""
+    places = [times.argmin(-1, keepdim=True)]
+    for _ in range(count - 1):
+        times = times.scatter(-1, places[-1], float("inf"))
+        places.append(times.argmin(-1, keepdim=True))
+    return torch.cat(places, -1)

@@ -28,6 +28,7 @@ from .model import Transformer
 from .plan import Plan
 from .speculator import RowRound, Speculator
 from .tape import FULL, RETRIEVAL, Tape
+from .tree import TokenTree
 
 
 @dataclass
@@ -97,10 +98,10 @@ class Hierarchy:
                                       kind=settings.draft_cache, batch=len(tape.tokens), device=target.device,
                                       dtype=target.dtype, compiler=compiler)
             self.inner = Speculator(drafting or target, cache, self.view, tape, level=RETRIEVAL,
-                                    rows=1 + (settings.gamma_inner if sources else 0), drafters=sources,
+                                    tree=settings.inner_tree if sources else TokenTree(1), drafters=sources,
                                     compiler=compiler)
             self.drafters = {"retrieval": self.inner, **sources}
-        self.outer = Speculator(target, cache, cache.prefix, tape, level=FULL, rows=settings.block_size,
+        self.outer = Speculator(target, cache, cache.prefix, tape, level=FULL, tree=settings.tree,
                                 drafters=self.drafters, keep_queries=True, keep_logits=settings.keep_logits,
                                 compiler=compiler)
 
@@ -196,7 +197,7 @@ class Hierarchy:
         """Per row, accepted / drafted since `open`, by the level that checked. Waits for the device."""
         rates: list[dict[str, float]] = [{} for _ in self.cache.lens]
         for name, level in (("retrieval", self.inner), ("full", self.outer)):
-            for row, (accepted, drafted) in enumerate(level.totals.tolist() if level is not None else []):
+            for row, (accepted, drafted, _) in enumerate(level.totals.tolist() if level is not None else []):
                 if drafted:
                     rates[row][name] = accepted / drafted
         return rates

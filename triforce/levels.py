@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from .plan import Plan
 from .speculator import RowRound
-from .tape import ACCEPTED
+from .tape import ACCEPTED, LEAF
 
 TARGET, RETRIEVAL = "target", "retrieval"
 NAMES = {"model": "draft"}  # of sources in a plan, where a level has another name
@@ -22,9 +22,9 @@ def levels_of(plan: Plan, row: RowRound) -> list[str]:
     source = NAMES.get(plan.source, plan.source)
     levels = []
     for i in range(len(row.tokens)):
-        if i >= row.num_accepted:
+        if i >= row.num_accepted + row.by_leaf:
             levels.append(TARGET)
-        elif plan.retrieval and row.origins[i] != ACCEPTED:
+        elif plan.retrieval and (i == row.num_accepted or row.origins[i] not in (ACCEPTED, LEAF)):
             levels.append(RETRIEVAL)
         else:
             levels.append(source)

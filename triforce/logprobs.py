@@ -15,6 +15,7 @@ from torch import Tensor
 from .config import whole
 from .errors import UserError
 from .speculator import Speculator
+from .tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,11 @@ def of_round(level: Speculator, counts: list[int], k: int) -> list[list[Logprob]
 
 
 def _logits(level: Speculator) -> Tensor:
-    """Of the last step's rows, [B, M, V and padding]."""
+    """That the last step's tokens were drawn from, [B, S, V and padding]."""
     if level.logits is not None:
         return level.logits[:, : level.num_rows]
-    return level.model.output(level.hidden[:, : level.num_rows].contiguous())
+    tree = TokenTree(level.num_rows, level.leaves)
+    logits = level.model.output(level.hidden[:, : tree.rows].contiguous())
+    if not tree.num_leaves:
+        return logits
+    return logits.gather(1, level.drawn_from[:, : tree.spine, None].expand(-1, -1, logits.shape[2]))

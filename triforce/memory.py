@@ -67,7 +67,7 @@ def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
                           () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",)))
     if settings.draft_cache == "snapkv":  # scores, their softmax and what of it counts, one layer at a time
         chooser = target if settings.retrieval else draft
-        parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * settings.block_size * capacity * 4,
+        parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * settings.tree.rows * capacity * 4,
                           ("--draft-cache",)))
     return [part for part in parts if part.bytes]
 
@@ -111,7 +111,7 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
 def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int) -> int:
     """Logits and laws of a step, sorted and summed up; and the laws that are passed from level to level, or the noise
     of levels that share it: ten whole numbers of 64 bits a word while it is made."""
-    return batch * config.vocab_size * settings.block_size * (16 + (80 if settings.coupled else 4 * levels))
+    return batch * config.vocab_size * settings.tree.rows * (16 + (80 if settings.coupled else 4 * levels))
 
 
 def layer_bytes(config: ModelConfig, *, batch: int, capacity: int, dtype: torch.dtype) -> int:

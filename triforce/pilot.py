@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .config import Settings
-from .controller import Controller
+from .controller import INNER_LEAVES, LEAVES, Controller
 from .costs import Shelf, guess
 from .drafting.ngram import NgramMeter
 from .plan import PADDED, Padding, Plan
 from .speculator import RowRound
-from .tape import ACCEPTED, MISSED
+from .tape import ACCEPTED, LEAF, MISSED
 
 if TYPE_CHECKING:
     from .hierarchy import Hierarchy, Round
@@ -67,8 +67,9 @@ class Pilot:
             if self.group is not None:  # a guess, too: a rank without the draft does not know what it reads
                 costs, seen = self.group.agree((costs, seen))
             inner = self.hierarchy.inner
+            leaves = self.hierarchy.outer.leaves > 0, inner is not None and inner.leaves > 0
             self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, padding,
-                                         seen)
+                                         seen, leaves)
             if "ngram" in self.hierarchy.sources:
                 self.meters = self._meters(texts)
 
@@ -154,9 +155,12 @@ class Tally:
             # A drafter that proposed nothing has missed: or one that seldom proposes would keep the rate it began with.
             missed = row.num_accepted < max(row.num_drafted, 1)
             self.observe(checked, row.num_accepted, row.num_accepted + missed)
+        if row.num_accepted < row.num_drafted:
+            self.observe(LEAVES, int(row.by_leaf), 1)
         if self.plan.retrieval and self.plan.source not in (None, "ngram"):
-            hits, misses = (row.origins[: row.num_accepted].count(kind) for kind in (ACCEPTED, MISSED))
-            self.observe(self.plan.source, hits, hits + misses)
+            hits, misses, leaves = (row.origins[: row.num_accepted].count(kind) for kind in (ACCEPTED, MISSED, LEAF))
+            self.observe(self.plan.source, hits, hits + misses + leaves)
+            self.observe(INNER_LEAVES, leaves, misses + leaves)
 
 
 class RebuildPolicy:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .config import Sampling, check_biases
 from .graphs import is_traced
-
-FIRST = (128, 4096)  # so many of the most probable tokens are ranked before all are
+from .nucleus import running_sum, smallest_kept
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
@@ -112,7 +111,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     probs = torch.softmax(logits / temperature, dim=-1)
     thresholds = []
     if uses.top_k or uses.top_p:
-        thresholds.append(_smallest_kept(probs, params))
+        thresholds.append(smallest_kept(probs, params.top_k if uses.top_k else None, params.top_p))
     if uses.min_p:
         thresholds.append(params.min_p.to(wide)[:, None, None] * probs.amax(-1, keepdim=True))
     if thresholds:
@@ -122,63 +121,12 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     return torch.where(greedy, one_hot, probs) if uses.greedy else probs
 
 
-def _smallest_kept(probs: Tensor, params: SamplingParams) -> Tensor:
-    """The least probability that survives top-k and top-p, [B, n, 1]; 0 where all do."""
-    ranked = _most_probable(probs, params)  # [B, n, V or fewer]
-    total, top_p = 1.0, params.top_p.to(probs.dtype)[:, None, None]
-    if params.uses.top_k:
-        top_k = params.top_k[:, None, None]
-        everything = top_k == 0
-        ranked = torch.where((torch.arange(ranked.shape[-1], device=probs.device) < top_k) | everything, ranked, 0.0)
-    summed = _cumsum(ranked)  # in order, so that it does not depend on how many are ranked
-    if params.uses.top_k:
-        total = torch.where(everything, 1.0, summed[..., -1:])
-    before = summed - ranked  # mass of the more probable tokens
-    kept = (before < top_p * total) & (ranked > 0)
-    last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
-    smallest = ranked.gather(-1, last)
-    keeps_all = top_p == 1
-    if params.uses.top_k:
-        by_count = ranked.gather(-1, ((ranked > 0).sum(-1, keepdim=True) - 1).clamp(min=0))
-        return torch.where(keeps_all, torch.where(everything, 0.0, by_count), smallest)
-    return torch.where(keeps_all, 0.0, smallest)
-
-
-def _most_probable(probs: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities in descending order, all of them, or as many as decide every row's top-k and top-p."""
-    looks = probs.device.type == "cpu" and not is_traced()
-    for few in FIRST if looks else ():  # a CPU sorts slowly and looks for free: nearly always few hold the nucleus
-        if probs.shape[-1] <= few:
-            break
-        ranked = probs.topk(few).values
-        top_p = params.top_p[:, None]
-        enough = (_cumsum(ranked)[..., -1] >= top_p) | (top_p == 1)
-        if params.uses.top_k:
-            top_k = params.top_k[:, None]
-            enough = torch.where(top_k == 0, enough, top_k <= few)
-        if bool(enough.all()):
-            return ranked
-    return probs.sort(dim=-1, descending=True).values
-
-
-def _cumsum(x: Tensor, stretch: int = 1024) -> Tensor:
-    """x.cumsum(-1) of [B, ..., N]. For a batch on a GPU in two steps, stretches and their sums: the compiler of torch
-    2.11 fails on long scans of several rows."""
-    if not x.is_cuda or len(x) == 1 or x.shape[-1] <= stretch:
-        return x.cumsum(-1)
-    size = x.shape[-1]
-    within = torch.nn.functional.pad(x, (0, -size % stretch)).unflatten(-1, (-1, stretch)).cumsum(-1)
-    before = within[..., -1].cumsum(-1).roll(1, -1)
-    before[..., 0] = 0
-    return (within + before[..., None]).flatten(-2)[..., :size]
-
-
 def sample(probs: Tensor, u: Tensor) -> Tensor:
     """The token at which the cumulative distribution passes u: probs [..., V] (any positive sum), u [...] -> [...].
 
     Sums are taken in float64, so a token's chance is right to 2**-52, not to the 2**-24 of a float32 uniform.
     """
-    cumulative = _cumsum(probs.double())
+    cumulative = running_sum(probs.double())
     return (cumulative <= u[..., None] * cumulative[..., -1:]).sum(-1)
 
 

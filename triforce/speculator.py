@@ -8,7 +8,7 @@ which law that was. With no drafter it is autoregression.
 
 Everything between two reads of the outbox is enqueued without the host waiting for the device.
 
-Shapes: B batch, M rows of a block, n drafted tokens, at most M - 1, V vocabulary.
+Shapes: B batch, S rows of a spine, M rows of its block (see tree.py), n drafted tokens, at most S - 1, V vocabulary.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .acceptance import match_chain, verify_chain
+from .acceptance import TreeVerdict, match_tree, verify_chain
 from .drafting.protocol import Drafter
 from .graphs import Compiler, Graphed, put
 from .kv.blocks import TargetBlock
@@ -26,7 +26,8 @@ from .kv.target import TargetCache
 from .model import Transformer
 from .plan import Plan
 from .sampling import ACCEPT, SAMPLE
-from .tape import ACCEPTED, BONUS, FULL, MISSED, Tape
+from .tape import ACCEPTED, BONUS, FULL, LEAF, MISSED, Tape
+from .tree import TokenTree
 
 
 class RowRound(NamedTuple):
@@ -37,6 +38,7 @@ class RowRound(NamedTuple):
     num_accepted: int
     num_drafted: int
     diverged: bool  # the ranks disagree on it
+    by_leaf: bool = False  # the token after the accepted ones was a leaf, which is not counted among them
 
 
 class Outbox:
@@ -44,8 +46,8 @@ class Outbox:
 
     def __init__(self, tape: Tape, rows: int):
         self.rows = rows
-        # M tokens, M - 1 origins, three counts, whether the ranks disagree, two times
-        self.buffer = tape.buffer(2 * rows + 5)
+        # S tokens, S - 1 origins, four counts, whether the ranks disagree, two times
+        self.buffer = tape.buffer(2 * rows + 6)
         self.clock = torch.zeros(2, dtype=torch.int64, device=self.buffer.device)  # what this rank has to tell
 
     def tell(self, timing) -> None:
@@ -55,13 +57,13 @@ class Outbox:
             place.fill_(int(1e3 * milliseconds))
 
     def write(self, tokens: Tensor, origins: Tensor, counts: Tensor, ranks: tuple[Tensor, Tensor] | None) -> None:
-        """tokens [B, n + 1], origins [B, n], counts [B, 3]: emitted, accepted, drafted.
+        """tokens [B, n + 1], origins [B, n], counts [B, 4]: emitted, accepted, drafted, by a leaf.
 
         ranks: whether they disagree [B], and the first one's clock [2].
         """
         self.buffer[:, : tokens.shape[1]] = tokens
         self.buffer[:, self.rows : self.rows + origins.shape[1]] = origins
-        self.buffer[:, -6:-3] = counts
+        self.buffer[:, -7:-3] = counts
         if ranks is not None:
             self.buffer[:, -3], self.buffer[:, -2:] = ranks
 
@@ -75,10 +77,11 @@ class Outbox:
             torch.cuda.set_sync_debug_mode(mode)
         rounds = []
         for box in boxes:
-            num_emitted, num_accepted, num_drafted, diverged = box[-6:-2]
+            num_emitted, num_accepted, num_drafted, by_leaf, diverged = box[-7:-2]
             if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
                 num_accepted = num_drafted = num_emitted
-            rounds.append(RowRound(box[:num_emitted], box[self.rows : -6], num_accepted, num_drafted, bool(diverged)))
+            rounds.append(RowRound(box[:num_emitted], box[self.rows : -7], num_accepted, num_drafted,
+                                   bool(diverged), bool(by_leaf)))
         return rounds, [micros / 1e3 for micros in boxes[0][-2:]]
 
 
@@ -86,7 +89,7 @@ class Speculator(Drafter):
     """See the module.
 
     Args:
-        rows: M, the block's size: the pending token and up to M - 1 drafted ones.
+        tree: of the largest block: the pending token and up to S - 1 drafted ones, with their leaves.
         level: keys the noise.
         drafters: those that may propose to this level, by name. All hear what is committed.
         keep_queries: keep each layer's queries for retrieval.
@@ -94,11 +97,13 @@ class Speculator(Drafter):
 
     settled_count = False
 
-    def __init__(self, model: Transformer, cache: TargetCache, view: View, tape: Tape, *, level: int, rows: int,
+    def __init__(self, model: Transformer, cache: TargetCache, view: View, tape: Tape, *, level: int, tree: TokenTree,
                  drafters: dict[str, Drafter], keep_queries: bool = False, keep_logits: bool = False,
                  compiler: Compiler):
         self.model, self.cache, self.view, self.tape = model, cache, view, tape
+        rows = tree.spine
         self.level, self.rows, self.drafters, self.keep_queries = level, rows, drafters, keep_queries
+        self.leaves = tree.leaves
         self.length, self.limit = tape.buffer(), tape.buffer()  # no round moves `length` past `limit`
         self.base, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
         wants_laws = not tape.coupled and any(drafter.emits_laws for drafter in drafters.values())
@@ -106,10 +111,11 @@ class Speculator(Drafter):
         self.logits = tape.buffer(rows, model.config.vocab_size, like=model) if keep_logits else None
         self.outbox = Outbox(tape, rows) if level == FULL else None
         # Of the last step, for whoever asks for its logits: they are small, and copied in every step.
-        self.hidden = tape.buffer(rows, model.config.dim, dtype=model.dtype) if level == FULL else None
+        self.hidden = tape.buffer(tree.rows, model.config.dim, dtype=model.dtype) if level == FULL else None
+        self.drawn_from = tape.buffer(rows)  # the rows of the last step that its tokens were drawn from
         self.num_rows = rows  # of the last step that checked
-        self.totals = tape.buffer(2)  # accepted, drafted since the counters were last zeroed
-        self._nothing = tape.buffer()
+        self.totals = tape.buffer(3)  # accepted, drafted, by leaves since the counters were last zeroed
+        self._nothing, self.by_leaf = tape.buffer(), tape.buffer()
         # How many were drafted, for `step`: one place for all drafters, or each would have graphs of its own.
         self.checked = tape.buffer()
         self._compiler, self._levels = compiler, {}
@@ -207,56 +213,92 @@ class Speculator(Drafter):
 
     def _step(self, dense: int, longest: int, starts: tuple, rows: int, num_drafted: Tensor,
               probs: Tensor | None) -> None:
-        compiled = self._level(rows)
-        block = compiled(Speculator._begin)(self, rows)
-        kv = TargetBlock(self.cache, self.view, self.length, rows, Extent(dense, longest, starts), self.keep_queries,
+        compiled, tree = self._level(rows), TokenTree(rows, self.leaves)
+        block = compiled(Speculator._begin)(self, tree)
+        kv = TargetBlock(self.cache, self.view, self.length, tree, Extent(dense, longest, starts), self.keep_queries,
                          compiled, self.on_piece)
         hidden = self.model(block, kv)
         if self.hidden is not None:
-            self.hidden[:, :rows] = hidden
-        compiled(Speculator._finish)(self, hidden, block, num_drafted, probs)
-        self.commit(self.length)
+            self.hidden[:, : tree.rows] = hidden
+        compiled(Speculator._finish)(self, hidden, block, tree, num_drafted, probs)
+        self.commit(self.length - self.by_leaf if self.leaves else self.length)  # of a leaf, no drafter knows
 
-    def _begin(self, rows: int) -> Tensor:
+    def _begin(self, tree: TokenTree) -> Tensor:
         """The pending token and those drafted after it; what lies behind them on the tape pads the block."""
-        return self.tape.read(self.length, rows)
+        return self.tape.read(self.length, tree)
 
-    def _finish(self, hidden: Tensor, block: Tensor, num_drafted: Tensor, probs: Tensor | None) -> None:
+    def _finish(self, hidden: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor,
+                probs: Tensor | None) -> None:
         """hidden [B, M, dim] after the tokens of block [B, M]: checks the drafted ones, emits, moves on."""
         tape, start = self.tape, self.length
-        tokens = block[:, 1:] if self.drafters else block[:, :0]
-        n = tokens.shape[1]
+        n = tree.spine - 1 if self.drafters else 0
         logits = self.model.output(hidden)  # [B, M, V]
-        if self.logits is not None:
-            self.logits[:, : block.shape[1]] = logits
-        law = tape.law(logits[:, : n + 1])
         ahead = torch.arange(n + 1, device=start.device)
         position = start[:, None] + 1 + ahead
         if tape.coupled:
-            verdict = match_chain(tokens, num_drafted, tape.draw(law, position, self.level))
+            verdict, law = self._match(logits, block, tree, num_drafted), None
         else:
-            sample_u = tape.uniform(position, self.level, SAMPLE)
-            accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
-            draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
-            verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u, sample_u)
-        num_emitted = torch.minimum(verdict.num_accepted + 1, self.limit - start)  # cut at a limit fixed beforehand
+            verdict, law = self._verify(logits[:, : n + 1], block[:, 1 : n + 1], num_drafted, position)
+        by_leaf, tokens = verdict.by_leaf, verdict.tokens[:, : n + 1]
+        # Cut at a limit fixed beforehand.
+        num_emitted = torch.minimum(verdict.num_accepted + by_leaf + 1, self.limit - start)
+        by_leaf = by_leaf * (num_emitted > verdict.num_accepted)
 
-        put(tape.tokens, position, verdict.tokens)
+        put(tape.tokens, position, tokens)
         if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
             place = (position - 1 - self.base[:, None]).clamp(max=probs.shape[1] - 1)
             put(probs, place, law)
         if self.level != FULL:
-            missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)[:, None]
-            put(tape.origin, position, torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, missed))
-        if self.keep_queries:
-            kept = torch.arange(self.cache.query_weight.shape[1], device=start.device) < num_emitted[:, None]
-            self.cache.query_weight.copy_(kept)
-        counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted], 1)
+            missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)
+            last = torch.where(by_leaf > 0, LEAF, missed)[:, None]
+            origin = torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, last)
+            put(tape.origin, position, torch.where(ahead <= verdict.num_accepted[:, None], origin, BONUS))
+        self._keep(verdict.rows, logits, num_emitted)
+        if tree.num_leaves:
+            self.by_leaf.copy_(by_leaf)
+            first, place = start - self.cache.prefix.len, (verdict.num_accepted + 1).clamp(max=n)
+            self.cache.tail.move(first + verdict.rows.gather(1, place[:, None]).squeeze(1), first + place)
+        counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted, by_leaf], 1)
         self.totals += torch.where((num_emitted > 0)[:, None], counts[:, 1:], 0)
         if self.outbox is not None:
-            ranks = None if self.model.group is None else self._exchange(verdict.tokens, num_emitted)
-            self.outbox.write(verdict.tokens, tape.origin.gather(1, position[:, :n]), counts, ranks)
+            ranks = None if self.model.group is None else self._exchange(tokens, num_emitted)
+            self.outbox.write(tokens, tape.origin.gather(1, position[:, :n]), counts, ranks)
         start += num_emitted
+
+    def _verify(self, logits: Tensor, tokens: Tensor, num_drafted: Tensor, position: Tensor):
+        """By rejection: logits [B, n + 1, V], tokens [B, n], position [B, n + 1] -> the verdict, and the law."""
+        tape, n = self.tape, tokens.shape[1]
+        law = tape.law(logits)
+        sample_u = tape.uniform(position, self.level, SAMPLE)
+        accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
+        draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
+        verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u, sample_u)
+        rows = torch.arange(n + 1, device=logits.device).expand(len(logits), -1)
+        return TreeVerdict(*verdict, torch.zeros_like(num_drafted), rows), law
+
+    def _match(self, logits: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor) -> TreeVerdict:
+        """By coupled draws: logits [B, M, V] after block [B, M]. A level that drafts notes what it would have drawn
+        instead."""
+        tape, position = self.tape, self.length[:, None] + 1 + tree.depths(block.device)
+        if self.level == FULL:
+            return match_tree(tree, block, num_drafted, tape.draw(tape.law(logits), position, self.level))
+        ranked = tape.rank(logits, position)  # [B, M, 1 + k]
+        verdict = match_tree(tree, block, num_drafted, ranked[..., 0])
+        kept = ranked.gather(1, verdict.rows[..., None].expand(-1, -1, ranked.shape[2]))
+        tape.note(position[:, : tree.spine], kept)
+        return verdict
+
+    def _keep(self, rows: Tensor, logits: Tensor, num_emitted: Tensor) -> None:
+        """What others may ask for of this step, of the rows [B, n + 1] that its tokens were drawn from."""
+        count = rows.shape[1]
+        if self.leaves:
+            self.drawn_from[:, :count] = rows
+        if self.logits is not None:
+            self.logits[:, :count] = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2]))
+        if self.keep_queries:
+            emitted = torch.arange(count, device=rows.device) < num_emitted[:, None]
+            weight = torch.zeros_like(self.cache.query_weight)
+            self.cache.query_weight.copy_(weight.scatter(1, rows, emitted.to(weight.dtype)))
 
     def _exchange(self, tokens: Tensor, num_emitted: Tensor) -> tuple[Tensor, Tensor]:
         """[B], whether the ranks emit different tokens, by a digest of them; [2], the clock of the first rank."""

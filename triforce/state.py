@@ -55,14 +55,15 @@ class State:
                  runs_on: torch.device | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
         config, device, dtype = target.config, target.device, target.dtype
-        interval, block = settings.flush_interval, settings.block_size
+        interval = settings.flush_interval
+        block = max(settings.tree.rows, settings.inner_tree.rows)
         self.capacity = -(-capacity // interval) * interval
         self.base = 0 if shared is None else shared.lens[0]  # tokens that all rows share
         self._pack = (pack and batch == 1 and num_resident_layers is None and shared is None
                       and packs(device, dtype))
         self.compiler, self.prefill_level = compiler, compiler.level("prefill")
         self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), vocab_size, device,
-                                  settings.coupled)
+                                  settings.coupled, max(settings.leaves, settings.leaves_inner))
         self.params = self.tape.params
         offload = None
         if num_resident_layers is not None and num_resident_layers < config.n_layer:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from . import coupled, sampling
+from .graphs import put
 from .model import Transformer
 from .sampling import SAMPLE, SamplingParams
+from .tree import TokenTree
 
 DRAFT, RETRIEVAL, FULL = 0, 1, 2  # levels: they key the noise
-BONUS, ACCEPTED, MISSED = 0, 1, 2  # where a token of the inner level came from: not drafted, drafted, drafted in vain
+# Where a token of the inner level came from: not drafted, drafted, another drafted in its place, a leaf at its side.
+BONUS, ACCEPTED, MISSED, LEAF = 0, 1, 2, 3
 
 
 @dataclass
@@ -24,15 +27,19 @@ class Tape:
     """What the levels of one batch of conversations share."""
 
     tokens: Tensor  # [B, capacity]
-    origin: Tensor  # [B, capacity]: BONUS, ACCEPTED or MISSED, for tokens that the inner level emitted
+    origin: Tensor  # [B, capacity]: BONUS, ACCEPTED, MISSED or LEAF, for tokens that the inner level emitted
+    runners_up: Tensor  # [B, capacity, k]: what a drafter that draws would have drawn next instead; the leaves of trees
     params: SamplingParams
     vocab_size: int  # ids that the tokenizer can name; logits beyond are padding
     coupled: bool = False  # levels share their draws; else laws are passed from level to level
 
     @classmethod
-    def allocate(cls, batch: int, capacity: int, vocab_size: int, device, coupled: bool = False) -> "Tape":
+    def allocate(cls, batch: int, capacity: int, vocab_size: int, device, coupled: bool = False,
+                 leaves: int = 0) -> "Tape":
         tokens = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
-        return cls(tokens, torch.zeros_like(tokens), SamplingParams(batch, device, vocab_size), vocab_size, coupled)
+        runners_up = tokens.new_zeros(batch, capacity, leaves)
+        return cls(tokens, torch.zeros_like(tokens), runners_up, SamplingParams(batch, device, vocab_size), vocab_size,
+                   coupled)
 
     def law(self, logits: Tensor) -> Tensor:
         return sampling.probabilities(logits[..., : self.vocab_size], self.params)
@@ -46,9 +53,28 @@ class Tape:
             return coupled.draw(law, self.params.seed, position)
         return sampling.sample(law, self.uniform(position, level, SAMPLE))
 
-    def read(self, start: Tensor, count: int) -> Tensor:
-        """`count` tokens from index start [B] on: [B, count]."""
-        return self.tokens.gather(1, start[:, None] + torch.arange(count, device=start.device))
+    def rank(self, logits: Tensor, position: Tensor) -> Tensor:
+        """With coupled sampling, what is drawn by logits [B, n, V], and its runners-up: [B, n, 1 + k]."""
+        law, count = self.law(logits), 1 + self.runners_up.shape[2]
+        if self.params.uses.greedy and count > 1:  # all but the winner never arrive: in its place far behind it
+            behind = 1e-30 * logits[..., : self.vocab_size].to(law.dtype).softmax(-1)
+            law = torch.where(self.params.temperature[:, None, None] == 0, law + behind, law)
+        return coupled.ranking(law, self.params.seed, position, count)
+
+    def read(self, start: Tensor, tree: TokenTree) -> Tensor:
+        """The tokens of a block whose first is at index start [B]: [B, M]."""
+        here = start[:, None] + torch.arange(tree.spine, device=start.device)
+        spine = self.tokens.gather(1, here)
+        if not tree.num_leaves:
+            return spine
+        sides = here[:, 1:, None].expand(-1, -1, self.runners_up.shape[2])
+        return tree.arrange(spine, self.runners_up.gather(1, sides))
+
+    def note(self, position: Tensor, ranked: Tensor) -> Tensor:
+        """Writes the runners-up down: position [B, n], ranked [B, n, 1 + k], see `rank`. Returns the first, [B, n]."""
+        if ranked.shape[2] > 1:
+            put(self.runners_up, position, ranked[..., 1:])
+        return ranked[..., 0]
 
     def buffer(self, *shape: int, like: Transformer | None = None, dtype=torch.int64) -> Tensor:
         """A zero buffer with a row for each of the batch: int64, or wide enough for probabilities of `like`."""

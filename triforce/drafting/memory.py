@@ -18,6 +18,7 @@ from ..kv.streaming import StreamingBlock, StreamingCache
 from ..kv.target import TargetCache
 from ..kv.views import RetrievalView
 from ..model import Transformer
+from ..tree import TokenTree
 
 
 class DraftMemory(Protocol):
@@ -141,4 +142,4 @@ class LongMemory:
         return True
 
     def block(self, start: Tensor, rows: int, extent: Extent, compiled):
-        return TargetBlock(self.cache, self.view, start, rows, extent, False, compiled)
+        return TargetBlock(self.cache, self.view, start, TokenTree(rows), extent, False, compiled)

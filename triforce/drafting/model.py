@@ -101,12 +101,14 @@ class ModelDrafter(Drafter):
         tape, length, head = self.tape, self.length, self.head
         if hidden.shape[1] > 1:
             hidden = hidden.gather(1, (head - length)[:, None, None].expand(-1, 1, hidden.shape[2]))
-        law = tape.law(self.model.output(hidden))  # [B, 1, V]
-        at = (head - self.base)[:, None]
-        token = (tape.draw(law, head[:, None] + 1, DRAFT) if self.noise is None else
-                 sampling.sample(law, self.noise.gather(1, at)))  # [B, 1]
-        if probs is not None:
-            put(probs, at, law)
+        logits, at, position = self.model.output(hidden), (head - self.base)[:, None], head[:, None] + 1
+        if self.noise is None:
+            token = tape.note(position, tape.rank(logits, position))  # [B, 1]
+        else:
+            law = tape.law(logits)  # [B, 1, V]
+            token = sampling.sample(law, self.noise.gather(1, at))
+            if probs is not None:
+                put(probs, at, law)
         head += 1
         put(tape.tokens, head[:, None], token)
         length.copy_(head)

@@ -44,7 +44,7 @@ class Drafter:
         raise NotImplementedError
 
     def commit(self, length: Tensor) -> None:
-        """A level that checks has kept the tokens before index `length` [B]; the one at `length` is new.
+        """A level that checks has kept the tokens before index `length` [B]; those from there on, one or two, are new.
 
         The level above may still reject some of them: a later call may name a smaller length, or the same one again. It
         comes after rounds in which this drafter was left out, too. Settled tokens are told by `catch_up`.

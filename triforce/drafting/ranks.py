@@ -32,6 +32,9 @@ class SharedDrafter(Drafter):
         self.num_drafted.fill_(count)
         place = start[:, None] + 1 + torch.arange(count, device=start.device)
         self.tape.tokens.scatter_(1, place, self.group.broadcast(self.tape.tokens.gather(1, place), self.source))
+        if self.tape.runners_up.shape[2]:
+            row = torch.arange(len(start), device=start.device)[:, None]
+            self.tape.runners_up[row, place] = self.group.broadcast(self.tape.runners_up[row, place], self.source)
         if probs is not None:
             probs[:, :count] = self.group.broadcast(probs[:, :count].contiguous(), self.source)
         return self.num_drafted

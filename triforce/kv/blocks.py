@@ -10,28 +10,33 @@ from .. import attention
 from ..graphs import is_traced, put
 from ..model import Block, ModelConfig, RotaryEmbedding, eager, rotate
 from ..packed import MIN_ROWS
+from ..tree import TokenTree
 from . import prefix
 from .prefix import PrefixStore
 from .store import Extent, View
 from .target import TargetCache
 
 
-def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, rows: int, tail_slots: int,
+def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, tree: TokenTree, tail_slots: int,
                      config: ModelConfig, view_len: Tensor | None, room: int):
     """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T].
 
-    Values have angles, too, of 0: all heads of a token are turned in one go.
+    Values have angles, too, of 0: all heads of a token are turned in one go. In a tree with leaves, a row sees what
+    comes before its position; itself it sees elsewhere, since only the spine lies where the positions say.
 
     Args:
         view_len, room: of a view that lies before the tail, [B], and its capacity. None, 0: there is none.
     """
-    positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
+    rows, first = tree.rows, start - prefix_len  # the pending token's slot
+    depths = tree.depths(start.device)
+    positions = start[:, None] + depths  # [B, M]
     turned, still = config.n_head + config.n_kv_head, config.n_kv_head
     cos, sin = (torch.cat([table[:, None].expand(-1, turned, -1, -1),
                            torch.full_like(table, value)[:, None].expand(-1, still, -1, -1)], 1)
                 for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
-    slots, group = positions - prefix_len[:, None], config.n_head // config.n_kv_head
-    bias = attention.fold_mask(torch.arange(tail_slots, device=start.device) <= slots[..., None], group)
+    slots, group = first[:, None] + torch.arange(rows, device=start.device), config.n_head // config.n_kv_head
+    seen = first[:, None] + depths + (0 if tree.num_leaves else 1)  # slots
+    bias = attention.fold_mask(torch.arange(tail_slots, device=start.device) < seen[..., None], group)
     if room:
         bias = torch.cat([_view_bias(view_len, 0, room, rows, group), bias], -1)
     return cos, sin, slots + room, bias
@@ -44,20 +49,22 @@ def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int) -
 
 
 class TargetBlock:
-    """`kv` of a decoding step over one view: M rows a row of the batch, at consecutive positions from `start`."""
+    """`kv` of a decoding step over one view: M rows a row of the batch, at the positions of a tree from `start` on."""
 
-    def __init__(self, cache: TargetCache, view: View, start: Tensor, rows: int, extent: Extent, keep_queries: bool,
-                 compiled=eager, on_piece=None):
+    def __init__(self, cache: TargetCache, view: View, start: Tensor, tree: TokenTree, extent: Extent,
+                 keep_queries: bool, compiled=eager, on_piece=None):
         """start: [B], the position of each row's first token. extent: how much of the view is attended to.
 
         on_piece: called with (layer, number, piece) for what `Offload.pieces` streams past, before it is overwritten.
         """
+        rows = tree.rows
         self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
+        self.apart = tree.num_leaves > 0  # each row sees itself apart from the others
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         tail = cache.tail
         self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
         self.cos, self.sin, self.slots, self.bias = compiled(_target_geometry)(
-            cache.rope, start, cache.prefix.len, rows, tail.slots, cache.config, view.len if view.joined else None,
+            cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if view.joined else None,
             tail.room if view.joined else 0)
         self.ragged_bias = None
         if not view.joined and extent.longest > extent.dense:
@@ -78,7 +85,7 @@ class TargetLayer:
         self.cos, self.sin, self.slots, self.bias = block.cos, block.sin, block.slots, block.bias
         self.written = block.written[i]  # [2, B, K, T, D], or with the view before it
         self.queries = cache.queries[i] if block.keep_queries else None
-        self.length_on_device = block.view.length_on_device
+        self.length_on_device, self.apart = block.view.length_on_device, block.apart
         self._block, self._i = block, i
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
@@ -97,7 +104,9 @@ class TargetLayer:
         q = attention.fold(q, self.n_kv_head)
         if self.length_on_device:
             q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
-        states = [attention.masked(q, self.written[0], self.written[1], self.bias, no_empty_rows=True)]
+        states = [attention.masked(q, self.written[0], self.written[1], self.bias, no_empty_rows=not self.apart)]
+        if self.apart:  # first, since every row sees itself
+            states.insert(0, attention.of_itself(q, kv[:, 0], kv[:, 1]))
         return attention.as_one_query(q) if self.length_on_device else q, states
 
     def read(self, q: Tensor) -> list:

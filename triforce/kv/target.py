@@ -36,14 +36,21 @@ class Tail(Store):
     """
 
     def __init__(self, config: ModelConfig, batch: int, slots: int, room: int, device, dtype):
-        shape = (2, batch, config.n_kv_head, room + slots, config.head_dim)  # K, then V
-        self.storage = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        shape = (config.n_layer, 2, batch, config.n_kv_head, room + slots, config.head_dim)  # K, then V
+        self.whole = torch.zeros(shape, device=device, dtype=dtype)
+        self.storage = list(self.whole)  # by layer
         self.kv = [kv[:, :, :, room:] for kv in self.storage]  # per layer [2, B, K, T, D]
         self.slots, self.room = slots, room
         self.lens = [0] * batch  # the levels hold the tail's lengths; it is not told
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return ((f"tail.{i}", kv) for i, kv in enumerate(self.kv))
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copies one slot to another in all layers, for each row: source, target [B]."""
+        rows = torch.arange(len(source), device=source.device)
+        kv = self.whole[:, :, rows, :, self.room + source]  # [B, L, 2, K, D]
+        torch.ops.aten.index_put_(self.whole, [None, None, rows, None, self.room + target], kv)
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
         return self.kv[i][:, row, :, start:stop]

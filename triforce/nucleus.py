@@ -1,0 +1,105 @@
+"""The least probability that survives top-k and top-p. Masses are whole numbers, so no order of adding them matters.
+
+There are two ways to the same number. Few words are **ranked**. Of many words in many rows on a GPU the number is
+**searched for**, bit by bit: a probability survives if the more probable ones are fewer than k and have less mass than
+p, so each pass over the words says on which side of a few candidates it lies. A pass reads the words once; a sort reads
+and writes them again and again.
+
+Shapes: B batch, n positions, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from .graphs import is_traced
+
+FIRST = (128, 4096)  # on a CPU so many of the most probable words are ranked before all are
+SEARCHED = 2**20  # probabilities from which on a GPU searches (measured on an H200)
+BITS = 3  # that a pass decides
+PATTERN_BITS = 30  # of float32 numbers from 0 to 1: in the order of the numbers, as whole numbers
+UNIT = 2.0**56  # of masses
+
+
+def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
+    """All at least as probable survive: probs [B, n, V], top_k [B] (0: all; None: all of all rows), top_p [B] ->
+    [B, n, 1]."""
+    searches = probs.is_cuda and probs.numel() >= SEARCHED and probs.dtype == torch.float32
+    top_k = None if top_k is None else top_k[:, None, None]
+    return (searched if searches else ranked)(probs, top_k, top_p[:, None, None].double())
+
+
+def ranked(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
+    """By sorting; arguments as in `searched`."""
+    order = _most_probable(probs, top_k, top_p)  # [B, n, V or fewer]
+    mass = _mass(order)
+    upto = running_sum(mass)
+    before = upto - mass
+    count, total = torch.full_like(upto[..., :1], order.shape[-1]), torch.full_like(upto[..., :1], int(UNIT))
+    if top_k is not None:
+        count = torch.where(top_k == 0, count, top_k).clamp(max=order.shape[-1])
+        total = torch.where(top_k == 0, total, upto.gather(-1, count - 1))
+    last = (before < _share(top_p, total)).sum(-1, keepdim=True).clamp(min=1) - 1
+    by_count = 0.0 if top_k is None else torch.where(top_k == 0, 0.0, order.gather(-1, count - 1))
+    return torch.where(top_p == 1, by_count, order.gather(-1, last))
+
+
+def searched(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
+    """By bits: probs [B, n, V] float32, top_k [B, 1, 1] or None, top_p [B, 1, 1] float64."""
+    pattern, mass = probs.view(torch.int32), _mass(probs)
+    total, by_count = torch.full_like(mass[..., :1], int(UNIT)), torch.zeros_like(pattern[..., :1])
+    if top_k is not None:
+        ones = torch.ones_like(pattern)
+        found = _search(pattern, ones, top_k)
+        above = pattern > found
+        rest = top_k - above.sum(-1, keepdim=True)  # those as probable as the last one, as many as still count
+        upto = torch.where(above, mass, 0).sum(-1, keepdim=True) + rest * _mass(found.view(torch.float32))
+        total = torch.where(top_k == 0, total, upto)
+        by_count = torch.where(top_k == 0, 0, found)
+    by_mass = _search(pattern, mass, _share(top_p, total))
+    return torch.where(top_p == 1, by_count, torch.maximum(by_count, by_mass)).view(torch.float32)
+
+
+def _search(pattern: Tensor, weight: Tensor, bound: Tensor) -> Tensor:
+    """The least number t [B, n, 1] such that all of pattern [B, n, V] above t weigh less than bound [B, n, 1]."""
+    below = torch.full_like(pattern[..., :1], -1)  # what lies above it weighs too much
+    for left in range(PATTERN_BITS - BITS, -1, -BITS):
+        heavy = [torch.where(pattern > below + (step << left), weight, 0).sum(-1, keepdim=True) >= bound
+                 for step in range(1, 2**BITS)]
+        below = below + (sum(one.int() for one in heavy) << left)
+    return below + 1
+
+
+def _mass(probs: Tensor) -> Tensor:
+    return (probs.double() * UNIT).long()
+
+
+def _share(top_p: Tensor, total: Tensor) -> Tensor:
+    return (top_p * total.double()).long()
+
+
+def _most_probable(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
+    """Probabilities in descending order, all of them, or as many as decide every row's top-k and top-p."""
+    looks = probs.device.type == "cpu" and not is_traced()
+    for few in FIRST if looks else ():  # a CPU sorts slowly and looks for free: nearly always few hold the nucleus
+        if probs.shape[-1] <= few:
+            break
+        order = probs.topk(few).values
+        mass = _mass(order).sum(-1, keepdim=True)
+        enough = (mass >= _share(top_p, torch.full_like(mass, int(UNIT)))) | (top_p == 1)
+        if top_k is not None:
+            enough = torch.where(top_k == 0, enough, top_k <= few)
+        if bool(enough.all()):
+            return order
+    return probs.sort(dim=-1, descending=True).values
+
+
+def running_sum(x: Tensor, stretch: int = 1024) -> Tensor:
+    """x.cumsum(-1) of [B, ..., N]. For a batch on a GPU in two steps, stretches and their sums: the compiler of torch
+    2.11 fails on long scans of several rows."""
+    if not x.is_cuda or len(x) == 1 or x.shape[-1] <= stretch:
+        return x.cumsum(-1)
+    size = x.shape[-1]
+    within = torch.nn.functional.pad(x, (0, -size % stretch)).unflatten(-1, (-1, stretch)).cumsum(-1)
+    before = within[..., -1].cumsum(-1).roll(1, -1)
+    before[..., 0] = 0
+    return (within + before[..., None]).flatten(-2)[..., :size]
