@@ -192,7 +192,8 @@ class Engine:
         if self._identity is None:
             folder, longest = self._folder, self.placement.max_seq_len
             self._identity = {
-                "model": weights_fingerprint(self.target) if folder is None else model_fingerprint(folder, longest),
+                "model": (weights_fingerprint(self.target) if folder is None else
+                          model_fingerprint(folder, longest, self.placement.weights)),
                 "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder)}
         return self._identity
 

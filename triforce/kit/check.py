@@ -224,7 +224,11 @@ def beside_transformers(own, args, folder: Path, ids: list[int], device: torch.d
         progress.add({"name": "logits", "passed": None, "skipped": "transformers is not installed; "
                       "pip install transformers, and run this again"})
         return []
-    config = read_config(folder)
+    config = read_config(folder, weights=getattr(args, "weights", None))
+    if config.float8 is not None and own.reference is None:
+        progress.add({"name": "logits", "passed": None, "skipped": "weights are in fp8, and transformers multiplies "
+                      "these in another way; --reference FOLDER compares with another folder"})
+        return []
     count = min(agreement.TOKENS, config.max_len, len(ids))
     texts = [agreement.Text("first text", ids[:count], count, True)]
     far = 0 if own.quick else own.far
