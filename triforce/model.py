@@ -165,7 +165,10 @@ class ModelConfig:
         return replace(self, max_position_embeddings=min(original, self.max_position_embeddings))
 
     def quantized(self, weights: str | None) -> "ModelConfig":
-        """With the layers of the blocks in fp8 where `weights` says so, and a checkpoint has no other fp8."""
+        """`weights` says "fp8": with the layers of the blocks so, unless a checkpoint has fp8 of its own; "wide":
+        without fp8; None: as it is."""
+        if weights == "wide":
+            return replace(self, float8=None)
         return self if weights is None or self.float8 is not None else replace(self, float8=MADE)
 
     def linear_shape(self, layer: str) -> tuple[int, int]:
@@ -573,12 +576,33 @@ class Transformer(nn.Module):
         return self.norm.weight.dtype
 
     @property
+    def dtype_name(self) -> str:
+        """For people."""
+        return str(self.dtype).removeprefix("torch.") + ("" if self.config.float8 is None else " with weights in fp8")
+
+    @property
     def weight_bytes(self) -> int:
         """Of what a step reads."""
-        held = {id(x): x.nbytes for x in (*self.parameters(), *self.buffers())}
+        named = (*self.named_parameters(), *self.named_buffers())
+        held = {id(x): x.nbytes for name, x in named if not name.startswith("rope.")}
         shared = self.output if self.config.tie_word_embeddings else None
         packed = [x for x in self.modules() if isinstance(x, Linear) and x.packed is not None and x is not shared]
         return sum(held.values()) + sum(x.in_features * x.out_features for x in packed) * self.dtype.itemsize
+
+    @torch.no_grad()
+    def widen(self) -> "Transformer":
+        """Without fp8: layers that are in it are widened for good, one after the other."""
+        for name in [name for name, module in self.named_modules() if isinstance(module, ScaledLinear)]:
+            scaled, (owner, _, attribute) = self.get_submodule(name), name.rpartition(".")
+            with torch.device("meta"):
+                linear = (Output if name == "output" else Linear)(1, 1, False)
+            linear.out_features, linear.in_features = scaled.weight.shape
+            linear.weight, linear.bias = nn.Parameter(scaled.widened(self.dtype), requires_grad=False), scaled.bias
+            setattr(self.get_submodule(owner), attribute, linear)
+        for layer in self.layers:
+            layer.kind = Block.kind
+        self.config = replace(self.config, float8=None)
+        return self
 
     def join(self, group) -> "Transformer":
         """Makes this model, whose config is one rank's, a part of the whole. group: see `parallel.Group`."""

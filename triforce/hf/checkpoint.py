@@ -162,7 +162,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         UserError: a file is absent or truncated, or a tensor is missing, unknown or of another shape.
     """
     folder = Path(folder)
-    config, files = read_config(folder, max_seq_len, weights), find_weights(folder)
+    config, files = read_config(folder, max_seq_len, None if weights == "wide" else weights), find_weights(folder)
     if not files:
         raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
     local = shard_config(config, group)
@@ -204,4 +204,5 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         first = next(iter(missing))
         raise UserError(f"{len(missing)} of {len(table)} tensors are missing from {folder} ({files[0].name} and its "
                         f"shards), the first is {first}; download it again")
+    model = model.widen() if weights == "wide" else model
     return model if group is None else model.join(group)

@@ -224,8 +224,8 @@ def beside_transformers(own, args, folder: Path, ids: list[int], device: torch.d
         progress.add({"name": "logits", "passed": None, "skipped": "transformers is not installed; "
                       "pip install transformers, and run this again"})
         return []
-    config = read_config(folder, weights=getattr(args, "weights", None))
-    if config.float8 is not None and own.reference is None:
+    config = read_config(folder)
+    if own.reference is None and (config.float8 is not None or getattr(args, "weights", None) == "fp8"):
         progress.add({"name": "logits", "passed": None, "skipped": "weights are in fp8, and transformers multiplies "
                       "these in another way; --reference FOLDER compares with another folder"})
         return []
