@@ -242,8 +242,8 @@ def test_bits_of_a_target_in_fp8(dtype, compile):
             for sampling, temperature in (("rejection", 0.0), ("coupled", 1.0)):
                 runs = []
                 for levels in ("none", "triforce", "retrieval"):
-                    engine = engine_for((scaled, draft), levels=levels, keep_logits=True, compile=compile and products,
-                                        sampling=sampling)
+                    engine = engine_for((scaled, draft), levels=levels, keep_logits=True, sampling=sampling,
+                                        compile=compile if products else False)
                     state = prepare(engine, ids, VOCAB, temperature=temperature)
                     runs.append(bits(state, 300))
                     missing = state.compiler.pieces.missing if compile and products else ()

@@ -20,7 +20,7 @@ from triforce.float8 import FP8, ScaledLinear, quantize
 from triforce.hf import fingerprint
 from triforce.hf.checkpoint import TINY, load_model, read_config
 from triforce.hf.convert import convert
-from triforce.hf.fingerprint import weights_fingerprint
+from triforce.hf.fingerprint import model_fingerprint, weights_fingerprint
 from triforce.hf.places import shard
 from triforce.model import Linear
 from triforce.parallel import Group
@@ -66,6 +66,8 @@ def test_weights_and_logits_are_those_of_the_reference(family, layout, tmp_path)
             assert torch.equal(found[name], weight) and torch.equal(widened.get_parameter(name), weight), name
         assert widened.config == replace(expected.config, dtype=widened.config.dtype)
         assert {layer.kind for layer in widened.layers} == {"Block"}
+        planned = memory.weight_parts(read_config(folder, weights="wide"), None, dtype)[0].bytes
+        assert planned == sum(x.nbytes for x in widened.parameters())
         assert torch.equal(dense_logits(ours, TOKENS), dense_logits(expected, TOKENS))
     assert sum(isinstance(x, Linear) for x in ours.modules()) == {"output": 0, "some layers": 5}.get(layout, 1)
     with torch.no_grad():
@@ -86,6 +88,15 @@ def test_without_a_word_what_is_not_in_fp8_is_bf16(tmp_path):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert load_model(folder).dtype == torch.bfloat16
+
+
+def test_the_same_in_another_file(blocks):
+    before, model = model_fingerprint(blocks), load_model(blocks)
+    torch.save(load_file(blocks / "model.safetensors"), blocks / "pytorch_model.bin")
+    (blocks / "model.safetensors").unlink()
+    assert model_fingerprint(blocks) == before
+    for found, expected in zip(load_model(blocks).parameters(), model.parameters(), strict=True):
+        assert torch.equal(found.float(), expected.float())
 
 
 @pytest.fixture

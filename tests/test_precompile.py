@@ -125,6 +125,13 @@ def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, monke
     assert not rest
 
 
+def test_layers_in_fp8_and_wider_ones_are_pieces_of_their_own(pair):
+    target = in_fp8(pair[0], "layers.0.mlp.down")
+    layers = [*target.layers, *pair[0].layers, *in_fp8(pair[0]).layers]
+    names = [piece_name("level1", Block.after, [layer]) for layer in layers]
+    assert len(set(names)) == 3 and names[1] == names[4] == names[5] and names[2] == names[3]
+
+
 def test_traced_without_memory(asked):
     """A target of layers of a billion parameters is traced as one of a few is."""
     target, draft = random_pair()

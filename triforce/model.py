@@ -73,7 +73,7 @@ class ModelConfig:
     architecture: str = "LlamaForCausalLM"
     dtype: str | None = None
     num_shards: int = 1  # heads, KV heads and ffn_dim are those of one of so many ranks; see parallel.py
-    # Linear layers in fp8. Not told where there are none, so that what models were known by before stays what it was.
+    # Linear layers in fp8. Not in the repr, by which models are known: one without such layers is known as ever.
     float8: Float8 | None = field(default=None, repr=False)
 
     @property

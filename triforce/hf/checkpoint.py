@@ -190,10 +190,11 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
                 parameters = dict(model.named_parameters())
             in_fp8 = parameters[parts[name].parameter].dtype == FP8
             made = in_fp8 and config.float8.made
-            if tensor.dtype != FP8 if in_fp8 and not made else not wide:
+            stored = in_fp8 and not made
+            if not (tensor.dtype == FP8 if stored else wide):
                 raise UserError(f"{path}: tensor {name} is {tensor.dtype}, but config.json implies "
-                                f"{FP8 if in_fp8 and not made else 'a wider floating-point type'}; use a checkpoint in "
-                                "bf16 or fp16, or in fp8 with a quantization_config that fits")
+                                f"{FP8 if stored else 'a wider floating-point type'}; use a checkpoint in bf16 or "
+                                "fp16, or in fp8 with a quantization_config that fits")
             work.append((parameters, parts, name, tensor, group))
             missing.pop(name, None)
             if made:
