@@ -130,6 +130,18 @@ def test_any_checkpoint_is_rounded_as_it_is_read(family, tmp_path):
     assert load_model(tmp_path / "fp8", weights="fp8").config == expected.config  # what is in fp8 stays as it is
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_number_of_e4m3_is_widened_exactly(dtype):
+    layer = ScaledLinear(254, 3, False, (1, 254)).requires_grad_(False)
+    numbers = torch.tensor([bits for bits in range(256) if bits % 128 != 127], dtype=torch.uint8).view(FP8)
+    layer.weight.copy_(numbers.expand(3, 254))
+    layer.scale.copy_(torch.tensor([[1.0], [0.0123], [3e-7]]))
+    expected = numbers.double().expand(3, 254).to(dtype).float() * layer.scale
+    if dtype == torch.float64:
+        expected = numbers.double() * layer.scale.double()
+    assert torch.equal(layer.widened(dtype), expected.to(dtype)) and len(numbers.float().unique()) == 253
+
+
 def test_a_layer_of_zeros():
     quantized, scale = quantize(torch.zeros(4, 8), torch.device("cpu"))
     assert quantized.float().eq(0).all() and scale.gt(0).all()
@@ -158,12 +170,12 @@ def test_what_layers_hold_besides_is_planned():
     settings = triforce.config.Settings(gamma=6, prefill_chunk_size=64).resolve()
     sizes = {"batch": 1, "capacity": 1024, "budget": 256, "vocab_size": 4096, "device": torch.device("cpu")}
     rows, columns = 2 * 704, 256
-    for dtype, besides in ((torch.float32, 4 * rows * columns),
-                           (torch.bfloat16, 64 * rows * 2 + 64 * (2 * 4 * rows + (4 + 1) * columns))):
+    for dtype in (torch.float32, torch.bfloat16):
         plain, scaled = ({part.name: part.bytes for part in
                           memory.state_parts(one, None, settings, dtype=dtype, **sizes)}
                          for one in (config, config.quantized("fp8")))
-        assert scaled.pop("prefill activations") == plain.pop("prefill activations") + besides
+        assert scaled.pop("prefill activations") == (
+            plain.pop("prefill activations") + rows * columns * (2 + dtype.itemsize))
         assert plain == scaled
     assert float8.work_bytes((64, 32), 8192, 2) == 8192 * 64 * 2 + 1024 * (8 * 64 + 5 * 32)
 
