@@ -205,8 +205,8 @@ class ScaledLinear(nn.Module):
         """The weight as the scales make it, rounded once: [N, K]."""
         weight, scale, (rows, columns) = self.weight, self.scale, self.scale.shape
         if weight.device.type == "cpu":
-            # PyTorch converts e4m3 number by number there, which takes ten times as long. Shifted, the bits of e4m3 (but
-            # for nan) are those of its 256th part in float16.
+            # PyTorch converts e4m3 number by number there, which takes ten times as long. Shifted, the bits of e4m3 are
+            # those of its 256th part in float16; nan would not be, and no weight is.
             bits = weight.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
             weight, scale = bits.view(torch.float16), scale * 256
         weight = weight.to(dtype)
