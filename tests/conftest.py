@@ -4,6 +4,7 @@ import gc
 import hashlib
 import os
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from triforce.config import Placement, Settings, split
 from triforce.controller import Controller
 from triforce.costs import Costs, Learned, Shelf
 from triforce.engine import Engine
+from triforce.float8 import MADE
 from triforce.graphs import Compiler
 from triforce.hf.checkpoint import TINY
+from triforce.hf.places import places, put
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
 from triforce.state import State
@@ -59,6 +62,18 @@ def random_pair(dtype=torch.float32, device="cpu", vocab_size=VOCAB, std=0.3):
     draft = ModelConfig(vocab_size, 16, 1, 2, 2, 8, 32)
     return (Transformer.random(target, seed=0, device=device, dtype=dtype, std=std),
             Transformer.random(draft, seed=1, device=device, dtype=dtype, std=std))
+
+
+def in_fp8(model: Transformer, *wide: str) -> Transformer:
+    """The model with the layers of its blocks in fp8, as `weights="fp8"` reads them. wide: layers that are not."""
+    config = replace(model.config, float8=replace(MADE, wide=("output", *wide)))
+    scaled = Transformer.empty(config, model.device, model.dtype)
+    wide, parameters = dict(model.named_parameters()), dict(scaled.named_parameters())
+    parts = {name: replace(place, order=None) for name, place in places(scaled.config).items()}
+    with torch.no_grad():
+        for name, place in places(model.config).items():
+            put(parameters, parts, name, wide[place.parameter][place.start : place.start + place.shape[0]], None)
+    return scaled
 
 
 def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[int]:

@@ -7,6 +7,7 @@ forks, what one computes: the functions with `cache`. torchrun itself is met by 
 """
 
 import gc
+import json
 import os
 import shutil
 import socket
@@ -20,8 +21,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from safetensors.torch import load_file
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
+import float8_folders  # noqa: E402
 from conftest import VOCAB, make_engine, random_pair, random_prompt  # noqa: E402
 from on_chip import widened_draft  # noqa: E402
 from shares import first_ranks, holds_whole  # noqa: E402
@@ -177,6 +180,30 @@ def checkpoint(group) -> None:
     assert [out.tokens for out in tiny.generate(ids, **GREEDY)] == expected
 
 
+@cache
+def in_fp8_alone():
+    """(ids, a folder in blocks of 128 and its logits, what the embedded target says when it is rounded to fp8)."""
+    ids, folder = random_prompt(120, vocab_size=4096), Path(tempfile.mkdtemp())
+    float8_folders.save(load_file(TINY / "target" / "model.safetensors"),
+                        json.loads((TINY / "target" / "config.json").read_text()), "blocks", folder)
+    alone = triforce.load("tiny", device="cpu", gamma=4, weights="fp8")
+    return ids, folder, logits_of(load_model(folder, dtype="float32"), [ids]), alone.generate(ids, **GREEDY).tokens
+
+
+def weights_in_fp8(group) -> None:
+    """A rank's share ends in the midst of a block; and a row's scale is that of the whole row."""
+    ids, folder, expected, said = in_fp8_alone()
+    part = load_model(folder, dtype="float32", group=group)
+    assert part.layers[0].mlp.down.weight.shape == (256, 704 // group.size)
+    torch.testing.assert_close(logits_of(part, [ids]), expected, rtol=1e-3, atol=1e-3)
+    rounded = triforce.load("tiny", device="cpu", gamma=4, weights="fp8", group=group)
+    for speculate in (True, False):
+        assert rounded.generate(ids, speculate=speculate, **GREEDY).tokens == said
+    group.agree(None)
+    if group.rank == 0:
+        shutil.rmtree(folder)
+
+
 def draft_ranks(group) -> list[int]:
     """One of two, two of four, four of eight."""
     return list(range(group.size // 2))
@@ -278,7 +305,7 @@ def checks(count: int) -> list:
     if count != 8:  # the embedded target has four
         found += [(checkpoint, checkpoint_alone)]
     if count == 2:
-        found += [(widened, widened_alone)]
+        found += [(widened, widened_alone), (weights_in_fp8, in_fp8_alone)]
     return found
 
 

@@ -20,7 +20,7 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I though
 class Engine:
     """Answers in 10 ms a token with speculation, in 25 without and 20 with unpadded steps."""
 
-    device, target, num_parameters = "cpu", SimpleNamespace(dtype="torch.float32"), 10**6
+    device, target, num_parameters = "cpu", SimpleNamespace(dtype_name="float32"), 10**6
     settings = SimpleNamespace(coupled=False)
 
     def __init__(self):
@@ -155,7 +155,7 @@ def test_how_to_load(monkeypatch):
     for look_for in ("resolve", "find_draft"):  # the folders, which are not there
         monkeypatch.setattr(cli, look_for, lambda *args: None)
     flags = {"checkpoint": "a", "draft": "b", "device": "cpu", "dtype": "float16", "max_seq_len": 100, "budget": 64,
-             "chunk_size": 4, "gamma": 5, "gamma_inner": 3, "block_size": 12, "draft_dtype": "fp8",
+             "chunk_size": 4, "gamma": 5, "gamma_inner": 3, "block_size": 12, "draft_dtype": "fp8", "weights": "wide",
              "draft_cache": "snapkv", "offload": "auto", "num_resident_layers": 2, "resident_memory": "1GB",
              "draft_ranks": [0], "prefill_chunk_size": 77}
     argv = [word for name, value in flags.items()

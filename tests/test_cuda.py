@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import assert_view_holds_its_selection, bits, bits_of_rows, make_engine, random_prompt
+from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
 
-from triforce import attention, coupled, jobs, sampling
+from triforce import attention, coupled, float8, jobs, sampling
 from triforce.errors import UserError
 from triforce.graphs import Graphed
 from triforce.kv.prefix import STRIDE
@@ -221,6 +221,36 @@ def test_fp8_drafts_are_accepted(dtype):
         rates[draft_dtype] = statistics.fmean(out.stats.acceptance_rate["full"] for out in outs)
     print(f"{dtype}: accepted at the full level {rates}")
     assert rates[None] > 0.5 and abs(rates["fp8"] - rates[None]) < 0.1
+
+
+@in_half_precision
+@pytest.mark.parametrize("compile", ["beside", True], ids=["written", "compiled"])
+def test_bits_of_a_target_in_fp8(dtype, compile):
+    """Products in fp8 near those of the widened weights, and bits with and without speculation; of layers whose weights
+    are widened as they are used, too."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs fp8 matrix products")
+    target, draft = random_models_in(dtype)
+    scaled, ids = in_fp8(target), random_prompt(CONTEXT, vocab_size=VOCAB)
+    x = torch.randn(1, 3000, 512, device="cuda", dtype=dtype)
+    layer = scaled.layers[0].mlp.gate_up
+    found, near = layer(x).float(), torch.nn.functional.linear(x, layer.widened(dtype)).float()
+    assert layer.fits_products and 0.01 < (found - near).norm() / near.norm() < 0.06
+    assert torch.equal(layer(x[:, :16]), layer(x[:, :16].flip(1)).flip(1))
+    for products in (True, False):
+        with mock.patch.object(float8, "multiplies", lambda device, products=products: products):
+            for sampling, temperature in (("rejection", 0.0), ("coupled", 1.0)):
+                runs = []
+                for levels in ("none", "triforce", "retrieval"):
+                    engine = engine_for((scaled, draft), levels=levels, keep_logits=True, sampling=sampling,
+                                        compile=compile if products else False)
+                    state = prepare(engine, ids, VOCAB, temperature=temperature)
+                    runs.append(bits(state, 300))
+                    missing = state.compiler.pieces.missing if compile and products else ()
+                    assert not missing or compile is not True
+                print(f"{dtype} products {products} {sampling}: rejected {[run[2] for run in runs]}")
+                assert runs[0][:2] == runs[1][:2] == runs[2][:2]
+                assert runs[1][2]["full"] >= 10
 
 
 def test_graphs_are_captured_and_nothing_recompiles(random_models):

@@ -14,7 +14,7 @@ import triforce
 from triforce import acceptance, cli, memory
 from triforce.config import Placement, Settings
 from triforce.errors import UserError
-from triforce.hf.checkpoint import TINY, open_tensors
+from triforce.hf.checkpoint import TINY, open_tensors, read_config
 from triforce.hf.tokenizer import Tokenizer
 from triforce.kit import agreement, check, report, trials
 from triforce.plan import Plan
@@ -218,6 +218,18 @@ def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
     assert ("texts repeat themselves" in page) is any(loops) and len(loops) == 12
     assert "**All 7 checks passed.**" in page and "| retrieval view | 0 |" in " ".join(page.split())
     assert all(len(line) <= 80 for line in page.splitlines() if not line.startswith("#"))
+
+
+def test_weights_in_fp8_are_not_set_beside_wider_ones(brief, capsys, tmp_path):
+    """All else is checked, and a step reads a byte a weight."""
+    status, told, _ = checked(capsys, tmp_path, "--lengths", "300", "--new", "8", "--quick", "--weights", "fp8")
+    records = {record["name"]: record for record in told["records"]}
+    assert status == 0 and "weights are in fp8" in records["logits"]["skipped"] and records["memory"]["passed"]
+    assert records["greedy, retrieval view"]["passed"]
+    config = read_config(TINY / "target", weights="fp8")
+    cache = 300 * config.kv_elements_per_token * 4
+    held = memory.weight_parts(config, None, torch.float32)[0].bytes
+    assert records["step, autoregression"]["bytes"] == pytest.approx(held + cache, abs=4 * 4 * config.n_layer)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,8 @@ def test_snapkv_wants_its_cache_on_the_device():
 
 def test_weights_are_planned_before_they_are_read(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda device: 2**20)
-    with pytest.raises(UserError, match=r"target weights .* GiB \(--dtype\), draft weights .* GiB \(--draft none\)"):
+    with pytest.raises(UserError, match=r"target weights .* GiB \(--dtype, --weights fp8\), "
+                                        r"draft weights .* GiB \(--draft none\)"):
         triforce.load("tiny", device="cpu")
     with pytest.raises(UserError) as error:
         triforce.load("tiny", device="cpu", draft=False)

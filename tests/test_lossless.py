@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import make_state
+from conftest import in_fp8, make_state
 from enumeration import joint_laws, target_law, total_variation
 from reference import DenseKV, reference_filter
 
-from triforce import acceptance, speculator
+from triforce import acceptance, float8, speculator
 from triforce.controller import Controller, Costs, Rate
 from triforce.drafting.ngram import NgramDrafter, NgramMeter
 from triforce.kv import views
@@ -161,6 +161,16 @@ def test_rebuilding_when_acceptance_drops_does_not_bias(models):
 def test_fp8_drafting_does_not_bias(models):
     """A row's draft may depend on no other row of its block: with one scale a block it did, by 4e-4."""
     found, _, _ = distances(models, gamma=3, gamma_inner=1, drafting=fp8_copy(models[0]), prompts=PROMPTS[:1])
+    assert max(found) < 1e-6
+
+
+@pytest.mark.parametrize("multiplied", [False, True])
+def test_a_target_in_fp8_is_followed_exactly(models, monkeypatch, multiplied):
+    """Its own law, of widened weights and of products in fp8, whose inputs are scaled row by row."""
+    monkeypatch.setattr(float8, "multiplies", lambda device: multiplied)
+    monkeypatch.setattr(float8.ScaledLinear, "fits_products", True)  # of any size, on a CPU
+    target = in_fp8(models[0])
+    found, expected, _ = distances((target, models[1]), gamma=3, gamma_inner=1, prompts=PROMPTS[:1])
     assert max(found) < 1e-6
 
 

@@ -83,7 +83,7 @@ def test_dual_chunk_attention_is_a_limit():
 
 @pytest.mark.parametrize("fields, words", [
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-    ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config has quant_method None, which is not"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
     ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
     ({"architectures": ["Glm4ForCausalLM"]}, "architecture Glm4ForCausalLM is not supported"),  # norms of its own

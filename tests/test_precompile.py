@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_engine, random_pair, random_prompt
+from conftest import in_fp8, make_engine, random_pair, random_prompt
 
-from triforce import jobs, precompile
+from triforce import float8, jobs, precompile
 from triforce.drafting.protocol import Drafter
 from triforce.kept import Folder
 from triforce.model import Block, RopeScaling, Transformer
@@ -97,13 +97,19 @@ def traced_once(monkeypatch, found_before):
     ({"shared": True}, 3), ({"fp8": True}, 1), ({"draft": lambda tape: PeriodDrafter(tape)}, 1),
     ({"sampling": "coupled"}, 1),
     ({"family": {"qk_norm": True, "rotary_factor": 0.5, "rope_scaling": LONGROPE}, "fp8": True}, 1),
+    ({"weights": ()}, 1), ({"weights": (), "multiplies": True}, 1), ({"weights": ("layers.0.mlp.down",)}, 1),
 ])
-def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, options, rows):
+def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, monkeypatch, options, rows):
     """By name, which holds the shapes and strides of what it is called with."""
     target, draft = pair
     options = dict(options)
+    if options.pop("multiplies", False):  # in fp8, a long prompt by parts
+        monkeypatch.setattr(float8, "multiplies", lambda device: True)
+        monkeypatch.setattr(float8, "STEP", 40)
     if "family" in options:
         target = Transformer.random(replace(target.config, **options.pop("family")))
+    if "weights" in options:  # in fp8: of all layers, or all but these
+        target = in_fp8(target, *options.pop("weights"))
     drafting = fp8_copy(target) if options.pop("fp8", False) else None
     shared = options.pop("shared", False)
     engine = make_engine(target, None if "draft" in options else draft, drafting=drafting, compile="beside",
@@ -117,6 +123,13 @@ def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, optio
     if "offload" in options:  # the verify's second halves of a layer, and the merging of what streams past
         rest -= {name for name in rest if name.startswith(("level2_rows8.Block.after", "level2_rows8.merge"))}
     assert not rest
+
+
+def test_layers_in_fp8_and_wider_ones_are_pieces_of_their_own(pair):
+    target = in_fp8(pair[0], "layers.0.mlp.down")
+    layers = [*target.layers, *pair[0].layers, *in_fp8(pair[0]).layers]
+    names = [piece_name("level1", Block.after, [layer]) for layer in layers]
+    assert len(set(names)) == 3 and names[1] == names[4] == names[5] and names[2] == names[3]
 
 
 def test_traced_without_memory(asked):

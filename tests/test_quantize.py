@@ -8,8 +8,9 @@ from conftest import VOCAB, make_state, random_prompt, run_rounds
 
 import triforce
 from triforce.errors import UserError
+from triforce.float8 import FP8
 from triforce.model import ModelConfig, Transformer
-from triforce.quantize import FP8, Float8Linear, fp8_bytes, fp8_copy
+from triforce.quantize import Float8Linear, fp8_bytes, fp8_copy
 
 
 def test_weights_are_near_and_the_rest_is_shared():

@@ -14,6 +14,7 @@ from conftest import bits, make_state, random_prompt
 from torch import nn
 
 from triforce import attention
+from triforce.float8 import ScaledLinear
 from triforce.model import Linear, ModelConfig, RMSNorm, Transformer, gated
 from triforce.packed import PackedPrefix
 from triforce.plan import AUTOREGRESSION
@@ -60,6 +61,17 @@ def test_products(sizes, dtype):
         for rows in ROWS:
             with torch.inference_mode():
                 assert same(layer(rows_of(1, sizes[0], rows=rows, dtype=dtype)), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("unit", [(1, 256), (64, 128)])
+def test_products_of_weights_in_fp8(unit, dtype):
+    layer = ScaledLinear(256, 1408, False, unit)
+    layer.weight.data = (100 * torch.randn(1408, 256)).clamp(-448, 448).to(layer.weight.dtype)
+    layer.scale.data.uniform_(0.001, 0.01)
+    for rows in ROWS:
+        with torch.inference_mode():
+            assert same(layer(rows_of(1, 256, rows=rows, dtype=dtype)), 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

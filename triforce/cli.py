@@ -353,7 +353,7 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
             engine.check_len(len(prompts[-1]), args.max_new_tokens)
         except UserError as error:
             raise UserError(f"prompt {index} of --prompts {args.prompts}: {error}") from None
-    print(f"{args.checkpoint} on {engine.device}, {_dtype_name(engine)}: {len(prompts):,} prompts, "
+    print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
           f"{sum(map(len, prompts)):,} tokens, {min(args.batch_size, len(prompts))} side by side", file=sys.stderr)
     begun, tokens = time.perf_counter(), 0
     for first in range(0, len(prompts), args.batch_size):
@@ -491,7 +491,7 @@ def age() -> float:
 def introduce(engine, ids, args, request: Request) -> None:
     """What is about to happen: the model, the prompt, and how much of it drafts are read from."""
     budget = engine.resolve_budget(len(ids))
-    lines = [f"{args.checkpoint} on {engine.device}, {_dtype_name(engine)}, {len(ids):,} prompt tokens"]
+    lines = [f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}, {len(ids):,} prompt tokens"]
     if args.checkpoint == "tiny":
         lines.append(f"(the embedded pair: a toy of {engine.num_parameters / 1e6:.1f} million parameters "
                      "that writes what it can)")
@@ -501,10 +501,6 @@ def introduce(engine, ids, args, request: Request) -> None:
         end = " ".join(engine.tokenizer.decode(ids[-60:], continues=True).split())
         lines += ["The prompt is the beginning of CPython's language reference. It ends:", f"  ... {end[-140:]}"]
     print("\n".join(textwrap.fill(line, 78, subsequent_indent="  ") for line in lines) + "\n", file=sys.stderr)
-
-
-def _dtype_name(engine) -> str:
-    return str(engine.target.dtype).removeprefix("torch.")
 
 
 def main(argv: list[str] | None = None) -> int:

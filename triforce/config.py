@@ -352,6 +352,13 @@ class Placement(Options):
                                              "--on-chip)", whole(0, 4), type=int)
     resident_memory: int | str | None = option(
         None, "memory of the device for layers of an offloaded cache, in bytes or as a text: 20GiB")
+    weights: str | None = option(
+        None, "'fp8': the target's linear layers are rounded to fp8 as they are read, with a scale for each output "
+        "channel. They take a byte a weight, and the model is then the rounded one: its law and its bits are what is "
+        "promised. A GPU of compute capability 8.9 or later rounds their inputs, too, with a scale for each row, and "
+        "multiplies in fp8; elsewhere weights are widened as they are used. 'wide': weights that a checkpoint has in "
+        "fp8 are widened as they are read, which takes more memory, and less time where products are not in fp8. "
+        "Default: as the checkpoint has them", one_of("fp8", "wide", wanted="'fp8', 'wide', or left out"))
     draft_dtype: str | None = option(
         None, "'fp8': the retrieval level drafts with a copy of the target's weights in fp8. The output stays exact. "
         "The copy takes one more byte for each weight of the blocks' linear layers, and needs a GPU of compute "

@@ -84,7 +84,7 @@ class Engine:
         self._folder, self._identity = folder, None
 
     def __repr__(self) -> str:
-        config, dtype = self.target.config, str(self.target.dtype).removeprefix("torch.")
+        config, dtype = self.target.config, self.target.dtype_name
         drafts = [] if self.draft is None else [f"a model of {self.draft.config.num_parameters / 1e6:,.1f}M parameters"]
         if self.settings.retrieval:
             drafts.append(f"a {self.settings.draft_cache} view")
@@ -192,7 +192,8 @@ class Engine:
         if self._identity is None:
             folder, longest = self._folder, self.placement.max_seq_len
             self._identity = {
-                "model": weights_fingerprint(self.target) if folder is None else model_fingerprint(folder, longest),
+                "model": (weights_fingerprint(self.target) if folder is None else
+                          model_fingerprint(folder, longest, self.placement.weights)),
                 "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder)}
         return self._identity
 

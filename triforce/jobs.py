@@ -81,6 +81,7 @@ def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dic
     own = {name: value for name, value in vars(settings).items() if name not in STEPS_DO_NOT_DEPEND_ON}
     group = target.group
     about = {**machine(target.device), "target": repr(target.config), "draft": repr(draft and draft.config),
+             "weights": [repr(model and model.config.float8) for model in (target, draft)],
              "fp8": fp8 is not None, "dtype": str(target.dtype), "settings": repr(own),
              "ranks": None if group is None else [group.size, group.buffer is not None],
              "draft_ranks": place.draft_ranks, "offload": place.offload is not False,

@@ -39,7 +39,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
 
     tokenizer = Tokenizer(folder)
-    config, longest = ckpt.read_config(folder, place.max_seq_len), place.max_seq_len
+    config, longest = ckpt.read_config(folder, place.max_seq_len, place.weights), place.max_seq_len
     draft_config = None if draft_folder is None else ckpt.read_config(draft_folder, longest)
     if draft_folder is not None:
         difference = tokenizer.same_as(Tokenizer(draft_folder))
@@ -53,14 +53,14 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     local = shard_config(config, group)
     if place.draft_ranks is not None:
         draft_config = check_draft_ranks(place.draft_ranks, group, draft_config)
-    parts = memory.weight_parts(local, draft_config, dtype.itemsize)
+    parts = memory.weight_parts(local, draft_config, dtype)
     if place.draft_dtype:
-        check_fp8(device)
+        check_fp8(config, device)
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))
     memory.check(parts, device)
 
     with compiler_imported(place.compile is not False and kept.root().exists()):
-        target = ckpt.load_model(folder, device, dtype, group, longest)
+        target = ckpt.load_model(folder, device, dtype, group, longest, place.weights)
         shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
         draft_group = subgroup(group, place.draft_ranks) if shares else None
         draft = None

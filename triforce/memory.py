@@ -10,6 +10,7 @@ import torch
 
 from .config import Settings
 from .errors import UserError
+from .float8 import LAYERS, work_bytes
 from .graphs import Compiler
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
@@ -24,11 +25,16 @@ class Part:
     remedies: tuple[str, ...] = ()  # what makes it smaller: flags, or names of settings
 
 
-def weight_parts(target: ModelConfig, draft: ModelConfig | None, itemsize: int) -> list[Part]:
-    parts = [Part("target weights", target.num_parameters * itemsize, ("--dtype",))]
+def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype) -> list[Part]:
+    remedies = ("--dtype",) if target.float8 is not None else ("--dtype", "--weights fp8")
+    parts = [Part("target weights", _weight_bytes(target, dtype), remedies)]
     if draft is not None:
-        parts.append(Part("draft weights", draft.num_parameters * itemsize, ("--draft none",)))
+        parts.append(Part("draft weights", _weight_bytes(draft, dtype), ("--draft none",)))
     return parts
+
+
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    return sum(x.nbytes for x in Transformer.empty(config, "meta", dtype).parameters())
 
 
 def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, batch: int, capacity: int,
@@ -105,7 +111,18 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
     per_chunk_token = 4 * config.ffn_dim + 8 * config.n_head * config.head_dim
     embedded = 1 if config.num_shards == 1 else 2  # ranks add up what each knows of the words
     chunk = min(settings.prefill_chunk_size, capacity)
-    return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize
+    return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize + _float8_bytes(
+        config, chunk, settings.block_size, dtype.itemsize)
+
+
+def _float8_bytes(config: ModelConfig, chunk: int, block: int, itemsize: int) -> int:
+    """What layers in fp8 hold besides, one at a time."""
+    if config.float8 is None:
+        return 0
+    sizes = [work_bytes(config.linear_shape(layer), chunk, itemsize) for layer in LAYERS]
+    if config.float8.holds("output"):
+        sizes.append(work_bytes(config.linear_shape("output"), block, itemsize))
+    return max(sizes)
 
 
 def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int) -> int:

@@ -7,7 +7,7 @@ Shapes: B batch, M rows of a block (new tokens), H query heads, K KV heads, D he
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from . import attention
 from .errors import UserError
+from .float8 import FP8, LAYERS, MADE, Float8, ScaledLinear
 from .packed import multiply, pack, packs
 
 SHARE = 32768  # elements: a CPU's loop shares no fewer out to several threads
@@ -72,6 +73,8 @@ class ModelConfig:
     architecture: str = "LlamaForCausalLM"
     dtype: str | None = None
     num_shards: int = 1  # heads, KV heads and ffn_dim are those of one of so many ranks; see parallel.py
+    # Linear layers in fp8. Not in the repr, by which models are known: one without such layers is known as ever.
+    float8: Float8 | None = field(default=None, repr=False)
 
     @property
     def max_len(self) -> int:
@@ -103,8 +106,6 @@ class ModelConfig:
             raise UserError(f"architecture {architecture} is not supported; supported are {known}")
         if hf.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; supported is 'silu'")
-        if hf.get("quantization_config"):
-            raise UserError("quantized checkpoints are not supported; use the bf16 or fp16 checkpoint of this model")
         missing = [key for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
                                    "intermediate_size") if key not in hf]
         if missing:
@@ -144,6 +145,9 @@ class ModelConfig:
             architecture=architecture,
             dtype=hf.get("dtype") or hf.get("torch_dtype"),
         )
+        if hf.get("quantization_config"):
+            config = replace(config, float8=Float8.from_hf(hf["quantization_config"], config.n_layer,
+                                                           config.tie_word_embeddings))
         for name in ("short_factor", "long_factor") if scaling.kind == "longrope" else ():
             count, pairs = len(getattr(scaling, name)), config.rotary_dim // 2
             if count != pairs:
@@ -159,6 +163,30 @@ class ModelConfig:
         if self.rope_scaling.kind != "longrope" or max_seq_len is None or max_seq_len > original:
             return self
         return replace(self, max_position_embeddings=min(original, self.max_position_embeddings))
+
+    def quantized(self, weights: str | None) -> "ModelConfig":
+        """`weights` says "fp8": with the layers of the blocks so, unless a checkpoint has fp8 of its own; "wide":
+        without fp8; None: as it is."""
+        if weights == "wide":
+            return replace(self, float8=None)
+        return self if weights is None or self.float8 is not None else replace(self, float8=MADE)
+
+    def linear_shape(self, layer: str) -> tuple[int, int]:
+        """Rows and columns of a block's linear layer, or of `output`."""
+        q, kv = self.n_head * self.head_dim, self.n_kv_head * self.head_dim
+        return {"attention.qkv": (q + 2 * kv, self.dim), "attention.out": (self.dim, q),
+                "mlp.gate_up": (2 * self.ffn_dim, self.dim), "mlp.down": (self.dim, self.ffn_dim),
+                "output": (self.vocab_rows, self.dim)}[layer]
+
+    def scale_unit(self, layer: str, shards: int = 1) -> tuple[int, int]:
+        """Rows and columns of a linear layer in fp8 that share a scale: as many as in the checkpoint, or fewer where a
+        block of these would be cut, by the parts that a layer is made of or by the shares of so many ranks."""
+        q, kv, ffn = (size // shards for size in (self.n_head * self.head_dim, self.n_kv_head * self.head_dim,
+                                                  self.ffn_dim))
+        as_stored = self.rotary_dim == self.head_dim and not self.rotary_interleaved
+        cuts = {"attention.qkv": (math.gcd(q, kv) if as_stored else 1, self.dim), "attention.out": (self.dim, q),
+                "mlp.gate_up": (ffn, self.dim), "mlp.down": (self.dim, ffn), "output": (1, self.dim)}
+        return self.float8.unit(*cuts[layer])
 
     @property
     def rotary_dim(self) -> int:
@@ -404,8 +432,8 @@ class Embedding(nn.Embedding):
         return self.group.all_reduce(super().forward(mine.clamp(0, rows - 1)) * held[..., None])
 
 
-class Output(Linear):
-    """Hidden states to logits of the whole vocabulary, [B, M, dim] -> [B, M, V]."""
+class Gathered:
+    """Of an output layer: hidden states to logits of the whole vocabulary, [B, M, dim] -> [B, M, V]."""
 
     group, vocab_size = None, 0
 
@@ -415,6 +443,14 @@ class Output(Linear):
             return logits
         parts = self.group.all_gather(logits[None].contiguous())  # [ranks, B, M, vocab_rows]
         return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]
+
+
+class Output(Gathered, Linear):
+    pass
+
+
+class ScaledOutput(Gathered, ScaledLinear):
+    pass
 
 
 class Attention(nn.Module):
@@ -468,6 +504,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    kind = "Block"  # layers of one kind are compiled as one
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.attention = Attention(config)
@@ -512,6 +550,22 @@ class Transformer(nn.Module):
         self.group = None
         if config.tie_word_embeddings:
             self.output.weight = self.embedding.weight
+        if config.float8 is not None:
+            self._scale()
+
+    def _scale(self) -> None:
+        """Puts layers in fp8 in the place of those that are."""
+        config = self.config
+        for i, layer in enumerate(self.layers):
+            for name in filter(lambda name: config.float8.holds(f"layers.{i}.{name}"), LAYERS):
+                (owner, _, attribute), (rows, columns) = name.partition("."), config.linear_shape(name)
+                bias = layer.get_submodule(name).bias is not None
+                setattr(layer.get_submodule(owner), attribute,
+                        ScaledLinear(columns, rows, bias, config.scale_unit(name)))
+                layer.kind += f" {name}"
+        if config.float8.holds("output"):
+            rows, columns = config.linear_shape("output")
+            self.output = ScaledOutput(columns, rows, False, config.scale_unit("output"))
 
     @property
     def device(self) -> torch.device:
@@ -522,17 +576,39 @@ class Transformer(nn.Module):
         return self.norm.weight.dtype
 
     @property
+    def dtype_name(self) -> str:
+        """For people."""
+        return str(self.dtype).removeprefix("torch.") + ("" if self.config.float8 is None else " with weights in fp8")
+
+    @property
     def weight_bytes(self) -> int:
         """Of what a step reads."""
-        held = {id(x): x.nbytes for x in (*self.parameters(), *self.buffers())}
-        size, count = sum(held.values()), self.config.num_parameters
-        return size if size >= count else count * self.dtype.itemsize  # they are packed
+        named = (*self.named_parameters(), *self.named_buffers())
+        held = {id(x): x.nbytes for name, x in named if not name.startswith("rope.")}
+        shared = self.output if self.config.tie_word_embeddings else None
+        packed = [x for x in self.modules() if isinstance(x, Linear) and x.packed is not None and x is not shared]
+        return sum(held.values()) + sum(x.in_features * x.out_features for x in packed) * self.dtype.itemsize
+
+    @torch.no_grad()
+    def widen(self) -> "Transformer":
+        """Without fp8: layers that are in it are widened for good, one after the other."""
+        for name in [name for name, module in self.named_modules() if isinstance(module, ScaledLinear)]:
+            scaled, (owner, _, attribute) = self.get_submodule(name), name.rpartition(".")
+            with torch.device("meta"):
+                linear = (Output if name == "output" else Linear)(1, 1, False)
+            linear.out_features, linear.in_features = scaled.weight.shape
+            linear.weight, linear.bias = nn.Parameter(scaled.widened(self.dtype), requires_grad=False), scaled.bias
+            setattr(self.get_submodule(owner), attribute, linear)
+        for layer in self.layers:
+            layer.kind = Block.kind
+        self.config = replace(self.config, float8=None)
+        return self
 
     def join(self, group) -> "Transformer":
         """Makes this model, whose config is one rank's, a part of the whole. group: see `parallel.Group`."""
         self.group, self.output.vocab_size = group, self.config.vocab_size
         for module in self.modules():
-            if isinstance(module, (Attention, MLP, Embedding, Output)):
+            if isinstance(module, (Attention, MLP, Embedding, Gathered)):
                 module.group = group
         return self
 
@@ -586,8 +662,11 @@ class Transformer(nn.Module):
             model = cls(config)
         for name, parameter in list(model.named_parameters()):  # a tied weight is listed once
             owner, _, attribute = name.rpartition(".")
-            data = torch.empty(parameter.shape, dtype=dtype, device=device)
-            setattr(model.get_submodule(owner), attribute, nn.Parameter(data, requires_grad=False))
+            owner, kept = model.get_submodule(owner), attribute == "scale" or parameter.dtype == FP8
+            data = torch.empty(parameter.shape, dtype=parameter.dtype if kept else dtype, device=device)
+            setattr(owner, attribute, nn.Parameter(data, requires_grad=False))
+            if attribute == "scale":
+                owner.one = torch.ones((), device=device)
         if config.tie_word_embeddings:
             model.output.weight = model.embedding.weight
         model.rope.to(device)

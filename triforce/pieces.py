@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor, nn
 
 from .kept import Folder
+from .model import Block
 from .parallel import use_device
 from .tape import FULL, RETRIEVAL
 
@@ -40,7 +41,9 @@ def _describe(arg):
         return layout(arg)
     if isinstance(arg, (list, tuple)):
         return [_describe(one) for one in arg]
-    return arg if arg is None or isinstance(arg, (bool, int, float, str)) else type(arg).__name__
+    if arg is None or isinstance(arg, (bool, int, float, str)):
+        return arg
+    return arg.kind if isinstance(arg, Block) else type(arg).__name__
 
 
 def layout(x: Tensor) -> list:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .errors import UserError
-from .model import Linear, Transformer
+from .float8 import LARGEST, multiplies, product, quantize, row_scales
+from .model import Linear, ModelConfig, Transformer
 
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max  # 448
 OUTLIERS = 32.0  # an RMSNorm's output has a root mean square of 1 before its weight: clamp at 32 of these
 
 
@@ -29,12 +28,7 @@ class Float8Linear(nn.Module):
         super().__init__()
         weight = linear.weight.detach()
         scale = (weight.abs().amax().float() / LARGEST).clamp(min=1e-12)
-        quantized = torch.empty_like(weight, dtype=FP8)
-        # Divided in float32, where no scale rounds to zero (in float16 that of a matrix of zeros does, and 0 / 0 is
-        # nan), and by parts, since a whole matrix in float32 may be gigabytes.
-        for rows, given in zip(quantized.split(1024), weight.split(1024), strict=True):
-            rows.copy_((given.float() / scale).clamp(-LARGEST, LARGEST))
-        self.register_buffer("weight", quantized)
+        self.register_buffer("weight", quantize(weight, weight.device, scale)[0])
         self.register_buffer("scale", scale)
         self.bias = linear.bias
         largest_x = None if norm_weight is None else OUTLIERS * norm_weight.detach().abs().amax().float()
@@ -44,23 +38,27 @@ class Float8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scale_x = self.scale_x
         if scale_x is None:
-            scale_x = (x.float().abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-12)  # [..., 1]
-        rows = (x.float() / scale_x).clamp(-LARGEST, LARGEST).to(FP8).flatten(0, -2)
-        # The rows' scales multiply the product: the matrix product itself takes one scale a tensor at full speed.
+            scale_x = row_scales(x)
         wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        y = torch._scaled_mm(rows, self.weight.t(), scale_a=self.one, scale_b=self.scale, out_dtype=wide)
-        y = (y.unflatten(0, x.shape[:-1]) * scale_x).to(x.dtype)
+        y = product(x, scale_x, self.weight, self.scale, self.one, wide).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
-def check_fp8(device: torch.device) -> None:
-    """Raises UserError where fp8 matrix products are not to be had."""
+def check_fp8(config: ModelConfig, device: torch.device) -> None:
+    """Raises UserError where fp8 matrix products are not to be had, or the copy would be one of fp8."""
+    check_wide(config)
     if device.type != "cuda":
         raise UserError(f"draft_dtype 'fp8' needs a CUDA GPU, and the model is on {device}; leave it out")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
+    if not multiplies(device):
+        capability = torch.cuda.get_device_capability(device)
         raise UserError(f"draft_dtype 'fp8' needs compute capability 8.9 or later, and this GPU has "
                         f"{capability[0]}.{capability[1]}; leave it out")
+
+
+def check_wide(config: ModelConfig) -> None:
+    """Raises UserError where the weights are fp8 already."""
+    if config.float8 is not None:
+        raise UserError("draft_dtype 'fp8' copies wider weights, and this target's are fp8 already; leave it out")
 
 
 @torch.no_grad()

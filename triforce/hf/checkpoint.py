@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import UserError
+from ..float8 import FP8
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config, use_device
-from .places import cut, fill, is_derived, places, separate
+from .places import SCALE, is_derived, places, put, scale_of, separate
 from .tokenizer import Tokenizer
 from .vocabulary import read_json
 
@@ -63,12 +64,13 @@ def tiny_draft() -> Path:
     return TINY / "draft"
 
 
-def read_config(folder: Path, max_seq_len: int | None = None) -> ModelConfig:
-    """The model's shape and arithmetic, from config.json. max_seq_len: see `ModelConfig.within`."""
+def read_config(folder: Path, max_seq_len: int | None = None, weights: str | None = None) -> ModelConfig:
+    """The model's shape and arithmetic, from config.json. max_seq_len: see `ModelConfig.within`; weights: see
+    `ModelConfig.quantized`."""
     path = Path(folder) / "config.json"
     hf = read_json(path)
     try:
-        return ModelConfig.from_hf(hf).within(max_seq_len)
+        return ModelConfig.from_hf(hf).within(max_seq_len).quantized(weights)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except (TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError) as error:
@@ -146,30 +148,32 @@ READERS = 4  # threads: one reads a mapped file at a third of what a disk or the
 
 @torch.no_grad()
 def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None,
-               group: Group | None = None, max_seq_len: int | None = None) -> Transformer:
+               group: Group | None = None, max_seq_len: int | None = None,
+               weights: str | None = None) -> Transformer:
     """Reads a checkpoint into a model: every tensor straight from the mapped file into its place.
 
     Args:
         dtype: of the parameters; None takes config.json's, or else the file's own.
         group: the ranks that share the model; each reads its own part.
         max_seq_len: see `ModelConfig.within`.
+        weights: see `ModelConfig.quantized`.
 
     Raises:
         UserError: a file is absent or truncated, or a tensor is missing, unknown or of another shape.
     """
     folder = Path(folder)
-    config, files = read_config(folder, max_seq_len), find_weights(folder)
+    config, files = read_config(folder, max_seq_len, None if weights == "wide" else weights), find_weights(folder)
     if not files:
         raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
-    table, model, parameters = places(config), None, {}
     local = shard_config(config, group)
+    table, model, parameters = places(config, local.num_shards), None, {}
     parts = places(local)
     if dtype is not None or config.dtype is not None:
         dtype = parse_dtype(dtype or config.dtype)
     missing = dict.fromkeys(table)
     for path in files:
         work = []
-        tensors = [separate(name, tensor, table) for name, tensor in open_tensors(path).items()
+        tensors = [separate(name, tensor, table, config.float8) for name, tensor in open_tensors(path).items()
                    if not is_derived(name, config)]
         for name, tensor in (one for parts in tensors for one in parts.items()):
             place = table.get(name)
@@ -179,20 +183,27 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
             if tuple(tensor.shape) != place.shape:
                 raise UserError(f"{path}: tensor {name} has shape {tuple(tensor.shape)}, but config.json implies "
                                 f"{place.shape}; the two do not belong together")
-            if not tensor.is_floating_point():
-                raise UserError(f"{path}: tensor {name} is {tensor.dtype}; quantized checkpoints are not supported, "
-                                "use the bf16 or fp16 checkpoint of this model")
+            wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
             if model is None:
-                model = Transformer.empty(local, device, dtype or tensor.dtype)
+                own = tensor.dtype if wide and not name.endswith(SCALE) else torch.bfloat16
+                model = Transformer.empty(local, device, dtype or own)
                 parameters = dict(model.named_parameters())
-            part = parts[name]
-            tensor = tensor if group is None else cut(name, tensor, part.shape, group)
-            work.append((parameters[part.parameter], part, tensor))
+            in_fp8 = parameters[parts[name].parameter].dtype == FP8
+            made = in_fp8 and config.float8.made
+            stored = in_fp8 and not made
+            if not (tensor.dtype == FP8 if stored else wide):
+                raise UserError(f"{path}: tensor {name} is {tensor.dtype}, but config.json implies "
+                                f"{FP8 if stored else 'a wider floating-point type'}; use a checkpoint in bf16 or "
+                                "fp16, or in fp8 with a quantization_config that fits")
+            work.append((parameters, parts, name, tensor, group))
             missing.pop(name, None)
+            if made:
+                missing.pop(scale_of(name), None)
         with ThreadPoolExecutor(READERS, initializer=functools.partial(use_device, device)) as readers:
-            list(readers.map(lambda args: fill(*args), work))
+            list(readers.map(lambda args: put(*args), work))
     if missing:
         first = next(iter(missing))
         raise UserError(f"{len(missing)} of {len(table)} tensors are missing from {folder} ({files[0].name} and its "
                         f"shards), the first is {first}; download it again")
+    model = model.widen() if weights == "wide" else model
     return model if group is None else model.join(group)

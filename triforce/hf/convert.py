@@ -43,6 +43,9 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None, dtype
         raise UserError(f"no such folder: {source}; give --checkpoint-dir a folder with config.json and weights")
     config = read_json(source / "config.json")
     dtype = parse_dtype(dtype) if dtype is not None else None
+    if dtype is not None and config.get("quantization_config"):
+        raise UserError(f"{source} is quantized, and no dtype can be given to weights without their scales; leave out "
+                        "--dtype")
     files = find_weights(source)
     if not files:
         raise UserError(f"{source} has no weights to convert; download it again")

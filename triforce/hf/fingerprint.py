@@ -23,26 +23,27 @@ from .vocabulary import read_optional_json
 
 STRETCHES, STRETCH_BYTES = 4, 4096  # of each tensor in a file
 POINTS = 64  # of each tensor in memory
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # in safetensors
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+         torch.float8_e4m3fn: "F8_E4M3"}  # in safetensors
 READERS = 16  # threads: where the file is not in memory, a stretch is a request to the disk
 GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly
 DIGITS = 32
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json")
 
 
-def model_fingerprint(folder: str | Path, max_seq_len: int | None = None) -> str:
+def model_fingerprint(folder: str | Path, max_seq_len: int | None = None, weights: str | None = None) -> str:
     """Of a checkpoint: its config's shape and arithmetic, and of every weight name, shape, dtype and a sample of bytes.
 
     The same whatever dtype it is loaded in, however many ranks share it, and however it is cut into files.
 
     Args:
-        max_seq_len: see `ModelConfig.within`.
+        max_seq_len: see `ModelConfig.within`. weights: see `ModelConfig.quantized`.
 
     Raises:
         UserError: a file is missing or damaged.
     """
     folder = Path(folder)
-    config, files = read_config(folder, max_seq_len), find_weights(folder)
+    config, files = read_config(folder, max_seq_len, weights), find_weights(folder)
     if not files:
         raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
     found = {}
@@ -117,11 +118,12 @@ def weights_fingerprint(model: Transformer) -> str:
                     ffn_dim=config.ffn_dim * shards, num_shards=1)
     parameters, parts = dict(model.named_parameters()), places(config)
     keys, values = [], [torch.empty(0, dtype=torch.float64, device=model.device)]
-    for name, place in places(whole).items():
+    for name, place in places(whole, shards).items():
         part = parts[name]
         if part.parameter not in parameters:
             continue
-        at = _points(place.shape)
+        unit = torch.tensor(place.unit[: len(place.shape)])[:, None]
+        at = _points(tuple(size * one for size, one in zip(place.shape, place.unit, strict=False))) // unit
         held = torch.full((POINTS,), rank == 0 or place.shape != part.shape)
         for dim, (size, share) in enumerate(zip(place.shape, part.shape, strict=True)):
             if size != share:  # the dimension that is split
@@ -145,6 +147,7 @@ def _points(shape: tuple[int, ...]) -> Tensor:
 
 def _combine(config: ModelConfig, samples: dict) -> str:
     text = repr((replace(config, dtype=None, num_shards=1), sorted(samples.items())))
+    text += "" if config.float8 is None else repr(config.float8)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..float8 import FP8, LAYERS, Float8, quantize
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config
 
-FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}  # how Phi-3 and GLM store what others store apart
+FUSED = {fused: parts for fused, parts in LAYERS.values() if len(parts) > 1}  # what Phi-3 and GLM store as one
+SCALE = ".scale"  # ends our name of a weight's scales
+SCALES = (".weight_scale", ".weight_scale_inv")  # theirs; by both the weight is multiplied
 # GLM's own code stores such tensors, too, under other names.
 CHATGLM = {"transformer.embedding.word_embeddings.": "model.embed_tokens.", "transformer.output_layer.": "lm_head.",
            "transformer.encoder.final_layernorm.": "model.norm.", "transformer.encoder.layers.": "model.layers.",
@@ -24,16 +26,22 @@ class Place:
     """Where one tensor of a checkpoint goes: rows `start` to `start + shape[0]` of a parameter of `Transformer`.
 
     order: of the tensor's rows within a head, which one stands where in the parameter. None: all as they are.
+    unit: of scales, the rows and columns of the weight that share one.
     """
 
     parameter: str
     start: int
     shape: tuple[int, ...]
     order: tuple[int, ...] | None = None
+    unit: tuple[int, int] = (1, 1)
 
 
-def places(config: ModelConfig) -> dict[str, Place]:
-    """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter."""
+def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
+    """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter.
+
+    Args:
+        shards: ranks, between whose shares no block of weights that share a scale is to be cut.
+    """
     dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     table = {"model.embed_tokens.weight": Place("embedding.weight", 0, (config.vocab_rows, dim)),
              "model.norm.weight": Place("norm.weight", 0, (dim,))}
@@ -61,7 +69,19 @@ def places(config: ModelConfig) -> dict[str, Place]:
             table[f"{theirs}{hf_name}.weight"] = Place(f"{ours}{name}.weight", start, (rows, columns), ordered)
             if bias:
                 table[f"{theirs}{hf_name}.bias"] = Place(f"{ours}{name}.bias", start, (rows,), ordered)
+            if config.float8 is not None and config.float8.holds(ours + name):
+                unit = config.scale_unit(name, shards)
+                table[f"{theirs}{hf_name}{SCALE}"] = Place(f"{ours}{name}{SCALE}", start // unit[0],
+                                                           (rows // unit[0], columns // unit[1]), ordered, unit)
+    if config.float8 is not None and config.float8.holds("output"):
+        unit = config.scale_unit("output", shards)
+        table["lm_head" + SCALE] = Place("output" + SCALE, 0, (config.vocab_rows, dim // unit[1]), None, unit)
     return table
+
+
+def scale_of(weight: str) -> str:
+    """The name of a weight's scales."""
+    return weight.removesuffix(".weight") + SCALE
 
 
 def rotary_order(config: ModelConfig) -> tuple[int, ...] | None:
@@ -75,26 +95,41 @@ def rotary_order(config: ModelConfig) -> tuple[int, ...] | None:
     return None if order == tuple(range(config.head_dim)) else order
 
 
-def separate(name: str, tensor: Tensor, table: dict[str, Place]) -> dict[str, Tensor]:
-    """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart."""
+def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 | None = None) -> dict[str, Tensor]:
+    """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart, and
+    scales are spread over the blocks of the table."""
     if name.startswith("transformer."):
         for theirs, usual in CHATGLM.items():
             name = name.replace(theirs, usual)
+    names, given = [name], name
+    for ending in SCALES if float8 is not None else ():
+        names = [name.removesuffix(ending) + SCALE] if name.endswith(ending) else names
     for fused, parts in FUSED.items():
-        names = [name.replace(fused, part) for part in parts]
-        if fused in name and all(part in table for part in names):
-            sizes = [table[part].shape[0] for part in names]
-            if sum(sizes) != len(tensor):
-                raise UserError(f"tensor {name} has {len(tensor)} rows, but config.json implies {sum(sizes)}; the two "
-                                "do not belong together")
-            return dict(zip(names, tensor.split(sizes), strict=True))
-    return {name: tensor}
+        apart = [names[0].replace(fused, part) for part in parts]
+        names = apart if fused in name and all(part in table for part in apart) else names
+    if names[0] not in table:
+        return {name: tensor}
+    sizes = [table[part].shape[0] for part in names]
+    if names[0].endswith(SCALE):
+        place = table[names[0]]
+        shape, tensor = list(tensor.shape), float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
+        if tensor is None:
+            raise UserError(f"tensor {given} has shape {shape}, which is no scale for each {float8.scaled} of its "
+                            "weight, as config.json implies; the two do not belong together")
+    if len(names) == 1:
+        return {names[0]: tensor}
+    if sum(sizes) != len(tensor):
+        raise UserError(f"tensor {name} has {len(tensor)} rows, but config.json implies {sum(sizes)}; the two do not "
+                        "belong together")
+    return dict(zip(names, tensor.split(sizes), strict=True))
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:
     """Whether a tensor only repeats the config or another tensor: old checkpoints store RoPE's, tied ones lm_head."""
     of_rope = ".rotary_emb." in name or ".rotary_pos_emb." in name
-    return of_rope or (name == "lm_head.weight" and config.tie_word_embeddings)
+    # A scale for all inputs ever: inputs are scaled row by row, or not at all.
+    of_inputs = config.float8 is not None and name.endswith(".input_scale")
+    return of_rope or of_inputs or (name.startswith("lm_head.weight") and config.tie_word_embeddings)
 
 
 def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
@@ -110,6 +145,18 @@ def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tens
     if name.endswith(("o_proj.bias", "down_proj.bias")) and group.rank > 0:
         return torch.zeros_like(tensor)  # it is added on every rank before the sum
     return tensor
+
+
+def put(parameters: dict[str, Tensor], parts: dict[str, Place], name: str, tensor: Tensor, group: Group | None) -> None:
+    """Writes a checkpoint's tensor to its place, rounded to fp8 if that place is: as a whole, so that ranks have the
+    scales that one has."""
+    parameter, found = parameters[parts[name].parameter], {name: tensor}
+    if parameter.dtype == FP8 != tensor.dtype:
+        quantized, scale = quantize(tensor, parameter.device)
+        found = {name: quantized, scale_of(name): scale}
+    for name, tensor in found.items():
+        part = parts[name]
+        fill(parameters[part.parameter], part, tensor if group is None else cut(name, tensor, part.shape, group))
 
 
 def fill(parameter: Tensor, place: Place, tensor: Tensor) -> None:
@@ -130,10 +177,12 @@ def shard(model: Transformer, group: Group) -> Transformer:
     """A rank's share of a whole model, by the same rules by which a checkpoint is read. The whole one is left alone."""
     local = Transformer.empty(shard_config(model.config, group), model.device, model.dtype)
     whole, parts = dict(model.named_parameters()), dict(local.named_parameters())
-    theirs, ours = places(model.config), places(local.config)
+    theirs, ours, finer = places(model.config), places(local.config), places(model.config, group.size)
     with torch.no_grad():
         for name, place in theirs.items():
             tensor = whole[place.parameter][place.start : place.start + place.shape[0]]
+            for dim, (size, wanted) in enumerate(zip(place.shape, finer[name].shape, strict=True)):
+                tensor = tensor.repeat_interleave(wanted // size, dim) if wanted > size else tensor
             to = replace(ours[name], order=None)  # it is in order already
             fill(parts[to.parameter], to, cut(name, tensor, to.shape, group))
     return local.join(group)

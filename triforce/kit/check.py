@@ -225,6 +225,10 @@ def beside_transformers(own, args, folder: Path, ids: list[int], device: torch.d
                       "pip install transformers, and run this again"})
         return []
     config = read_config(folder)
+    if own.reference is None and (config.float8 is not None or getattr(args, "weights", None) == "fp8"):
+        progress.add({"name": "logits", "passed": None, "skipped": "weights are in fp8, and transformers multiplies "
+                      "these in another way; --reference FOLDER compares with another folder"})
+        return []
     count = min(agreement.TOKENS, config.max_len, len(ids))
     texts = [agreement.Text("first text", ids[:count], count, True)]
     far = 0 if own.quick else own.far

@@ -22,7 +22,7 @@ from ..loading import find_draft, find_dtype
 from ..memory import Part
 from ..model import ModelConfig
 from ..parallel import Group, shard_config
-from ..quantize import fp8_bytes
+from ..quantize import check_wide, fp8_bytes
 from .drafts import candidates
 from .tables import broken, gib, items, paragraph, table
 
@@ -106,7 +106,7 @@ def way(job: Job, machine: Machine, ranks: int = 1, offload: bool | str = False,
     settings = replace(job.settings, **changes)
     resolved = settings.resolve(device, has_model=job.draft is not None, offload=offload, max_batch_size=job.most_rows)
     parts = [] if machine.is_here or device.type != "cuda" else [CUDA_ITSELF]
-    parts += memory.weight_parts(target, job.draft, dtype.itemsize)
+    parts += memory.weight_parts(target, job.draft, dtype)
     if place.draft_dtype:
         parts.append(Part("fp8 copy for drafting", fp8_bytes(target), ("no --draft-dtype",)))
     needed = needed_tokens(job.prompt_len + job.max_new_tokens, resolved, place.max_seq_len)
@@ -224,7 +224,9 @@ def job_of(args, rows: int | None) -> Job:
     settings = Settings(**cli.given(args, Settings))
     placement = Placement(**cli.given(args, Placement), max_batch_size=args.batch_size)
     replace(placement, device="cpu").resolve()  # do they fit each other?
-    target = read_config(resolve(args.checkpoint))
+    target = read_config(resolve(args.checkpoint), weights=placement.weights)
+    if placement.draft_dtype:
+        check_wide(target)
     folder = find_draft(args.checkpoint, settings.draft)
     draft = None if folder is None else read_config(folder)
     new = check_max_new_tokens(args.max_new_tokens)

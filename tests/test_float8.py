@@ -1,0 +1,399 @@
+"""Weights in fp8: every layout against the reference dequantisation, and all that is promised of a model, of these."""
+
+import contextlib
+import json
+from dataclasses import replace
+
+import families
+import pytest
+import torch
+from conftest import bits, make_engine, make_state, random_prompt
+from families import build, config_json
+from float8_folders import BLOCKS, COMPRESSED, GROUP, LAYOUTS, compressed, save
+from reference import dense_logits
+from safetensors.torch import load_file, save_file
+
+import triforce
+from triforce import cli, float8, memory
+from triforce.errors import UserError
+from triforce.float8 import FP8, ScaledLinear, quantize
+from triforce.hf import fingerprint
+from triforce.hf.checkpoint import TINY, load_model, read_config
+from triforce.hf.convert import convert
+from triforce.hf.fingerprint import model_fingerprint, weights_fingerprint
+from triforce.hf.places import shard
+from triforce.model import Linear
+from triforce.parallel import Group
+from triforce.plan import AUTOREGRESSION
+
+LARGE = {"hidden_size": 320, "intermediate_size": 448, "head_dim": 80}  # blocks of 128 end in the midst of all of these
+TOKENS = torch.randint(0, 96, (2, 60), generator=torch.Generator().manual_seed(1))
+FOLDERS = [("Llama 3", "blocks"), ("Llama 3", "small blocks"), ("Llama 3", "tensor"), ("Llama 3", "output"),
+           ("Llama 3", "some layers"), ("Llama 3.2", "compressed tensor"), ("Qwen3, biases", "compressed channel"),
+           ("Qwen3", "compressed block"), ("Phi-4-mini", "small blocks"), ("Phi-4-mini", "compressed tensor"),
+           ("GLM-4-9B", "compressed channel"), ("GLM-4-9B", "small blocks")]
+
+
+def made(family: str, layout: str, folder):
+    """(the folder in fp8, one of what it stands for, transformers' model of that)."""
+    sizes = LARGE if layout == "blocks" else {}
+    theirs, config = build(family, **sizes), {**config_json(family), **sizes}
+    state = {name: tensor for name, tensor in theirs.state_dict().items()
+             if not (config.get("tie_word_embeddings") and name == "lm_head.weight")}
+    meant = save(state, config, layout, folder / "fp8")
+    theirs.load_state_dict(meant, strict=False)
+    families.save(theirs, config, folder / "wide")
+    return folder / "fp8", folder / "wide", theirs
+
+
+def weights(model) -> dict:
+    """Every weight, widened."""
+    found = {name: x for name, x in model.named_parameters() if x.dtype != FP8 and not name.endswith(".scale")}
+    for name, module in model.named_modules():
+        if isinstance(module, ScaledLinear):
+            found[f"{name}.weight"] = module.widened(model.dtype)
+    return found
+
+
+@pytest.mark.parametrize("family, layout", FOLDERS)
+def test_weights_and_logits_are_those_of_the_reference(family, layout, tmp_path):
+    folder, wide, theirs = made(family, layout, tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, expected = load_model(folder, dtype=dtype), load_model(wide, dtype=dtype)
+        found, widened = weights(ours), load_model(folder, dtype=dtype, weights="wide")
+        assert found.keys() == dict(expected.named_parameters()).keys() == dict(widened.named_parameters()).keys()
+        for name, weight in expected.named_parameters():
+            assert torch.equal(found[name], weight) and torch.equal(widened.get_parameter(name), weight), name
+        assert widened.config == replace(expected.config, dtype=widened.config.dtype)
+        assert {layer.kind for layer in widened.layers} == {"Block"}
+        planned = memory.weight_parts(read_config(folder, weights="wide"), None, dtype)[0].bytes
+        assert planned == sum(x.nbytes for x in widened.parameters())
+        assert torch.equal(dense_logits(ours, TOKENS), dense_logits(expected, TOKENS))
+    assert sum(isinstance(x, Linear) for x in ours.modules()) == {"output": 0, "some layers": 5}.get(layout, 1)
+    with torch.no_grad():
+        ours = load_model(folder, dtype=torch.float32)
+        torch.testing.assert_close(dense_logits(ours, TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=0)
+    held = sum(x.nbytes for x in ours.parameters())
+    assert memory.weight_parts(read_config(folder), None, torch.float32)[0].bytes == held
+
+
+def test_without_a_word_what_is_not_in_fp8_is_bf16(tmp_path):
+    folder, _, _ = made("Llama 3", "blocks", tmp_path)
+    edit(folder, torch_dtype=None)
+    tensors, index = load_file(folder / "model.safetensors"), {}
+    for word in ("_proj", ""):  # what is in fp8 is read first
+        part = {key: tensors.pop(key) for key in list(tensors) if word in key}
+        index.update(dict.fromkeys(part, f"part{len(index)}.safetensors"))
+        save_file(part, folder / index[next(iter(part))])
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert load_model(folder).dtype == torch.bfloat16
+
+
+def test_the_same_in_another_file(blocks):
+    before, model = model_fingerprint(blocks), load_model(blocks)
+    torch.save(load_file(blocks / "model.safetensors"), blocks / "pytorch_model.bin")
+    (blocks / "model.safetensors").unlink()
+    assert model_fingerprint(blocks) == before
+    for found, expected in zip(load_model(blocks).parameters(), model.parameters(), strict=True):
+        assert torch.equal(found.float(), expected.float())
+
+
+@pytest.fixture
+def blocks(tmp_path):
+    return made("Llama 3", "blocks", tmp_path)[0]
+
+
+def edit(folder, quantization: dict | None = None, **fields) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    if quantization is not None:
+        fields["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+# -- weights="fp8" ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", ["Llama 3", "Phi-4-mini", "GLM-4-9B"])
+def test_any_checkpoint_is_rounded_as_it_is_read(family, tmp_path):
+    """To what a checkpoint with a scale a channel would have, whatever dtype the rest is in."""
+    theirs = build(family)
+    wide = families.save(theirs, config_json(family), tmp_path / "wide")
+    state = theirs.state_dict()
+    state = {name: state[name] for name in load_file(wide / "model.safetensors")}
+    LAYOUTS["float32 channel"] = (compressed("channel"), (1, 0), "_scale", torch.float32)
+    save(state, config_json(family), "float32 channel", tmp_path / "fp8")
+    del LAYOUTS["float32 channel"]
+    for dtype in (torch.float32, torch.float16):
+        ours, expected = load_model(wide, dtype=dtype, weights="fp8"), load_model(tmp_path / "fp8", dtype=dtype)
+        for (name, weight), other in zip(ours.named_parameters(), expected.parameters(), strict=True):
+            assert weight.dtype == other.dtype and torch.equal(weight.float(), other.float()), name
+    assert load_model(tmp_path / "fp8", weights="fp8").config == expected.config  # what is in fp8 stays as it is
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_number_of_e4m3_is_widened_exactly(dtype):
+    layer = ScaledLinear(254, 3, False, (1, 254)).requires_grad_(False)
+    numbers = torch.tensor([bits for bits in range(256) if bits % 128 != 127], dtype=torch.uint8).view(FP8)
+    layer.weight.copy_(numbers.expand(3, 254))
+    layer.scale.copy_(torch.tensor([[1.0], [0.0123], [3e-7]]))
+    expected = numbers.double().expand(3, 254).to(dtype).float() * layer.scale
+    if dtype == torch.float64:
+        expected = numbers.double() * layer.scale.double()
+    assert torch.equal(layer.widened(dtype), expected.to(dtype)) and len(numbers.float().unique()) == 253
+
+
+def test_a_layer_of_zeros():
+    quantized, scale = quantize(torch.zeros(4, 8), torch.device("cpu"))
+    assert quantized.float().eq(0).all() and scale.gt(0).all()
+
+
+def test_loaded_with_the_embedded_pair(monkeypatch):
+    engine = triforce.load("tiny", device="cpu", weights="fp8", gamma=4)
+    config = engine.target.config
+    linears = sum(rows * columns for rows, columns in map(config.linear_shape, float8.LAYERS)) * config.n_layer
+    outputs = sum(config.linear_shape(layer)[0] for layer in float8.LAYERS) * config.n_layer
+    wide = memory.weight_parts(replace(config, float8=None), None, torch.float32)[0].bytes
+    assert memory.weight_parts(config, None, torch.float32)[0].bytes == wide - 3 * linears + 4 * outputs
+    assert engine.draft.config.float8 is None and "float32 with weights in fp8 on cpu" in repr(engine)
+    prompt = engine.tokenizer.encode("It was the best of times, it was the worst of times, " * 8)
+    out = engine.generate(prompt, 24, temperature=0.0, ignore_eos=True)
+    assert out.tokens == engine.generate(prompt, 24, temperature=0.0, ignore_eos=True, speculate=False).tokens
+    assert out.stats.acceptance_rate["full"] > 0.3
+    monkeypatch.setattr(memory, "available", lambda device: 2**20)
+    with pytest.raises(UserError, match=r"target weights 0.01 GiB \(--dtype\)"):
+        triforce.load("tiny", device="cpu", weights="fp8")
+
+
+def test_what_layers_hold_besides_is_planned():
+    """A layer's weight widened, or the products of a long prompt's parts."""
+    config = read_config(TINY / "target")
+    settings = triforce.config.Settings(gamma=6, prefill_chunk_size=64).resolve()
+    sizes = {"batch": 1, "capacity": 1024, "budget": 256, "vocab_size": 4096, "device": torch.device("cpu")}
+    rows, columns = 2 * 704, 256
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, scaled = ({part.name: part.bytes for part in
+                          memory.state_parts(one, None, settings, dtype=dtype, **sizes)}
+                         for one in (config, config.quantized("fp8")))
+        assert scaled.pop("prefill activations") == (
+            plain.pop("prefill activations") + rows * columns * (2 + dtype.itemsize))
+        assert plain == scaled
+    assert float8.work_bytes((64, 32), 8192, 2) == 8192 * 64 * 2 + 1024 * (8 * 64 + 5 * 32)
+
+
+def test_planned_by_the_command(tmp_path, capsys):
+    shape = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
+             "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "torch_dtype": "bfloat16",
+             "max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    flags = ["plan", "--checkpoint", str(tmp_path), "--prompt-len", "60000", "--memory", "24GiB", "--json"]
+    told = []
+    for more in ([], ["--weights", "fp8"]):
+        cli.main([*flags, *more])
+        told.append(json.loads(capsys.readouterr().out))
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "quantization_config": COMPRESSED}))
+    cli.main(flags)
+    told.append(json.loads(capsys.readouterr().out))
+    sizes = [one["ways"][0]["parts"]["target weights"] for one in told]
+    linears = 32 * (4096 * (6144 + 4096) + 3 * 4096 * 14336)
+    assert sizes[1] == sizes[2] == sizes[0] - linears + 4 * 32 * (6144 + 4096 + 2 * 14336 + 4096)
+    assert "--weights fp8" in told[1]["command"] and told[1]["chosen"] == 0 != told[0]["chosen"]
+    assert cli.main([*flags, "--draft-dtype", "fp8"]) == 2
+    assert "this target's are fp8 already" in capsys.readouterr().err
+
+
+# -- promises ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("layout", ["blocks", "compressed channel"])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_bits_with_and_without_speculation(layout, rule, in_fp8, tmp_path, monkeypatch):
+    """Greedy output, and drawn output where levels share their noise, of widened weights and of products in fp8."""
+    monkeypatch.setattr(float8, "multiplies", lambda device: in_fp8)
+    target = load_model(made("Llama 3", layout, tmp_path)[0], dtype=torch.float32)
+    multiplied = []
+    monkeypatch.setattr(float8, "product", lambda *args: multiplied.append(0) or product(*args))
+    law = {"temperature": 0.0 if rule == "rejection" else 1.0}
+    runs = []
+    for retrieval in (True, False):
+        state = make_state(target, None, [random_prompt(100, vocab_size=96)], vocab_size=96, retrieval=retrieval,
+                           gamma=5, rule=rule, sampling=law, keep_logits=True, capacity=256, max_new_tokens=64)
+        runs.append(bits(state, 24, plan=None if retrieval else AUTOREGRESSION))
+    assert runs[0][:2] == runs[1][:2]
+    assert runs[0][2]["full"] >= 3
+    assert bool(multiplied) == (in_fp8 and layout != "blocks")
+
+
+product = float8.product
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("unit", [(1, 256), (64, 128)])
+def test_a_row_knows_nothing_of_its_neighbours(unit, in_fp8, monkeypatch):
+    """Its bits are the same wherever it stands in a block, and whatever stands beside it."""
+    monkeypatch.setattr(float8, "multiplies", lambda device: in_fp8)
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = random_layer(256, 704, unit, dtype)
+        for rows in (4, 8, 16, 36):
+            x = torch.randn(1, 1, 256).to(dtype).expand(1, rows, 256).contiguous()
+            y = layer(x)
+            assert torch.equal(y, y[:, :1].expand_as(y))
+            x[:, 1:] *= 1000
+            assert torch.equal(layer(x)[:, 0], y[:, 0])
+
+
+def random_layer(columns, rows, unit, dtype):
+    """With scales that differ by two orders of magnitude."""
+    layer = ScaledLinear(columns, rows, True, unit).requires_grad_(False)
+    layer.weight.copy_((100 * torch.randn(rows, columns)).clamp(-448, 448))
+    layer.scale.copy_(torch.logspace(-4, -2, layer.scale.numel()).view(layer.scale.shape))
+    layer.bias.data = torch.randn(rows).to(dtype)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_in_fp8(dtype, monkeypatch):
+    """Each output channel by its own scale, near what the widened weight gives; by parts as in one go."""
+    torch.manual_seed(0)
+    layer, x = random_layer(64, 96, (1, 64), dtype), torch.randn(2, 7, 64).to(dtype)
+    x[0, 3] *= 100
+    expected = (layer(x) - layer.bias).float()
+    monkeypatch.setattr(float8, "multiplies", lambda device: True)
+    found = layer(x)
+    assert found.shape == (2, 7, 96) and found.dtype == dtype
+    size = expected.norm(dim=-1, keepdim=True)
+    apart, like = (((found - layer.bias).float() - expected) / size).flatten(0, 1), (expected / size).flatten(0, 1)
+    assert 0.01 < apart.norm(dim=1).max() < 0.06  # of each position
+    assert (apart.norm(dim=0) / like.norm(dim=0)).max() < 0.12  # of each channel
+    monkeypatch.setattr(float8, "STEP", 4)
+    assert torch.equal(layer(x), found)
+    for odd in (random_layer(64, 96, (32, 64), dtype), random_layer(72, 96, (1, 72), dtype),
+                random_layer(64, 40, (1, 64), dtype)):
+        assert not odd.fits_products  # they are widened
+        odd(torch.randn(1, 2, odd.weight.shape[1]).to(dtype))
+
+
+def test_a_saved_document_knows_the_model_in_fp8(tmp_path):
+    wide, scaled = (triforce.load("tiny", device="cpu", gamma=3, **how) for how in ({}, {"weights": "fp8"}))
+    book = scaled.prefill([5] * 200)
+    book.save(tmp_path / "book.prefix")
+    scaled.open(tmp_path / "book.prefix")
+    with pytest.raises(UserError, match="another model"):
+        wide.open(tmp_path / "book.prefix")
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family, layout", [("Llama 3", "blocks"), ("Qwen3", "compressed block"), ("Llama 3", "output"),
+                                            ("Phi-4-mini", "small blocks"), ("Llama 3", "some layers")])
+def test_a_rank_s_share(family, layout, tmp_path, monkeypatch):
+    """Read from the checkpoint and cut out of a whole model: the same, and the widened share of the widened whole; also
+    where a rank's share ends in the midst of a block."""
+    folder, wide, _ = made(family, layout, tmp_path)
+    whole, plain = load_model(folder, dtype="float32"), load_model(wide, dtype="float32")
+    prints, seen = {weights_fingerprint(whole)}, []
+
+    @contextlib.contextmanager
+    def together(group):
+        yield lambda work: seen.append(work()) or seen
+
+    monkeypatch.setattr(fingerprint, "together", together)
+    for rank in range(2):
+        group = Group(rank, 2, "")
+        read, cut_out = load_model(folder, dtype="float32", group=group), shard(whole, group)
+        for (name, found), expected in zip(read.named_parameters(), cut_out.parameters(), strict=True):
+            assert torch.equal(found.float(), expected.float()), name
+        found, expected = weights(read), dict(shard(plain, group).named_parameters())
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        last = weights_fingerprint(read)
+    assert prints == {last}
+    seen.clear()
+    whole.layers[0].mlp.down.scale.mul_(2) if layout != "some layers" else whole.layers[1].mlp.down.scale.mul_(2)
+    assert weights_fingerprint(whole) not in prints
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_rounds_as_one_does(rank):
+    """A row's scale is that of the whole row, of which a rank has a part."""
+    whole, group = load_model(TINY / "target", weights="fp8"), Group(rank, 2, "")
+    for found, expected in zip(load_model(TINY / "target", group=group, weights="fp8").parameters(),
+                               shard(whole, group).parameters(), strict=True):
+        assert torch.equal(found.float(), expected.float())
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+def group_with(**fields) -> dict:
+    return {**COMPRESSED, "config_groups": {"group_0": {**GROUP, **fields}}}
+
+
+@pytest.mark.parametrize("quantization, words", [
+    ({"bits": 4}, "quant_method None"), ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
+    ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"), ({**BLOCKS, "fmt": "e5m2"}, "fmt 'e5m2'"),
+    ({**BLOCKS, "activation_scheme": "other"}, "activation_scheme 'other'"),
+    ({**BLOCKS, "kv_cache_scheme": "static"}, "kv_cache_scheme 'static'"),
+    ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme {'num_bits': 8}"),
+    ({**COMPRESSED, "format": "pack-quantized"}, "format 'pack-quantized'"),
+    ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask'"),
+    ({**COMPRESSED, "transform_config": {"a": 1}}, "transform_config {'a': 1}"),
+    ({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}, r"config_groups \['a', 'b'\]"),
+    (compressed("group"), "strategy 'group'"), (compressed("channel", num_bits=4), "num_bits 4"),
+    (compressed("channel", type="int"), "type 'int'"), (compressed("channel", symmetric=False), "symmetric False"),
+    (group_with(targets=["re:.*mlp.*"]), r"targets \['re:.*mlp.*'\]"),
+    (group_with(output_activations={"num_bits": 8}), "output_activations {'num_bits': 8}"),
+    (group_with(input_activations={"num_bits": 8, "type": "int"}), "type 'int'"),
+    ({**COMPRESSED, "ignore": ["model.layers.1.self_attn.k_proj"]},
+     "leaves model.layers.1.self_attn.k_proj as it is, but not model.layers.1.self_attn.q_proj, "),
+    ({**COMPRESSED, "config_groups": {"a": {}}}, "targets None"), ({**BLOCKS, "weight_block_size": 128}, "wrong kind"),
+])
+def test_what_is_no_fp8_is_refused_by_its_key(blocks, quantization, words):
+    edit(blocks, quantization)
+    with pytest.raises(UserError, match=f"config.json.* {words}") as caught:
+        read_config(blocks)
+    assert "\n" not in str(caught.value)
+
+
+def change(name, tensor):
+    def fault(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = tensor
+        save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
+
+    return fault
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("fault, words", [
+    (change(DOWN + "_scale_inv", None), "1 of 35 tensors are missing.*layers.1.mlp.down_proj.scale"),
+    (change(DOWN + "_scale_inv", torch.ones(4, 3)), r"down_proj.weight_scale_inv has shape \[4, 3\], which is no scale "
+     "for each block of 128 x 128"),
+    (change(DOWN + "_scale_inv", torch.ones(11)), r"weight_scale_inv has shape \[11\]"),
+    (change(DOWN, torch.zeros(320, 448)), f"{DOWN} is torch.float32, but config.json implies torch.float8_e4m3fn"),
+    (change(DOWN, torch.zeros(320, 448).to(torch.float8_e5m2)), f"{DOWN} is torch.float8_e5m2, but"),
+    (change("lm_head.weight", torch.zeros(96, 320).to(FP8)), "lm_head.weight is torch.float8_e4m3fn, but .* a wider"),
+    (lambda folder: edit(folder, {}), "down_proj.weight is torch.float8_e4m3fn, but .* a wider"),
+])
+def test_checkpoints_that_do_not_fit(blocks, fault, words):
+    fault(blocks)
+    with pytest.raises(UserError, match=words) as caught:
+        load_model(blocks)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_does_not_go_with_fp8(blocks, tmp_path):
+    with pytest.raises(UserError, match="must be 'fp8', 'wide', or left out"):
+        triforce.load("tiny", device="cpu", weights="int8")
+    with pytest.raises(UserError, match="draft_dtype 'fp8' copies wider weights, and this target's are fp8 already"):
+        triforce.load("tiny", device="cpu", weights="fp8", draft_dtype="fp8")
+    with pytest.raises(UserError, match="is quantized, and no dtype can be given"):
+        convert(blocks, tmp_path / "out", "bfloat16")
+    out = convert(blocks, tmp_path / "out")
+    for found, expected in zip(load_model(out).parameters(), load_model(blocks).parameters(), strict=True):
+        assert torch.equal(found.float(), expected.float())
+
+
+def test_logits_through_the_caches(blocks, tmp_path):
+    engine = make_engine(load_model(blocks, dtype=torch.float32), flush_interval=16, prefill_chunk_size=32, budget=48)
+    expected = dense_logits(load_model(tmp_path / "wide", dtype=torch.float32), TOKENS)
+    torch.testing.assert_close(engine.logits(TOKENS), expected, atol=1e-4, rtol=0)

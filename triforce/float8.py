@@ -1,0 +1,220 @@
+"""Weights in fp8: what config.json says of them, layers that keep them, and the products of both kinds.
+
+Knows nothing of models or files. A weight is e4m3 times a scale, which a block of rows and columns shares. Where the
+device multiplies in fp8 and a row has one scale, the product is taken in fp8, with activations scaled row by row.
+Elsewhere the weight is widened to the activations' dtype as it is used.
+"""
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .errors import UserError
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max  # 448
+STEP = 1024  # rows at a time, where a whole matrix in float32 may be gigabytes
+# A block's linear layers: our name, theirs where one tensor holds all of it, and theirs of its parts.
+LAYERS = {"attention.qkv": ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+          "attention.out": ("self_attn.o_proj", ("self_attn.o_proj",)),
+          "mlp.gate_up": ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+          "mlp.down": ("mlp.down_proj", ("mlp.down_proj",))}
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Which of a model's linear layers are in fp8, and how many weights share a scale."""
+
+    rows: int  # of a matrix in the checkpoint that share a scale; 0: all
+    columns: int
+    wide: tuple[str, ...] = ("output",)  # linear layers that are not in fp8, by the names of `Transformer`
+    made: bool = False  # the checkpoint's weights are wider, and rounded as they are read
+
+    @property
+    def scaled(self) -> str:
+        """What has a scale of its own."""
+        return {(0, 0): "tensor", (1, 0): "channel"}.get((self.rows, self.columns),
+                                                         f"block of {self.rows} x {self.columns}")
+
+    def holds(self, layer: str) -> bool:
+        return layer not in self.wide
+
+    def unit(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns that share a scale where a matrix may be cut at multiples of these."""
+        return math.gcd(self.rows or 1, rows), math.gcd(self.columns, columns)
+
+    def spread(self, scale: Tensor, shape: tuple[int, int], unit: tuple[int, int]) -> Tensor | None:
+        """A checkpoint's scales, in float32, for blocks of `unit`: [shape]. None: they are not as many as implied."""
+        blocks = [torch.arange(count) * size // step if step else torch.zeros(count, dtype=torch.long)
+                  for count, size, step in zip(shape, unit, (self.rows, self.columns), strict=True)]
+        implied = [int(block[-1]) + 1 for block in blocks]
+        if scale.numel() != math.prod(implied) or scale.dim() == 2 and list(scale.shape) != implied:
+            return None
+        return scale.reshape(implied)[blocks[0]][:, blocks[1]].float()
+
+    @classmethod
+    def from_hf(cls, given: dict, n_layer: int, tied: bool) -> "Float8":
+        """Reads the quantization_config of a config.json.
+
+        Raises:
+            UserError: it says anything else than fp8 with a scale a tensor, a channel or a block; or that a part of a
+                layer is in fp8.
+        """
+        expect(given, quant_method=("fp8", "compressed-tensors"), kv_cache_scheme=(None,))
+        if given["quant_method"] == "fp8":
+            expect(given, fmt=("e4m3", None), activation_scheme=("dynamic", "static", None))
+            rows, columns = given.get("weight_block_size") or (0, 0)
+        else:
+            expect(given, format=("float-quantized", "naive-quantized", None), transform_config=({}, None))
+            expect(given.get("sparsity_config") or {}, format=("dense", None))
+            groups = given.get("config_groups") or {}
+            if len(groups) != 1:
+                refuse("config_groups", sorted(groups))
+            (group,) = groups.values()
+            expect(group, targets=(["Linear"],), output_activations=(None,))
+            weights, inputs = group["weights"], group.get("input_activations")
+            expect(weights, num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"),
+                   symmetric=(True, None), dynamic=(False, None))
+            if inputs is not None:
+                expect(inputs, num_bits=(8,), type=("float",))
+            rows, columns = {"tensor": (0, 0), "channel": (1, 0)}.get(weights["strategy"]) or weights["block_structure"]
+        names = ("ignore", "ignored_layers", "modules_to_not_convert")
+        patterns = [pattern for name in names for pattern in given.get(name) or ()]
+        wide = [layer for layer, fused, parts in _layers(n_layer) if _ignored(layer, fused, parts, patterns)]
+        # What writes "fp8" leaves the output layer as it is, whatever it lists.
+        if tied or given["quant_method"] == "fp8" or _names("lm_head", patterns):
+            wide.append("output")
+        return cls(rows, columns, tuple(wide))
+
+
+MADE = Float8(1, 0, made=True)  # a scale an output channel
+
+
+def refuse(key: str, value) -> None:
+    raise UserError(f"quantization_config has {key} {value!r}, which is not supported; supported are weights in fp8 "
+                    "(e4m3) with a scale a tensor, a channel or a block: use such a checkpoint, or this model's in "
+                    "bf16 or fp16")
+
+
+def expect(given: dict, **allowed: tuple) -> None:
+    """Raises UserError for a key whose value is not allowed; what is absent counts as None."""
+    for key, values in allowed.items():
+        if given.get(key) not in values:
+            refuse(key, given.get(key))
+
+
+def _layers(n_layer: int) -> list[tuple[str, str, list[str]]]:
+    return [(f"layers.{i}.{ours}", f"model.layers.{i}.{fused}", [f"model.layers.{i}.{part}" for part in parts])
+            for i in range(n_layer) for ours, (fused, parts) in LAYERS.items()]
+
+
+def _names(layer: str, patterns: list[str]) -> bool:
+    """Whether a checkpoint's list names a layer: by a regular expression, its name, or some parts of that."""
+    return any(re.match(pattern[3:], layer) if pattern.startswith("re:") else f".{pattern}." in f".{layer}."
+               for pattern in patterns)
+
+
+def _ignored(layer: str, fused: str, parts: list[str], patterns: list[str]) -> bool:
+    named = [part for part in parts if _names(part, patterns)]
+    if named and len(named) < len(parts):
+        rest = [part for part in parts if part not in named]
+        raise UserError(f"quantization_config leaves {', '.join(named)} as it is, but not {', '.join(rest)}, and the "
+                        "two are multiplied as one; use a checkpoint that treats them alike")
+    return bool(named) or _names(fused, patterns)
+
+
+@torch.no_grad()
+def quantize(weight: Tensor, device: torch.device, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> (e4m3 [N, K], scale), on a device.
+
+    Args:
+        scale: of the whole matrix. None: a scale a row, [N, 1].
+    """
+    quantized = torch.empty(weight.shape, dtype=FP8, device=device)
+    scales = torch.empty(len(weight), 1, device=device) if scale is None else scale.expand(len(weight), 1)
+    # Divided in float32, where no scale rounds to zero: in float16 that of a matrix of zeros does, and 0 / 0 is nan.
+    for rows, own, given in zip(*(x.split(STEP) for x in (quantized, scales, weight)), strict=True):
+        given = given.to(device).float()
+        if scale is None:
+            own.copy_(row_scales(given))
+        rows.copy_((given / own).clamp(-LARGEST, LARGEST))
+    return quantized, scales if scale is None else scale
+
+
+def row_scales(x: Tensor) -> Tensor:
+    """[..., K] -> [..., 1] float32: with which each row's largest element is the largest of e4m3."""
+    return (x.float().abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-12)
+
+
+@functools.cache
+def multiplies(device: torch.device) -> bool:
+    """Whether a device multiplies in fp8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def product(x: Tensor, scale_x: Tensor, weight: Tensor, scale: Tensor, one: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [..., K] times the transpose of weight [N, K] e4m3, both in fp8: [..., N] float32, of a product in `dtype`.
+
+    Args:
+        scale_x: [..., 1]. The rows' scales multiply the product: itself it takes one scale a tensor at full speed.
+        scale: of the whole weight.
+    """
+    rows = (x.float() / scale_x).clamp(-LARGEST, LARGEST).to(FP8).flatten(0, -2)
+    y = torch._scaled_mm(rows, weight.t(), scale_a=one, scale_b=scale, out_dtype=dtype)
+    return y.unflatten(0, x.shape[:-1]) * scale_x
+
+
+class ScaledLinear(nn.Module):
+    """nn.Linear whose weight is kept in fp8: weight [N, K] e4m3, scale [N / rows, K / columns] float32.
+
+    Args:
+        unit: the rows and columns that share a scale. They divide the weight's.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, unit: tuple[int, int]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=FP8), requires_grad=False)
+        scales = torch.empty(out_features // unit[0], in_features // unit[1], dtype=torch.float32)
+        self.scale = nn.Parameter(scales, requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.register_buffer("one", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (multiplies(x.device) and self.fits_products):
+            return F.linear(x, self.widened(x.dtype), self.bias)
+        # A long prompt by parts: their products are in float32.
+        parts = [self.multiplied(part) for part in x.flatten(0, -2).split(STEP)]
+        y = (torch.cat(parts) if len(parts) > 1 else parts[0]).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+    @property
+    def fits_products(self) -> bool:
+        """A row has one scale, and the sizes are those that products in fp8 are to be had of."""
+        return self.scale.shape == (len(self.weight), 1) and not any(size % 16 for size in self.weight.shape)
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        y = product(x, row_scales(x), self.weight, self.one, self.one, torch.float32)
+        return (y * self.scale.t()).to(x.dtype)
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """The weight as the scales make it, rounded once: [N, K]."""
+        weight, scale, (rows, columns) = self.weight, self.scale, self.scale.shape
+        if weight.device.type == "cpu":
+            # PyTorch converts e4m3 number by number there, which takes ten times as long. Shifted, the bits of e4m3 are
+            # those of its 256th part in float16; nan would not be, and no weight is.
+            bits = weight.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+            weight, scale = bits.view(torch.float16), scale * 256
+        weight = weight.to(dtype)
+        weight.view(rows, -1, columns, weight.shape[1] // columns).mul_(scale[:, None, :, None])
+        return weight
+
+
+def work_bytes(shape: tuple[int, int], chunk: int, itemsize: int) -> int:
+    """What a layer holds besides, at most, for so many rows: its weight, in float16 and widened, or products."""
+    n, k = shape
+    return max(n * k * (2 + itemsize), chunk * n * itemsize + min(chunk, STEP) * (8 * n + 5 * k))
