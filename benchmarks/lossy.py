@@ -19,6 +19,7 @@ from triforce.prefix import Prefix
 from triforce.speculator import Speculator
 from triforce.state import State
 from triforce.tape import FULL
+from triforce.tree import TokenTree
 
 # Nothing is drafted. That a view takes part is said all the same: then it is chosen anew when that is due.
 VIEW_ALONE = Plan(retrieval=True, padded=False)
@@ -68,8 +69,9 @@ def attend_to_view(state: State) -> None:
     hierarchy, full = state.hierarchy, state.hierarchy.outer
     if full.view is hierarchy.view:
         return
-    level = ViewLevel(state.target, state.cache, hierarchy.view, state.tape, level=FULL, rows=1, drafters={},
-                      keep_queries=True, keep_logits=state.settings.keep_logits, compiler=state.compiler)
+    level = ViewLevel(state.target, state.cache, hierarchy.view, state.tape, level=FULL, tree=TokenTree(1),
+                      drafters={}, keep_queries=True, keep_logits=state.settings.keep_logits,
+                      compiler=state.compiler)
     level.length.copy_(full.length)
     level.limit.copy_(full.limit)
     hierarchy.outer = level

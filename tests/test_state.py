@@ -6,12 +6,12 @@ import pytest
 import torch
 from conftest import make_engine, make_state, random_pair, random_prompt, run_rounds
 
-from triforce.controller import Controller
+from triforce.controller import INNER_LEAVES, LEAVES, Controller
 from triforce.drafting.ngram import NgramMeter
 from triforce.pilot import Pilot, RebuildPolicy, Tally
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.speculator import RowRound, Speculator
-from triforce.tape import ACCEPTED, BONUS, FULL, MISSED
+from triforce.tape import ACCEPTED, BONUS, FULL, LEAF, MISSED
 
 
 def assert_queries_are_of_the_newest_tokens(state, model, row: int, count: int, text: list[int]) -> None:
@@ -190,14 +190,22 @@ def test_the_tally_ends_at_the_first_rejection():
     tally = Tally(Plan(4, "model"))
     tally.add(brought(3, 2, 4))  # two kept, one rejected; the fourth was not tested
     tally.add(brought(5, 4, 4))
-    assert tally.counts == {"model": (6, 7)} and tally.tokens_a_row == 4
+    assert tally.counts == {"model": (6, 7), LEAVES: (0, 1)} and tally.tokens_a_row == 4
 
 
 def test_the_tally_leaves_out_what_was_discarded():
     tally = Tally(Plan(4, "model", True, 2, 2))
     tally.add(RowRound([5] * 3, [ACCEPTED, MISSED, ACCEPTED, ACCEPTED], 2, 4, False))
     tally.add(RowRound([5], [ACCEPTED, ACCEPTED, BONUS, ACCEPTED], 0, 4, False))
-    assert tally.counts == {"retrieval": (2, 4), "model": (1, 2)}
+    assert tally.counts == {"retrieval": (2, 4), "model": (1, 2), LEAVES: (0, 2), INNER_LEAVES: (0, 1)}
+
+
+def test_the_tally_counts_leaves_where_the_drafted_token_was_rejected():
+    """At the full level and, in what the retrieval level proposed and was kept, at that."""
+    tally = Tally(Plan(6, "model", True, 3, 2))
+    tally.add(RowRound([5] * 6, [ACCEPTED, LEAF, BONUS, MISSED, LEAF, BONUS], 4, 6, False, by_leaf=True))
+    tally.add(RowRound([5] * 7, [ACCEPTED] * 3 + [BONUS] + [ACCEPTED] * 2, 6, 6, False))
+    assert tally.counts == {"retrieval": (10, 11), "model": (6, 8), LEAVES: (1, 1), INNER_LEAVES: (1, 2)}
 
 
 def test_auto_learns_from_what_is_said(pair, monkeypatch):
