@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import in_fp8, make_engine, random_pair, random_prompt
 
-from triforce import float8, jobs, precompile
+from triforce import attention, float8, jobs, precompile
 from triforce.drafting.protocol import Drafter
 from triforce.kept import Folder
 from triforce.model import Block, RopeScaling, Transformer
@@ -139,6 +139,29 @@ def test_traced_without_memory(asked):
     run(engine, tokens=2)
     large = replace(target.config, dim=8192, n_head=64, n_kv_head=8, head_dim=128, ffn_dim=28672, vocab_size=128256)
     assert len(precompile.collect(replace(asked[0], target=large))) > 20
+
+
+@pytest.mark.parametrize("how", [{"offload": True}, {"offload": "auto", "num_resident_layers": 1}])
+def test_what_streams_is_given_queries_as_its_kernels_take_them(pair, asked, monkeypatch, how):
+    """Where a GPU's kernel reads a length on the device, a prefix that does not stream gets them in another form."""
+    run(make_engine(*pair, compile="beside", **how, **SETTINGS), tokens=2)
+    used = []
+
+    def as_one_query(q):
+        used.append("as_one_query")
+        return q
+
+    def up_to(q, rows, k, v, length, bound, ends):
+        used.append("up_to")
+        return attention.empty(q)
+
+    monkeypatch.setattr(attention, "spans", lambda device, dtype, head_dim: True)
+    monkeypatch.setattr(attention, "as_one_query", as_one_query)
+    monkeypatch.setattr(attention, "up_to", up_to)
+    precompile.collect(asked[0])
+    assert used == []
+    precompile.collect(replace(asked[0], streams=False))
+    assert set(used) == {"as_one_query", "up_to"}
 
 
 def test_compiled_steps_read_the_bias_where_it_is(small_job):

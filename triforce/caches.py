@@ -273,14 +273,16 @@ class Caches:
         # The same bytes a second time: only where they are a small part of what is free.
         config = self.target.config
         kv_bytes = config.n_layer * memory.layer_bytes(config, batch=batch, capacity=capacity, dtype=self.target.dtype)
-        folder = kept_folder(self.models, settings, self.placement, sizes, base)
+        streams = shared.store.offload is not None if base else resident is not None and resident < config.n_layer
+        what, how = (self.models, settings, self.placement, sizes), {"base": base, "streams": streams}
+        folder = kept_folder(*what, **how)
         packs_more = 8 * kv_bytes < (memory.available(self.device) or 0)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             if base and packs_more and packs(self.device, self.target.dtype) and not shared.store.packed:
                 shared.store.pack()
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
-                               compiler=find_compiler(self.models, settings, self.placement, sizes, folder, base),
-                               folder=folder, num_resident_layers=resident, pack=packs_more,
+                               compiler=find_compiler(*what, folder, **how), folder=folder,
+                               num_resident_layers=resident, pack=packs_more,
                                shared=shared.store if base else None, draft_ranks=self.placement.draft_ranks)
         self.prefix = shared if base else None
         if old is not None:

@@ -52,6 +52,7 @@ class Job:
     draft_ranks: list[int] | None = None
     shared_draft: bool = False  # several of them share the draft
     base: int = 0  # tokens of a prefix that all rows share
+    streams: bool = False  # layers of the prefix lie in host memory
     custom_laws: bool | None = None  # whether a drafter of the user's emits laws; None: there is none
 
 
@@ -71,11 +72,12 @@ def start(job: Job, wait: bool = False) -> None:
         log.warning("not all steps could be compiled; those run as they are written, only slower")
 
 
-def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dict, base: int = 0) -> Folder:
+def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dict, base: int = 0,
+                streams: bool = False) -> Folder:
     """Where compiled pieces and learned costs of a State are kept.
 
     Args:
-        sizes: those that `State` takes. base: tokens of a prefix that its rows share.
+        sizes: those that `State` takes. base: tokens of a prefix that its rows share. streams: see `Job`.
     """
     target, draft, fp8 = models
     own = {name: value for name, value in vars(settings).items() if name not in STEPS_DO_NOT_DEPEND_ON}
@@ -84,7 +86,7 @@ def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dic
              "weights": [repr(model and model.config.float8) for model in (target, draft)],
              "fp8": fp8 is not None, "dtype": str(target.dtype), "settings": repr(own),
              "ranks": None if group is None else [group.size, group.buffer is not None],
-             "draft_ranks": place.draft_ranks, "offload": place.offload is not False,
+             "draft_ranks": place.draft_ranks, "streams": streams,
              "compile": place.compile is not False, "custom": callable(settings.draft),
              "shared": base > 0, "tokens": tape_length(sizes["capacity"], settings),
              **{name: size for name, size in sizes.items() if name != "capacity"}}
@@ -92,7 +94,7 @@ def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dic
 
 
 def find_compiler(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder,
-                  base: int = 0) -> Compiler:
+                  base: int = 0, streams: bool = False) -> Compiler:
     """What runs the steps of a State: as graphs, where there are any, of the pieces that were compiled for it."""
     target, device = models.target, models.target.device
     if place.compile is False:
@@ -103,20 +105,20 @@ def find_compiler(models: Models, settings: Settings, place: Placement, sizes: d
         wait = place.compile is True
         if wait:
             log.info("compiling the steps, once for this machine (kept in %s) ...", folder.path)
-        start(make_job(models, settings, place, sizes, folder, base), wait)
+        start(make_job(models, settings, place, sizes, folder, base, streams), wait)
         if wait:
             pieces = Pieces(folder, common, device)
     return Compiler(device, record=True, pieces=pieces)
 
 
 def make_job(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder,
-             base: int = 0) -> Job:
+             base: int = 0, streams: bool = False) -> Job:
     """The work that is to be done for such a State."""
     target, draft, fp8 = models
     custom = settings.draft(Tape.allocate(1, 1, 1, target.device)) if callable(settings.draft) else None
     job = Job(folder.about, target.config, None if draft is None else draft.config, replace(settings, draft=None),
               sizes, target.dtype, target.device, fp8=fp8 is not None, draft_ranks=place.draft_ranks, base=base,
-              custom_laws=None if custom is None else custom.emits_laws)
+              streams=streams, custom_laws=None if custom is None else custom.emits_laws)
     group = target.group
     if group is None:
         return job
