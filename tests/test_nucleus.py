@@ -50,10 +50,10 @@ def test_many_words_on_a_gpu_are_searched(monkeypatch):
     asked = []
     for name in ("ranked", "searched"):
         monkeypatch.setattr(nucleus, name, lambda *args, name=name: asked.append(name))
-    for device, words in (("cpu", 2**20), ("meta", 2**20)):
+    for device, words in (("cpu", 2**22), ("meta", 2**22)):
         nucleus.smallest_kept(torch.empty(1, 1, words, device=device), None, torch.ones(1))
     assert asked == ["ranked", "ranked"]
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.device.type == "meta"))
-    for words, dtype in ((2**20, torch.float32), (2**20 - 1, torch.float32), (2**20, torch.float64)):
+    for words, dtype in ((2**22, torch.float32), (2**22 - 1, torch.float32), (2**22, torch.float64)):
         nucleus.smallest_kept(torch.empty(1, 1, words, device="meta", dtype=dtype), None, torch.ones(1))
     assert asked[2:] == ["searched", "ranked", "ranked"]
