@@ -74,8 +74,12 @@ def test_prompts_from_files_and_stdin(tmp_path, capsys):
         cli.read_document(cli.parser().parse_args(["--prompt-file", "-"]))
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
-    assert cli.main(["--prompt", "Hello", "--chat", "--chat-template", str(template), *common]) == 0
-    capsys.readouterr()
+    chat = ["--prompt", "Hello", "--chat", "--chat-template", str(template), *common]
+    assert cli.main(chat) == 0
+    short = json.loads(capsys.readouterr().out)["stats"]["prompt_len"]
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ names | join(' ') }}{% endfor %}")
+    assert cli.main([*chat, "--chat-template-kwargs", '{"names": ["Ishmael", "Ahab", "Queequeg"]}']) == 0
+    assert json.loads(capsys.readouterr().out)["stats"]["prompt_len"] > short + 3
 
 
 def test_a_pipe_is_read_as_the_prompt(tmp_path, capsys):
@@ -190,6 +194,9 @@ def test_binary_input_is_read_as_text(capsys):
     (["--prompt", "a", "--device", "cuda:99"], "use --device cpu"),
     (["--prompt", "a", "--seed", "9" * 20], "seed (99999999999999999999)"),
     (["--prompt", "a", "--chat-template", "x"], "add --chat"),
+    (["--prompt", "a", "--chat-template-kwargs", "{}"], "add --chat"),
+    (["--prompt", "a", "--chat", "--chat-template-kwargs", "[1]"], "([1]) is not an object in JSON; try"),
+    (["--prompt", "a", "--chat", "--chat-template-kwargs", "{x}"], "({x}) is not an object in JSON"),
 ])
 def test_mistakes_get_one_line_and_no_traceback(argv, text, capsys):
     assert cli.main(argv if "--device" in argv else [*argv, "--device", "cpu"]) == 2

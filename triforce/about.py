@@ -63,7 +63,7 @@ def read_questions(text: str, path: str) -> list[dict]:
     return questions
 
 
-def document_of(engine, args, ids: list[int] | None, template: str | None) -> Prefix | None:
+def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | None:
     """What is asked about: opened, or prefilled from a document's ids; saved where that is wanted. None: nothing."""
     if args.prefix:
         book = engine.open(args.prefix)
@@ -75,7 +75,7 @@ def document_of(engine, args, ids: list[int] | None, template: str | None) -> Pr
             if args.chat or args.system:
                 system = [{"role": "system", "content": args.system}] if args.system else []
                 document = {"role": "user", "content": engine.tokenizer.decode(ids)}
-                book = engine.prefill([*system, document], chat_template=template, on_progress=bar)
+                book = engine.prefill([*system, document], **chat, on_progress=bar)
             else:
                 book = engine.prefill(ids, on_progress=bar)
         finally:
@@ -86,7 +86,7 @@ def document_of(engine, args, ids: list[int] | None, template: str | None) -> Pr
     return book
 
 
-def answer(engine, args, book: Prefix | None, questions: list[dict], template: str | None, sampling: dict) -> int:
+def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict, sampling: dict) -> int:
     """Whatever the flags ask for."""
     options = {**sampling, "speculate": not args.no_speculation, "stop": args.stop, "ignore_eos": args.ignore_eos}
     if book is not None:
@@ -94,7 +94,7 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], template: s
             "shared by all questions\n")
     if args.interactive:
         system = args.system if book is None else None
-        Conversation(Chat(engine, book, system=system, chat_template=template if book is None else None),
+        Conversation(Chat(engine, book, system=system, **(chat if book is None else {})),
                      options).run()
         return 0
     if args.question:

@@ -75,6 +75,8 @@ def parser() -> Parser:
     prompt.add_argument("--prefix", metavar="FILE", help="a document that was kept, instead of a prompt")
     prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
+    prompt.add_argument("--chat-template-kwargs", metavar="JSON", help="what the template reads besides the messages: "
+                        "'{\"enable_thinking\": false}' has Qwen3 answer at once")
     text = p.add_argument_group("generation")
     text.add_argument("--max-new-tokens", type=int, default=256, help="(alias --gen-len; default 256)")
     add_flags(text, Sampling)
@@ -147,7 +149,7 @@ class Request:
     is_demo: bool = False  # nobody gave one
     prompts: list[dict] | None = None  # of --prompts, instead: prompt or messages, question, seed
     questions: tuple[dict, ...] = ()  # of --questions
-    template: str | None = None  # of --chat-template
+    chat: dict = dataclasses.field(default_factory=dict)  # of --chat-template and -kwargs, as `encode_prompt` has them
 
 
 def read_request(args, no_flags: bool = False) -> Request:
@@ -173,20 +175,18 @@ def read_request(args, no_flags: bool = False) -> Request:
                         "one of them")
     if args.prompt_len is not None and args.prompt_len < 1:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
-    if args.chat_template and not (args.chat or args.system or args.interactive):
-        raise UserError("--chat-template was given without --chat; add --chat")
-    template = read_file("--chat-template", args.chat_template) if args.chat_template else None
+    chat = read_chat(args)
     questions: list[dict] = []
     if about.wanted(args):
         about.check(args, int(os.environ.get("WORLD_SIZE", 1)))
         if args.questions:
             questions = about.read_questions(read_file("--questions", args.questions), args.questions)
         if args.prefix or args.interactive and args.prompt is None and args.prompt_file is None:
-            return Request(questions=tuple(questions), template=template)
+            return Request(questions=tuple(questions), chat=chat)
     if args.prompts is not None:
         if args.prompt is not None or args.prompt_file is not None or args.compare:
             raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
-        return Request(prompts=read_prompts(args.prompts), template=template)
+        return Request(prompts=read_prompts(args.prompts), chat=chat)
     document = read_document(args)
     if document == "" and args.prompt is None and args.prompt_file is None:
         if not no_flags:
@@ -198,7 +198,26 @@ def read_request(args, no_flags: bool = False) -> Request:
     if document is not None and not document.strip():
         raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
     return Request(document or default_document(), is_demo=document is None, questions=tuple(questions),
-                   template=template)
+                   chat=chat)
+
+
+def read_chat(args) -> dict:
+    """The chat template, and what it reads besides messages, where they are given."""
+    chats, chat = args.chat or args.system or args.interactive or args.prompts is not None, {}
+    for flag, value in (("--chat-template", args.chat_template), ("--chat-template-kwargs", args.chat_template_kwargs)):
+        if value is not None and not chats:
+            raise UserError(f"{flag} was given without --chat; add --chat")
+    if args.chat_template is not None:
+        chat["chat_template"] = read_file("--chat-template", args.chat_template)
+    if args.chat_template_kwargs is not None:
+        try:
+            chat["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
+        except ValueError:
+            chat["chat_template_kwargs"] = None
+        if not isinstance(chat["chat_template_kwargs"], dict):
+            raise UserError(f"--chat-template-kwargs ({args.chat_template_kwargs}) is not an object in JSON; try "
+                            "'{\"enable_thinking\": false}'")
+    return chat
 
 
 def default_document() -> str:
@@ -292,7 +311,7 @@ def encode(args, engine, text: str, request: Request, question: str | None) -> t
     def finish(ids: list[int]) -> list[int]:
         if args.chat:
             content = tokenizer.decode(ids) + (f"\n\n{question}" if question else "")
-            return tokenizer.apply_chat_template([{"role": "user", "content": content}], request.template)
+            return engine.encode_prompt([{"role": "user", "content": content}], **request.chat)
         return ids + tokenizer.encode(f"\n\n{question}\n", bos=False) if question else ids
 
     if args.keep is None:
@@ -345,7 +364,7 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
     for index, item in enumerate(request.prompts):  # all of them, before hours of work
         try:
             if "messages" in item:
-                ids, count = engine.encode_prompt(item["messages"], request.template), 0
+                ids, count = engine.encode_prompt(item["messages"], **request.chat), 0
             else:
                 ids, count = encode(args, engine, item["prompt"], request, item.get("question", args.question))
             prompts.append(engine.encode_prompt(ids))
@@ -450,8 +469,8 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if about.wanted(args):
         text = request.document
         ids = None if text is None else first_tokens(args, engine.tokenizer, text, request)
-        book = about.document_of(engine, args, ids, request.template)
-        return about.answer(engine, args, book, list(request.questions), request.template, sampling)
+        book = about.document_of(engine, args, ids, request.chat)
+        return about.answer(engine, args, book, list(request.questions), request.chat, sampling)
     ids, dropped = encode(args, engine, request.document, request, args.question)
     engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
