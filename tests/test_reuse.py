@@ -1,6 +1,7 @@
 """What the caches hold is not computed again: prompts that share a beginning, prompts that go on, conversations."""
 
 import random
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -206,9 +207,9 @@ def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, cap
     assert "3 of 5 prompts fit" in caplog.text
 
 
-def test_a_hundred_steps_against_a_twin(pair, twin, monkeypatch):
-    """Prefills, questions, samples, streams that are broken off, prompts that go on or turn back, in random order: what
-    is said is what a computation from the start says."""
+def test_a_hundred_steps_against_a_twin(pair, twin, monkeypatch, tmp_path):
+    """Prefills, documents that are kept in files and opened, questions, streams that are broken off, prompts that go on
+    or turn back, in random order: what is said is what a computation from the start says."""
     monkeypatch.setattr(caches, "SHARED_FROM", 64)
     engine = make_engine(*pair, **SETTINGS, gamma=2, gamma_inner=1)
     dice, books, last = random.Random(0), [], list(DOCUMENT)
@@ -216,11 +217,17 @@ def test_a_hundred_steps_against_a_twin(pair, twin, monkeypatch):
     met, broken = set(), 0
     for step in range(100):
         options = {"temperature": 0.0, "max_new_tokens": dice.choice([3, 5, 8])}
-        what = dice.choice(["prefill", "ask", "ask", "many", "alone", "go on", "go on", "turn back", "break off"])
+        what = dice.choice(["prefill", "keep", "ask", "ask", "many", "alone", "go on", "go on", "turn back",
+                            "break off"])
         met.add(what)
         question = random_prompt(dice.randint(1, 30), seed=100 + step)
         if what == "prefill":
             books = [*books[-1:], engine.prefill(dice.choice(documents))]
+        elif what == "keep" and books:
+            book = dice.choice(books)
+            book.save(tmp_path / f"{step}.prefix")
+            books = [engine.open(tmp_path / f"{step}.prefix"), *(one for one in books if one is not book)]
+            assert books[0].tokens == book.tokens
         elif what in ("ask", "many") and books:
             book = dice.choice(books)
             asked = [question, random_prompt(5, seed=step)] if what == "many" else [question]
@@ -244,7 +251,43 @@ def test_a_hundred_steps_against_a_twin(pair, twin, monkeypatch):
             result = engine.generate(prompt, **options)
             assert same(result, twin.generate(prompt, **options)), (step, what)
             last = (prompt + result.tokens)[:600]
-    assert len(met) == 7 and broken > 3
+    assert len(met) == 8 and broken > 3 and len(list(tmp_path.iterdir())) > 3
+
+
+def test_thirty_turns_against_a_twin(tiny_engine, tmp_path):
+    """Turns, answers that are broken off, and turns that are undone, in random order, about a document that was kept in
+    a file: each answer is that of a computation from the start."""
+    engine = tiny_engine
+    twin = make_engine(engine.target, tokenizer=engine.tokenizer, retrieval=False, reuse=False, max_seq_len=4096)
+    book, dice, met, turns = engine.prefill("Call me Ishmael. " * 20), random.Random(2), Counter(), []
+    book.save(tmp_path / "book.prefix")
+    chat = engine.chat(prefix=engine.open(tmp_path / "book.prefix"), temperature=0.0, ignore_eos=True)
+    for step in range(30):
+        what = dice.choice(["send", "send", "break off", "undo"])
+        if what == "undo":
+            if not turns:
+                continue
+            chat.undo()
+            turns.pop()
+        else:
+            text, count = f"What of {dice.choice(['Ahab', 'the sea', 'Queequeg'])}, {step}?", dice.choice([3, 24])
+            prompt = list(book.tokens)
+            for said, answer in (*turns, (text, [])):
+                prompt += engine.tokenizer.encode(f"\n\n{said}\n", bos=False) + answer
+            stream = chat.stream(text, max_new_tokens=count)
+            for given, _ in enumerate(stream):
+                if what == "break off" and given == 1:
+                    break
+            stream.close()
+            answer = stream.result.tokens
+            expected = twin.generate(prompt, count, temperature=0.0, ignore_eos=True).tokens
+            assert answer == expected[: len(answer)] and answer, (step, what)
+            assert len(answer) == count or what == "break off"
+            met["short"] += len(answer) < count
+            turns.append((text, answer))
+        met[what] += 1
+        assert [said for said, _ in chat.turns] == [said for said, _ in turns]
+    assert min(met[what] for what in ("send", "break off", "undo")) >= 4 and met["short"] >= 2
 
 
 def test_an_interrupt_in_the_middle_of_a_prefill(engine, twin, monkeypatch):
