@@ -1,0 +1,114 @@
+"""A million tokens: positions, indexes, sums and bytes at that length, each alone or in a model of one small layer.
+
+No promise of one module. What a GPU's kernels do at that length is not seen here.
+"""
+
+import pytest
+import torch
+from conftest import VOCAB, bits, make_state, random_prompt
+
+from triforce import attention, memory
+from triforce.drafting.ngram import NgramDrafter
+from triforce.graphs import Compiler
+from triforce.model import ModelConfig, RotaryEmbedding, Transformer
+from triforce.packed import PackedPrefix
+from triforce.plan import AUTOREGRESSION, Plan
+from triforce.tape import Tape
+from triforce.tree import TokenTree
+
+MILLION = 2**20
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 3_580_165_449.0])  # Llama-2, Llama-3, Llama-3-1048k
+def test_angles(theta):
+    """Those of float32 positions and frequencies, as checkpoints were trained with: the fastest pairs are off by up to
+    2**-24 of a million radians."""
+    config = ModelConfig(VOCAB, 64, 1, 1, 1, 64, 64, rope_theta=theta, max_position_embeddings=MILLION)
+    positions = torch.tensor([[0, 131_071, 131_072, MILLION - 2, MILLION - 1]])
+    cos, sin = RotaryEmbedding(config)(positions)
+    frequency = theta ** (-torch.arange(0, 64, 2).double() / 64)
+    angle = positions[0, :, None].double() * frequency
+    assert (cos[0, :, :32].double() - angle.cos()).abs().max() < 0.1
+    assert (sin[0, :, 32:].double() - angle.sin()).abs().max() < 0.1
+    as_trained = positions[0, :, None].float() * (1.0 / theta ** (torch.arange(0, 64, 2).float() / 64))
+    torch.testing.assert_close(cos[0, :, :32], as_trained.cos(), rtol=0, atol=1e-5)
+    assert not torch.equal(cos[0, 3], cos[0, 4])  # neighbours are told apart
+
+
+@pytest.mark.parametrize("how", ["kernel", "packed", "masked"])
+def test_attention_over_a_million_keys(how):
+    """Against float64, with a key that outweighs all others near the end."""
+    generator = torch.Generator().manual_seed(0)
+    q, (k, v) = torch.randn(1, 1, 4, 16, generator=generator), torch.randn(2, 1, 1, MILLION, 16, generator=generator)
+    k[0, 0, MILLION - 3] = 12 * q[0, 0, 0]
+    scores = (q.double() @ k.double().transpose(-1, -2)) * 0.25
+    expected = scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
+    if how == "packed":
+        found = PackedPrefix(k[0], v[0]).partial(q)
+    elif how == "masked":
+        found = attention.masked(q, k, v, torch.zeros(1, 1, 4, MILLION))
+    else:
+        found = attention.partial(q, k, v)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0][0, 0, 0], v[0, 0, MILLION - 3], rtol=1e-2, atol=1e-2)
+
+
+@pytest.fixture
+def long_state():
+    """A State that holds a million tokens, whose keys and values were never computed."""
+    config = ModelConfig(VOCAB, 16, 1, 2, 1, 8, 32, max_position_embeddings=2 * MILLION)
+    state = make_state(Transformer.random(config, std=0.3), None, [random_prompt(40)], capacity=MILLION + 1024,
+                       budget=256, flush_interval=32, chunk_size=8, gamma=4, ngram=True, keep_logits=True)
+    generator = torch.Generator().manual_seed(1)
+    cache, kv = state.cache, torch.randn(2, 1, MILLION, 8, generator=generator)
+    cache.prefix.store(0, 0, 0, kv)
+    cache.prefix.score(0, 0, 0, kv[0])
+    state.tape.tokens[0, : MILLION + 1] = torch.randint(VOCAB, (MILLION + 1,), generator=generator)
+    cache.truncate(0, MILLION)
+    state.lens[0], state.known[0], state.prompt_end[0] = MILLION, MILLION + 1, MILLION
+    state.hierarchy.prefill(0, MILLION, True)
+    return state
+
+
+def test_the_chunk_that_is_looked_for_is_found(long_state):
+    """Of 131,072, the one before the window, and others."""
+    cache, view = long_state.cache, long_state.hierarchy.view
+    query = torch.randn(8, generator=torch.Generator().manual_seed(2))
+    last = (MILLION - view.window_size) // 8 - 1
+    for chunk in (1, 65_536, last):
+        cache.prefix.chunk_keys[0][0, 0, chunk] = 20 * query
+        cache.queries[0][0], cache.query_weight[0] = query, 1.0
+        view.rebuild(0)
+        here = view.positions(0, 0)[0]
+        assert {*range(8 * chunk, 8 * chunk + 8), MILLION - 1} <= set(here.tolist()) and len(here) <= 256
+        assert torch.equal(view.k[0][0, 0, : len(here)], cache.prefix.k[0][0, 0, here])
+
+
+def test_rounds_cross_the_millionth_token(long_state):
+    """Speculation says what its absence says, over a flush, and the length is told on."""
+    long_state.hierarchy.view.rebuild(0)
+    long_state.begin(200)
+    on = bits(long_state, 36)
+    assert on[2]["full"] >= 5 and long_state.num_flushes == 1 and long_state.cache.lens == [MILLION + 32]
+    long_state.rewind(200, AUTOREGRESSION)
+    assert bits(long_state, 36)[:2] == on[:2]
+
+
+def test_a_look_up_finds_the_latest_match_of_a_million():
+    tape = Tape.allocate(1, MILLION, VOCAB, "cpu")
+    tape.tokens[0] = torch.randint(40, (MILLION,), generator=torch.Generator().manual_seed(3))
+    end, newest = MILLION - 20, torch.tensor([50, 51, 52, 53])
+    for place in (1000, MILLION - 500):
+        tape.tokens[0, place : place + 4] = newest
+    tape.tokens[0, end - 3 : end + 1] = newest
+    drafter = NgramDrafter(tape, max_drafted=4, compiler=Compiler(tape.tokens.device))
+    expected = tape.tokens[0, MILLION - 496 : MILLION - 492].tolist()
+    assert drafter.propose(torch.tensor([end]), Plan(4, "ngram"), None).tolist() == [4]
+    assert tape.read(torch.tensor([end + 1]), TokenTree(4))[0].tolist() == expected
+
+
+def test_bytes_of_a_million():
+    """137 GB of keys and values of Llama-3.1-8B."""
+    config = ModelConfig(128_256, 4096, 32, 32, 8, 128, 14_336, max_position_embeddings=MILLION)
+    assert 32 * memory.layer_bytes(config, batch=1, capacity=MILLION, dtype=torch.bfloat16) == 137_438_953_472
