@@ -70,18 +70,23 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
     elif ids is None:
         return None
     else:
-        bar = Bar("prefill", len(ids))
+        bar, keeping = Bar("prefill", len(ids)), {}
+        if args.save_every is not None:
+            keeping = {"keep": args.save_prefix, "keep_every": args.save_every}
         try:
             if args.chat or args.system:
                 system = [{"role": "system", "content": args.system}] if args.system else []
                 document = {"role": "user", "content": engine.tokenizer.decode(ids)}
-                book = engine.prefill([*system, document], **chat, on_progress=bar)
+                book = engine.prefill([*system, document], **chat, on_progress=bar, **keeping)
             else:
-                book = engine.prefill(ids, on_progress=bar)
+                book = engine.prefill(ids, on_progress=bar, **keeping)
         finally:
             bar.close()
     if args.save_prefix:
-        book.save(args.save_prefix)
+        if args.save_every is None or args.prefix:
+            book.save(args.save_prefix)
+        if book.num_read:
+            say(f"{args.save_prefix} had {book.num_read:,} of {len(book):,} tokens")
         say(f"wrote {len(book):,} tokens to {args.save_prefix}")
     return book
 

@@ -9,6 +9,7 @@ An engine keeps one `State`, and the `Prefix` that its rows share, if they do. T
 
 import gc
 import logging
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,11 @@ from .config import Placement, Settings
 from .jobs import Models, find_compiler, kept_folder
 from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
+from .kv.prefix import PrefixStore
 from .kv.target import TargetCache
 from .packed import packs
 from .parallel import agreed
-from .prefix import Prefix, common_length
+from .prefix import Keeping, Prefix, common_length
 from .prefix_file import PrefixReader
 from .state import State
 
@@ -180,38 +182,65 @@ class Caches:
         return self.compute(ids[0][:usable], on_prefill)
 
     @torch.inference_mode()
-    def compute(self, tokens: list[int], on_progress=None) -> Prefix:
-        """Keys and values of a text, whole intervals of it."""
-        target, length = self.target, self._whole(len(tokens))
+    def compute(self, tokens: list[int], on_progress=None, keeping: Keeping | None = None) -> Prefix:
+        """Keys and values of a text, whole intervals of it. keeping: in a file, stretch by stretch."""
+        length = self._whole(len(tokens))
         if length == 0:
             return Prefix(self.engine, tokens, None)
         cache = self._allocate(length)
+        store, start, num_read = cache.prefix, 0, 0
+        if keeping is not None:
+            with keeping.begun(tokens, self.engine.identity(), self.target.group) as reader:
+                if reader is not None and self._whole(reader.length):
+                    self._fill(store, reader)
+                    start = num_read = store.lens[0]
+        # Whole chunks of a prefill: so the numbers are those of one that was done in one go.
+        unit = math.lcm(self.settings.prefill_chunk_size, self.settings.flush_interval)
+        stretch = length if keeping is None else -(-keeping.every // unit) * unit
+        while start < length:
+            stop = min(start + stretch, length)
+            self._compute(cache, tokens, start, stop, on_progress)
+            store.truncate(0, stop)
+            if stop < length:
+                Prefix(self.engine, tokens[:stop], store).save(keeping.path)
+            start = stop
+        prefix = Prefix(self.engine, tokens, store)
+        prefix.num_read = num_read
+        return prefix
+
+    def _compute(self, cache: TargetCache, tokens: list[int], start: int, stop: int, on_progress) -> None:
+        """Those of tokens [start, stop), after all before them."""
         store, offload = cache.prefix, cache.prefix.offload
 
         def on_layer(i: int) -> None:
-            store.score(i, 0, 0, store.working_layer(i, range(1))[0][0][:, :length])
+            store.score(i, 0, start, store.working_layer(i, range(1))[0][0][:, start:stop])
 
-        blocks = prefill_blocks(cache, range(1), 0, length, self.settings.prefill_chunk_size, on_layer=on_layer)
+        def report(share: float) -> None:
+            on_progress((start**2 + share * (stop**2 - start**2)) / self._whole(len(tokens)) ** 2)
+
+        blocks = prefill_blocks(cache, range(1), start, stop, self.settings.prefill_chunk_size, on_layer=on_layer)
         try:
-            target.prefill(torch.tensor([tokens[:length]], device=self.device), blocks, on_progress, cache_only=True)
+            self.target.prefill(torch.tensor([tokens[start:stop]], device=self.device), blocks,
+                                on_progress and report, cache_only=True)
         finally:
             if offload is not None:
                 offload.close_work()
-        store.truncate(0, length)
-        return Prefix(self.engine, tokens, store)
 
     @torch.inference_mode()
     def read(self, reader: PrefixReader) -> Prefix:
         """Keys and values of a file, and what is computed from them."""
-        length, target = self._whole(reader.length), self.target
-        if length == 0:
+        if self._whole(reader.length) == 0:
             return Prefix(self.engine, reader.tokens, None)
         store = self._allocate(reader.length).prefix
-        reader.fill(lambda i: store.layer(i, 0), self.heads, target.group)
-        for i in range(target.config.n_layer):
+        self._fill(store, reader)
+        return Prefix(self.engine, reader.tokens, store)
+
+    def _fill(self, store: PrefixStore, reader: PrefixReader) -> None:
+        length = self._whole(reader.length)
+        reader.fill(lambda i: store.layer(i, 0), self.heads, self.target.group)
+        for i in range(self.target.config.n_layer):
             store.score(i, 0, 0, store.load(i, 0, 0, length)[0])
         store.truncate(0, length)
-        return Prefix(self.engine, reader.tokens, store)
 
     @property
     def heads(self) -> range:

@@ -72,6 +72,8 @@ def parser() -> Parser:
                         help="a conversation about the document, or about nothing")
     prompt.add_argument("--system", help="a system message before the document")
     prompt.add_argument("--save-prefix", metavar="FILE", help="keep the document with its keys and values")
+    prompt.add_argument("--save-every", metavar="N", type=int, help="with --save-prefix: keep it after every N tokens, "
+                        "too; a run that was broken off goes on from there")
     prompt.add_argument("--prefix", metavar="FILE", help="a document that was kept, instead of a prompt")
     prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
@@ -177,6 +179,9 @@ def read_request(args, no_flags: bool = False) -> Request:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
     chat = read_chat(args)
     questions: list[dict] = []
+    if args.save_every is not None and not args.save_prefix:
+        raise UserError(f"--save-every ({args.save_every}) says how often a file is written; name it with "
+                        "--save-prefix")
     if about.wanted(args):
         about.check(args, int(os.environ.get("WORLD_SIZE", 1)))
         if args.questions:

@@ -44,7 +44,7 @@ from .logprobs import check_logprobs
 from .model import Transformer
 from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
-from .prefix import Prefix, asked, common_length, is_messages
+from .prefix import Keeping, Prefix, asked, common_length, is_messages
 from .prefix_file import PrefixReader
 from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
@@ -141,7 +141,7 @@ class Engine:
         return results if many else results[0]
 
     def prefill(self, document, *, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
-                on_progress=None) -> Prefix:
+                on_progress=None, keep: str | Path | None = None, keep_every: int = 65_536) -> Prefix:
         """Computes the keys and values of a document, for any number of questions, samples or conversations about it.
 
         Args:
@@ -150,13 +150,18 @@ class Engine:
                 common, whatever is asked.
             chat_template, chat_template_kwargs: see `stream`. The questions have the same, unless they bring others.
             on_progress: called with the share of the work that is done.
+            keep: a file that the prefix is saved to, each time that about `keep_every` tokens more are computed and at
+                the end. If it is there and has the beginning of this document, the prefill goes on from there: so one
+                that was broken off is not lost, and one of hours may be done in parts.
 
         Returns:
             a `Prefix`, which holds the memory for as long as it lives.
 
         Raises:
-            UserError: an empty document, or one too long for the model or the memory.
+            UserError: an empty document, or one too long for the model or the memory; a file to keep it in that holds
+                another one.
         """
+        whole(1, 65_536)("keep_every", keep_every)
         messages = None
         if is_messages(document):
             messages = list(document)
@@ -166,9 +171,11 @@ class Engine:
         else:
             ids = self.encode_prompt(document)
         self.check_len(len(ids), 1)
-        prefix = self.caches.compute(ids, on_progress)
+        prefix = self.caches.compute(ids, on_progress, None if keep is None else Keeping(keep, keep_every))
         prefix.messages, prefix.chat_template = messages, chat_template
         prefix.chat_template_kwargs = chat_template_kwargs
+        if keep is not None:
+            prefix.save(keep)
         return prefix
 
     def open(self, path: str | Path) -> Prefix:

@@ -1,8 +1,9 @@
 """A document whose keys and values are computed once, for any number of questions about it."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,9 +11,37 @@ from torch import Tensor
 from . import prefix_file
 from .errors import UserError
 from .kv.prefix import PrefixStore
+from .parallel import Group, agreed
+from .prefix_file import PrefixReader
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+class Keeping(NamedTuple):
+    """Where a prefill is kept while it is done."""
+
+    path: str | Path
+    every: int  # tokens
+
+    @contextlib.contextmanager
+    def begun(self, tokens: list[int], identity: dict, group: Group | None) -> Iterator[PrefixReader | None]:
+        """The file open for reading, if it is there and has the beginning of these tokens.
+
+        Raises:
+            UserError: it has something else.
+        """
+        path = Path(self.path).expanduser()
+        if not agreed(group, path.exists()):
+            yield None
+            return
+        with PrefixReader(path) as reader:
+            prefix_file.check(reader.about, identity, path)
+            if reader.tokens != tokens[: len(reader.tokens)]:
+                same = common_length(reader.tokens, tokens)
+                raise UserError(f"{path} keeps another document: of its {len(reader.tokens):,} tokens, the first "
+                                f"{same:,} are those of this one; choose another name, or remove it")
+            yield reader
 
 
 class Prefix:
@@ -30,6 +59,7 @@ class Prefix:
         self.engine, self.tokens, self.store = engine, tokens, store
         self.messages, self.chat_template = messages, chat_template
         self.chat_template_kwargs: dict | None = None
+        self.num_read = 0  # tokens of it that a prefill found in a file
 
     def __len__(self) -> int:
         return len(self.tokens)
