@@ -136,6 +136,11 @@ def questions_about_a_document(group) -> None:
     for engine in (shared, engine_of(target, draft, gamma=2)):
         opened = engine.open(path)
         assert [out.tokens for out in engine.generate(QUESTIONS, prefix=opened, **SAID)] == expected
+    kept = os.path.join(folder, "kept.prefix")
+    shared.prefill(DOCUMENT[:150], keep=kept)
+    whole = shared.prefill(DOCUMENT, keep=kept, keep_every=64)
+    assert 0 < whole.num_read < 150 and len(shared.open(kept)) == len(DOCUMENT)
+    assert [out.tokens for out in shared.generate(QUESTIONS, prefix=whole, **SAID)] == expected
     group.agree(None)
     if group.rank == 0:
         shutil.rmtree(folder)
