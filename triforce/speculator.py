@@ -221,7 +221,7 @@ class Speculator(Drafter):
         if self.hidden is not None:
             self.hidden[:, : tree.rows] = hidden
         compiled(Speculator._finish)(self, hidden, block, tree, num_drafted, probs)
-        self.commit(self.length - self.by_leaf if self.leaves else self.length)  # of a leaf, no drafter knows
+        self.commit(self.length - self.by_leaf if tree.num_leaves else self.length)  # drafters know no leaf
 
     def _begin(self, tree: TokenTree) -> Tensor:
         """The pending token and those drafted after it; what lies behind them on the tape pads the block."""
@@ -291,7 +291,7 @@ class Speculator(Drafter):
     def _keep(self, rows: Tensor, logits: Tensor, num_emitted: Tensor) -> None:
         """What others may ask for of this step, of the rows [B, n + 1] that its tokens were drawn from."""
         count = rows.shape[1]
-        if self.leaves:
+        if self.leaves:  # otherwise each is its own
             self.drawn_from[:, :count] = rows
         if self.logits is not None:
             self.logits[:, :count] = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2]))

@@ -1028,7 +1028,7 @@ FAULTS = [
           "test_coupled.py -k race", "a word of another stretch wins"),
     Fault("leaf-not-moved", "speculator.py", "first + verdict.rows.gather(1, place[:, None]).squeeze(1)",
           "first + place", "test_seeded.py -k leaves", "a leaf's keys and values stay in its own slot"),
-    Fault("leaf-known-to-draft", "speculator.py", "self.length - self.by_leaf if self.leaves else self.length",
+    Fault("leaf-known-to-draft", "speculator.py", "self.length - self.by_leaf if tree.num_leaves else self.length",
           "self.length", "test_seeded.py -k keeps_of_leaves", "a draft believes that it has seen a leaf"),
     Fault("leaf-beyond-limit", "speculator.py", "by_leaf = by_leaf * (num_emitted > verdict.num_accepted)",
           "by_leaf = by_leaf * 1", "test_seeded.py -k behind_a_limit", "a leaf that a limit cut off is counted"),
