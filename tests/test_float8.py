@@ -343,7 +343,13 @@ def group_with(**fields) -> dict:
     (group_with(input_activations={"num_bits": 8, "type": "int"}), "type 'int'"),
     ({**COMPRESSED, "ignore": ["model.layers.1.self_attn.k_proj"]},
      "leaves model.layers.1.self_attn.k_proj as it is, but not model.layers.1.self_attn.q_proj, "),
-    ({**COMPRESSED, "config_groups": {"a": {}}}, "targets None"), ({**BLOCKS, "weight_block_size": 128}, "wrong kind"),
+    ({**COMPRESSED, "config_groups": {"a": {}}}, "targets None"),
+    *(({**BLOCKS, "weight_block_size": wrong}, "weight_block_size")
+      for wrong in (128, [128.0, 128.0], ["24", "40"], {"a": 1, "b": 2}, [128], [0, 128], [True, True])),
+    (compressed("block"), "block_structure None"),
+    (compressed("block", block_structure=[24]), r"block_structure \[24\]"),
+    ({**BLOCKS, "modules_to_not_convert": ["re:["]}, r"modules_to_not_convert 're:\['"),
+    ({**COMPRESSED, "ignore": [3]}, "ignore 3"),
 ])
 def test_what_is_no_fp8_is_refused_by_its_key(blocks, quantization, words):
     edit(blocks, quantization)
@@ -369,6 +375,10 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
     (change(DOWN + "_scale_inv", torch.ones(4, 3)), r"down_proj.weight_scale_inv has shape \[4, 3\], which is no scale "
      "for each block of 128 x 128"),
     (change(DOWN + "_scale_inv", torch.ones(11)), r"weight_scale_inv has shape \[11\]"),
+    (change(DOWN + "_scale_inv", torch.full((3, 4), 120, dtype=torch.uint8)), r"weight_scale_inv has shape \[3, 4\]"),
+    (change(DOWN + "_scale", torch.ones(3, 4)), "layers.1.mlp.down_proj.scale is there twice"),
+    *((change(DOWN, torch.full((320, 448), byte, dtype=torch.uint8).view(FP8)), f"{DOWN} holds nan")
+      for byte in (0x7F, 0xFF)),
     (change(DOWN, torch.zeros(320, 448)), f"{DOWN} is torch.float32, but config.json implies torch.float8_e4m3fn"),
     (change(DOWN, torch.zeros(320, 448).to(torch.float8_e5m2)), f"{DOWN} is torch.float8_e5m2, but"),
     (change("lm_head.weight", torch.zeros(96, 320).to(FP8)), "lm_head.weight is torch.float8_e4m3fn, but .* a wider"),

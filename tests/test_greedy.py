@@ -10,6 +10,7 @@ from conftest import bits, bits_of_rows, make_state, random_pair, random_prompt
 from triforce import acceptance
 from triforce.controller import Controller
 from triforce.costs import Costs
+from triforce.model import Transformer
 from triforce.plan import AUTOREGRESSION, Plan
 
 CONTEXT, NEW = 2010, 112  # the first flush is after 39 tokens, the second after 103
@@ -197,3 +198,32 @@ def test_appending_to_a_used_state(models):
     while len(expected) < 60:
         expected += whole.round()[0]
     assert continued[:60] == expected[:60]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("how", [{}, {"draft_cache": "streaming"}, {"retrieval": False, "draft_cache": "snapkv"}],
+                         ids=["retrieval", "streaming", "draft's snapkv"])
+def test_rows_whose_views_differ_in_length(dtype, how):
+    """In these dtypes a view lies apart from the tail on a CPU: one row's is still its whole prefix, and while one row
+    has flushed the other has not."""
+    target, draft = (Transformer.random(model.config, seed=i, std=0.2, dtype=dtype)
+                     for i, model in enumerate(random_pair()))
+    prompts = [random_prompt(20), random_prompt(150, seed=1), random_prompt(33, seed=2)]
+    sizes = {"keep_logits": True, "budget": 64, "flush_interval": 16, "chunk_size": 4, "gamma": 4}
+    on = make_state(target, draft, prompts, **sizes, **how)
+    off = make_state(target, None, prompts, **sizes, retrieval=False)
+    assert bits_of_rows(on, 40) == bits_of_rows(off, 40)
+    assert on.hierarchy.outer.totals[:, 1].min() >= 10 and on.num_flushes >= 6
+
+
+def test_rows_whose_views_are_their_prefixes_reject_nothing():
+    """Of different lengths, apart from the tail: each row attends to all of its view, and to no other row's length."""
+    target = Transformer.random(random_pair()[0].config, std=0.2, dtype=torch.float64)
+    prompts = [random_prompt(20), random_prompt(150, seed=1), random_prompt(90, seed=2)]
+    state = make_state(target, None, prompts, budget=256, flush_interval=16, chunk_size=4, gamma=4)
+    assert not state.hierarchy.view.joined
+    while state.num_flushes < 6:
+        state.round()
+    assert len(set(state.hierarchy.view.lens)) == 3
+    accepted, drafted, _ = state.hierarchy.outer.totals.sum(0).tolist()
+    assert accepted == drafted >= 60

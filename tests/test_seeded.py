@@ -289,6 +289,12 @@ def test_leaves_are_for_coupled_draws_where_rows_cost_little(how, expected):
     assert (made.leaves, made.leaves_inner) == expected
 
 
+@pytest.mark.parametrize("more", [{"leaves": 200}, {"leaves_inner": 300}])
+def test_blocks_with_leaves_have_a_limit(more):
+    with pytest.raises(UserError, match="make blocks of [0-9]* rows, and 512 are the most"):
+        Settings(sampling="coupled", **more).resolve()
+
+
 @pytest.mark.parametrize("name", ["leaves", "leaves_inner"])
 def test_leaves_by_rejection_are_refused(name):
     with pytest.raises(UserError, match="need sampling 'coupled', and it is 'rejection'"):

@@ -22,6 +22,7 @@ import torch
 from .errors import UserError, not_known
 from .tree import TokenTree
 
+MOST_ROWS = 512  # of a block with leaves
 VIEWS = ("retrieval", "snapkv", "streaming")  # how the retrieval level's view is chosen
 RULES = ("rejection", "coupled")  # how drafted tokens are checked
 MEMORIES = ("streaming", "snapkv", "full")  # what a draft model keeps
@@ -278,6 +279,10 @@ class Settings(Options):
         if drafts and self.gamma_inner > block - 1:
             raise UserError(f"gamma_inner ({self.gamma_inner}) must be between 1 and block_size - 1 ({block - 1}); "
                             f"try {min(2, block - 1)}")
+        rows = max(self.tree.rows, self.inner_tree.rows)
+        if rows > MOST_ROWS and (self.leaves or self.leaves_inner):
+            raise UserError(f"leaves ({self.leaves}) and leaves_inner ({self.leaves_inner}) make blocks of {rows} "
+                            f"rows, and {MOST_ROWS} are the most; try 1 and 3")
         if (self.leaves or self.leaves_inner) and not self.coupled:
             raise UserError(f"leaves ({self.leaves}) and leaves_inner ({self.leaves_inner}) need sampling 'coupled', "
                             "and it is 'rejection'; add --sampling coupled, or leave them out")

@@ -49,11 +49,13 @@ class Float8:
         return math.gcd(self.rows or 1, rows), math.gcd(self.columns, columns)
 
     def spread(self, scale: Tensor, shape: tuple[int, int], unit: tuple[int, int]) -> Tensor | None:
-        """A checkpoint's scales, in float32, for blocks of `unit`: [shape]. None: they are not as many as implied."""
+        """A checkpoint's scales, in float32, for blocks of `unit`: [shape]. None: they are not as many as implied,
+        or no floating-point numbers."""
         blocks = [torch.arange(count) * size // step if step else torch.zeros(count, dtype=torch.long)
                   for count, size, step in zip(shape, unit, (self.rows, self.columns), strict=True)]
         implied = [int(block[-1]) + 1 for block in blocks]
-        if scale.numel() != math.prod(implied) or scale.dim() == 2 and list(scale.shape) != implied:
+        fits = scale.numel() == math.prod(implied) and (scale.dim() != 2 or list(scale.shape) == implied)
+        if not (fits and scale.is_floating_point()):
             return None
         return scale.reshape(implied)[blocks[0]][:, blocks[1]].float()
 
@@ -68,7 +70,7 @@ class Float8:
         expect(given, quant_method=("fp8", "compressed-tensors"), kv_cache_scheme=(None,))
         if given["quant_method"] == "fp8":
             expect(given, fmt=("e4m3", None), activation_scheme=("dynamic", "static", None))
-            rows, columns = given.get("weight_block_size") or (0, 0)
+            rows, columns = _block(given, "weight_block_size") if given.get("weight_block_size") else (0, 0)
         else:
             expect(given, format=("float-quantized", "naive-quantized", None), transform_config=({}, None))
             expect(given.get("sparsity_config") or {}, format=("dense", None))
@@ -82,9 +84,10 @@ class Float8:
                    symmetric=(True, None), dynamic=(False, None))
             if inputs is not None:
                 expect(inputs, num_bits=(8,), type=("float",))
-            rows, columns = {"tensor": (0, 0), "channel": (1, 0)}.get(weights["strategy"]) or weights["block_structure"]
+            whole = {"tensor": (0, 0), "channel": (1, 0)}.get(weights["strategy"])
+            rows, columns = whole or _block(weights, "block_structure")
         names = ("ignore", "ignored_layers", "modules_to_not_convert")
-        patterns = [pattern for name in names for pattern in given.get(name) or ()]
+        patterns = [pattern for name in names for pattern in _patterns(given, name)]
         wide = [layer for layer, fused, parts in _layers(n_layer) if _ignored(layer, fused, parts, patterns)]
         # What writes "fp8" leaves the output layer as it is, whatever it lists.
         if tied or given["quant_method"] == "fp8" or _names("lm_head", patterns):
@@ -108,6 +111,25 @@ def expect(given: dict, **allowed: tuple) -> None:
             refuse(key, given.get(key))
 
 
+def _block(given: dict, key: str) -> tuple[int, int]:
+    sizes = given.get(key)
+    if not (isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
+        refuse(key, sizes)
+    return tuple(sizes)
+
+
+def _patterns(given: dict, key: str) -> list[str]:
+    """A list of layers; one name stands for itself."""
+    found = given.get(key) or []
+    found = [found] if isinstance(found, str) else found
+    for pattern in found:
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except (re.error, AttributeError):
+            refuse(key, pattern)
+    return found
+
+
 def _layers(n_layer: int) -> list[tuple[str, str, list[str]]]:
     return [(f"layers.{i}.{ours}", f"model.layers.{i}.{fused}", [f"model.layers.{i}.{part}" for part in parts])
             for i in range(n_layer) for ours, (fused, parts) in LAYERS.items()]
@@ -126,6 +148,11 @@ def _ignored(layer: str, fused: str, parts: list[str], patterns: list[str]) -> b
         raise UserError(f"quantization_config leaves {', '.join(named)} as it is, but not {', '.join(rest)}, and the "
                         "two are multiplied as one; use a checkpoint that treats them alike")
     return bool(named) or _names(fused, patterns)
+
+
+def has_nan(weight: Tensor) -> bool:
+    """Whether e4m3 numbers are nan: of all bytes, 0x7f and 0xff are."""
+    return int(weight.view(torch.int8).max()) == 0x7F or int(weight.view(torch.uint8).max()) == 0xFF
 
 
 @torch.no_grad()

@@ -112,7 +112,7 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
     embedded = 1 if config.num_shards == 1 else 2  # ranks add up what each knows of the words
     chunk = min(settings.prefill_chunk_size, capacity)
     return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize + _float8_bytes(
-        config, chunk, settings.block_size, dtype.itemsize)
+        config, chunk, settings.tree.rows, dtype.itemsize)
 
 
 def _float8_bytes(config: ModelConfig, chunk: int, block: int, itemsize: int) -> int:

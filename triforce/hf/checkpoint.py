@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import UserError
-from ..float8 import FP8
+from ..float8 import FP8, has_nan
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config, use_device
 from .places import SCALE, is_derived, places, put, scale_of, separate
@@ -146,6 +146,14 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 READERS = 4  # threads: one reads a mapped file at a third of what a disk or the page cache gives
 
 
+def put_number(path: Path, parameters: dict, parts: dict, name: str, tensor: Tensor, group: Group | None) -> None:
+    """`put`, of a tensor in fp8 whose bytes all stand for numbers."""
+    if tensor.dtype == FP8 and has_nan(tensor):
+        raise UserError(f"{path}: tensor {name} holds nan; what rounded it divided by 0, or it is damaged: download it "
+                        "again")
+    put(parameters, parts, name, tensor, group)
+
+
 @torch.no_grad()
 def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None,
                group: Group | None = None, max_seq_len: int | None = None,
@@ -195,12 +203,15 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
                 raise UserError(f"{path}: tensor {name} is {tensor.dtype}, but config.json implies "
                                 f"{FP8 if stored else 'a wider floating-point type'}; use a checkpoint in bf16 or "
                                 "fp16, or in fp8 with a quantization_config that fits")
-            work.append((parameters, parts, name, tensor, group))
-            missing.pop(name, None)
+            work.append((path, parameters, parts, name, tensor, group))
+            if name not in missing:
+                raise UserError(f"{path}: tensor {name} is there twice, perhaps under two names; remove one, or "
+                                "download the checkpoint again")
+            missing.pop(name)
             if made:
                 missing.pop(scale_of(name), None)
         with ThreadPoolExecutor(READERS, initializer=functools.partial(use_device, device)) as readers:
-            list(readers.map(lambda args: put(*args), work))
+            list(readers.map(lambda args: put_number(*args), work))
     if missing:
         first = next(iter(missing))
         raise UserError(f"{len(missing)} of {len(table)} tensors are missing from {folder} ({files[0].name} and its "

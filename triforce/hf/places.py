@@ -112,9 +112,10 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 
     sizes = [table[part].shape[0] for part in names]
     if names[0].endswith(SCALE):
         place = table[names[0]]
-        shape, tensor = list(tensor.shape), float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
+        found = f"{str(tensor.dtype).removeprefix('torch.')} tensor {given} has shape {list(tensor.shape)}"
+        tensor = float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
         if tensor is None:
-            raise UserError(f"tensor {given} has shape {shape}, which is no scale for each {float8.scaled} of its "
+            raise UserError(f"{found}, which is no scale for each {float8.scaled} of its "
                             "weight, as config.json implies; the two do not belong together")
     if len(names) == 1:
         return {names[0]: tensor}

@@ -110,6 +110,7 @@ class View(Store):
             self.k, self.v = ([kv[half, :, :, :capacity] for kv in storage] for half in range(2))
         self.lens = [0] * batch
         self.len = torch.zeros(batch, dtype=torch.int32, device=device)  # [B], the same on the device
+        self.own_len = self.len  # without what is shared
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
