@@ -42,7 +42,8 @@ def run(args) -> None:
                                 strict=True):
             row = {"context": context, **measure(engine, ids, args.max_new_tokens)}
             report(f"{machine['weights']}, {context:,} tokens", row, machine, args.out)
-            laws.setdefault(kind, law(engine, ids[-4096:]))
+            if kind not in laws:
+                laws[kind] = law(engine, ids[-4096:])
         del engine
         if on_gpu:
             torch.cuda.empty_cache()
