@@ -53,15 +53,19 @@ def test_it_goes_on_where_it_was_broken_off(pair, tmp_path, computed, how):
     assert computed == [(384, 192), (576, 112)] and book.num_read == 384 and book.tokens == DOCUMENT
     assert all(torch.equal(one, other) for one, other in zip(tensors(book), expected, strict=True))
     computed.clear()
+    written = file.stat()
     again = make_engine(*pair, **SETTINGS, **how).prefill(DOCUMENT, keep=file)
     assert computed == [] and again.num_read == 688
+    assert file.stat().st_ino == written.st_ino  # what is there is not written once more
     assert all(torch.equal(one, other) for one, other in zip(tensors(again), expected, strict=True))
     question, books = random_prompt(9, seed=1), [engine.prefill(DOCUMENT, keep=file), engine.prefill(DOCUMENT)]
     answers = [engine.generate(question, prefix=one, temperature=0.0, max_new_tokens=12).tokens for one in books]
     assert answers[0] == answers[1]
     computed.clear()
-    longer = engine.prefill(DOCUMENT + random_prompt(100, seed=4), keep=file)
-    assert computed == [(688, 112)] and longer.num_shared == 800 == len(engine.open(file))
+    more = engine.prefill(DOCUMENT + [5], keep=file)  # a token that no flush interval holds: nothing to compute
+    assert computed == [] and more.tokens == DOCUMENT + [5] == engine.open(file).tokens
+    longer = engine.prefill(DOCUMENT + [5] + random_prompt(100, seed=4), keep=file)
+    assert computed == [(688, 112)] and longer.num_shared == 800 == engine.open(file).num_shared
 
 
 def test_another_document_is_not_overwritten(pair, tmp_path):

@@ -174,7 +174,7 @@ class Engine:
         prefix = self.caches.compute(ids, on_progress, None if keep is None else Keeping(keep, keep_every))
         prefix.messages, prefix.chat_template = messages, chat_template
         prefix.chat_template_kwargs = chat_template_kwargs
-        if keep is not None:
+        if keep is not None and not prefix.is_kept(keep):
             prefix.save(keep)
         return prefix
 
@@ -364,8 +364,9 @@ class Engine:
             if where is not None:  # here, where no traceback holds on to the buffers any more
                 self.release()
                 offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
+                scattered = "" if where == "the host" else memory.remedy_of_scatter()
                 raise UserError(f"{where} ran out of memory; leave more of it free, or ask for less: {offload}"
-                                "a smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size")
+                                f"a smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size{scattered}")
 
     def _decode(self, session: Session, request: "Request") -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""

@@ -1,5 +1,6 @@
 """What a run will need, part by part: its caches are built on the meta device, without memory, and added up."""
 
+import os
 import resource
 import sys
 from collections.abc import Collection
@@ -15,6 +16,7 @@ from .graphs import Compiler
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
 from .model import ModelConfig, Transformer
+from .start import ALLOCATOR, GROWING
 from .state import State
 
 
@@ -182,6 +184,13 @@ def available(device: torch.device) -> int | None:
 def ran_out(error: Exception) -> bool:
     """Whether memory was refused. The CPU's allocator raises a plain RuntimeError."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def remedy_of_scatter() -> str:
+    """What to try where a GPU's memory was nearly enough: what is free may lie scattered. Empty if it is tried."""
+    if "expandable" in os.environ.get(ALLOCATOR, ""):
+        return ""
+    return f". If it was nearly enough, set {ALLOCATOR}={GROWING} before Python starts"
 
 
 def _lines(path: str) -> list[str]:

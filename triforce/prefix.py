@@ -87,12 +87,24 @@ class Prefix:
             UserError: the file cannot be written, or the disk is too small.
         """
         engine, config = self.engine, self.engine.target.config
-        about = {**engine.identity(), "messages": self.messages, "chat_template": self.chat_template,
-                 "chat_template_kwargs": self.chat_template_kwargs}
-        prefix_file.write(path, about, self.tokens, self._layer, num_layers=config.n_layer,
+        prefix_file.write(path, self.about, self.tokens, self._layer, num_layers=config.n_layer,
                           n_kv_head=config.n_kv_head * config.num_shards, length=self.num_shared,
                           head_dim=config.head_dim, dtype=engine.target.dtype, heads=engine.caches.heads,
                           group=engine.target.group)
+
+    @property
+    def about(self) -> dict:
+        """What a file says beside the tokens, and their keys and values."""
+        return {**self.engine.identity(), "messages": self.messages, "chat_template": self.chat_template,
+                "chat_template_kwargs": self.chat_template_kwargs}
+
+    def is_kept(self, path: str | Path) -> bool:
+        """Whether all of it was read from this file, so that there is nothing to write. Every rank calls this."""
+        group, kept = self.engine.target.group, False
+        if agreed(group, self.num_read == self.num_shared > 0):
+            with PrefixReader(path) as reader:
+                kept = reader.tokens == self.tokens and reader.about == self.about
+        return agreed(group, kept)
 
     def _layer(self, i: int) -> tuple[Tensor, Tensor]:
         """K and V of layer i, [K, S, D] each, wherever they lie."""
