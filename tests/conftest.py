@@ -38,6 +38,12 @@ QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controlle
          "quantize", "sampling", "session", "speculator", "state", "views"}
 
 
+def slow(*cases) -> list:
+    """Cases of a parametrized test that are left to `-m "slow or not slow"`, each one argument or a tuple of several.
+    Others, much alike, are run by `python -m pytest`."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
 def pytest_collection_modifyitems(items) -> None:
     for item in items:
         if item.path.stem.removeprefix("test_") in QUICK:

@@ -5,7 +5,7 @@ Of triforce/kv/ as a whole.
 
 import pytest
 import torch
-from conftest import make_state, positions_in_view, random_pair, random_prompt, run_rounds
+from conftest import make_state, positions_in_view, random_pair, random_prompt, run_rounds, slow
 from reference import DenseKV
 
 from triforce.attention import partial
@@ -111,7 +111,7 @@ def test_snapkv_is_sink_window_and_best_tokens(pair):
                for head, held in enumerate(positions_in_view(state, layer)))
 
 
-@pytest.mark.parametrize("kind", ["retrieval", "snapkv", "streaming"])
+@pytest.mark.parametrize("kind", ["retrieval", *slow("snapkv", "streaming")])
 def test_newest_tokens_stay_in_the_view_across_flushes(pair, kind, monkeypatch):
     """After each flush the window, a ring of several intervals, has lost its oldest one, and nothing else has changed,
     in keys and values."""
@@ -227,7 +227,7 @@ def test_a_draft_that_was_left_out_catches_up(pair):
     assert torch.equal(laws[2], laws[0])
 
 
-@pytest.mark.parametrize("kind,prompts", [("full", [130]), ("full", [130, 40, 1]), ("snapkv", [130, 70])])
+@pytest.mark.parametrize("kind,prompts", [("full", [130, 40, 1]), *slow(("full", [130])), ("snapkv", [130, 70])])
 def test_a_draft_with_a_long_memory_equals_the_dense_twin(pair, kind, prompts):
     """Its laws are those of the whole text before, across flushes and rejections, whatever the other rows hold."""
     target, draft = pair

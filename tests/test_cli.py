@@ -172,6 +172,7 @@ def test_a_prompt_that_looks_like_a_flag_is_left_alone(monkeypatch):
     assert seen[0].stop == ["--x_y"]
 
 
+@pytest.mark.slow
 def test_binary_input_is_read_as_text(capsys):
     argv = ["--prompt-file", "-", "--max-new-tokens", "4", "--device", "cpu"]
     done = subprocess.run([sys.executable, "generate.py", *argv], cwd=ROOT, capture_output=True,

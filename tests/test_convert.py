@@ -54,6 +54,7 @@ def test_same_tensors(tmp_path, family, kind, shards):
         convert(source, out)
 
 
+@pytest.mark.slow
 def test_the_command_converts_in_place(tmp_path):
     theirs = build("llama-68m")
     source = save(theirs, config_json("llama-68m"), tmp_path / "a model", "bin", 2)

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_engine, random_prompt
+from conftest import VOCAB, make_engine, random_prompt, slow
 
 import triforce
 from triforce.generation import RowOutput
@@ -447,7 +447,7 @@ def test_a_padded_draft_is_no_other_tokenizer(tmp_path):
     assert engine.generate(TEXT, **warm).tokens == plain.generate(TEXT, **warm).tokens
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float16")])
 def test_half_precision_on_a_cpu(dtype):
     engine = triforce.load("tiny", device="cpu", dtype=dtype)
     on = engine.generate(TEXT, 24, temperature=0.0)

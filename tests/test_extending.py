@@ -6,12 +6,15 @@ A promise of the document, not of one module.
 import re
 from pathlib import Path
 
+import pytest
+
 import triforce
 from triforce.drafting.protocol import Drafter
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "extending.md"
 
 
+@pytest.mark.slow
 def test_a_drafter_that_never_proposes_is_given_up(states):
     """It costs next to nothing, and still another way to draft must get its chance."""
 

@@ -49,6 +49,7 @@ def test_import_beside_an_editable_clone(clone, tmp_path):
     assert shown.split() == [str(clone / "triforce" / "__init__.py"), "True"]
 
 
+@pytest.mark.slow
 def test_a_wheel_has_what_it_needs(clone, tmp_path):
     """The embedded pair, the marker of types and the command; nothing of tests or benchmarks."""
     with zipfile.ZipFile(backend(clone, "build_wheel", tmp_path)) as wheel:

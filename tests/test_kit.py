@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow
 
 import triforce
 from triforce import acceptance, cli, memory
@@ -42,8 +43,8 @@ def planned(capsys, *argv) -> tuple[int, dict]:
 
 
 @pytest.mark.parametrize("flags,options", [
-    ([], {}), (["--no-retrieval", "--draft-cache", "full"], {"retrieval": False, "draft_cache": "full"}),
-    (["--offload", "--num-resident-layers", "3"], {"offload": True, "num_resident_layers": 3})])
+    (["--offload", "--num-resident-layers", "3"], {"offload": True, "num_resident_layers": 3}), *slow(
+        ([], {}), (["--no-retrieval", "--draft-cache", "full"], {"retrieval": False, "draft_cache": "full"}))])
 def test_the_plan_is_what_is_allocated(flags, options, capsys):
     status, told = planned(capsys, "--device", "cpu", "--prompt-len", "2500", "--max-new-tokens", "40", *flags)
     [way] = told["ways"]
@@ -220,6 +221,7 @@ def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
     assert all(len(line) <= 80 for line in page.splitlines() if not line.startswith("#"))
 
 
+@pytest.mark.slow
 def test_weights_in_fp8_are_not_set_beside_wider_ones(brief, capsys, tmp_path):
     """All else is checked, and a step reads a byte a weight."""
     status, told, _ = checked(capsys, tmp_path, "--lengths", "300", "--new", "8", "--quick", "--weights", "fp8")

@@ -1,7 +1,7 @@
 """Which level proposed each token: of rounds that are written down by hand, and of rounds that were run."""
 
 import pytest
-from conftest import make_engine, make_state, random_prompt
+from conftest import make_engine, make_state, random_prompt, slow
 
 import triforce
 from triforce.generation import RowOutput
@@ -54,8 +54,9 @@ def observed(monkeypatch):
 
 
 @pytest.mark.parametrize("options, drafts", [
-    ({}, {"draft", "retrieval"}), ({"retrieval": False}, {"draft"}), ({"draft": False}, {"retrieval"}),
-    ({"draft": "ngram", "retrieval": False}, {"ngram"}), ({"draft": "ngram"}, {"ngram", "retrieval"})])
+    ({}, {"draft", "retrieval"}), ({"draft": "ngram"}, {"ngram", "retrieval"}), *slow(
+        ({"retrieval": False}, {"draft"}), ({"draft": False}, {"retrieval"}),
+        ({"draft": "ngram", "retrieval": False}, {"ngram"}))])
 def test_levels_of_generations(monkeypatch, options, drafts):
     seen = observed(monkeypatch)
     engine = triforce.load("tiny", device="cpu", gamma=6, **options)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import in_fp8, make_state
+from conftest import in_fp8, make_state, slow
 from enumeration import joint_laws, target_law, total_variation
 from reference import DenseKV, reference_filter
 
@@ -72,22 +72,22 @@ def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PRO
 # The two that branch most have one prompt each; rows of different lengths side by side are met by the others.
 CASES = [
     {"gamma": 3, "gamma_inner": 1, "prompts": PROMPTS[:1]},
-    {"gamma": 2, "gamma_inner": 2, "prompts": PROMPTS[1:]},
-    {"gamma": 1, "gamma_inner": 1, "prompts": PROMPTS[1:]},
+    *slow({"gamma": 2, "gamma_inner": 2, "prompts": PROMPTS[1:]},
+          {"gamma": 1, "gamma_inner": 1, "prompts": PROMPTS[1:]}),
     {"gamma": 3, "gamma_inner": 2, "sampling": {"top_p": 0.9}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"min_p": 0.2}},
     {"gamma": 3, "gamma_inner": 1, "sampling": {"temperature": 0.0}},
-    {"gamma": 2, "gamma_inner": 1, "sampling": {"logit_bias": {0: 1.5, 2: -0.7}, "top_p": 0.9}},
-    {"gamma": 3, "gamma_inner": 1, "sampling": {"logit_bias": {1: float("-inf")}}},
+    *slow({"gamma": 2, "gamma_inner": 1, "sampling": {"logit_bias": {0: 1.5, 2: -0.7}, "top_p": 0.9}}),
+    *slow({"gamma": 3, "gamma_inner": 1, "sampling": {"logit_bias": {1: float("-inf")}}}),
     {"gamma": 3, "gamma_inner": 1, "sampling": {"logit_bias": {2: -4.0}, "temperature": 0.0}},
-    {"levels": "draft", "gamma": 3, "sampling": {"logit_bias": {0: -2.0, 1: 0.5}}},
-    {"levels": "retrieval", "gamma": 3},
+    *slow({"levels": "draft", "gamma": 3, "sampling": {"logit_bias": {0: -2.0, 1: 0.5}}},
+          {"levels": "retrieval", "gamma": 3}),
     {"levels": "draft", "gamma": 2},
     {"levels": "retrieval", "gamma": 2, "draft_cache": "snapkv", "sampling": {"top_k": 2}},
     {"gamma": 2, "gamma_inner": 1, "draft_cache": "streaming", "sampling": {"top_k": 2}},
-    {"levels": "draft", "gamma": 2, "draft_cache": "full", "sampling": {"top_k": 2}},
-    {"levels": "draft", "gamma": 2, "draft_cache": "snapkv", "sampling": {"top_k": 2}},
+    *slow({"levels": "draft", "gamma": 2, "draft_cache": "full", "sampling": {"top_k": 2}},
+          {"levels": "draft", "gamma": 2, "draft_cache": "snapkv", "sampling": {"top_k": 2}}),
     {"levels": "draft", "gamma": 3, "sampling": {"top_p": 0.8, "temperature": 1.3}},
 ]
 
@@ -96,7 +96,7 @@ SHARED = [PROMPTS[0][:8] + PROMPTS[1][:7], PROMPTS[0][:8] + PROMPTS[1][3:14]]  #
 
 
 @pytest.mark.parametrize("case", [
-    {"gamma": 3, "gamma_inner": 1, "sampling": {"top_k": 2}}, {"levels": "draft", "gamma": 3},
+    *slow({"gamma": 3, "gamma_inner": 1, "sampling": {"top_k": 2}}), {"levels": "draft", "gamma": 3},
     {"levels": "retrieval", "gamma": 2},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}, "num_resident_layers": 1, "piece_tokens": 4},
 ], ids=lambda case: "-".join(f"{name}={value}" for name, value in case.items()))
@@ -158,13 +158,14 @@ def test_rebuilding_when_acceptance_drops_does_not_bias(models):
     assert max(found) < 1e-6
 
 
+@pytest.mark.slow
 def test_fp8_drafting_does_not_bias(models):
     """A row's draft may depend on no other row of its block: with one scale a block it did, by 4e-4."""
     found, _, _ = distances(models, gamma=3, gamma_inner=1, drafting=fp8_copy(models[0]), prompts=PROMPTS[:1])
     assert max(found) < 1e-6
 
 
-@pytest.mark.parametrize("multiplied", [False, True])
+@pytest.mark.parametrize("multiplied", [True, *slow(False)])
 def test_a_target_in_fp8_is_followed_exactly(models, monkeypatch, multiplied):
     """Its own law, of widened weights and of products in fp8, whose inputs are scaled row by row."""
     monkeypatch.setattr(float8, "multiplies", lambda device: multiplied)
@@ -214,7 +215,7 @@ def test_choosing_plans_does_not_bias(models, monkeypatch):
     assert len(seen) >= 3, seen  # it did change its mind
 
 
-@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("leaks", [False, *slow(True)])
 def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     """Rounds take as long as they have rows, and each changes the controller's mind. How many tokens were drafted, with
     those that are then discarded, must not show in that: if it does, enumeration sees it."""
@@ -245,7 +246,7 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
-@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("leaks", [False, *slow(True)])
 def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
     """Each count that the controller is told changes its mind. How the draft fared with tokens that were then discarded
     must not be counted: if it is, enumeration sees it."""
@@ -279,6 +280,7 @@ def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
+@pytest.mark.slow
 def test_rounds_of_one_row_do_not_bias(models, monkeypatch):
     """Where the controller does not draft, the step is not padded; and the view is rebuilt by what it asked."""
     def chosen(self, **known):

@@ -85,6 +85,7 @@ def test_the_chunk_that_is_looked_for_is_found(long_state):
         assert torch.equal(view.k[0][0, 0, : len(here)], cache.prefix.k[0][0, 0, here])
 
 
+@pytest.mark.slow
 def test_rounds_cross_the_millionth_token(long_state):
     """Speculation says what its absence says, over a flush, and the length is told on."""
     long_state.hierarchy.view.rebuild(0)

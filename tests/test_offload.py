@@ -14,6 +14,7 @@ from conftest import (
     random_pair,
     random_prompt,
     run_rounds,
+    slow,
 )
 
 import triforce
@@ -40,7 +41,7 @@ def state_of(models, prompts=None, **kw):
     return make_state(target, draft, prompts or [random_prompt(CONTEXT)], **settings)
 
 
-@pytest.mark.parametrize("resident,piece", [(0, 64), (1, 192)])
+@pytest.mark.parametrize("resident,piece", [(0, 64), *slow((1, 192))])
 def test_greedy_bits_do_not_depend_on_drafting(models, resident, piece):
     where = {"num_resident_layers": resident, "piece_tokens": piece}
     plain = bits(state_of((models[0], None), retrieval=False, **where), NEW)[:2]
@@ -275,7 +276,7 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error, sta
 def test_memory_that_the_system_refuses_is_no_traceback():
     """The address space of the process is bounded, as batch schedulers do."""
     code = ("import resource, triforce, triforce.memory\n"
-            "engine = triforce.load('tiny', device='cpu', offload=True, max_seq_len=131072)\n"
+            "engine = triforce.load('tiny', device='cpu', offload=True, max_seq_len=32768)\n"
             "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
             "hard = resource.getrlimit(resource.RLIMIT_AS)[1]\n"
             "resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, hard))\n"
@@ -307,7 +308,7 @@ def test_a_prefill_that_is_broken_off_leaves_nothing_behind():
     assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole
 
 
-@pytest.mark.parametrize("piece", [32, 112, 2048])
+@pytest.mark.parametrize("piece", [112, *slow(32, 2048)])
 def test_rows_of_a_batch(pair, piece):
     """No row is so short that all of the pieces are masked; the last piece is a partial one; and once more, rewound."""
     expected = run_rounds(make_state(*pair, PROMPTS), 40)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import slow
 
 from triforce import cli
 from triforce.errors import UserError
@@ -32,7 +33,7 @@ def run(command: list[str], **kw) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **{"timeout": 240, **kw})
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", [2, *slow(4, 8)])
 def test_ranks_compute_what_one_computes(count):
     done = run([sys.executable, "tests/parallel_worker.py", str(count)])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -81,6 +82,7 @@ def read(path: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others():
     command = [*TORCHRUN, "2", "generate.py", "--device", "cpu", "--max-new-tokens", "4000"]
     launcher = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL,

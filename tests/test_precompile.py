@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import in_fp8, make_engine, random_pair, random_prompt
+from conftest import in_fp8, make_engine, random_pair, random_prompt, slow
 
 from triforce import attention, float8, jobs, precompile
 from triforce.drafting.protocol import Drafter
@@ -92,12 +92,12 @@ def traced_once(monkeypatch, found_before):
 
 
 @pytest.mark.parametrize("options, rows", [
-    ({}, 1), ({"gamma": "auto"}, 1), ({"draft_cache": "streaming"}, 1), ({"retrieval": False}, 1),
-    ({"retrieval": False, "draft_cache": "snapkv"}, 1), ({"gamma": "auto"}, 3), ({"offload": True}, 1),
-    ({"shared": True}, 3), ({"fp8": True}, 1), ({"draft": lambda tape: PeriodDrafter(tape)}, 1),
-    ({"sampling": "coupled"}, 1),
+    ({"gamma": "auto"}, 1), ({"offload": True}, 1), ({"sampling": "coupled"}, 1),
     ({"family": {"qk_norm": True, "rotary_factor": 0.5, "rope_scaling": LONGROPE}, "fp8": True}, 1),
-    ({"weights": ()}, 1), ({"weights": (), "multiplies": True}, 1), ({"weights": ("layers.0.mlp.down",)}, 1),
+    ({"draft": lambda tape: PeriodDrafter(tape)}, 1),
+    *slow(({}, 1), ({"shared": True}, 3), ({"gamma": "auto"}, 3), ({"draft_cache": "streaming"}, 1),
+          ({"retrieval": False}, 1), ({"retrieval": False, "draft_cache": "snapkv"}, 1), ({"fp8": True}, 1),
+          ({"weights": ()}, 1), ({"weights": (), "multiplies": True}, 1), ({"weights": ("layers.0.mlp.down",)}, 1)),
 ])
 def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, monkeypatch, options, rows):
     """By name, which holds the shapes and strides of what it is called with."""
@@ -141,6 +141,7 @@ def test_traced_without_memory(asked):
     assert len(precompile.collect(replace(asked[0], target=large))) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"offload": True}, {"offload": "auto", "num_resident_layers": 1}])
 def test_what_streams_is_given_queries_as_its_kernels_take_them(pair, asked, monkeypatch, how):
     """Where a GPU's kernel reads a length on the device, a prefix that does not stream gets them in another form."""
@@ -296,6 +297,7 @@ def test_a_piece_that_does_not_compile_runs_as_it_is_written(asked, small_job, m
     assert run(again) == expected and again.caches.state.compiler.pieces.complete and len(asked) == 1
 
 
+@pytest.mark.slow
 def test_killed_and_two_at_once(asked, small_job, monkeypatch):
     """A process that is killed leaves whole files or none; two at the same work do it once."""
     engine = make_engine(*random_pair(), compile="beside", **SETTINGS)

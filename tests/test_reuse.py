@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import make_engine, random_prompt
+from conftest import make_engine, random_prompt, slow
 
 from triforce import UserError, caches
 from triforce.kv.target import TargetCache
@@ -207,15 +207,16 @@ def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, cap
     assert "3 of 5 prompts fit" in caplog.text
 
 
-def test_a_hundred_steps_against_a_twin(pair, twin, monkeypatch, tmp_path):
+@pytest.mark.parametrize("seed,count", [(1, 40), *slow((0, 100))])
+def test_random_steps_against_a_twin(pair, twin, monkeypatch, tmp_path, seed, count):
     """Prefills, documents that are kept in files and opened, questions, streams that are broken off, prompts that go on
     or turn back, in random order: what is said is what a computation from the start says."""
     monkeypatch.setattr(caches, "SHARED_FROM", 64)
     engine = make_engine(*pair, **SETTINGS, gamma=2, gamma_inner=1)
-    dice, books, last = random.Random(0), [], list(DOCUMENT)
+    dice, books, last = random.Random(seed), [], list(DOCUMENT)
     documents = [DOCUMENT, DOCUMENT[:200] + random_prompt(90, seed=50), random_prompt(150, seed=51)]
     met, broken = set(), 0
-    for step in range(100):
+    for step in range(count):
         options = {"temperature": 0.0, "max_new_tokens": dice.choice([3, 5, 8])}
         what = dice.choice(["prefill", "keep", "ask", "ask", "many", "alone", "go on", "go on", "turn back",
                             "break off"])
@@ -251,7 +252,7 @@ def test_a_hundred_steps_against_a_twin(pair, twin, monkeypatch, tmp_path):
             result = engine.generate(prompt, **options)
             assert same(result, twin.generate(prompt, **options)), (step, what)
             last = (prompt + result.tokens)[:600]
-    assert len(met) == 8 and broken > 3 and len(list(tmp_path.iterdir())) > 3
+    assert len(met) == 8 and min(broken, len(list(tmp_path.iterdir()))) >= count // 25
 
 
 def test_thirty_turns_against_a_twin(tiny_engine, tmp_path):
@@ -432,6 +433,7 @@ def test_a_document_in_messages(tiny):
         tiny.generate([1, 2], prefix=book)
 
 
+@pytest.mark.slow
 def test_the_time_of_a_turn_does_not_grow(tiny, computed):
     """Ten turns about a document: none goes through the model with more than what was said since the last one."""
     chat = tiny.chat(tiny.prefill("Call me Ishmael. Some years ago, never mind how long. " * 100), **LAW)

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt
+from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, slow
 
 import triforce
 from triforce import UserError
@@ -77,10 +77,14 @@ DRAFTERS = {
     "offloaded": STREAMED,
     "wide": {"block_size": 8, "gamma": 7, "gamma_inner": 3},
 }
+CASES = [*(("own", name) for name in ("triforce", "retrieval", "ngram", "offloaded", "wide")),
+         *((law, "triforce") for law in ("greedy", "usual", "biased")),
+         *slow(*(("own", name) for name in ("draft", "snapkv", "streaming", "draft, full", "ngram only")),
+               ("hot", "triforce"))]
 LEAVES = {"leaves": 1, "leaves_inner": 2}
 
 
-@pytest.mark.parametrize("law,drafter", [("own", name) for name in DRAFTERS] + [(law, "triforce") for law in LAWS])
+@pytest.mark.parametrize("law,drafter", CASES)
 def test_a_seed_says_the_same_whatever_drafts(models, plain, law, drafter):
     target, draft = models
     more = dict(DRAFTERS[drafter])
@@ -99,7 +103,7 @@ def test_a_seed_says_the_same_whatever_drafts(models, plain, law, drafter):
     assert state.hierarchy.outer.draft_probs is None  # no laws are kept, nor passed
 
 
-@pytest.mark.parametrize("law,drafter", [("own", name) for name in DRAFTERS] + [(law, "triforce") for law in LAWS])
+@pytest.mark.parametrize("law,drafter", CASES)
 def test_a_seed_says_the_same_with_leaves(models, plain, law, drafter):
     """The same tokens and logits as without speculation, also where a leaf at the side of the drafted tokens was what
     the full level drew, and its keys and values moved to its position."""
@@ -158,7 +162,7 @@ def test_a_seed_says_the_same_whatever_the_plans(models, plain, law, shape):
         state.rewind(400)
 
 
-@pytest.mark.parametrize("shape", [{}, LEAVES], ids=["chains", "leaves"])
+@pytest.mark.parametrize("shape", [*slow({}), LEAVES], ids=["chains", "leaves"])
 def test_rows_say_what_each_says_alone(models, shape):
     """Of different lengths, seeds and laws, side by side, over a shared prefix, and when one has ended."""
     prompts = [random_prompt(256) + random_prompt(n, seed=n) for n in (20, 60, 41)]
@@ -301,6 +305,7 @@ def test_leaves_by_rejection_are_refused(name):
         Settings(**{name: 1}).resolve()
 
 
+@pytest.mark.slow
 def test_another_process_says_the_same():
     flags = ["--max-new-tokens", "24", "--prompt", "It was the best of times,", "--temperature", "1", "--seed", "5",
              "--sampling", "coupled", "--device", "cpu"]

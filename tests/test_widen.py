@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow
 from reference import DenseKV
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -42,7 +43,7 @@ def test_a_model_that_does_not_fit_is_refused():
         widen(small, SHAPES["llama-68m"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
 def test_folders_of_a_widened_pair_are_loaded_and_say_what_the_small_pair_says(tmp_path, dtype):
     shape = replace(SHAPES["llama-2-7b"], vocab_size=4500, dim=384, n_layer=9, n_head=8, n_kv_head=8, ffn_dim=800)
     draft = replace(SHAPES["llama-68m"], dim=256, n_head=4, n_kv_head=4, ffn_dim=1024)

@@ -30,6 +30,7 @@ from faults import FAULTS, Fault, misfits
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 0.95  # the share of the faults that is to be caught
+ALL = "slow or not slow"
 NOTHING_PICKED = 5  # pytest's exit status where -k leaves no test
 CAUGHT, SURVIVED, INVALID = "caught", "SURVIVED", "INVALID"
 IMPORTED = ("torch", "numpy", "pytest", "safetensors.torch", "tokenizers", "huggingface_hub", "jinja2", "tqdm",
@@ -91,7 +92,8 @@ def run_pytest(arguments: list[str], output: int) -> None:
         os.chdir(tree)
         import pytest
 
-        status = int(pytest.main(["-n", "0", "-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *arguments]))
+        how = ["-n", "0", "-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-m", ALL]
+        status = int(pytest.main([*how, *arguments]))
         sys.stdout.flush()
     finally:
         os._exit(status)

@@ -1,0 +1,29 @@
+"""Benchmarks that have no tests of their own run on the embedded pair, and write the rows that they promise."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command,key,expected", [
+    (["ablation", "--contexts", "1500", "--budgets", "512", "--parts", "depth", "attention", "levels", "--ways",
+      "retrieval", "--max-new-tokens", "32", "--plain-tokens", "4", "--warm-up", "4", "--seeds", "1"],
+     "part", {"depth", "attention", "autoregression", "levels"}),
+    (["million", "--tokens", "600", "900", "--new", "8"], "context", {600, 900}),
+    (["kv_eight_bits", "--contexts", "1024"], "what", {"law, text", "law, facts"}),
+    (["float8", "--contexts", "600", "--max-new-tokens", "4"], "context", {600, None}),
+], ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_it_writes_its_rows(command, key, expected, tmp_path):
+    name, *flags = command
+    out = tmp_path / "rows.jsonl"
+    done = subprocess.run([sys.executable, f"benchmarks/{name}.py", *flags, "--device", "cpu", "--out", str(out)],
+                          cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row.get(key) for row in rows} == expected
