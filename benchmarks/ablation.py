@@ -9,7 +9,8 @@ Parts (of TriForce, arXiv 2404.11912, sections 3 and 5):
 - levels: the hierarchy, each of its levels left out, and StreamingLLM or SnapKV in place of retrieval (see batch.py);
 - gamma: fixed gamma and gamma_inner beside the controller's choice;
 - temperature: from 0 to 1.2; length: of the output, 256 to 2,048 tokens;
-- attention: which share of a new token's attention the most attended tokens of the prompt hold, layer by layer, and
+- depth: how many of the tokens drafted at each position of a round are kept, for each way to draft and temperature;
+- attention: which share of a new token's attention the most attended tokens of the prompt hold, by layer and head, and
   which share those, once chosen, still hold later on. Always measured on a trained model (--checkpoint), not widened.
 
 Shapes are widened as in on_chip.py. Speed-ups are over one-row autoregression in the same run.
@@ -20,11 +21,14 @@ import sys
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import torch
 
 import triforce
+from triforce.config import Sampling
 from triforce.engine import Engine
+from triforce.kit import trials
 from triforce.plan import AUTOREGRESSION, Plan
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,6 +36,7 @@ import on_chip  # noqa: E402
 from batch import WAYS, engine_of, ways_of  # noqa: E402
 from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
 
+PARTS = ("levels", "gamma", "temperature", "length", "depth", "attention")
 GAMMAS, INNER = (2, 4, 6, 9, 12, 15), (1, 2, 3)
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 LENGTHS = (256, 512, 1024, 2048)
@@ -73,9 +78,25 @@ def lengths(engine: Engine, ids: list[int], args):
         yield {"setting": f"{length} tokens", "new_tokens": length, **on_chip.decode(engine, ids, longer)}
 
 
+def depths(engine: Engine, ids: list[int], args):
+    """A token behind a rejected one counts as not kept."""
+    engine.prepare([ids], args.max_new_tokens, **vars(replace(trials.GREEDILY, seed=[0])))
+    for temperature in TEMPERATURES:
+        for way, plan in trials.ways(engine).items():
+            runs = [trials.run(engine, ids, args.max_new_tokens, way, plan,
+                               Sampling(temperature=temperature, top_p=args.top_p, seed=seed), args.max_new_tokens)
+                    for seed in range(args.seeds)]
+            drafted, kept = ([sum(counts) for counts in zip(*(getattr(run, name) for run in runs), strict=True)]
+                             for name in ("drafted", "kept"))
+            yield {"setting": f"{way}, temperature {temperature}", "way": way, "temperature": temperature,
+                   "repeats": mean(trials.repeated(run.tokens) for run in runs), "drafted": drafted, "kept": kept,
+                   "kept_by_position": [round(k / d, 3) if d else None for k, d in zip(kept, drafted, strict=True)]}
+
+
 @torch.inference_mode()
 def attention(engine: Engine, ids: list[int], budget: int, args):
-    """Shares of the attention that new tokens pay to the prompt, means over heads; one token a round."""
+    """Shares of the attention that new tokens pay to the prompt, means over heads but where they are told apart; one
+    token a round."""
     state = engine.prepare([ids], max(AGES) + 1, plan=AUTOREGRESSION, temperature=args.temperature, top_p=args.top_p,
                            top_k=None, min_p=None, seed=[0])
     cache, retrieval, prefix_len = state.cache, state.hierarchy.view, state.cache.lens[0]
@@ -87,23 +108,29 @@ def attention(engine: Engine, ids: list[int], budget: int, args):
         q = cache.queries[i][0, :, 0].float().unflatten(0, (k.shape[0], -1))  # [K, G, D]
         return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1).flatten(0, 1)
 
+    def by_head(i: int, chosen: torch.Tensor) -> torch.Tensor:
+        return weights(i).gather(1, chosen).sum(1)
+
     def held(i: int, chosen: torch.Tensor) -> float:
-        return weights(i).gather(1, chosen).sum(1).mean().item()
+        return by_head(i, chosen).mean().item()
 
     def top(i: int) -> torch.Tensor:
         return weights(i).topk(budget, 1).indices
 
     if not retrieval.selected[0]:
         raise SystemExit(f"the view of {budget:,} tokens holds all {len(ids):,} of the prompt; give fewer --budgets")
-    heads = cache.config.n_head // cache.config.n_kv_head
-    view = [retrieval.positions(0, i).repeat_interleave(heads, 0) for i in layers]  # as chosen after the prompt
+    group = cache.config.n_head // cache.config.n_kv_head
+    view = [retrieval.positions(0, i).repeat_interleave(group, 0) for i in layers]  # as chosen after the prompt
     chosen = []
     for age in range(1, max(AGES) + 1):
         state.round()
         if age == 1:
             chosen = [top(i) for i in layers]
             for i in layers:
-                yield {"setting": f"layer {i}", "layer": i, "top": held(i, chosen[i]), "view": held(i, view[i])}
+                shares = {"top": by_head(i, chosen[i]), "view": by_head(i, view[i])}
+                means = {name: share.mean().item() for name, share in shares.items()}
+                heads = {f"{name}_by_head": [round(x, 3) for x in share.tolist()] for name, share in shares.items()}
+                yield {"setting": f"layer {i}", "layer": i, **means, **heads}
         if age in AGES:
             shares = {"fresh": [held(i, top(i)) for i in layers], "first": [held(i, chosen[i]) for i in layers],
                       "view": [held(i, view[i]) for i in layers]}
@@ -116,13 +143,16 @@ def run(args) -> None:
     cap_memory(args.memory_cap)
     base, tokenizer = on_chip.load(args)
     [ids], [budget] = read_prompts(tokenizer, args), args.budgets
-    base.settings = replace(base.settings, budget=budget)
+    base.caches.settings = replace(base.settings, budget=budget)
     common = {**on_chip.about(base, args), "context": len(ids), "budget": budget, "seeds": args.seeds}
     parts = {"gamma": gammas, "temperature": temperatures, "length": lengths, "levels": levels}
     timed = [name for name in parts if name in args.parts and (name != "gamma" or base.draft is not None)]
     if timed:
         plain = on_chip.decode(base, ids, args, speculate=False, one_row=True)["tbt_ms"]
         report("autoregression", {"part": "autoregression", "tbt_ms": plain}, common, args.out)
+    if "depth" in args.parts:
+        for row in depths(base, ids, args):
+            report(f"depth: {row['setting']}", {"part": "depth", **row}, common, args.out)
     for name in timed:
         for row in parts[name](base, ids, args):
             row = {"part": name, **row, "speedup": plain / row["tbt_ms"]}
@@ -141,7 +171,7 @@ def plot(path: str) -> None:
     def of(part: str, key: str = "setting") -> list[dict]:
         return [row for row in rows if row["part"] == part and key in row]
 
-    figure, axes = plt.subplots(2, 3, figsize=(13, 7))
+    figure, axes = plt.subplots(2, 4, figsize=(17, 7))
     bars = of("levels")
     axes[0, 0].barh([row["setting"] for row in bars][::-1], [row["speedup"] for row in bars][::-1])
     axes[0, 0].axvline(1, color="grey", ls="--")  # autoregression
@@ -177,19 +207,41 @@ def plot(path: str) -> None:
         axes[1, 2].plot([row["age"] for row in points], [row[key] for row in points], "o-", label=label)
     axes[1, 2].set(xlabel="tokens later", ylabel="share of attention", xscale="log", ylim=(0, 1.25),
                    title="how it ages")
+    if points and "view_by_head" in (of("attention", "layer") or [{}])[0]:
+        shares = [row["view_by_head"] for row in of("attention", "layer")]
+        axes[0, 3].imshow(shares, aspect="auto", vmin=0, vmax=1, cmap="viridis")
+        axes[0, 3].set(xlabel="head", ylabel="layer", title="share that the view holds")
+    depth = of("depth")
+    widest = "retrieval view"  # the way that every model has
+    for row in (row for row in depth if row["way"] == widest):
+        axes[1, 3].plot(range(1, len(row["kept_by_position"]) + 1), row["kept_by_position"], "o-", markersize=3,
+                        label=f"temperature {row['temperature']}")
+    axes[1, 3].set(xlabel="position in a round", ylabel="share that is kept", ylim=(0, 1.05), title=f"depth: {widest}")
+    below = (axes[0, 1], axes[1, 2], axes[1, 3])  # where curves lie above
+    shown = []
     for axis in axes.flat:
         labelled = axis.get_legend_handles_labels()[0]
         if labelled:
-            axis.legend(fontsize=8, loc="lower left" if axis is axes[0, 1] else "upper right")
-        axis.set_visible(bool(labelled or axis.patches))
+            axis.legend(fontsize=8, loc="lower left" if axis in below else "upper right")
+        if labelled or axis.patches or axis.images:
+            shown.append(axis)
+        else:
+            axis.remove()
+    columns = min(len(shown), 4)
+    lines = -(-len(shown) // columns)
+    figure.set_size_inches(4.25 * columns, 3.5 * lines)
+    grid = figure.add_gridspec(lines, columns)
+    for place, axis in enumerate(shown):
+        axis.set_subplotspec(grid[place // columns, place % columns])
+        for image in axis.images:
+            figure.colorbar(image, ax=axis)
     save(figure, path, rows)
 
 
 def main() -> None:
     p = on_chip.parser()
     p.description, p.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
-    p.add_argument("--parts", nargs="+", choices=["levels", "gamma", "temperature", "length", "attention"],
-                   default=["levels", "gamma", "temperature", "length", "attention"])
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     p.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     p.set_defaults(budgets=[4096])
     run_or_plot(run, plot, p.parse_args())

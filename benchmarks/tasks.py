@@ -128,7 +128,8 @@ class Ways:
 
 
 def run(args) -> None:
-    options = {name: getattr(args, name) for name in ("draft", "device", "dtype", "chunk_size", "rebuild_interval")}
+    names = ("draft", "device", "dtype", "chunk_size", "rebuild_interval", "compile")
+    options = {name: getattr(args, name) for name in names}
     engine = triforce.load(args.checkpoint, **{name: value for name, value in options.items() if value is not None})
     if args.length > engine.room(0):
         raise UserError(f"--length {args.length} exceeds what the model can hold; give at most {engine.room(0)}")
@@ -271,6 +272,7 @@ def main() -> None:
     p.add_argument("--budgets", type=int, nargs="+", default=[256, 1024, 4096], help="tokens of a lossy way's view")
     p.add_argument("--chunk-size", type=int)
     p.add_argument("--rebuild-interval", type=int, help="tokens between two choices of a retrieval view")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="wait for compiled steps, or have none")
     p.add_argument("--sampled", type=int, default=0, help="answers drawn of each prompt, with the seeds 0, 1, ...")
     p.add_argument("--temperature", type=float, default=0.6, help="of the drawn answers")
     p.add_argument("--top-p", type=float, default=0.9)

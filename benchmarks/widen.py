@@ -178,12 +178,16 @@ def main() -> None:
     parser.add_argument("--draft-shape", default="llama-68m", choices=SHAPES)
     parser.add_argument("--out", type=Path, required=True, help="gets two folders, target and draft")
     parser.add_argument("--dtype", default="bfloat16", help="float16, bfloat16 (default) or float32")
+    parser.add_argument("--positions", type=int, default=0, help="that the target may attend over, at least: beyond "
+                        "those of the embedded pair it says little")
     args = parser.parse_args()
     how = {"device": "cuda" if torch.cuda.is_available() else "cpu", "vocab_size": SHAPES[args.shape].vocab_size}
     try:
         how["dtype"] = parse_dtype(args.dtype)
         for name, small, shape in (("target", TINY / "target", args.shape), ("draft", tiny_draft(), args.draft_shape)):
-            print(f"{save(small, SHAPES[shape], args.out / name, **how)} holds {shape} in {args.dtype}", flush=True)
+            positions = args.positions if name == "target" else 0
+            folder = save(small, SHAPES[shape], args.out / name, positions=positions, **how)
+            print(f"{folder} holds {shape} in {args.dtype}", flush=True)
     except (UserError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -75,8 +75,9 @@ def ways(engine: Engine) -> dict[str, Plan]:
 
 
 def run(engine: Engine, ids: list[int], room: int, way: str, plan: Plan, law: Sampling, count: int) -> Trial:
-    """`count` tokens or some more. room: new tokens that the caches are made for, the same for all trials."""
-    state = engine.prepare([ids], room, plan=plan, **vars(replace(law, seed=[0])))
+    """`count` tokens or some more, drawn with the law's seed or 0. room: new tokens that the caches are made for, the
+    same for all trials."""
+    state = engine.prepare([ids], room, plan=plan, **vars(replace(law, seed=[law.seed or 0])))
     drafted, kept = [0] * plan.gamma, [0] * plan.gamma
     tokens, checking, drafting, begun = [], [], [], time.perf_counter()
     while len(tokens) < count:
