@@ -85,7 +85,7 @@ def depths(engine: Engine, ids: list[int], args):
         for way, plan in trials.ways(engine).items():
             runs = [trials.run(engine, ids, args.max_new_tokens, way, plan,
                                Sampling(temperature=temperature, top_p=args.top_p, seed=seed), args.max_new_tokens)
-                    for seed in range(args.seeds)]
+                    for seed in range(args.seeds if temperature else 1)]  # a greedy text is the same for all
             drafted, kept = ([sum(counts) for counts in zip(*(getattr(run, name) for run in runs), strict=True)]
                              for name in ("drafted", "kept"))
             yield {"setting": f"{way}, temperature {temperature}", "way": way, "temperature": temperature,

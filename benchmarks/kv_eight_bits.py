@@ -41,8 +41,8 @@ DIM, ROWS, LAYERS, PIECE = 128, 16, 32, 32 * 2**20
 
 
 def rounded(x: Tensor) -> Tensor:
-    """[K, S, D] as fp8 with a scale a head holds it."""
-    scale = x.abs().amax((1, 2), keepdim=True).float() / MOST
+    """[K, S, D] rounded to fp8, one scale a head."""
+    scale = x.abs().amax((1, 2), keepdim=True).float().clamp(min=1e-12) / MOST
     return ((x.float() / scale).to(FP8).float() * scale).to(x.dtype)
 
 
@@ -120,8 +120,8 @@ def over_bus(heads: int, group: int, rows: int, length: int, device) -> dict[str
     q = torch.randn(1, heads, rows * group, DIM, device=device, dtype=torch.bfloat16)
     row, copying = {}, torch.cuda.Stream(device)
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", FP8)):
-        tokens = PIECE // (2 * heads * DIM * dtype.itemsize)
-        count = length // tokens
+        count = -(-length * 2 * heads * DIM * dtype.itemsize // PIECE)
+        tokens = length // count
         host = torch.zeros(count, 2, heads, tokens, DIM, dtype=torch.uint8 if dtype == FP8 else dtype).pin_memory()
         staging = [torch.empty_like(host[0], device=device) for _ in range(3)]
         wide = torch.empty(2, heads, tokens, DIM, device=device, dtype=torch.bfloat16)
@@ -148,6 +148,8 @@ def over_bus(heads: int, group: int, rows: int, length: int, device) -> dict[str
 
 def run(args) -> None:
     args.quote = 0
+    if args.times and not torch.cuda.is_available():
+        raise SystemExit("--times measures a GPU, and there is none; leave it out")
     engine = triforce.load(args.checkpoint, draft=False, device=args.device, compile=False)
     device = engine.device
     about = {"date": str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint,
@@ -159,8 +161,6 @@ def run(args) -> None:
             report(f"laws, {len(ids):,} tokens, {what}", row, about, args.out)
     if not args.times:
         return
-    if device.type != "cuda":
-        raise SystemExit("--times measures a GPU, and there is none; leave it out")
     del engine
     for name, (heads, group) in SHAPES.items():
         for rows in (1, ROWS):

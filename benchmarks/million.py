@@ -1,8 +1,8 @@
 """Contexts of up to a million tokens on one GPU: the prefill beside its arithmetic, steps, memory planned and used.
 
     python benchmarks/widen.py --shape llama-3.1-8b --positions 1049600 --out DIR
-    python benchmarks/million.py --checkpoint DIR/target --draft DIR/draft --text book.txt --tokens 262144 1048576 \\
-        --offload auto --out rows.jsonl
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python benchmarks/million.py --checkpoint DIR/target \\
+        --draft DIR/draft --text book.txt --tokens 262144 1048576 --offload auto --out rows.jsonl
 
 What does not fit the GPU lies in host memory. A text that is too short is repeated, and what repeats itself is easily
 drafted. A widened pair says little beyond the 131,072 tokens that it was trained on. So the times of steps are the

@@ -163,13 +163,15 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
         if args.shape is None:
             raise SystemExit(f"--share-of {args.share_of} leaves out ranks, and a checkpoint needs all; add --shape")
         group = first_ranks(group, args.share_of)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    # Waits for compiled steps: those compiled beside a prompt serve the next, and most benchmarks have only one prompt.
+    compiled = True if device.startswith("cuda") else None
     if args.shape is None:
         engine = triforce.load(args.checkpoint, device=args.device, draft_dtype=args.draft_dtype,
                                block_size=args.block_size, chunk_size=args.chunk_size, group=group,
-                               draft_ranks=args.draft_ranks)
+                               draft_ranks=args.draft_ranks, compile=compiled)
         return engine, engine.tokenizer
     tiny = triforce.load("tiny", device="cpu", compile="beside")  # weights stay unpacked
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, getattr(args, "dtype", None) or ("bfloat16" if device.startswith("cuda") else "float32"))
     shape = SHAPES[args.shape]
     draft = widened_draft(tiny.draft, args, group, vocab_size=shape.vocab_size, device=device, dtype=dtype)
@@ -178,8 +180,6 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
     settings = Settings(gamma_inner=min(4, block_size - 1), block_size=block_size, chunk_size=args.chunk_size,
                         **{"prefill_chunk_size": 8192, **more})
     drafting = fp8_copy(target) if args.draft_dtype else None
-    # Waits for compiled steps: those that are compiled beside a prompt serve the next, and most benchmarks have one.
-    compiled = True if device.startswith("cuda") else None
     engine = Engine(target, None, draft, drafting=drafting, settings=settings,
                     placement=Placement(draft_ranks=args.draft_ranks, compile=compiled))
     return engine, tiny.tokenizer

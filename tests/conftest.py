@@ -40,13 +40,13 @@ QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controlle
 
 def slow(*cases) -> list:
     """Cases of a parametrized test that are left to `-m "slow or not slow"`, each one argument or a tuple of several.
-    Others, much alike, are run by `python -m pytest`."""
+    Others, much like them, are run by `python -m pytest`. Some tests that take long are marked as a whole."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
 def pytest_collection_modifyitems(items) -> None:
     for item in items:
-        if item.path.stem.removeprefix("test_") in QUICK:
+        if item.path.stem.removeprefix("test_") in QUICK and not item.get_closest_marker("slow"):
             item.add_marker("quick")
 
 

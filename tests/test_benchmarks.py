@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
       "retrieval", "--max-new-tokens", "32", "--plain-tokens", "4", "--warm-up", "4", "--seeds", "1"],
      "part", {"depth", "attention", "autoregression", "levels"}),
     (["million", "--tokens", "600", "900", "--new", "8"], "context", {600, 900}),
-    (["kv_eight_bits", "--contexts", "1024"], "what", {"law, text", "law, facts"}),
+    (["kv_eight_bits", "--contexts", "2048"], "what", {"law, text", "law, facts"}),
     (["float8", "--contexts", "600", "--max-new-tokens", "4"], "context", {600, None}),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_it_writes_its_rows(command, key, expected, tmp_path):

@@ -237,20 +237,21 @@ def test_bits_of_a_target_in_fp8(dtype, compile):
     found, near = layer(x).float(), torch.nn.functional.linear(x, layer.widened(dtype)).float()
     assert layer.fits_products and 0.01 < (found - near).norm() / near.norm() < 0.06
     assert torch.equal(layer(x[:, :16]), layer(x[:, :16].flip(1)).flip(1))
-    for products in (True, False):
+    waits = compile is True  # half a minute for each engine: so fewer of them
+    for products in (True,) if waits else (True, False):
         with mock.patch.object(float8, "multiplies", lambda device, products=products: products):
             for sampling, temperature in (("rejection", 0.0), ("coupled", 1.0)):
                 runs = []
-                for levels in ("none", "triforce", "retrieval"):
+                for levels in ("none", "triforce", "retrieval")[: 2 if waits else 3]:
                     leaves = {"leaves": 1, "leaves_inner": 2} if sampling == "coupled" else {}  # without drafts, too
                     engine = engine_for((scaled, draft), levels=levels, keep_logits=True, sampling=sampling,
                                         compile=compile if products else False, **leaves)
                     state = prepare(engine, ids, VOCAB, temperature=temperature)
                     runs.append(bits(state, 300))
                     missing = state.compiler.pieces.missing if compile and products else ()
-                    assert not missing or compile is not True
+                    assert not missing or not waits
                 print(f"{dtype} products {products} {sampling}: rejected {[run[2] for run in runs]}")
-                assert runs[0][:2] == runs[1][:2] == runs[2][:2]
+                assert all(run[:2] == runs[0][:2] for run in runs)
                 assert runs[1][2]["full"] >= 10
 
 

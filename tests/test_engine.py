@@ -552,9 +552,9 @@ def test_what_drafts(options, sources, states):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"draft": False}, {"draft": "ngram"}, {"retrieval": False}, {"block_size": 2},
-    {"retrieval": False, "draft_cache": "snapkv"}, {"retrieval": False, "draft_cache": "full"}, {"block_size": 16},
-    {"draft": False, "retrieval": False}])
+    {}, {"draft": False}, {"draft": "ngram"}, {"retrieval": False}, {"draft": False, "retrieval": False},
+    *slow({"block_size": 2}, {"retrieval": False, "draft_cache": "snapkv"}, {"block_size": 16},
+          {"retrieval": False, "draft_cache": "full"})])
 def test_auto_in_all_its_combinations(pair, options, eager_to_draft):
     """Greedy tokens are those of no speculation, whatever there is to draft with, also in a mixed batch; and where
     there is something, it does draft."""

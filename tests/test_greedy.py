@@ -156,8 +156,8 @@ def test_batch_rows_do_not_depend_on_neighbours(models):
     assert bits_of_rows(state_of(others), 80)[0] == on[0]
 
 
-@pytest.mark.parametrize("settings", [{}, *({"retrieval": False, "draft_cache": kind}
-                                            for kind in ("streaming", "full", "snapkv"))])
+@pytest.mark.parametrize("settings", [{}, {"retrieval": False, "draft_cache": "snapkv"}, *slow(
+    *({"retrieval": False, "draft_cache": kind} for kind in ("streaming", "full")))])
 def test_rewinding_repeats_a_fresh_prefill(models, settings):
     """To the bit, what is drafted included, also after rounds without the draft."""
     target, draft = models

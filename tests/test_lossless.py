@@ -158,7 +158,6 @@ def test_rebuilding_when_acceptance_drops_does_not_bias(models):
     assert max(found) < 1e-6
 
 
-@pytest.mark.slow
 def test_fp8_drafting_does_not_bias(models):
     """A row's draft may depend on no other row of its block: with one scale a block it did, by 4e-4."""
     found, _, _ = distances(models, gamma=3, gamma_inner=1, drafting=fp8_copy(models[0]), prompts=PROMPTS[:1])
@@ -215,7 +214,7 @@ def test_choosing_plans_does_not_bias(models, monkeypatch):
     assert len(seen) >= 3, seen  # it did change its mind
 
 
-@pytest.mark.parametrize("leaks", [False, *slow(True)])
+@pytest.mark.parametrize("leaks", [False, True])
 def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     """Rounds take as long as they have rows, and each changes the controller's mind. How many tokens were drafted, with
     those that are then discarded, must not show in that: if it does, enumeration sees it."""
@@ -280,7 +279,6 @@ def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
-@pytest.mark.slow
 def test_rounds_of_one_row_do_not_bias(models, monkeypatch):
     """Where the controller does not draft, the step is not padded; and the view is rebuilt by what it asked."""
     def chosen(self, **known):

@@ -252,7 +252,7 @@ def test_random_steps_against_a_twin(pair, twin, monkeypatch, tmp_path, seed, co
             result = engine.generate(prompt, **options)
             assert same(result, twin.generate(prompt, **options)), (step, what)
             last = (prompt + result.tokens)[:600]
-    assert len(met) == 8 and min(broken, len(list(tmp_path.iterdir()))) >= count // 25
+    assert len(met) == 8 and min(broken, len(list(tmp_path.iterdir()))) >= max(count // 25, 2)
 
 
 def test_thirty_turns_against_a_twin(tiny_engine, tmp_path):

@@ -107,7 +107,7 @@ def test_attention(heads, dtype):
 
 @pytest.mark.parametrize("config", [
     {"n_head": 9, "n_kv_head": 3, "ffn_dim": 192, "qk_norm": True},  # as many heads as SmolLM2 has
-    {"n_head": 2, "n_kv_head": 2, "ffn_dim": 8960, "rotary_factor": 0.5},
+    *slow({"n_head": 2, "n_kv_head": 2, "ffn_dim": 8960, "rotary_factor": 0.5}),
 ])
 def test_logits_with_speculation_on_and_off(config):
     target = Transformer.random(ModelConfig(vocab_size=1000, dim=64, n_layer=1, head_dim=32,

@@ -77,10 +77,11 @@ DRAFTERS = {
     "offloaded": STREAMED,
     "wide": {"block_size": 8, "gamma": 7, "gamma_inner": 3},
 }
-CASES = [*(("own", name) for name in ("triforce", "retrieval", "ngram", "offloaded", "wide")),
-         *((law, "triforce") for law in ("greedy", "usual", "biased")),
-         *slow(*(("own", name) for name in ("draft", "snapkv", "streaming", "draft, full", "ngram only")),
-               ("hot", "triforce"))]
+ALIKE = {"draft", "snapkv", "streaming", "draft, full", "ngram only", "hot"}  # laws and drafters that are slow cases
+CASES = [*(("own", name) for name in DRAFTERS if name not in ALIKE),
+         *((law, "triforce") for law in LAWS if law not in ALIKE | {"own"}),
+         *slow(*(("own", name) for name in DRAFTERS if name in ALIKE),
+               *((law, "triforce") for law in LAWS if law in ALIKE))]
 LEAVES = {"leaves": 1, "leaves_inner": 2}
 
 

@@ -16,7 +16,7 @@ from .graphs import Compiler
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
 from .model import ModelConfig, Transformer
-from .start import ALLOCATOR, GROWING
+from .start import ALLOCATOR, ALLOCATORS, GROWING
 from .state import State
 
 
@@ -187,10 +187,13 @@ def ran_out(error: Exception) -> bool:
 
 
 def remedy_of_scatter() -> str:
-    """What to try where a GPU's memory was nearly enough: what is free may lie scattered. Empty if it is tried."""
-    if "expandable" in os.environ.get(ALLOCATOR, ""):
+    """What to try where a GPU's memory was nearly enough: what is free may lie scattered. Empty if it is set."""
+    name = next((name for name in ALLOCATORS if name in os.environ), ALLOCATOR)
+    given = os.environ.get(name, "")
+    if GROWING in given:
         return ""
-    return f". If it was nearly enough, set {ALLOCATOR}={GROWING} before Python starts"
+    value = f"{given},{GROWING}" if given else GROWING
+    return f". If it was nearly enough, set {name}={value} before Python starts"
 
 
 def _lines(path: str) -> list[str]:

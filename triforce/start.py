@@ -1,18 +1,19 @@
-"""Where the commands begin: PyTorch takes seconds to import, who interrupts that wants no traceback, and what it reads
-from the environment it reads then."""
+"""Where the commands begin, before PyTorch is imported. That takes seconds, and who interrupts it wants no traceback.
+What PyTorch reads from the environment when it is imported is set here."""
 
 import os
 import sys
 
 ALLOCATOR, GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # PyTorch reads the first that is set
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; see `cli.main`."""
-    if "WORLD_SIZE" not in os.environ:
+    if not any(name in os.environ for name in (*ALLOCATORS, "WORLD_SIZE")):
         # With segments of fixed size an 8B whose plan left 1.4 GiB of a cap of 24 ran out of memory; with these it had
         # its peak at 22.6 (measured on an H200). Ranks are left alone: it has not been measured there.
-        os.environ.setdefault(ALLOCATOR, GROWING)
+        os.environ[ALLOCATOR] = GROWING
     try:
         from .cli import main as run
     except KeyboardInterrupt:

@@ -147,7 +147,7 @@ READERS = 4  # threads: one reads a mapped file at a third of what a disk or the
 
 
 def put_number(path: Path, parameters: dict, parts: dict, name: str, tensor: Tensor, group: Group | None) -> None:
-    """`put`, of a tensor in fp8 whose bytes all stand for numbers, or of scales that are some."""
+    """`put`, of a tensor in fp8 whose bytes all stand for numbers, or of scales that are finite and not negative."""
     if tensor.dtype == FP8 and has_nan(tensor):
         raise UserError(f"{path}: tensor {name} holds nan; what rounded it divided by 0, or it is damaged: download it "
                         "again")
