@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow
+from conftest import make_engine, random_prompt, slow
 
 import triforce
 from triforce import acceptance, cli, memory
-from triforce.config import Placement, Settings
+from triforce.config import Placement, Sampling, Settings
 from triforce.errors import UserError
 from triforce.hf.checkpoint import TINY, open_tensors, read_config
 from triforce.hf.tokenizer import Tokenizer
@@ -301,6 +301,14 @@ def test_inexact_output_and_unplanned_memory_are_failures(brief, capsys, tmp_pat
     args = cli.parse(["--device", "cpu", "--max-new-tokens", "96"])
     for length, holds in ((300, True), (1500, False)):
         assert check.memory_of(engine, check._job(args, length), CPU, 0)["passed"] is holds
+
+
+def test_a_trial_draws_with_its_seed(pair):
+    engine, plan = make_engine(*pair, gamma=2), Plan(2, "model")
+    laws = [Sampling(temperature=1.0, top_p=1.0, seed=seed) for seed in (None, 0, 1)]
+    usual, first, second = (trials.run(engine, random_prompt(50), 20, "draft model", plan, law, 16).tokens
+                            for law in laws)
+    assert usual == first != second
 
 
 def test_a_text_that_repeats_itself_is_noticed():

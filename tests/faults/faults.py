@@ -1605,4 +1605,17 @@ FAULTS = [
     Fault("trace-one-level", "precompile.py", "for level in hierarchy.levels:\n",
           "for level in hierarchy.levels[:1]:\n", "test_precompile.py -k every_piece",
           "drafting for the retrieval level is not compiled"),
+    # start.py, prefix.py, hf/checkpoint.py, kit/trials.py
+    Fault("allocator-overridden", "start.py", "(*ALLOCATORS, \"WORLD_SIZE\")", "(\"WORLD_SIZE\",)", "test_start.py",
+          "what the user says of PyTorch's memory is overridden"),
+    Fault("allocator-as-it-comes", "start.py", "        os.environ[ALLOCATOR] = GROWING\n", "        pass\n",
+          "test_start.py", "memory that was planned is not to be had"),
+    Fault("prefix-kept-anyway", "prefix.py", "kept = reader.tokens == self.tokens and reader.about == self.about",
+          "kept = True", "test_keeping.py", "a longer document is not written to its file"),
+    Fault("prefix-never-kept", "prefix.py", "kept = reader.tokens == self.tokens and reader.about == self.about",
+          "kept = False", "test_keeping.py", "a document that is there is written once more"),
+    Fault("scales-unchecked", "hf/checkpoint.py", "if name.endswith(SCALE) and not (", "if False and not (",
+          "test_float8.py -k do_not_fit", "a damaged checkpoint says nonsense"),
+    Fault("trial-seed", "kit/trials.py", "seed=[law.seed or 0]", "seed=[0]", "test_kit.py -k its_seed",
+          "texts of several seeds are one text"),
 ]
