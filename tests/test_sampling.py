@@ -200,5 +200,5 @@ def test_compiled_steps_draw_the_same_numbers(monkeypatch):
     """NumPy's and PyTorch's arithmetic, to the last bit."""
     seeds, positions = torch.tensor([0, 7, -(2**62)]), torch.arange(3000).view(3, 1000)
     numbers = uniform(seeds, positions, 2, sampling.ACCEPT)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(sampling, "is_traced", lambda: True)
     assert torch.equal(uniform(seeds, positions, 2, sampling.ACCEPT), numbers)
