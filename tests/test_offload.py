@@ -326,3 +326,13 @@ def test_short_rows_of_a_batch_are_taken_whole(pair):
         run_rounds(state, 50)
         assert all(rates["full"] > 0.99 for rates in state.hierarchy.acceptance_rates())
         state.rewind(512)
+
+
+def test_a_prefill_of_what_streams_fills_the_view_with_keys_and_values(models):
+    """As one of what is resident: what a view takes while the layer is on the device."""
+    states = [state_of((models[0], None), [random_prompt(900)], num_resident_layers=layers) for layers in (None, 0)]
+    resident, streamed = (state.hierarchy.view for state in states)
+    assert resident.selected[0] and streamed.selected[0]
+    for i in range(len(resident.k)):
+        assert torch.equal(streamed.k[i], resident.k[i]) and torch.equal(streamed.v[i], resident.v[i])
+        assert not torch.equal(streamed.k[i], streamed.v[i])
