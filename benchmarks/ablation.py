@@ -171,7 +171,7 @@ def plot(path: str) -> None:
     def of(part: str, key: str = "setting") -> list[dict]:
         return [row for row in rows if row["part"] == part and key in row]
 
-    figure, axes = plt.subplots(2, 4, figsize=(17, 7))
+    figure, axes = plt.subplots(2, 4)
     bars = of("levels")
     axes[0, 0].barh([row["setting"] for row in bars][::-1], [row["speedup"] for row in bars][::-1])
     axes[0, 0].axvline(1, color="grey", ls="--")  # autoregression
@@ -211,12 +211,11 @@ def plot(path: str) -> None:
         shares = [row["view_by_head"] for row in of("attention", "layer")]
         axes[0, 3].imshow(shares, aspect="auto", vmin=0, vmax=1, cmap="viridis")
         axes[0, 3].set(xlabel="head", ylabel="layer", title="share that the view holds")
-    depth = of("depth")
-    widest = "retrieval view"  # the way that every model has
-    for row in (row for row in depth if row["way"] == widest):
+    way = "retrieval view"  # the one that every model has
+    for row in (row for row in of("depth") if row["way"] == way):
         axes[1, 3].plot(range(1, len(row["kept_by_position"]) + 1), row["kept_by_position"], "o-", markersize=3,
                         label=f"temperature {row['temperature']}")
-    axes[1, 3].set(xlabel="position in a round", ylabel="share that is kept", ylim=(0, 1.05), title=f"depth: {widest}")
+    axes[1, 3].set(xlabel="position in a round", ylabel="share that is kept", ylim=(0, 1.05), title=f"depth: {way}")
     below = (axes[0, 1], axes[1, 2], axes[1, 3])  # where curves lie above
     shown = []
     for axis in axes.flat:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import triforce
 from triforce import attention
+from triforce.float8 import FP8, LARGEST
 from triforce.kv.blocks import prefill_blocks
 from triforce.kv.target import TargetCache
 
@@ -31,18 +32,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ruler  # noqa: E402
 from harness import read_prompts, read_text, report, run_or_plot  # noqa: E402
 from steps import milliseconds  # noqa: E402
+from widen import SHAPES  # noqa: E402
 
-FP8 = torch.float8_e4m3fn
-MOST = 448.0  # the largest e4m3 number
 LAST = 256  # positions of a text whose laws are compared
 FACTS, VALUE = 3, 3  # of each kind of recall so many texts; tokens of a value
-SHAPES = {"llama-2-7b": (32, 1), "llama-3.1-8b": (8, 4)}  # KV heads, queries of each
-DIM, ROWS, LAYERS, PIECE = 128, 16, 32, 32 * 2**20
+NAMES = ("llama-2-7b", "llama-3.1-8b")  # of shapes that are timed
+DIM, ROWS, PIECE = 128, 16, 32 * 2**20
 
 
 def rounded(x: Tensor) -> Tensor:
     """[K, S, D] rounded to fp8, one scale a head."""
-    scale = x.abs().amax((1, 2), keepdim=True).float().clamp(min=1e-12) / MOST
+    scale = x.abs().amax((1, 2), keepdim=True).float().clamp(min=1e-12) / LARGEST
     return ((x.float() / scale).to(FP8).float() * scale).to(x.dtype)
 
 
@@ -162,7 +162,9 @@ def run(args) -> None:
     if not args.times:
         return
     del engine
-    for name, (heads, group) in SHAPES.items():
+    for name in NAMES:
+        heads = SHAPES[name].n_kv_head
+        group = SHAPES[name].n_head // heads
         for rows in (1, ROWS):
             for what, measure in (("chip", on_chip), ("bus", over_bus)):
                 row = {"what": what, "shape": name, "rows": rows, "context": max(args.contexts),
