@@ -76,6 +76,7 @@ def every_kind_of_parameter(group) -> None:
 
 WAYS_TO_SAY = ({"gamma": 2}, {"gamma": "auto", "gamma_inner": 3},
                {"gamma": "auto", "sampling": "coupled", "leaves": 1, "leaves_inner": 2},
+               {"gamma": "auto", "sampling": "coupled", "tree_size": 32},
                {"gamma": 2, "offload": True})
 SAID = {"max_new_tokens": 10, "temperature": 0.0}
 DRAWN = {"max_new_tokens": 10, "temperature": 1.0, "top_p": 1.0, "seed": 6}

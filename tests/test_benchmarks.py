@@ -17,6 +17,9 @@ ROOT = Path(__file__).parent.parent
      "part", {"depth", "attention", "autoregression", "levels"}),
     (["million", "--tokens", "600", "900", "--new", "8"], "context", {600, 900}),
     (["kv_eight_bits", "--contexts", "2048"], "what", {"law, text", "law, facts"}),
+    (["coupled", "--context", "600", "--gammas", "auto", "--ways", "rejection", "coupled, tree", "--tree-size", "64",
+      "--side-by-side", "--samples", "2", "--seeds", "1", "--max-new-tokens", "24", "--warm-up", "4", "--same", "8"],
+     "rule", {"rejection", "coupled, tree"}),
     (["float8", "--contexts", "600", "--max-new-tokens", "4"], "context", {600, None}),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_it_writes_its_rows(command, key, expected, tmp_path):

@@ -162,6 +162,30 @@ def test_a_seed_says_the_same(which, dtype, eager_to_draft):
 
 
 @in_half_precision
+@pytest.mark.parametrize("which,how", [("random", {}), ("random", {"offload": True, "num_resident_layers": 2}),
+                                       ("tiny", {})], ids=["written", "offloaded", "compiled"])
+def test_a_seed_says_the_same_on_trees(which, how, dtype):
+    """The tokens and logits of speculate=False in the same step, where branches are kept."""
+    if which == "random":
+        models, vocab_size, ids = random_models_in(dtype), VOCAB, random_prompt(CONTEXT, vocab_size=VOCAB)
+    else:
+        models, ids, vocab_size = tiny_models(dtype)
+    compile = True if which == "tiny" else "beside"
+    engine = engine_for(models, gamma=10, keep_logits=True, compile=compile, sampling="coupled", block_size=24,
+                        tree_size=512 if "offload" in how else 128, **how)  # so many rows take another kernel
+    state = prepare(engine, ids, vocab_size, temperature=1.0)
+    tokens, hashes, rejected, _ = bits(state, 300)
+    kept, drafted, by_branches = state.hierarchy.outer.totals[0].tolist()
+    steps = state.tape.nodes.steps
+    print(f"trees {which} {dtype} {how}: {state.num_forwards} rounds, drafted {drafted}, kept {kept}, by branches "
+          f"{by_branches}, rejected {rejected}, flushes {state.num_flushes}, {steps} steps a tree")
+    assert not state.compiler.pieces.missing or compile == "beside"
+    assert by_branches >= 10 and rejected["full"] >= 10 and steps >= 3
+    state.rewind(1000)
+    assert bits(state, 300, plan=AUTOREGRESSION)[:2] == (tokens, hashes)
+
+
+@in_half_precision
 @pytest.mark.parametrize("how", [{}, {"offload": True, "num_resident_layers": 2}, {"gamma": "auto", "gamma_inner": 3}],
                          ids=["resident", "offloaded", "auto"])
 def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):

@@ -99,13 +99,22 @@ def test_slots_of_the_tail_are_moved_in_all_layers(pair):
     cache = used(pair).cache
     before = cache.tail.whole.clone()
     source, target = torch.tensor([9, 5]), torch.tensor([4, 5])  # the second stays where it is
-    cache.tail.move(source, target)
+    cache.tail.move(source[:, None], target[:, None])
     for i, kv in enumerate(cache.tail.kv):
         old = before[i][:, :, :, cache.tail.room :]
         assert torch.equal(kv[:, 0, :, 4], old[:, 0, :, 9]) and not torch.equal(kv[:, 0, :, 4], old[:, 0, :, 4])
         old[:, 0, :, 4] = old[:, 0, :, 9]
         assert torch.equal(kv, old)
     assert torch.equal(cache.tail.whole[..., : cache.tail.room, :], before[..., : cache.tail.room, :])
+
+
+def test_slots_of_the_tail_are_moved_several_at_once(pair):
+    """All are read before any is written."""
+    cache = used(pair).cache
+    before = [kv.clone() for kv in cache.tail.kv]
+    cache.tail.move(torch.tensor([[3, 4, 9], [0, 1, 2]]), torch.tensor([[2, 3, 4], [0, 1, 2]]))
+    for kv, old in zip(cache.tail.kv, before, strict=True):
+        assert torch.equal(kv[:, 0, :, 2:5], old[:, 0, :, [3, 4, 9]]) and torch.equal(kv[:, 1], old[:, 1])
 
 
 def test_positions_are_read_and_written_across_the_border_of_the_tail(pair):

@@ -222,8 +222,8 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     monkeypatch.setattr(Speculator, "_step", lambda self, *args: (work.append(args[3]), step(self, *args)))
     if leaks:
         monkeypatch.setattr(Speculator, "_rows_of", lambda self, plan, num_drafted: 1 + int(num_drafted.max()))
-    plans, seen = [Plan(3, "model", True, 1, 2, False), Plan(1, "model", padded=False),
-                   Plan(2, None, True, 0, 2, False)], set()
+    plans, seen = [Plan(3, "model", True, 1, 2, False, False), Plan(1, "model", padded=False),
+                   Plan(2, None, True, 0, 2, False, False)], set()
 
     def timed(self, plan, drafting, checking):
         self.turn = getattr(self, "turn", 0) + sum(work)

@@ -34,6 +34,13 @@ def test_parts_by_their_definitions():
     assert laws == [6, 5]
     coupled = parts(Settings(gamma=6, sampling="coupled"))["logits and probabilities"]
     assert coupled == (4 + 20) * 8 * 64 * 4  # no laws are passed, and noise is made of ten numbers of 64 bits a word
+    # Of the newest 8 queries of 4 heads, with 512 chunks: products, scores, and their shares, for all 4 layers at once.
+    assert planned["choice of the retrieval view"] == 4 * 8 * 512 * 4 * (4 + 8)
+    assert parts(capacity=2**22)["choice of the retrieval view"] == 2**26 * (4 + 8)  # one layer at a time, or few
+    tree = parts(Settings(gamma=6, sampling="coupled", tree_size=64))
+    assert tree["choice of the retrieval view"] == planned["choice of the retrieval view"]
+    # 64 rows with paths of 8: products of 4 heads with keys and values, and copies of those of 2.
+    assert tree["attention along the paths of a tree"] == 64 * 8 * (2 * 4 + 4 * 2) * 8 * 4
     # The view's tokens, and which chunks they are of: 256 tokens, without a sink and a window of 128.
     assert planned["retrieval view"] == 4 * TOKEN * 256 + 4 * 2 * (256 - 8 - 128) // 8 * 8 + 8
 
@@ -44,7 +51,7 @@ def test_parts_by_their_definitions():
 def test_what_every_row_needs_is_planned_for_every_row(settings):
     one, three = parts(settings), parts(settings, batch=3)
     assert one.keys() == three.keys()
-    for name in one.keys() - {"prefill activations", "choice of the SnapKV view"}:
+    for name in one.keys() - {"prefill activations", "choice of the SnapKV view", "choice of the retrieval view"}:
         assert three[name] == 3 * one[name], name
 
 

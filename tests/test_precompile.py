@@ -93,6 +93,7 @@ def traced_once(monkeypatch, found_before):
 
 @pytest.mark.parametrize("options, rows", [
     ({"gamma": "auto"}, 1), ({"offload": True}, 1), ({"sampling": "coupled"}, 1),
+    ({"sampling": "coupled", "tree_size": 32}, 1),
     ({"family": {"qk_norm": True, "rotary_factor": 0.5, "rope_scaling": LONGROPE}, "fp8": True}, 1),
     ({"draft": lambda tape: PeriodDrafter(tape)}, 1),
     *slow(({}, 1), ({"shared": True}, 3), ({"gamma": "auto"}, 3), ({"draft_cache": "streaming"}, 1),

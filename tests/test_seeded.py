@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -20,8 +21,9 @@ from triforce.config import Settings
 from triforce.controller import Controller
 from triforce.costs import Costs
 from triforce.hf.checkpoint import TINY
-from triforce.plan import AUTOREGRESSION
+from triforce.plan import AUTOREGRESSION, Plan
 from triforce.tape import ACCEPTED, MISSED, Tape
+from triforce.tree import Chances, likeliest
 
 CONTEXT, NEW = 500, 64  # flushes after 12 and 44 tokens
 SEED = 1  # one with rejections at every depth
@@ -134,6 +136,102 @@ def test_a_seed_says_the_same_with_leaves(models, plain, law, drafter):
     assert int(state.hierarchy.outer.totals[0, 2]) == by_leaves
 
 
+TREE = {"block_size": 16, "tree_size": 64, "gamma": 8, "leaves_inner": 2}
+
+
+def rounds_on_trees(state, plans=None) -> tuple[list, list, Counter]:
+    """Tokens, hashes, and what was seen: how many were kept of the spine before a rejection, and of a branch."""
+    tokens, hashes, seen = [], [], Counter()
+    while len(tokens) < NEW:
+        plan = None if plans is None else plans(state)
+        new = state.round(plan)[0]
+        hashes += hashes_of(state, 0, len(new))
+        tokens += new
+        [row], plan = state.last_round.rows, state.last_round.plan
+        if plan.branches:
+            seen["trees"] += 1
+            seen["spine", row.num_accepted] += row.num_accepted < row.num_drafted
+            seen["branch", row.by_leaf] += row.by_leaf > 0
+            for place in row.path[row.num_accepted + 1 :]:
+                seen["rank", plan.shape.rank(place)] += 1
+    return tokens[:NEW], hashes[:NEW], seen
+
+
+@pytest.mark.parametrize("law,drafter", [*((law, "triforce") for law in LAWS),
+                                         *(("own", name) for name in ("streaming", "offloaded", "retrieval")),
+                                         *slow(("own", "snapkv"), ("own", "ngram"), ("hot", "offloaded"))])
+def test_a_seed_says_the_same_on_trees(models, plain, law, drafter):
+    """The same tokens and logits as without speculation in the same step, with branches kept that begin and end at
+    several depths."""
+    target, draft = models
+    more, name = {**COMMON, **DRAFTERS[drafter], **TREE}, law
+    draft = draft if more.pop("draft", True) else None
+    state = make_state(target, draft, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]}, **more)
+    tokens, hashes, seen = rounds_on_trees(state)
+    state.rewind(400)
+    assert (tokens, hashes) == rounds_on_trees(state, lambda _: AUTOREGRESSION)[:2]
+    assert tokens == plain(name)[0]  # the shape of the block is not heard in the text
+    assert state.num_flushes == 2 and seen["trees"] >= 8
+    kept = [sum(seen[what, at] > 0 for at in range(16)) for what in ("spine", "branch")]
+    if law != "greedy":  # of random models the most probable words are others
+        assert min(kept) >= 2 and seen["rank", 0] >= 4 and seen["rank", 1] >= 1, seen
+
+
+@pytest.mark.parametrize("law", ["usual", "hot"])
+def test_a_seed_says_the_same_on_trees_and_chains(models, plain, law):
+    """Chains by all drafters and trees of random shapes, in random order, in blocks of one size."""
+    costs = Costs({16: 1.0}, {4: 1.0}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)}, growth=1.0)
+    plans, dice = [AUTOREGRESSION, *Controller(costs, 9, 3).plans], Random(0)
+    ways = [[plan for plan in plans if plan.drafter == way] for way in (None, "model", "ngram", "retrieval")]
+    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
+                       **{**COMMON, **TREE, "ngram": True, "gamma_inner": 3})
+
+    def choose(state) -> Plan:
+        plan = dice.choice(dice.choice(ways))
+        if not plan.retrieval:
+            return plan
+        chances = Chances(dice.random(), tuple(sorted((dice.random() / 2 for _ in range(3)), reverse=True)))
+        branches = dice.randint(1, 6)
+        shape, _ = likeliest(chances, plan.gamma, branches, rows=dice.randint(20, 64), depth=15, width=8)
+        return replace(plan, branches=branches, shape=shape)
+
+    expected = rounds_on_trees(state, lambda _: AUTOREGRESSION)[:2]
+    assert expected[0] == plain(law)[0]
+    branches = Counter()
+    for _ in range(3):
+        state.rewind(400)
+        tokens, hashes, seen = rounds_on_trees(state, choose)
+        branches += seen
+        assert (tokens, hashes) == expected
+    assert branches["trees"] >= 9 and branches["rank", 0] >= 1, branches
+
+
+@pytest.mark.parametrize("base", [0, 256])
+def test_rows_on_trees_say_what_each_says_alone(models, base):
+    prompts = [random_prompt(256) + random_prompt(n, seed=n) for n in (20, 60, 41)]
+    laws = {"temperature": [1.0, 0.7, 0.0], "top_p": [1.0, 0.9, 1.0], "seed": [3, 3, 9]}
+    own = [{name: [values[row]] for name, values in laws.items()} for row in range(3)]
+    alone = [bits(make_state(models[0], None, [prompt], sampling=law, **COMMON, retrieval=False), 40)[0]
+             for prompt, law in zip(prompts, own, strict=True)]
+    state = make_state(*models, prompts, sampling=laws, **{**COMMON, **TREE}, base=base)
+    on = bits_of_rows(state, 40)
+    assert state.hierarchy.outer.totals[:, 0].min() >= 10
+    state.rewind(400)
+    off = [[] for _ in prompts]
+    while min(map(len, off)) < 40:
+        for row, new in enumerate(state.round(AUTOREGRESSION)):
+            off[row] += zip(new, hashes_of(state, row, len(new)), strict=True)
+    assert on == [row[:40] for row in off]
+    assert [[token for token, _ in row] for row in on] == alone
+
+
+def test_logprobs_on_trees(models):
+    engine = make_engine(*models, sampling="coupled", flush_interval=32, budget=256, **TREE)
+    law = {"temperature": 1.0, "top_p": 0.95, "max_new_tokens": 60, "seed": SEED, "logprobs": 2}
+    on, off = (engine.generate(random_prompt(CONTEXT), speculate=speculate, **law) for speculate in (True, False))
+    assert on.tokens == off.tokens and on.logprobs == off.logprobs and on.stats.target_forwards < 30
+
+
 def test_greedy_is_the_case_without_noise(models, plain):
     """The same tokens as by the other rule, whatever the seed."""
     state = make_state(*models, [random_prompt(CONTEXT)], sampling={"temperature": 0.0, "seed": [8]},
@@ -188,9 +286,11 @@ def test_rows_say_what_each_says_alone(models, shape):
     assert [row[:40] for row in rows] == [alone[0], alone[2]]
 
 
-def test_the_engine_with_auto(models, eager_to_draft):
+@pytest.mark.parametrize("size", [0, 32])
+def test_the_engine_with_auto(models, eager_to_draft, size):
     """Plans follow measured times: the text does not."""
-    engine = make_engine(*models, gamma="auto", sampling="coupled", block_size=8, flush_interval=32, budget=256)
+    engine = make_engine(*models, gamma="auto", sampling="coupled", block_size=8, flush_interval=32, budget=256,
+                         tree_size=size)
     prompt, law = random_prompt(CONTEXT), {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 60, "seed": 11}
     runs = [engine.generate(prompt, **law).tokens for _ in range(3)]
     assert runs[0] == runs[1] == runs[2] == engine.generate(prompt, speculate=False, **law).tokens
@@ -321,7 +421,7 @@ def test_another_process_says_the_same():
 @pytest.mark.parametrize("wrong", ["level", "row"])
 def test_noise_that_depends_on_more_is_noticed(models, plain, monkeypatch, wrong):
     """The tests above can fail: here the noise depends on the level, or on the place in the block."""
-    exact = Tape.draw
+    exact, right = Tape.draw, plain("own")[0]
 
     def other(self, law, position, level):
         shift = level if wrong == "level" else torch.arange(position.shape[1])
@@ -330,7 +430,7 @@ def test_noise_that_depends_on_more_is_noticed(models, plain, monkeypatch, wrong
     monkeypatch.setattr(Tape, "draw", other)
     state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **COMMON)
     if wrong == "level":  # the text is another, and next to nothing is accepted
-        assert bits(state, NEW)[0] != plain("own")[0]
+        assert bits(state, NEW)[0] != right
         kept, drafted, _ = state.hierarchy.outer.totals[0].tolist()
         assert kept < 0.2 * drafted
     else:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_state, random_prompt, run_rounds
+from conftest import make_engine, make_state, random_prompt, run_rounds
 
 from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 
@@ -58,12 +58,30 @@ def test_where_rows_cost_steps_have_those_that_are_needed(pair):
         assert rows_of_passes(target, lambda state=state: state.round(ONE_ROW)) == [1]
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_a_plan_pads_the_steps_of_both_levels_or_of_none(pair, padded):
+@pytest.mark.parametrize("outer,inner", [(True, True), (True, False), (False, True), (False, False)])
+def test_a_plan_says_which_levels_pad_their_steps(pair, outer, inner):
     drafting = copy.deepcopy(pair[0])
     state = make_state(*pair, [random_prompt(100)], drafting=drafting, gamma=6, gamma_inner=3)
-    for model, rows in ((drafting, [4, 4] if padded else [2, 2]), (pair[0], [8] if padded else [5])):
-        assert rows_of_passes(model, lambda: state.round(Plan(4, "model", True, 1, 2, padded=padded))) == rows
+    for model, rows in ((drafting, [4, 4] if inner else [2, 2]), (pair[0], [8] if outer else [5])):
+        plan = Plan(4, "model", True, 1, 2, padded=outer, padded_inner=inner)
+        assert rows_of_passes(model, lambda plan=plan: state.round(plan)) == rows
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 1.0, "sampling": "coupled"},
+                                 {"temperature": 1.0}])
+@pytest.mark.parametrize("gamma", [4, "auto"])
+def test_what_drafts_on_a_cpu_has_only_the_rows_that_it_needs(pair, eager_to_draft, how, gamma):
+    """Also where the text is promised to be the same: no bit of a draft is heard in it."""
+    drafting, how = copy.deepcopy(pair[0]), dict(how)
+    engine = make_engine(*pair, drafting=drafting, gamma=gamma, gamma_inner=3, compile=False, flush_interval=32,
+                         budget=96, sampling=how.pop("sampling", "rejection"))
+    prompt = random_prompt(200)
+    rows = rows_of_passes(drafting, lambda: engine.generate(prompt, 40, seed=1, **how))
+    assert set(rows) == {4} if gamma == 4 else min(rows) < 4
+    same = how["temperature"] == 0 or engine.settings.coupled
+    verify = rows_of_passes(pair[0], lambda: engine.generate(prompt, 40, seed=1, **how))
+    if same or gamma == 4:
+        assert set(verify) == ({8} if same else {5})
 
 
 def test_where_rows_cost_what_was_not_found_has_none(pair):

@@ -4,7 +4,7 @@ Knows nothing of models, caches or levels. Random numbers come in as arguments. 
 `verify_chain` is that of speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): what
 comes out has the target's law, whatever the draft's was, as long as `draft_probs` is the law that the drafted tokens
 were drawn from. `match_chain` keeps drafted tokens that the target draws, too: what comes out is what the target draws.
-`match_tree` is the same with runners-up at the side of the drafted tokens.
+`match_tree` is the same with runners-up at the side of the drafted tokens, `match_nodes` of a tree of any shape.
 
 Shapes: B batch, n drafted tokens at most, V vocabulary.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import sampling
+from .nodes import Nodes
 from .tree import TokenTree
 
 
@@ -24,10 +25,10 @@ class Verdict(NamedTuple):
 
 
 class TreeVerdict(NamedTuple):
-    tokens: Tensor  # [B, S]: the accepted ones of the spine, what the target drew after them, and, if that was a leaf,
-    # what it drew after the leaf; the rest is meaningless
+    tokens: Tensor  # [B, S]: the accepted ones of the spine, then those of a leaf or a branch, then what the target
+    # drew after them; the rest is meaningless
     num_accepted: Tensor  # [B], of the spine
-    by_leaf: Tensor  # [B]: 1 if the token after those was a leaf, 0 otherwise; it is emitted like an accepted one
+    by_leaf: Tensor  # [B]: how many were accepted after those, beside the spine: of leaves, 1 at most
     rows: Tensor  # [B, S]: the rows of the block that `tokens` were drawn from
 
 
@@ -108,3 +109,23 @@ def match_tree(tree: TokenTree, tokens: Tensor, num_drafted: Tensor, drawn: Tens
     row = tree.spine + at * tree.leaves + same.long().argmax(1, keepdim=True)
     order = torch.where((order == stop + 1) & found[:, None], row, order)
     return TreeVerdict(drawn.gather(1, order), chain.num_accepted, found.long(), order)
+
+
+def match_nodes(nodes: Nodes, num_drafted: Tensor, drawn: Tensor) -> TreeVerdict:
+    """`match_chain` of a tree of any shape: the longest path of which each token is what the target draws before it.
+
+    Args:
+        num_drafted: [B], of the spine. drawn: [B, M], the target's own tokens, each after that of its row.
+    """
+    size, longest = nodes.paths.shape
+    ahead = torch.arange(longest, device=drawn.device)
+    paths = nodes.paths.clamp(min=0)
+    same = nodes.tokens == drawn[:, paths[:, min(1, longest - 1)]]  # [B, M]: what is drawn after the row before it
+    before = ahead >= nodes.depths[:, None]  # [M, P]: of a row's path, what was not drafted
+    kept = (same[:, paths] | before).all(-1) & (nodes.anchors <= num_drafted[:, None])
+    order = nodes.depths * size + torch.arange(size - 1, -1, -1, device=drawn.device)  # the deepest, of those the first
+    last = torch.where(kept, order, -1).argmax(1)  # [B]
+    depth, off = nodes.depths[last], nodes.distances[last]
+    back = depth[:, None] - ahead  # [B, P]: how far before the last one
+    rows = torch.where(back >= 0, paths[last].gather(1, back.clamp(min=0)), ahead)
+    return TreeVerdict(drawn.gather(1, rows), depth - off, off, rows)

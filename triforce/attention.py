@@ -162,11 +162,23 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
     return _plain(q, k, v, bias)
 
 
-def of_itself(q: Tensor, k: Tensor, v: Tensor) -> State:
-    """Attention of each row over its own key alone: q [B, K, G * M, D], k and v [B, K, M, D]."""
+def apart(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> State:
+    """Attention of each row over keys of its own, in their order: so the bits follow from these keys alone.
+
+    Args:
+        q: [B, K, G * M, D]. k, v: [B, K, M, P, D]. bias: [B, 1, 1, M, P] of 0 and -inf; each row sees a key.
+    """
     wide, rows = _wide(q.dtype), q.unflatten(2, (-1, k.shape[2]))  # [B, K, G, M, D]
-    score = (rows.to(wide) * k.to(wide)[:, :, None]).sum(-1) * q.shape[-1] ** -0.5
-    return v.to(wide)[:, :, None].expand(rows.shape).flatten(2, 3), score.flatten(2)
+    k, v = k.to(wide)[:, :, None], v.to(wide)[:, :, None]  # [B, K, 1, M, P, D]
+    scores = (rows.to(wide)[..., None, :] * k).sum(-1) * q.shape[-1] ** -0.5  # [B, K, G, M, P]
+    if k.shape[4] == 1:
+        return v.squeeze(4).expand(rows.shape).flatten(2, 3), scores.flatten(2)
+    scores = scores if bias is None else scores + bias
+    top = scores.amax(-1, keepdim=True)
+    weights = _evenly(torch.exp, scores - top)
+    total = weights.sum(-1, keepdim=True)
+    out = (weights[..., None] * v).sum(-2) / total
+    return out.flatten(2, 3), (top + _evenly(torch.log, total)).squeeze(-1).flatten(2)
 
 
 def merge(a: State, b: State) -> State:

@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 
 from .errors import UserError, not_known
-from .tree import TokenTree
+from .tree import FOLLOWERS, TokenTree
 
-MOST_ROWS = 512  # of a block with leaves
+MOST_ROWS = 512  # of a block with leaves, or of a tree
+STEPS = 8  # a tree has so many times the rows that a step drafts after
 VIEWS = ("retrieval", "snapkv", "streaming")  # how the retrieval level's view is chosen
 RULES = ("rejection", "coupled")  # how drafted tokens are checked
 MEMORIES = ("streaming", "snapkv", "full")  # what a draft model keeps
@@ -151,6 +152,11 @@ class Settings(Options):
     leaves_inner: int | None = option(
         None, "the same of the retrieval level (default: 3 on a GPU, for a batch of at most 2; else 0)", whole(0, 3),
         type=int)
+    tree_size: int = option(
+        0, "with coupled sampling: rows of a full verify that checks trees, up to 512, the pending token among them. "
+        "Beside the chain the retrieval level grows branches, in the shape that keeps the most tokens by what was kept "
+        "so far; no path is longer than block_size - 1. It pays where a verify is dear: with offload (default 0: "
+        "chains, with leaves)", whole(0, 512), type=int)
     draft_cache: str | None = option(
         None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest ones "
         "attend to, chosen anew again and again; snapkv, those that the prompt's end attends to; streaming, the first "
@@ -193,7 +199,17 @@ class Settings(Options):
     @property
     def tree(self) -> TokenTree:
         """The block of a full verify."""
-        return TokenTree(self.block_size, self.leaves)
+        return TokenTree(self.block_size, self.leaves, self.tree_size)
+
+    @property
+    def tree_width(self) -> int:
+        """Rows that a step which grows a tree drafts after."""
+        return max(self.tree_size // STEPS, 4)
+
+    @property
+    def runners_up(self) -> int:
+        """Tokens that drafters note beside each drafted one."""
+        return max(self.leaves, self.leaves_inner, FOLLOWERS - 1 if self.tree_size else 0)
 
     @property
     def inner_tree(self) -> TokenTree:
@@ -247,7 +263,8 @@ class Settings(Options):
             self, block_size=block, auto=auto, gamma=max(block - 1, 1) if self.gamma == "auto" else self.gamma,
             ngram=ngram or self.gamma == "auto" and drafts and self.draft is not False,
             gamma_inner=self.gamma_inner or min(most if auto else 2, max(block - 1, 1)),
-            leaves=grows * 1 if self.leaves is None else self.leaves,
+            leaves=(grows and not self.tree_size) * 1 if self.leaves is None else self.leaves,
+            tree_size=-(-self.tree_size // 4) * 4,  # see block_size
             leaves_inner=grows * 3 if self.leaves_inner is None else self.leaves_inner,
             draft_cache=self.draft_cache or ("retrieval" if self.retrieval else "streaming"),
             # A round ends at a flush at the latest: where a verify takes a second, flushes are to be rare.
@@ -286,6 +303,7 @@ class Settings(Options):
         if (self.leaves or self.leaves_inner) and not self.coupled:
             raise UserError(f"leaves ({self.leaves}) and leaves_inner ({self.leaves_inner}) need sampling 'coupled', "
                             "and it is 'rejection'; add --sampling coupled, or leave them out")
+        self._check_tree()
         kinds, whose = (VIEWS, "with") if self.retrieval else (MEMORIES, "without")
         if self.draft_cache not in kinds:
             raise UserError(f"draft_cache ({self.draft_cache!r}) {whose} a retrieval level must be one of "
@@ -297,6 +315,23 @@ class Settings(Options):
         if self.has_view:
             budget = self.budget if isinstance(self.budget, int) else interval + 2 * self.chunk_size
             split_view(budget, self.chunk_size, interval, self.recent)
+
+    def _check_tree(self) -> None:
+        size, block = self.tree_size, self.block_size
+        if not size:
+            return
+        if not self.coupled:
+            raise UserError(f"tree_size ({size}) needs sampling 'coupled', and it is 'rejection'; add "
+                            "--sampling coupled, or leave it out")
+        if not self.retrieval:
+            raise UserError(f"tree_size ({size}) needs a retrieval level, which grows the tree; leave out one of "
+                            "tree_size and retrieval=False (--tree-size, --no-retrieval)")
+        if self.leaves:
+            raise UserError(f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; leave out one of "
+                            "them")
+        if not block < size <= MOST_ROWS:
+            raise UserError(f"tree_size ({size}) must be above block_size ({block}), the longest path of a tree, and "
+                            f"at most {MOST_ROWS}; try {min(max(64, 8 * block), MOST_ROWS)}")
 
     def view_tokens(self, prompt_len: int, offload: bool | str = False) -> int:
         """Tokens of the view that drafts, for a prompt; 0 without one."""

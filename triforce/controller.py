@@ -7,13 +7,17 @@ acceptance is exact whatever was drafted.
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from .costs import Costs, Learned
 from .plan import PADDED, Padding, Plan
+from .tree import FOLLOWERS, Chances, likeliest
 
 LEAVES, INNER_LEAVES = "leaves", "inner_leaves"  # of the full level, and of the retrieval level
+FOLLOWER = [f"follower {rank}" for rank in range(FOLLOWERS)]  # of a row of a tree, by rank
+SPINES, BRANCHES = (4, 8, 12, 16, 24, 32, 48, 63), (1, 2, 4, 8, 12, 16)  # lengths, of trees to choose from
 
 
 def emitted(rate, drafted, leaf=0.0):
@@ -77,16 +81,20 @@ class Controller:
         costs: see `Costs`; `costs.retrieval` is empty if there is no such level. seen: see `Learned`.
         max_gamma, max_inner: the most tokens that the full level, and the retrieval level, can check.
         padding: of the steps that plans take.
+        trees: rows of a tree, and rows that a step drafts after, if the full level checks trees of any shape.
     """
 
     PRIORS = {"retrieval": 0.9}  # of all others one half; the chances of "ngram" are told from round to round
+    FOLLOWERS = Chances(0.9, (0.05, 0.02, 0.01))  # priors of the rows of a tree
+    TREE_ROUNDS = 8  # that a tree is kept for: to find the best takes some milliseconds
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
     PROBE_AFTER = 64  # tokens of a row; what has not been tried for so long may have become better
     SHORT = 4  # tokens, and half as many rounds of the level between: the most for what no round has shown yet
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
-                 seen: list[int] | None = None, leaves: tuple[bool, bool] = (False, False)):
+                 seen: list[int] | None = None, leaves: tuple[bool, bool] = (False, False),
+                 trees: tuple[int, int] | None = None):
         self.learned, self.padding = Learned(costs, seen), padding
         self._sources, self._has_view = list(costs.sources), bool(costs.retrieval)
         levels = ["retrieval"] * self._has_view + self._sources
@@ -94,6 +102,8 @@ class Controller:
         self._names = levels
         # The chance that a leaf is drawn where the drafted token is not, where the levels have such.
         self.leaves = {name: Rate(0.5) for name, has in zip((LEAVES, INNER_LEAVES), leaves, strict=True) if has}
+        self._trees, self._tree, self._tree_age = trees, None, self.TREE_ROUNDS
+        self.followers = dict(zip(FOLLOWER[1:], map(Rate, self.FOLLOWERS.others), strict=True)) if trees else {}
         self.plans = list(self._candidates(max_gamma, max_inner))
         self._now = 0  # no speculation
         self._warm: set[tuple] = set()  # what has drafted
@@ -101,16 +111,16 @@ class Controller:
 
     def _candidates(self, max_gamma: int, max_inner: int) -> Iterable[Plan]:
         yield Plan(padded=self.padding.plain)
-        padded = self.padding.drafts
+        padded, inner = self.padding.drafts, self.padding.inner
         for gamma in range(1, max_gamma + 1):
             for source in self._sources:
                 yield Plan(gamma, source, padded=padded)
             if self._has_view:
-                yield Plan(gamma, None, True, 0, gamma, padded)
+                yield Plan(gamma, None, True, 0, gamma, padded, inner)
                 for source in self._sources:
                     for gamma_inner in range(1, max_inner + 1):
                         for rounds in range(-(-gamma // (gamma_inner + 1)), gamma + 1):
-                            yield Plan(gamma, source, True, gamma_inner, rounds, padded)
+                            yield Plan(gamma, source, True, gamma_inner, rounds, padded, inner)
 
     def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
         """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""
@@ -148,6 +158,9 @@ class Controller:
             which = [i for i, plan in enumerate(plans) if plan.retrieval and plan.source == name]
             entries = [(plans[i].gamma_inner - 1, plans[i].rounds, plans[i].gamma) for i in which]
             self._hierarchies[name] = np.array(which), *np.array(entries).T
+        hierarchies = np.array([plan.retrieval for plan in plans])
+        spines = {min(gamma, max_gamma) for gamma in SPINES} if self._trees else ()
+        self._spines = {gamma: np.flatnonzero(hierarchies & (self._gamma == gamma)) for gamma in sorted(spines)}
         self._number = {plan: i for i, plan in enumerate(plans)}
         self._add_up()
 
@@ -162,12 +175,12 @@ class Controller:
 
         The first round with a drafter is not looked at: memory is touched for the first time.
         """
-        drafter = plan.source, plan.retrieval
+        drafter = plan.source, plan.retrieval, plan.branches > 1
         if plan.gamma and drafter not in self._warm:
             self._warm.add(drafter)
             return
-        i = self._number[plan]
-        self.learned.observe(self._drafting[i], drafting)
+        i = self._number[replace(plan, branches=0)]
+        self.learned.observe(self._drafting[i] + self._growing(plan.branches), drafting)
         self.learned.observe(self._checking[i], checking)
         self._add_up()
 
@@ -188,7 +201,35 @@ class Controller:
                 if worth.any():  # by the shortest round that could
                     return self.plans[int(np.where(worth, self._round, np.inf).argmin())]
         self._now = best
+        if self._trees:
+            self._tree_age += 1
+            if self._tree_age >= self.TREE_ROUNDS:
+                self._tree, self._tree_age = self._best_tree(times, rates["retrieval"], times[best]), 0
+            if self._tree is not None:
+                return self._tree
         return self.plans[best]
+
+    def _growing(self, branches: int) -> np.ndarray:
+        """How often a round with such branches pays for each part more than without."""
+        return self.learned.weights({("growth", 0): branches - 1.0} if branches > 1 else {})
+
+    def _best_tree(self, times: np.ndarray, rate: float, chain: float) -> Plan | None:
+        """The plan with branches of least expected time per token, if that is below a chain's: beside the best chain of
+        each length. times: of `plans`, per token. rate: of the retrieval level."""
+        others = tuple(round(follower.value, 2) for follower in self.followers.values())
+        first = round(min(rate, 1 - sum(others)), 2)
+        known = self.learned.seen[self.learned.number["growth", 0]] > 0
+        found, least = None, self.STAY * chain
+        for gamma, which in self._spines.items():
+            i = int(which[times[which].argmin()])
+            for length in BRANCHES if known else [one for one in BRANCHES if one <= self.SHORT]:
+                shape, kept = likeliest(Chances(first, others), gamma, length, rows=self._trees[0],
+                                        depth=self._sizes[1], width=self._trees[1])
+                tokens = self._round[i] / times[i] + kept - emitted(first, gamma)
+                time = (self._round[i] + self._growing(length) @ self.learned.values) / tokens
+                if time < least and shape.parents:
+                    found, least = replace(self.plans[i], branches=length, shape=shape), time
+        return found
 
     @property
     def plan(self) -> Plan:
@@ -201,7 +242,7 @@ class Controller:
         What lies idle ages with the text, not with the number of rows: or else many rows would try it all the time.
         """
         self.learned.pass_by(num_tokens)
-        for name, rate in (self.rates | self.leaves).items():
+        for name, rate in (self.rates | self.leaves | self.followers).items():
             hits, tests = observed.get(name, (0, 0))
             if tests:
                 rate.update(hits, tests)

@@ -29,6 +29,7 @@ class Costs:
     retrieval: dict[int, float] = field(default_factory=dict)  # by rows, over the retrieval view
     sources: dict[str, tuple[float, float]] = field(default_factory=dict)  # the first token of a proposal, each further
     plain: float | None = None  # of a step that checks nothing, where that is not one of `verify`
+    growth: float | None = None  # of a step that grows the branches of a tree, if there are such
 
     def parts(self) -> dict[tuple, float]:
         """By name: (what, which)."""
@@ -36,6 +37,8 @@ class Costs:
         if self.plain is not None:
             parts["plain", 0] = self.plain
         parts |= {("retrieval", rows): cost for rows, cost in sorted(self.retrieval.items())}
+        if self.growth is not None:
+            parts["growth", 0] = self.growth
         for name, (first, further) in self.sources.items():
             parts |= {(name, "first"): first, (name, "further"): further}
         return parts
@@ -47,10 +50,15 @@ class Costs:
                 for name in ("verify", "retrieval")}
         names = [what for what, which in parts if which == "first"]
         return cls(rows["verify"], rows["retrieval"],
-                   {name: (parts[name, "first"], parts[name, "further"]) for name in names}, parts.get(("plain", 0)))
+                   {name: (parts[name, "first"], parts[name, "further"]) for name in names}, parts.get(("plain", 0)),
+                   parts.get(("growth", 0)))
 
     def drafting(self, plan: Plan) -> dict[tuple, float]:
-        """How often a round of the plan pays for each part before its verify."""
+        """How often a round of the plan pays for each part before its verify. Branches longer than 1 take steps."""
+        growth = {("growth", 0): plan.branches - 1.0} if plan.branches > 1 else {}
+        return growth | self._chain(plan)
+
+    def _chain(self, plan: Plan) -> dict[tuple, float]:
         if plan.gamma == 0:
             return {}
         if not plan.retrieval:
@@ -195,7 +203,7 @@ class Shelf:
     def name(self, padding: Padding, lengths: list[int]) -> tuple:
         """Of what was learned under such circumstances."""
         longest, shortest = (-(-length // self.STRIDE) for length in (max(lengths), min(lengths)))
-        return int(self.compiled), int(padding.plain), int(padding.drafts), longest, shortest
+        return int(self.compiled), *map(int, padding), longest, shortest
 
     @staticmethod
     def _file(name: tuple) -> str:
@@ -218,18 +226,22 @@ def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs
     products = 4 * config.n_head * config.head_dim * config.n_layer * base * batch  # of one token a row
 
     def verify(rows: int) -> float:
+        rows = max(rows, outer.tree.size)
         if on_cpu:
             return reading * (1 + ROW * (rows - 1)) + shared / rate * ROW * rows * (batch - 1)
         return max(reading, products * rows / 5e11)
 
-    def by_rows(level, cost) -> dict[int, float]:
-        sizes = {level.rows} if padding.drafts else {rows for rows in SIZES if rows < level.rows} | {level.rows}
+    def by_rows(level, padded: bool, cost) -> dict[int, float]:
+        sizes = {level.rows} if padded else {rows for rows in SIZES if rows < level.rows} | {level.rows}
         return {rows: cost(rows) for rows in sorted(sizes)}
 
-    costs = Costs(by_rows(outer, verify), plain=verify(1) if padding.drafts and not padding.plain else None)
+    plain = verify(1) if padding.drafts and not padding.plain else None
+    costs = Costs(by_rows(outer, padding.drafts, verify), plain=plain)
     if inner is not None:
         first = (inner.model.weight_bytes + min(hierarchy.view.nbytes, shared + own)) / rate
-        costs.retrieval = by_rows(inner, lambda rows: first * (1 + ROW * (rows - 1) * on_cpu))
+        costs.retrieval = by_rows(inner, padding.inner, lambda rows: first * (1 + ROW * (rows - 1) * on_cpu))
+        if outer.tree.size:
+            costs.growth = first * (1 + ROW * (outer.tape.nodes.width - 1) * on_cpu)
     for name, source in hierarchy.sources.items():
         first = (source.nbytes + source.weight_bytes) / rate + 0.001
         costs.sources[name] = first, first if source.weight_bytes else 0.0

@@ -415,14 +415,15 @@ class Engine:
 
     def _padding(self, same_bits: bool) -> Padding:
         """Greedy output and coupled draws are promised to be the same bits; other drawn tokens follow the same law from
-        steps of any size.
+        steps of any size, and so do drafted ones.
 
         Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. On a
         GPU, and where steps are compiled, rows cost next to nothing and other shapes are compiled anew.
         """
-        if same_bits or self.target.group is not None:
+        if self.target.group is not None:
             return PADDED
-        return Padding(plain=False, drafts=self.device.type != "cpu" or self.placement.compile is not False)
+        cheap = self.device.type != "cpu" or self.placement.compile is not False
+        return Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
 
     def resolve_budget(self, prompt_len: int) -> int:
         """Tokens of the view that drafts, for a prompt; 0 without one."""

@@ -136,6 +136,10 @@ class Hierarchy:
             self.outer.look_ahead(plan, next_extent)
         rows, told = self.outer.outbox.read()
         timing = clock.read(plan)
+        for row, brought in enumerate(rows):
+            if brought.by_leaf > 1:  # of one token more, all that draft take note by themselves
+                for source in self.sources.values():
+                    source.depart(row)
         if self.group is None:
             return Round(plan, rows, timing)
         before, self._last = self._last_plan, timing
@@ -147,6 +151,8 @@ class Hierarchy:
         if plan.gamma and plan.drafter not in self.drafters or plan.source and plan.source not in self.sources:
             raise ValueError(f"{plan} names a drafter that is not here; there are {', '.join(self.drafters) or 'none'}")
         inner_rows = self.inner.rows if self.inner is not None else 1
+        if plan.branches and (plan.shape is None or not plan.retrieval or not self.outer.tree.size):
+            raise ValueError(f"{plan} has branches, which need a shape, a retrieval level, and blocks of a tree_size")
         if plan.gamma >= self.outer.rows or plan.retrieval and plan.inner.gamma >= inner_rows:
             raise ValueError(f"{plan} has more tokens drafted than fit the steps of {self.outer.rows} and {inner_rows} "
                              "rows; raise block_size or gamma_inner")

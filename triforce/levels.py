@@ -24,7 +24,7 @@ def levels_of(plan: Plan, row: RowRound) -> list[str]:
     for i in range(len(row.tokens)):
         if i >= row.num_accepted + row.by_leaf:
             levels.append(TARGET)
-        elif plan.retrieval and (i == row.num_accepted or row.origins[i] not in (ACCEPTED, LEAF)):
+        elif plan.retrieval and (i >= row.num_accepted or row.origins[i] not in (ACCEPTED, LEAF)):
             levels.append(RETRIEVAL)
         else:
             levels.append(source)

@@ -15,7 +15,6 @@ from torch import Tensor
 from .config import whole
 from .errors import UserError
 from .speculator import Speculator
-from .tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ def _logits(level: Speculator) -> Tensor:
     """That the last step's tokens were drawn from, [B, S, V and padding]."""
     if level.logits is not None:
         return level.logits[:, : level.num_rows]
-    tree = TokenTree(level.num_rows, level.leaves)
+    tree = level.tree.cut(level.num_rows)
     logits = level.model.output(level.hidden[:, : tree.rows].contiguous())
-    if not tree.num_leaves:
+    if not tree.branches:
         return logits
     return logits.gather(1, level.drawn_from[:, : tree.spine, None].expand(-1, -1, logits.shape[2]))

@@ -15,6 +15,7 @@ from .float8 import LAYERS, work_bytes
 from .graphs import Compiler
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
+from .kv.views import SCORES
 from .model import ModelConfig, Transformer
 from .start import ALLOCATOR, ALLOCATORS, GROWING
 from .state import State
@@ -61,9 +62,13 @@ def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         Part("tail", cache.nbytes - prefix.nbytes, ("flush_interval", "--batch-size")),
         Part("prefill activations", _prefill_bytes(target, settings, state.capacity - base, dtype),
              ("--prefill-chunk-size",)),
+        Part("attention along the paths of a tree", _path_bytes(target, settings, batch),
+             ("--tree-size", "block_size")),
         Part("logits and probabilities", _law_bytes(target, settings, batch, 1 if draft is None else 2),
              ("--batch-size",)),
-        Part("chunk keys", chunk_keys, ("--chunk-size",))]
+        Part("chunk keys", chunk_keys, ("--chunk-size",)),
+        Part("choice of the retrieval view", _choice_bytes(target, settings, state.capacity, dtype),
+             ("--chunk-size", "block_size"))]
     if view is not None:
         parts.append(Part("retrieval view", view.nbytes, ("--budget",)))
     if offload is not None:
@@ -75,7 +80,7 @@ def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
                           () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",)))
     if settings.draft_cache == "snapkv":  # scores, their softmax and what of it counts, one layer at a time
         chooser = target if settings.retrieval else draft
-        parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * settings.tree.rows * capacity * 4,
+        parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * settings.block_size * capacity * 4,
                           ("--draft-cache",)))
     return [part for part in parts if part.bytes]
 
@@ -131,6 +136,22 @@ def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int)
     """Logits and laws of a step, sorted and summed up; and the laws that are passed from level to level, or the noise
     of levels that share it: ten whole numbers of 64 bits a word while it is made."""
     return batch * config.vocab_size * settings.tree.rows * (16 + (80 if settings.coupled else 4 * levels))
+
+
+def _choice_bytes(config: ModelConfig, settings: Settings, tokens: int, dtype: torch.dtype) -> int:
+    """Scores of all chunks by the newest queries, as products and twice in float32: of so many layers at a time."""
+    if not settings.scores_chunks:
+        return 0
+    layer = config.n_head * settings.block_size * (tokens // settings.chunk_size)
+    return layer * min(max(SCORES // max(layer, 1), 1), config.n_layer) * (dtype.itemsize + 8)
+
+
+def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:
+    """Products of the queries of a tree's rows with the keys of their paths, and of weights with values; and copies of
+    both, in float32: of one layer."""
+    tree = settings.tree
+    heads = 2 * config.n_head + 4 * config.n_kv_head
+    return batch * tree.size * tree.spine * heads * config.head_dim * 4
 
 
 def layer_bytes(config: ModelConfig, *, batch: int, capacity: int, dtype: torch.dtype) -> int:

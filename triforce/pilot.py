@@ -10,12 +10,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .config import Settings
-from .controller import INNER_LEAVES, LEAVES, Controller
+from .controller import FOLLOWER, INNER_LEAVES, LEAVES, Controller
 from .costs import Shelf, guess
 from .drafting.ngram import NgramMeter
 from .plan import PADDED, Padding, Plan
 from .speculator import RowRound
 from .tape import ACCEPTED, LEAF, MISSED
+from .tree import Shape, likeliest
+
+BRANCHES = 8  # where the length of branches is not chosen
 
 if TYPE_CHECKING:
     from .hierarchy import Hierarchy, Round
@@ -35,6 +38,7 @@ class Pilot:
                  rebuild_interval: int):
         self.hierarchy, self.shelf, self.group = hierarchy, shelf, group
         self.auto = settings.auto and bool(hierarchy.drafters)
+        self._trees = (settings.tree.rows, settings.tree_width) if settings.tree_size else None
         self.default = default_plan(settings, hierarchy)  # what rounds follow where nothing is chosen
         self.padding = PADDED
         self.controller: Controller | None = None
@@ -69,7 +73,7 @@ class Pilot:
             inner = self.hierarchy.inner
             leaves = self.hierarchy.outer.leaves > 0, inner is not None and inner.leaves > 0
             self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, padding,
-                                         seen, leaves)
+                                         seen, leaves, self._trees)
             if "ngram" in self.hierarchy.sources:
                 self.meters = self._meters(texts)
 
@@ -87,7 +91,8 @@ class Pilot:
         if self._fixed is not None:
             return self._fixed
         if self.controller is None:
-            return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain)
+            return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
+                           padded_inner=self.padding.inner)
         if self._begins:
             self._begins, self._chosen = False, Plan(padded=self.padding.plain)
         else:
@@ -125,9 +130,13 @@ def default_plan(settings: Settings, hierarchy: "Hierarchy") -> Plan:
     source = next(iter(hierarchy.sources), None)
     if not settings.retrieval:
         return Plan(settings.gamma, source) if source else Plan()
-    if source is None:
-        return Plan(settings.gamma, None, True, 0, settings.gamma)
-    return Plan(settings.gamma, source, True, settings.gamma_inner, -(-settings.gamma // 2))
+    rounds, inner = (settings.gamma, 0) if source is None else (-(-settings.gamma // 2), settings.gamma_inner)
+    plan = Plan(settings.gamma, source, True, inner, rounds)
+    if not settings.tree_size:
+        return plan
+    shape, _ = likeliest(Controller.FOLLOWERS, settings.gamma, BRANCHES, rows=settings.tree.rows,
+                         depth=settings.block_size - 1, width=settings.tree_width)
+    return replace(plan, branches=BRANCHES, shape=shape)
 
 
 class Tally:
@@ -150,17 +159,31 @@ class Tally:
             return
         self.tokens += len(row.tokens)
         self.rows += 1
+        if self.plan.branches:
+            self._walk(self.plan.shape, row)
         checked = self.plan.drafter
         if checked is not None and checked != "ngram":  # whose rates are kept by its meter
             # A drafter that proposed nothing has missed: or one that seldom proposes would keep the rate it began with.
             missed = row.num_accepted < max(row.num_drafted, 1)
             self.observe(checked, row.num_accepted, row.num_accepted + missed)
-        if row.num_accepted < row.num_drafted:
-            self.observe(LEAVES, int(row.by_leaf), 1)
+        if row.num_accepted < row.num_drafted and not self.plan.branches:
+            self.observe(LEAVES, row.by_leaf, 1)
         if self.plan.retrieval and self.plan.source not in (None, "ngram"):
             hits, misses, leaves = (row.origins[: row.num_accepted].count(kind) for kind in (ACCEPTED, MISSED, LEAF))
             self.observe(self.plan.source, hits, hits + misses + leaves)
             self.observe(INNER_LEAVES, leaves, misses + leaves)
+
+
+    def _walk(self, shape: Shape, row: RowRound) -> None:
+        """Down a tree: at each row that was kept, which of those that follow it beside the first was kept, too."""
+        path = list(row.path[: row.num_accepted + row.by_leaf + 1])
+        # Cut off by a limit, the last may have had another that was kept.
+        ends = [] if row.num_accepted + row.by_leaf == len(row.tokens) else [None]
+        for here, kept in zip(path, path[1:] + ends, strict=False):
+            if here < row.num_drafted or here > shape.spine:  # beyond the end of a spine nothing is known
+                for follower in shape.followers[here]:
+                    if (rank := shape.rank(follower)) > 0:
+                        self.observe(FOLLOWER[rank], int(follower == kept), 1)
 
 
 class RebuildPolicy:

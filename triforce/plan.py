@@ -1,17 +1,21 @@
 """How one round drafts: a value that the pilot chooses and that is passed down the hierarchy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from .tree import Shape
 
 
 class Padding(NamedTuple):
     """Which steps of the target have a fixed number of rows, whatever is drafted.
 
-    The bits of greedy output are promised for padded steps. Others follow the same law and may be faster.
+    The bits of greedy output are promised for padded steps of the full level. Others follow the same law and may be
+    faster.
     """
 
-    plain: bool = True  # those that check nothing
-    drafts: bool = True  # those that check drafted tokens
+    plain: bool = True  # of the full level, those that check nothing
+    drafts: bool = True  # of the full level, those that check drafted tokens
+    inner: bool = True  # of the retrieval level
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,9 @@ class Plan:
     gamma_inner: int = 0  # tokens that the source proposes to the retrieval level
     rounds: int = 0  # of the retrieval level
     padded: bool = True  # a step has all its rows; False: only those of the pending token and of what may be drafted
+    padded_inner: bool = True  # the same of the retrieval level's steps
+    branches: int = 0  # rows of a branch that the retrieval level grows beside the chain, at most; 0: there are none
+    shape: Shape | None = field(default=None, compare=False)  # of the tree; recorded steps serve all shapes
 
     @property
     def drafter(self) -> str | None:
@@ -35,7 +42,7 @@ class Plan:
     @property
     def inner(self) -> "Plan":
         """What a round of the retrieval level follows."""
-        return Plan(self.gamma_inner if self.source else 0, self.source, padded=self.padded)
+        return Plan(self.gamma_inner if self.source else 0, self.source, padded=self.padded_inner)
 
 
 PADDED = Padding()

@@ -12,12 +12,13 @@ Shapes: B batch, S rows of a spine, M rows of its block (see tree.py), n drafted
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .acceptance import TreeVerdict, match_tree, verify_chain
+from .acceptance import TreeVerdict, match_nodes, match_tree, verify_chain
 from .drafting.protocol import Drafter
 from .graphs import Compiler, Graphed, put
 from .kv.blocks import TargetBlock
@@ -27,7 +28,7 @@ from .model import Transformer
 from .plan import Plan
 from .sampling import ACCEPT, SAMPLE
 from .tape import ACCEPTED, BONUS, FULL, LEAF, MISSED, Tape
-from .tree import TokenTree
+from .tree import FOLLOWERS, Shape, TokenTree
 
 
 class RowRound(NamedTuple):
@@ -38,7 +39,8 @@ class RowRound(NamedTuple):
     num_accepted: int
     num_drafted: int
     diverged: bool  # the ranks disagree on it
-    by_leaf: bool = False  # the token after the accepted ones was a leaf, which is not counted among them
+    by_leaf: int = 0  # accepted after those, beside the chain: of a leaf, or of a branch
+    path: Sequence[int] = ()  # rows of the block that the tokens were drawn from, the pending one's first
 
 
 class Outbox:
@@ -46,8 +48,8 @@ class Outbox:
 
     def __init__(self, tape: Tape, rows: int):
         self.rows = rows
-        # S tokens, S - 1 origins, four counts, whether the ranks disagree, two times
-        self.buffer = tape.buffer(2 * rows + 6)
+        # S tokens, S rows, S - 1 origins, four counts, whether the ranks disagree, two times
+        self.buffer = tape.buffer(3 * rows + 6)
         self.clock = torch.zeros(2, dtype=torch.int64, device=self.buffer.device)  # what this rank has to tell
 
     def tell(self, timing) -> None:
@@ -56,13 +58,15 @@ class Outbox:
         for place, milliseconds in zip(self.clock, times, strict=True):
             place.fill_(int(1e3 * milliseconds))
 
-    def write(self, tokens: Tensor, origins: Tensor, counts: Tensor, ranks: tuple[Tensor, Tensor] | None) -> None:
-        """tokens [B, n + 1], origins [B, n], counts [B, 4]: emitted, accepted, drafted, by a leaf.
+    def write(self, tokens: Tensor, rows: Tensor, origins: Tensor, counts: Tensor,
+              ranks: tuple[Tensor, Tensor] | None) -> None:
+        """tokens [B, n + 1], rows [B, n + 1] that they were drawn from, origins [B, n], counts [B, 4]: emitted,
+        accepted, drafted, by a leaf.
 
         ranks: whether they disagree [B], and the first one's clock [2].
         """
-        self.buffer[:, : tokens.shape[1]] = tokens
-        self.buffer[:, self.rows : self.rows + origins.shape[1]] = origins
+        for i, part in enumerate((tokens, rows, origins)):
+            self.buffer[:, i * self.rows : i * self.rows + part.shape[1]] = part
         self.buffer[:, -7:-3] = counts
         if ranks is not None:
             self.buffer[:, -3], self.buffer[:, -2:] = ranks
@@ -80,8 +84,8 @@ class Outbox:
             num_emitted, num_accepted, num_drafted, by_leaf, diverged = box[-7:-2]
             if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
                 num_accepted = num_drafted = num_emitted
-            rounds.append(RowRound(box[:num_emitted], box[self.rows : -7], num_accepted, num_drafted,
-                                   bool(diverged), bool(by_leaf)))
+            rounds.append(RowRound(box[:num_emitted], box[2 * self.rows : -7], num_accepted, num_drafted,
+                                   bool(diverged), by_leaf, box[self.rows : self.rows + num_emitted]))
         return rounds, [micros / 1e3 for micros in boxes[0][-2:]]
 
 
@@ -103,7 +107,7 @@ class Speculator(Drafter):
         self.model, self.cache, self.view, self.tape = model, cache, view, tape
         rows = tree.spine
         self.level, self.rows, self.drafters, self.keep_queries = level, rows, drafters, keep_queries
-        self.leaves = tree.leaves
+        self.tree, self.leaves = tree, tree.leaves
         self.length, self.limit = tape.buffer(), tape.buffer()  # no round moves `length` past `limit`
         self.base, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
         wants_laws = not tape.coupled and any(drafter.emits_laws for drafter in drafters.values())
@@ -126,6 +130,7 @@ class Speculator(Drafter):
         self.on_piece = None  # see TargetBlock
         # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
         self._drafting_round = steps.step(self._round, num_lengths=2, warm_up=4)
+        self._growing = steps.step(self._grow, num_lengths=2)
 
     def round(self, plan: Plan, probs: Tensor | None = None) -> None:
         """Emits 1 to M tokens a row (none where `limit` is reached): on the tape, and in the outbox.
@@ -145,6 +150,8 @@ class Speculator(Drafter):
         """The other part: they are checked, and tokens are emitted."""
         self.asked.fill_(plan.gamma)
         self.checked.copy_(num_drafted)
+        if self.tree.size and not plan.branches:
+            self.tape.nodes.take(*self.tape.read_spine(self.length, self.rows), Shape(self.rows - 1))
         self.num_rows = self._rows_of(plan, num_drafted)
         self.step(*self.view.extent, self.num_rows, self.checked, probs)
 
@@ -159,7 +166,7 @@ class Speculator(Drafter):
         Measured times influence the plans, so a step's duration must not reveal tokens that are then discarded: only
         a count that settled tokens decide is looked at. Elsewhere a step has as many rows as could have been drafted.
         """
-        if plan.padded:
+        if plan.padded or self.tree.size:
             return self.rows
         if plan.gamma == 0:
             return 1
@@ -174,7 +181,33 @@ class Speculator(Drafter):
         for _ in range(plan.rounds):
             self._drafting_round(*self.view.extent, plan.inner, probs)
         torch.sub(self.length, start, out=self.num_drafted)
+        if plan.branches:
+            self._branch(plan.shape)
         return self.num_drafted
+
+    def _branch(self, shape: Shape) -> None:
+        """Grows branches beside the chain that was drafted: each step drafts the next row of all of them."""
+        nodes = self.tape.nodes
+        nodes.take(*self.tape.read_spine(self.base, nodes.tree.spine), shape)
+        for _ in range(nodes.steps):
+            self._growing(*self.view.extent)
+
+    def _grow(self, dense: int, longest: int, starts: tuple) -> None:
+        compiled = self._compiler.level(f"level{self.level}_growth")
+        growth = self.tape.nodes.growth
+        tokens = compiled(Speculator._begin_growth)(self)
+        kv = TargetBlock(self.cache, self.view, self.base, growth, Extent(dense, longest, starts), False, compiled)
+        hidden = self.model(tokens, kv)
+        compiled(Speculator._finish_growth)(self, hidden)
+
+    def _begin_growth(self) -> Tensor:
+        nodes = self.tape.nodes
+        return nodes.tokens[:, nodes.here()]
+
+    def _finish_growth(self, hidden: Tensor) -> None:
+        nodes = self.tape.nodes
+        position = self.base[:, None] + 1 + nodes.depths[nodes.here()]
+        nodes.grow(self.tape.rank(self.model.output(hidden), position, FOLLOWERS))
 
     def _round(self, dense: int, longest: int, starts: tuple, plan: Plan, probs: Tensor | None) -> None:
         """`round`, with all that its graph depends on as arguments."""
@@ -205,6 +238,10 @@ class Speculator(Drafter):
         torch.add(here, self.rows, out=self.limit)
         self.step(*self.view.extent, rows, self.checked, probs)
 
+    def rehearse_growth(self) -> None:
+        """A step that grows branches from where the last rehearsal was."""
+        self._growing(*self.view.extent)
+
     def _level(self, rows: int):
         """The compiler of steps of so many rows: their shapes are constant."""
         if rows not in self._levels:
@@ -213,15 +250,16 @@ class Speculator(Drafter):
 
     def _step(self, dense: int, longest: int, starts: tuple, rows: int, num_drafted: Tensor,
               probs: Tensor | None) -> None:
-        compiled, tree = self._level(rows), TokenTree(rows, self.leaves)
-        block = compiled(Speculator._begin)(self, tree)
-        kv = TargetBlock(self.cache, self.view, self.length, tree, Extent(dense, longest, starts), self.keep_queries,
-                         compiled, self.on_piece)
+        compiled, tree = self._level(rows), self.tree.cut(rows)
+        nodes = self.tape.nodes if tree.size else None
+        block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree)
+        kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest, starts),
+                         self.keep_queries, compiled, self.on_piece)
         hidden = self.model(block, kv)
         if self.hidden is not None:
             self.hidden[:, : tree.rows] = hidden
         compiled(Speculator._finish)(self, hidden, block, tree, num_drafted, probs)
-        self.commit(self.length - self.by_leaf if tree.num_leaves else self.length)  # drafters know no leaf
+        self.commit(self.length - self.by_leaf if tree.branches else self.length)  # drafters know no leaf
 
     def _begin(self, tree: TokenTree) -> Tensor:
         """The pending token and those drafted after it; what lies behind them on the tape pads the block."""
@@ -242,7 +280,7 @@ class Speculator(Drafter):
         by_leaf, tokens = verdict.by_leaf, verdict.tokens[:, : n + 1]
         # Cut at a limit fixed beforehand.
         num_emitted = torch.minimum(verdict.num_accepted + by_leaf + 1, self.limit - start)
-        by_leaf = by_leaf * (num_emitted > verdict.num_accepted)
+        by_leaf = torch.minimum(by_leaf, (num_emitted - verdict.num_accepted).clamp(min=0))
 
         put(tape.tokens, position, tokens)
         if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
@@ -254,15 +292,17 @@ class Speculator(Drafter):
             origin = torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, last)
             put(tape.origin, position, torch.where(ahead <= verdict.num_accepted[:, None], origin, BONUS))
         self._keep(verdict.rows, logits, num_emitted)
-        if tree.num_leaves:
+        if tree.branches:  # what was kept moves to the slots of its positions
             self.by_leaf.copy_(by_leaf)
-            first, place = start - self.cache.prefix.len, (verdict.num_accepted + 1).clamp(max=n)
-            self.cache.tail.move(first + verdict.rows.gather(1, place[:, None]).squeeze(1), first + place)
+            first = (start - self.cache.prefix.len)[:, None]
+            place = (verdict.num_accepted + 1).clamp(max=n)[:, None]  # of a leaf
+            place = ahead.expand(len(start), -1) if tree.size else place
+            self.cache.tail.move(first + verdict.rows.gather(1, place), first + place)
         counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted, by_leaf], 1)
         self.totals += torch.where((num_emitted > 0)[:, None], counts[:, 1:], 0)
         if self.outbox is not None:
             ranks = None if self.model.group is None else self._exchange(tokens, num_emitted)
-            self.outbox.write(tokens, tape.origin.gather(1, position[:, :n]), counts, ranks)
+            self.outbox.write(tokens, verdict.rows[:, : n + 1], tape.origin.gather(1, position[:, :n]), counts, ranks)
         start += num_emitted
 
     def _verify(self, logits: Tensor, tokens: Tensor, num_drafted: Tensor, position: Tensor):
@@ -279,9 +319,12 @@ class Speculator(Drafter):
     def _match(self, logits: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor) -> TreeVerdict:
         """By coupled draws: logits [B, M, V] after block [B, M]. A level that drafts notes what it would have drawn
         instead."""
-        tape, position = self.tape, self.length[:, None] + 1 + tree.depths(block.device)
+        tape, nodes = self.tape, self.tape.nodes
+        depths = nodes.depths if tree.size else tree.depths(block.device)
+        position = self.length[:, None] + 1 + depths
         if self.level == FULL:
-            return match_tree(tree, block, num_drafted, tape.draw(tape.law(logits), position, self.level))
+            drawn = tape.draw(tape.law(logits), position, self.level)
+            return match_nodes(nodes, num_drafted, drawn) if tree.size else match_tree(tree, block, num_drafted, drawn)
         ranked = tape.rank(logits, position)  # [B, M, 1 + k]
         verdict = match_tree(tree, block, num_drafted, ranked[..., 0])
         kept = ranked.gather(1, verdict.rows[..., None].expand(-1, -1, ranked.shape[2]))
@@ -291,14 +334,14 @@ class Speculator(Drafter):
     def _keep(self, rows: Tensor, logits: Tensor, num_emitted: Tensor) -> None:
         """What others may ask for of this step, of the rows [B, n + 1] that its tokens were drawn from."""
         count = rows.shape[1]
-        if self.leaves:  # otherwise each is its own
+        if self.tree.branches:  # otherwise each is its own
             self.drawn_from[:, :count] = rows
         if self.logits is not None:
             self.logits[:, :count] = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2]))
         if self.keep_queries:
             emitted = torch.arange(count, device=rows.device) < num_emitted[:, None]
             weight = torch.zeros_like(self.cache.query_weight)
-            self.cache.query_weight.copy_(weight.scatter(1, rows, emitted.to(weight.dtype)))
+            self.cache.query_weight.copy_(weight.scatter_add(1, rows, emitted.to(weight.dtype)))
 
     def _exchange(self, tokens: Tensor, num_emitted: Tensor) -> tuple[Tensor, Tensor]:
         """[B], whether the ranks emit different tokens, by a digest of them; [2], the clock of the first rank."""

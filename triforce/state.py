@@ -19,6 +19,7 @@ from .kv.prefix import PrefixStore
 from .kv.store import Extent
 from .kv.target import TargetCache
 from .model import Transformer
+from .nodes import Nodes
 from .packed import packs
 from .pilot import Pilot
 from .plan import Padding, Plan
@@ -62,15 +63,17 @@ class State:
         self._pack = (pack and batch == 1 and num_resident_layers is None and shared is None
                       and packs(device, dtype))
         self.compiler, self.prefill_level = compiler, compiler.level("prefill")
+        nodes = Nodes(settings.tree, settings.tree_width, batch, device) if settings.tree.size else None
         self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), vocab_size, device,
-                                  settings.coupled, max(settings.leaves, settings.leaves_inner))
+                                  settings.coupled, settings.runners_up, nodes)
         self.params = self.tape.params
         offload = None
         if num_resident_layers is not None and num_resident_layers < config.n_layer:
             offload = Offload(config, num_resident_layers, batch=batch, capacity=self.capacity, interval=interval,
                               device=device, dtype=dtype, piece=settings.piece_tokens, runs_on=runs_on)
         self.cache = TargetCache(config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
-                                 flush_interval=interval, budget=budget if settings.retrieval else 0, offload=offload,
+                                 flush_interval=interval, budget=budget if settings.retrieval else 0,
+                                 newest=settings.block_size, offload=offload,
                                  shared=shared,
                                  chunk_size=settings.scored_chunk_size, device=device,
                                  dtype=dtype, runs_on=runs_on)

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import coupled, sampling
 from .graphs import put
 from .model import Transformer
+from .nodes import Nodes
 from .sampling import SAMPLE, SamplingParams
 from .tree import TokenTree
 
@@ -32,14 +33,15 @@ class Tape:
     params: SamplingParams
     vocab_size: int  # ids that the tokenizer can name; logits beyond are padding
     coupled: bool = False  # levels share their draws; else laws are passed from level to level
+    nodes: Nodes | None = None  # where the full level checks trees: what the retrieval level grows
 
     @classmethod
     def allocate(cls, batch: int, capacity: int, vocab_size: int, device, coupled: bool = False,
-                 leaves: int = 0) -> "Tape":
+                 leaves: int = 0, nodes: Nodes | None = None) -> "Tape":
         tokens = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         runners_up = tokens.new_zeros(batch, capacity, leaves)
         return cls(tokens, torch.zeros_like(tokens), runners_up, SamplingParams(batch, device, vocab_size), vocab_size,
-                   coupled)
+                   coupled, nodes)
 
     def law(self, logits: Tensor) -> Tensor:
         return sampling.probabilities(logits[..., : self.vocab_size], self.params)
@@ -53,9 +55,9 @@ class Tape:
             return coupled.draw(law, self.params.seed, position)
         return sampling.sample(law, self.uniform(position, level, SAMPLE))
 
-    def rank(self, logits: Tensor, position: Tensor) -> Tensor:
-        """With coupled sampling, what is drawn by logits [B, n, V], and its runners-up: [B, n, 1 + k]."""
-        law, count = self.law(logits), 1 + self.runners_up.shape[2]
+    def rank(self, logits: Tensor, position: Tensor, count: int | None = None) -> Tensor:
+        """With coupled sampling, what is drawn by logits [B, n, V], and its runners-up: [B, n, 1 + k], or `count`."""
+        law, count = self.law(logits), count or 1 + self.runners_up.shape[2]
         if self.params.uses.greedy and count > 1:  # all but the winner never arrive: in its place far behind it
             behind = 1e-30 * logits[..., : self.vocab_size].to(law.dtype).softmax(-1)
             law = torch.where(self.params.temperature[:, None, None] == 0, law + behind, law)
@@ -63,12 +65,16 @@ class Tape:
 
     def read(self, start: Tensor, tree: TokenTree) -> Tensor:
         """The tokens of a block whose first is at index start [B]: [B, M]."""
-        here = start[:, None] + torch.arange(tree.spine, device=start.device)
-        spine = self.tokens.gather(1, here)
         if not tree.num_leaves:
-            return spine
-        sides = here[:, 1:, None].expand(-1, -1, self.runners_up.shape[2])
-        return tree.arrange(spine, self.runners_up.gather(1, sides))
+            return self.tokens.gather(1, start[:, None] + torch.arange(tree.spine, device=start.device))
+        spine, runners_up = self.read_spine(start, tree.spine)
+        return tree.arrange(spine, runners_up[:, 1:])
+
+    def read_spine(self, start: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """So many tokens from index start [B] on, [B, rows], and the runners-up of each, [B, rows, k]."""
+        here = start[:, None] + torch.arange(rows, device=start.device)
+        sides = here[..., None].expand(-1, -1, self.runners_up.shape[2])
+        return self.tokens.gather(1, here), self.runners_up.gather(1, sides)
 
     def note(self, position: Tensor, ranked: Tensor) -> Tensor:
         """Writes the runners-up down: position [B, n], ranked [B, n, 1 + k], see `rank`. Returns the first, [B, n]."""

@@ -39,6 +39,7 @@ class ModelDrafter(Drafter):
         self.steps = {rows: level.step(self._step, num_lengths=2) for rows, level in self.levels.items()}
         self._seen = [0] * len(tape.tokens)  # tokens of each row that it has taken in for certain
         self._left_out = False  # of the last round
+        self._departed: set[int] = set()  # rows whose text went another way in the last round
 
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
         self._take_in(row, length, 0 if fresh else self._seen[row])
@@ -57,14 +58,17 @@ class ModelDrafter(Drafter):
         self.memory.open(max_len)
 
     def catch_up(self, lengths: list[int]) -> None:
-        if self._left_out:
-            for row, (length, known) in enumerate(zip(lengths, self._seen, strict=True)):
-                if length > known:
-                    self._take_in(row, length, known)
+        for row, (length, known) in enumerate(zip(lengths, self._seen, strict=True)):
+            if length > known and (self._left_out or row in self._departed):
+                self._take_in(row, length, known)
         self._seen, self._left_out = list(lengths), False
+        self._departed.clear()
 
     def leave_out(self) -> None:
         self._left_out = True
+
+    def depart(self, row: int) -> None:
+        self._departed.add(row)
 
     def flush(self, row: int, length: int) -> None:
         if not self._left_out and self.memory.flush(row, length):

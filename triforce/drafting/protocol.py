@@ -18,8 +18,8 @@ class Drafter:
     """Proposes tokens to a level that checks them. Only `propose` must be written; the rest does nothing.
 
     Calls come in this order: `prefill` for each row, `open`; then before each round either `catch_up` or `leave_out`;
-    in the round `propose`, once for each round of the level that checks, and `commit`; `flush` between rounds;
-    `rewind` instead of a prefill.
+    in the round `propose`, once for each round of the level that checks, and `commit`; `depart` and `flush` between
+    rounds; `rewind` instead of a prefill.
     """
 
     emits_laws = True  # its tokens are drawn from laws that it writes down; False: its proposals are deterministic
@@ -63,6 +63,9 @@ class Drafter:
 
     def leave_out(self) -> None:
         """It does not draft in the next round."""
+
+    def depart(self, row: int) -> None:
+        """The text of a row left the tokens that were drafted in the last round for those of a branch."""
 
     def flush(self, row: int, length: int) -> None:
         """The target has just flushed a row at `length`."""

@@ -59,5 +59,8 @@ class SharedDrafter(Drafter):
     def leave_out(self) -> None:
         self.own.leave_out()
 
+    def depart(self, row: int) -> None:
+        self.own.depart(row)
+
     def flush(self, row: int, length: int) -> None:
         self.own.flush(row, length)

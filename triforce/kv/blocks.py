@@ -10,36 +10,42 @@ from .. import attention
 from ..graphs import is_traced, put
 from ..model import Block, ModelConfig, RotaryEmbedding, eager, rotate
 from ..packed import MIN_ROWS
-from ..tree import TokenTree
 from . import prefix
 from .prefix import PrefixStore
 from .store import Extent, View
 from .target import TargetCache
 
 
-def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, tree: TokenTree, tail_slots: int,
+def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, tree, tail_slots: int,
                      config: ModelConfig, view_len: Tensor | None, room: int):
-    """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T].
+    """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T]; and of
+    a tree whose rows see their paths apart, the slots of these [B, M, P] and their bias [B, 1, 1, M, P]; or None.
 
-    Values have angles, too, of 0: all heads of a token are turned in one go. In a tree with leaves, a row sees what
-    comes before its position; itself it sees elsewhere, since only the spine lies where the positions say.
+    Values have angles, too, of 0: all heads of a token are turned in one go.
 
     Args:
+        tree: what has a `Layout`.
         view_len, room: of a view that lies before the tail, [B], and its capacity. None, 0: there is none.
     """
-    rows, first = tree.rows, start - prefix_len  # the pending token's slot
-    depths = tree.depths(start.device)
-    positions = start[:, None] + depths  # [B, M]
+    layout, first = tree.layout(start.device), start - prefix_len  # the pending token's slot
+    rows, positions = tree.rows, start[:, None] + layout.depths  # [B, M]
     turned, still = config.n_head + config.n_kv_head, config.n_kv_head
     cos, sin = (torch.cat([table[:, None].expand(-1, turned, -1, -1),
                            torch.full_like(table, value)[:, None].expand(-1, still, -1, -1)], 1)
                 for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
-    slots, group = first[:, None] + torch.arange(rows, device=start.device), config.n_head // config.n_kv_head
-    seen = first[:, None] + depths + (0 if tree.num_leaves else 1)  # slots
-    bias = attention.fold_mask(torch.arange(tail_slots, device=start.device) < seen[..., None], group)
+    slots, group = first[:, None] + layout.slots, config.n_head // config.n_kv_head
+    slot = torch.arange(tail_slots, device=start.device)
+    seen = slot < (first[:, None] + layout.before)[..., None]  # [B, M, T]
+    path = None if layout.path is None else first[:, None, None] + layout.path  # [B, M, P]
+    if path is not None and not layout.apart:
+        seen = seen | (path[..., None] == slot).any(2)
+    bias = attention.fold_mask(seen, group)
     if room:
         bias = torch.cat([_view_bias(view_len, 0, room, rows, group), bias], -1)
-    return cos, sin, slots + room, bias
+    if not layout.apart:
+        return cos, sin, slots + room, bias, None, None
+    own = torch.where(path >= 0, 0.0, float("-inf"))[:, None, None]
+    return cos, sin, slots + room, bias, path.clamp(min=0) + room, own
 
 
 def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int) -> Tensor:
@@ -51,19 +57,19 @@ def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int) -
 class TargetBlock:
     """`kv` of a decoding step over one view: M rows a row of the batch, at the positions of a tree from `start` on."""
 
-    def __init__(self, cache: TargetCache, view: View, start: Tensor, tree: TokenTree, extent: Extent,
-                 keep_queries: bool, compiled=eager, on_piece=None):
+    def __init__(self, cache: TargetCache, view: View, start: Tensor, tree, extent: Extent, keep_queries: bool,
+                 compiled=eager, on_piece=None):
         """start: [B], the position of each row's first token. extent: how much of the view is attended to.
 
+        tree: a `TokenTree`, or else what has rows and a `Layout`.
         on_piece: called with (layer, number, piece) for what `Offload.pieces` streams past, before it is overwritten.
         """
         rows = tree.rows
         self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
-        self.apart = tree.num_leaves > 0  # each row sees itself apart from the others
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         tail = cache.tail
         self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
-        self.cos, self.sin, self.slots, self.bias = compiled(_target_geometry)(
+        self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
             cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if view.joined else None,
             tail.room if view.joined else 0)
         self.ragged_bias = None
@@ -85,7 +91,8 @@ class TargetLayer:
         self.cos, self.sin, self.slots, self.bias = block.cos, block.sin, block.slots, block.bias
         self.written = block.written[i]  # [2, B, K, T, D], or with the view before it
         self.queries = cache.queries[i] if block.keep_queries else None
-        self.length_on_device, self.apart = block.view.length_on_device, block.apart
+        self.path, self.path_bias = block.path, block.path_bias
+        self.length_on_device = block.view.length_on_device
         self._block, self._i = block, i
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
@@ -104,10 +111,19 @@ class TargetLayer:
         q = attention.fold(q, self.n_kv_head)
         if self.length_on_device:
             q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
-        states = [attention.masked(q, self.written[0], self.written[1], self.bias, no_empty_rows=not self.apart)]
-        if self.apart:  # first, since every row sees itself
-            states.insert(0, attention.of_itself(q, kv[:, 0], kv[:, 1]))
+        apart = self.path is not None
+        states = [attention.masked(q, self.written[0], self.written[1], self.bias, no_empty_rows=not apart)]
+        if apart:  # first, since every row sees itself
+            states.insert(0, attention.apart(q, *self._path(kv), self.path_bias))
         return attention.as_one_query(q) if self.length_on_device else q, states
+
+    def _path(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of each row's path, [B, K, M, P, D] each. kv: [B, 2, K, M, D], those of the rows."""
+        if self.path.shape[2] == 1:  # itself alone
+            return kv[:, 0, :, :, None], kv[:, 1, :, :, None]
+        rows = torch.arange(len(kv), device=kv.device)[:, None, None]
+        k, v = (half[rows, :, self.path].permute(0, 3, 1, 2, 4) for half in self.written)
+        return k, v
 
     def read(self, q: Tensor) -> list:
         """What the queries see in the view: states over what all rows share, over its dense part and over its ragged
@@ -252,7 +268,7 @@ class PrefillLayer:
         if block.keep_queries:
             for row, mine, length in zip(block.rows, q, block.lengths, strict=True):
                 kept, newest = block.cache.queries[self._i][row], length - block.start
-                count = min(kept.shape[1], newest)
+                count = min(block.cache.newest, newest)
                 kept[:, :count] = mine[:, newest - count : newest]
         if block.on_layer is not None and block.stop == block.end:
             block.on_layer(self._i)
@@ -285,10 +301,10 @@ def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size:
     """
     edges = [*range(start, stop, size), stop]
     if keep_queries:
-        count = cache.query_weight.shape[1]
+        count = cache.newest
         for row, length in zip(rows, lengths or [stop] * len(rows), strict=True):
             kept = min(length - edges[-2], count)
-            cache.query_weight[row] = torch.arange(count, device=cache.query_weight.device) < kept
+            cache.query_weight[row] = torch.arange(cache.query_weight.shape[1], device=cache.query_weight.device) < kept
     blocks = []
     for a, b in zip(edges, edges[1:], strict=False):
         alike = a > 0 and b - a == size

@@ -47,9 +47,10 @@ class Tail(Store):
         return ((f"tail.{i}", kv) for i, kv in enumerate(self.kv))
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copies one slot to another in all layers, for each row: source, target [B]."""
-        rows = torch.arange(len(source), device=source.device)
-        kv = self.whole[:, :, rows, :, self.room + source]  # [B, L, 2, K, D]
+        """Copies slots to others in all layers, for each row: source, target [B, n]. All are read before any is
+        written."""
+        rows = torch.arange(len(source), device=source.device)[:, None]
+        kv = self.whole[:, :, rows, :, self.room + source]  # [B, n, L, 2, K, D]
         torch.ops.aten.index_put_(self.whole, [None, None, rows, None, self.room + target], kv)
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
@@ -65,14 +66,16 @@ class TargetCache(Store):
     Args:
         budget: tokens of a view that is to lie before the tail; 0: none.
         chunk_size: tokens whose mean key is kept; 0: none is.
+        newest: queries that a view is chosen by, at most. None: block_size.
         offload: keeps the prefix of the last layers. None: all of it is on the device.
         shared: the prefix that all rows have in common.
         runs_on: the device whose kernels will read it, if it is not the one that it is allocated on.
     """
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, capacity: int, block_size: int,
-                 flush_interval: int, chunk_size: int, budget: int = 0, offload: Offload | None = None,
-                 shared: PrefixStore | None = None, device, dtype, runs_on: torch.device | None = None):
+                 flush_interval: int, chunk_size: int, budget: int = 0, newest: int | None = None,
+                 offload: Offload | None = None, shared: PrefixStore | None = None, device, dtype,
+                 runs_on: torch.device | None = None):
         self.config, self.rope = config, rope
         self.group = config.n_head // config.n_kv_head
         self.capacity, self.flush_interval = capacity, flush_interval
@@ -91,6 +94,7 @@ class TargetCache(Store):
         self.queries = list(self.all_queries)  # by layer
         # [B, M], 1 for the rows whose tokens were kept
         self.query_weight = torch.zeros(batch, block_size, dtype=torch.float32, device=device)
+        self.newest = block_size if newest is None else newest
 
     @property
     def lens(self) -> list[int]:
@@ -107,6 +111,15 @@ class TargetCache(Store):
         super().load_state_dict(state)
         for row, length in enumerate(self.lens):  # on the device, too
             self.prefix.truncate(row, length)
+
+    def newest_queries(self, row: int) -> tuple[Tensor, Tensor]:
+        """What a row's view is chosen by: queries [L, H, m, D] and their weights [m]. Of a tree, those of the tokens
+        that were kept, and as many others, of weight 0, as are missing."""
+        weight = self.query_weight[row]
+        if len(weight) == self.newest:
+            return self.all_queries[:, row], weight
+        kept = weight.topk(self.newest).indices
+        return self.all_queries[:, row, :, kept], weight[kept]
 
     def whole(self, length: int) -> int:
         """Of so many tokens, those that lie in the prefix: whole flush intervals."""

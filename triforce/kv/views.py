@@ -29,7 +29,7 @@ from .store import Extent, View
 from .target import TargetCache, aligned
 
 SMOOTHED = 7  # tokens over which "snapkv" averages attention
-SCORES = 2**26  # numbers that are held at a time while all chunks are scored
+SCORES = 2**26  # numbers that are held at a time while all chunks are scored, unless a layer has more
 
 
 class RetrievalView(View):
@@ -150,7 +150,8 @@ class RetrievalView(View):
             before = [] if prefix.shared is None else [prefix.before(i)[0][0]]
             keys, smoothed = keys or [*before, prefix.k[i][row]], SMOOTHED
         mask = self._mask(row, sum(x.shape[1] for x in keys))
-        return chunk_scores(cache.queries[i][row], keys, cache.query_weight[row], mask, smoothed)
+        queries, weight = cache.newest_queries(row)
+        return chunk_scores(queries[i], keys, weight, mask, smoothed)
 
     def _chunk_keys(self, row: int) -> list[Tensor]:
         """Mean keys of all chunks of a row, of all layers: [L, K, C, D] each, the shared prefix's first."""
@@ -170,7 +171,7 @@ class RetrievalView(View):
         cache = self.cache
         if self.kind != "retrieval":
             return torch.stack([self._scores(row, i) for i in range(cache.config.n_layer)])
-        queries, keys, weight = cache.all_queries[:, row], self._chunk_keys(row), cache.query_weight[row]
+        keys, (queries, weight) = self._chunk_keys(row), cache.newest_queries(row)
         mask = self._mask(row, sum(x.shape[2] for x in keys))
         together = max(SCORES // (queries.shape[1] * queries.shape[2] * len(mask)), 1)
         layers = zip(queries.split(together), *(x.split(together) for x in keys), strict=True)

@@ -1,0 +1,321 @@
+"""Trees of any shape: which is the best, their tables, how a check walks down one, and how branches grow."""
+
+import time
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from conftest import make_engine, make_state, random_pair, random_prompt
+
+from triforce import UserError
+from triforce.acceptance import match_nodes
+from triforce.config import Settings
+from triforce.controller import FOLLOWER, Controller
+from triforce.costs import Costs
+from triforce.drafting.model import ModelDrafter
+from triforce.levels import levels_of
+from triforce.nodes import Nodes
+from triforce.pilot import Tally
+from triforce.plan import Plan
+from triforce.speculator import RowRound
+from triforce.tape import ACCEPTED
+from triforce.tree import FOLLOWERS, Chances, Shape, TokenTree, likeliest
+
+
+def kept(shape: Shape, chances: Chances) -> float:
+    """Expected tokens of a round: one, and the chance of each row's path."""
+    paths = [1.0]
+    for row in range(1, shape.rows):
+        paths.append(paths[shape.follows(row)] * chances.of(shape.rank(row)))
+    return sum(paths)
+
+
+def places(shape: Shape) -> list[tuple[int, int]]:
+    """How deep each row is, and how far from the spine."""
+    places = [(row, 0) for row in range(shape.spine + 1)]
+    for row in range(shape.spine + 1, shape.rows):
+        depth, distance = places[shape.follows(row)]
+        places.append((depth + 1, distance + 1))
+    return places
+
+
+def all_trees(spine: int, rows: int, length: int, depth: int, width: int):
+    """Every tree of so many rows in which each row is another's next follower."""
+    def rest(parents: tuple):
+        if 1 + spine + len(parents) == rows:
+            yield parents
+        else:
+            for parent in range(1 + spine + len(parents)):
+                yield from rest((*parents, parent))
+
+    for parents in rest(()):
+        followers, ranks = [int(row < spine) for row in range(rows)], []
+        for parent in parents:
+            ranks.append(followers[parent])
+            followers[parent] += 1
+        shape = Shape(spine, parents, tuple(ranks))
+        if max(followers) > 3 or parents and spine in parents:  # nothing is known of what follows the last of the spine
+            continue
+        at = places(shape)
+        drafting = [at[row][1] for row in range(rows) if at[row][1] and followers[row]]
+        if max(d for d, _ in at) <= depth and max(d for _, d in at) <= length:
+            if all(drafting.count(d) <= width for d in drafting):
+                yield shape
+
+
+@pytest.mark.parametrize("chances", [Chances(0.9, (0.05, 0.02)), Chances(0.5, (0.3, 0.1)), Chances(0.35, (0.33, 0.3))])
+@pytest.mark.parametrize("length,depth,width", [(4, 9, 4), (2, 9, 4), (4, 3, 4), (4, 9, 1)])
+def test_the_best_tree_is_found(chances, length, depth, width):
+    for spine, rows in ((1, 4), (2, 6), (3, 7)):
+        shape, tokens = likeliest(chances, spine, length, rows=rows, depth=depth, width=width)
+        assert tokens == pytest.approx(kept(shape, chances)) and shape in set(
+            all_trees(spine, shape.rows, length, depth, width))
+        best = max((kept(tree, chances) for tree in all_trees(spine, rows, length, depth, width)), default=None)
+        if best is None:  # so many rows do not fit
+            assert shape.rows < rows
+        elif width > 1:
+            assert shape.rows == rows and tokens == pytest.approx(best)
+        else:  # which rows to draft after is not searched through
+            assert tokens >= 0.95 * best
+
+
+def test_a_large_tree_keeps_its_limits():
+    shape, tokens = likeliest(Chances(0.92, (0.05, 0.01, 0.005)), 40, 8, rows=512, depth=44, width=32)
+    at = places(shape)
+    assert shape.rows == 512 and max(depth for depth, _ in at) <= 44 and max(distance for _, distance in at) == 8
+    drafting = [at[row][1] for row, followers in enumerate(shape.followers) if followers and at[row][1]]
+    assert max(map(drafting.count, range(1, 9))) == 32
+    assert max(map(len, shape.followers)) == 4 and tokens > 1.3 * sum(0.92**row for row in range(41))
+    assert likeliest(Chances(0.92, (0.0, 0.0, 0.0)), 40, 8, rows=512, depth=44, width=32)[0] == Shape(40)
+
+
+def random_shape(dice: Random, nodes: Nodes) -> Shape:
+    first = dice.random()
+    others = sorted((dice.random() * (1 - first) for _ in range(3)), reverse=True)
+    return likeliest(Chances(first, tuple(others)), dice.randint(1, nodes.tree.spine - 1), dice.randint(1, 4),
+                     rows=dice.randint(8, nodes.rows), depth=nodes.tree.spine - 1, width=nodes.width)[0]
+
+
+def walk(shape: Shape, tokens: list[int], num_drafted: int, drawn: list[int]) -> list[int]:
+    """The rows that are kept, one after the other."""
+    rows = [0]
+    while True:
+        here = rows[-1]
+        if here <= shape.spine and here >= num_drafted:  # the spine ends here
+            return rows
+        follows = [row for row in shape.followers[here] if tokens[row] == drawn[here]]
+        if not follows:
+            return rows
+        rows.append(follows[0])
+
+
+def test_a_check_walks_down_a_tree_of_any_shape():
+    dice, seen = Random(0), set()
+    nodes = Nodes(TokenTree(6, 0, 24), 4, 40, "cpu")
+    for _ in range(40):
+        shape = random_shape(dice, nodes)
+        nodes.set(shape)
+        for row in range(1, shape.rows):  # tokens of rows that follow the same one differ, as a draft's choices do
+            nodes.tokens[:, row] = (7 * shape.follows(row) + shape.rank(row)) % 4
+        drawn, num_drafted = torch.randint(4, (40, 24)), torch.randint(shape.spine + 1, (40,))
+        verdict = match_nodes(nodes, num_drafted, drawn)
+        for b in range(40):
+            rows = walk(shape, nodes.tokens[b].tolist(), int(num_drafted[b]), drawn[b].tolist())
+            beside = sum(row > shape.spine for row in rows)
+            assert (int(verdict.num_accepted[b]), int(verdict.by_leaf[b])) == (len(rows) - 1 - beside, beside)
+            assert verdict.rows[b, : len(rows)].tolist() == rows
+            assert verdict.tokens[b, : len(rows)].tolist() == drawn[b][rows].tolist()
+            seen.add((len(rows) - 1 - beside, beside))
+    assert seen >= {(0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (0, 2), (1, 2), (0, 3)}
+
+
+SHAPE = Shape(2, (0, 1, 3, 3, 4), (1, 2, 0, 1, 0))  # rows 3 and 4 begin branches, 5 and 6 follow 3, 7 follows 4
+
+
+def test_rows_see_the_rows_that_they_follow():
+    nodes = Nodes(TokenTree(4, 0, 12), 4, 1, "cpu")
+    nodes.set(SHAPE)
+    assert nodes.depths.tolist()[:8] == [0, 1, 2, 1, 2, 2, 2, 3]
+    assert nodes.anchors.tolist() == [0, 1, 2, 1, 2, 1, 1, 2, 4, 4, 4, 4]
+    assert nodes.distances.tolist()[:8] == [0, 0, 0, 1, 1, 2, 2, 2]
+    layout = nodes.layout("cpu")
+    assert layout.path[:8].tolist() == [[0, -1, -2, -3], [1, 0, -1, -2], [2, 1, 0, -1], [3, 0, -1, -2], [4, 1, 0, -1],
+                                        [5, 3, 0, -1], [6, 3, 0, -1], [7, 4, 1, 0]]
+    assert layout.before[:8].tolist() == [-3, -2, -1, -2, -1, -1, -1, 0] and layout.apart
+
+
+def test_branches_are_grown_a_row_a_step():
+    """They begin with runners-up; then come the choices after the rows that they follow."""
+    nodes = Nodes(TokenTree(4, 0, 12), 4, 2, "cpu")
+    spine = torch.tensor([[5, 6, 7, 0], [8, 9, 9, 0]])
+    nodes.take(spine, 10 * spine[..., None] + torch.arange(1, 4), SHAPE)
+    assert nodes.tokens[:, :5].tolist() == [[5, 6, 7, 61, 72], [8, 9, 9, 91, 92]] and nodes.steps == 1
+    assert nodes.here().tolist() == [3, 4, 0, 0]
+    here = nodes.growth.layout("cpu")
+    assert (here.depths.tolist(), here.slots.tolist()) == ([1, 2, 0, 0], [3, 4, 0, 0]) and not here.apart
+    nodes.grow((100 * nodes.here()[None, :, None] + torch.arange(FOLLOWERS)).expand(2, -1, -1))
+    assert nodes.tokens[:, 5:8].tolist() == [[300, 301, 400]] * 2
+    assert nodes.tokens[:, :5].tolist() == [[5, 6, 7, 61, 72], [8, 9, 9, 91, 92]]
+
+
+def test_branches_see_what_the_levels_see():
+    """In a step that grows them, and in the one that checks: the keys and values of the same tokens, over the same
+    cache, give nearly the same hidden states."""
+    pair = random_pair(std=0.15)
+    state = make_state(*pair, [random_prompt(40)], rule="coupled", block_size=8, tree_size=32, gamma=7, budget=64,
+                       sampling={"temperature": 1.0, "seed": [3]}, keep_logits=True)
+    inner, grown = state.hierarchy.inner, []
+    growing, nodes = inner.model.output.forward, state.tape.nodes
+
+    def listen(hidden):
+        if hidden.shape[1] == nodes.width:
+            grown.append((nodes.here().tolist(), hidden.clone()))
+        return growing(hidden)
+
+    inner.model.output.forward = listen
+    state.round()
+    inner.model.output.forward = growing
+    assert len(grown) == nodes.steps >= 3
+    for here, hidden in grown:  # a view of the whole prompt: so both levels see the same
+        torch.testing.assert_close(hidden[0], state.hierarchy.outer.hidden[0, here], rtol=1e-3, atol=1e-3)
+
+
+def test_views_are_chosen_by_the_queries_of_what_was_kept():
+    """A tree has many more rows: the others' weigh nothing, and are left out."""
+    state = make_state(*random_pair(std=0.15), [random_prompt(300)], rule="coupled", block_size=16, tree_size=64,
+                       gamma=8, budget=48, flush_interval=32, sampling={"temperature": 1.0, "seed": [1]})
+    cache, beside = state.cache, 0
+    prompt, weight = cache.newest_queries(0)
+    assert prompt.shape[2] == 16 and weight.tolist() == [1.0] * 16
+    for _ in range(10):
+        state.round()
+        [row] = state.last_round.rows
+        beside += row.by_leaf
+        queries, weight = cache.newest_queries(0)
+        assert queries.shape[2] == 16 and weight.sum() == len(row.tokens)
+        for place in row.path:
+            found = (queries == cache.all_queries[:, 0, :, place, None]).all(-1).all(1).all(0)
+            assert int((found * weight).sum()) == 1
+    assert beside >= 5
+
+
+@pytest.mark.parametrize("shape", [Shape(7), Shape(4, (0,) * 30, (1,) * 30), Shape(4, (0, 5, 6, 7, 8), (1, 0, 0, 0, 0)),
+                                   Shape(4, (0, 1, 2, 5, 6, 7), (1, 1, 1, 0, 0, 0))])
+def test_a_tree_that_does_not_fit_is_refused(shape):
+    with pytest.raises(ValueError, match="does not fit blocks of 16 rows, 4 deep and 2 wide"):
+        Nodes(TokenTree(5, 0, 16), 2, 1, "cpu").set(shape)
+
+
+def test_what_was_kept_is_learned_by_rank():
+    plan = Plan(2, None, True, 0, 2, branches=2, shape=SHAPE)
+
+    def seen(*row):
+        tally = Tally(plan)
+        tally.add(RowRound(*row))
+        return {name: count for name, count in tally.counts.items() if name in FOLLOWER}
+
+    # tokens, origins, kept of the spine, drafted, whether ranks disagree, kept beside it, path
+    assert seen([1, 2, 3], [], 1, 2, False, 1, [0, 1, 4]) == {FOLLOWER[1]: (0, 1), FOLLOWER[2]: (1, 1)}
+    assert seen([1, 2, 3], [], 0, 2, False, 2, [0, 3, 6]) == {FOLLOWER[1]: (2, 2)}
+    assert seen([1], [], 0, 2, False, 0, [0]) == {FOLLOWER[1]: (0, 1)}
+    assert seen([1, 2], [], 1, 1, False, 0, [0, 1]) == {FOLLOWER[1]: (0, 1)}  # the spine ended at row 1
+    assert seen([1], [], 1, 1, False, 0, [0]) == {}  # cut off by a limit: nobody knows
+
+
+def settled(verify: float, first: float, others: tuple[float, ...], growth: float = 6.0) -> Plan:
+    """What is chosen in the long run, where the rows that follow a kept one are kept with these chances."""
+    dice = Random(0)
+    controller = Controller(Costs({48: verify}, {1: 5.0}, growth=growth), 47, 0, trees=(256, 32))
+    for _ in range(300):
+        plan = controller.choose()
+        row = [0]
+        if plan.gamma:
+            shape = plan.shape or Shape(plan.gamma)
+            while True:
+                drawn = dice.choices(range(5), [first, *others, 1 - first - sum(others)])[0]
+                follows = [row for row in shape.followers[row[-1]] if shape.rank(row) == drawn]
+                if not follows:
+                    break
+                row += follows
+        kept = sum(place <= plan.gamma for place in row) - 1
+        tally = Tally(plan)
+        tally.add(RowRound([1] * len(row), [1] * 47, kept, plan.gamma, False, len(row) - 1 - kept, row))
+        controller.update(tally.tokens_a_row, **tally.counts)
+    return plan
+
+
+def test_branches_are_chosen_where_a_verify_is_dear():
+    plan = settled(1000.0, 0.9, (0.06, 0.02, 0.01))
+    assert plan.branches >= 4 and plan.gamma >= 12 and plan.shape.rows > 100
+    assert settled(1000.0, 0.9, (0.06, 0.02, 0.01), growth=900.0).branches == 1  # which take no step
+    assert not settled(1000.0, 0.9, (0.0, 0.0, 0.0)).branches and not settled(12.0, 0.3, (0.05, 0.0, 0.0)).branches
+
+
+def test_finding_a_tree_takes_little():
+    """A round with offload takes hundreds of milliseconds, and a tree is looked for every eighth."""
+    controller = Controller(Costs({64: 300.0}, {4: 5.0}, {"model": (0.2, 0.2)}, growth=6.0), 63, 4, trees=(512, 64))
+    times = []
+    for i in range(17):
+        controller.rates["retrieval"].update(i % 3, 3)
+        begun = time.perf_counter()
+        controller.choose()
+        times.append(time.perf_counter() - begun)
+    assert max(times) < 0.5
+
+
+@pytest.mark.parametrize("more,message", [
+    ({"sampling": "rejection"}, "tree_size .64. needs sampling 'coupled', and it is 'rejection'"),
+    ({"retrieval": False}, "tree_size .64. needs a retrieval level"),
+    ({"leaves": 1}, "tree_size .64. and leaves .1. are two kinds of trees"),
+    ({"tree_size": 8}, "tree_size .8. must be above block_size .8.*and at most 512; try 64"),
+    ({"tree_size": 516}, "tree_size .516. must be above block_size .8.*and at most 512"),
+    ({"tree_size": -1}, "tree_size .-1. must be a whole number, at least 0")])
+def test_what_does_not_fit_a_tree_is_refused(more, message):
+    with pytest.raises(UserError, match=message):
+        Settings(**{"tree_size": 64, "sampling": "coupled", **more}).resolve()
+
+
+def test_a_tree_takes_the_place_of_leaves():
+    made = Settings(tree_size=62, sampling="coupled").resolve("cuda")
+    assert (made.tree, made.leaves_inner) == (TokenTree(16, 0, 64), 3)
+
+
+def test_a_plan_with_a_tree_needs_room_and_a_shape():
+    plan = Plan(4, None, True, 0, 4, branches=2, shape=Shape(4, (0,), (1,)))
+    for made, asked in (({}, plan), ({"tree_size": 32}, replace(plan, shape=None)),
+                        ({"tree_size": 32}, replace(plan, retrieval=False, source="model"))):
+        with pytest.raises(ValueError, match="has branches, which need a shape, a retrieval level, and blocks of a"):
+            make_state(*random_pair(), [random_prompt(40)], rule="coupled", **made).round(asked)
+
+
+def test_tokens_of_a_tree_say_who_proposed_them():
+    engine = make_engine(*random_pair(std=0.15), sampling="coupled", tree_size=32, flush_interval=32, budget=64,
+                         draft_cache="streaming", gamma=7)
+    out = engine.generate(random_prompt(300), 60, temperature=1.0, seed=2)
+    by_branches = int(engine.caches.state.hierarchy.outer.totals[0, 2])
+    assert set(out.levels) == {"draft", "retrieval", "target"} and by_branches >= 3
+    assert 0 < out.levels.count("target") <= out.stats.target_forwards
+    row = RowRound([1, 2, 3, 4], [ACCEPTED] * 7, 1, 7, False, 2, [0, 1, 9, 12])
+    plan = Plan(7, "model", True, 2, 4, branches=8, shape=Shape(7))
+    assert levels_of(plan, row) == ["draft", "retrieval", "retrieval", "target"]
+
+
+def test_a_draft_knows_the_text_that_left_its_own():
+    """After branches were kept, its cache is that of a state which was given the text."""
+    made = {"rule": "coupled", "block_size": 16, "tree_size": 64, "gamma": 8, "budget": 48, "flush_interval": 32,
+            "draft_cache": "streaming", "sampling": {"temperature": 1.0, "seed": [1]}}
+    pair = random_pair(std=0.15)
+    state, departed = make_state(*pair, [random_prompt(120)], **made), 0
+    draft = state.hierarchy.sources["model"]
+    for _ in range(14):
+        state.round()
+        departed += state.last_round.rows[0].by_leaf > 1
+        draft.catch_up(state.lens)
+        length = int(draft.length[0])
+        assert state.lens[0] - ModelDrafter.CATCH_UP_ROWS < length <= state.lens[0]
+        [tokens] = state.texts()
+        fresh = make_state(*pair, [tokens], **made).hierarchy.sources["model"]
+        for mine, other in zip(draft.memory.cache.k, fresh.memory.cache.k, strict=True):
+            torch.testing.assert_close(mine[:, :, :length], other[:, :, :length], rtol=1e-3, atol=1e-3)
+    assert departed >= 3 and state.lens[0] < 250  # all within its window
