@@ -1,11 +1,17 @@
-"""Ways to check drawn tokens, side by side: rejection sampling, and draws that all levels share, with leaves or not.
+"""Ways to check drawn tokens, side by side: rejection sampling, and draws that all levels share, by chains, with leaves
+at their sides, or by trees.
 
     python benchmarks/coupled.py --text book.txt --context 8192 --seeds 8 --out results.jsonl
     python benchmarks/coupled.py --checkpoint DIR --draft DIR2 --text book.txt --context 122880
+    python benchmarks/coupled.py --checkpoint DIR --draft DIR2 --text book.txt --context 122880 --offload \
+        --gammas auto --ways rejection "coupled, tree" --tree-size 512 --same 8 --no-draws
 
-For each rule, temperature and gamma: tokens a verify, milliseconds a token, acceptance at each level, the same texts
-for both. Whether the text is that of `speculate=False` is looked at for one seed. Then what a draw takes, and what a
-verify does. The embedded pair by default: its acceptance is that of a small model which was trained towards its views.
+For each rule, temperature and gamma: tokens a verify and row, milliseconds a token of all rows, acceptance at each
+level, the same texts for both. With `--side-by-side` all engines are held at once, and take turns text by text: for
+machines whose speed changes. `--samples 8` has that many continuations of the prompt over one prefix, `--batch 8` that
+many prompts. Whether the text is that of `speculate=False` is looked at for one seed. Then what a draw takes, and what
+a verify does. Of trees: how many tokens a verify the controller expects by what it has seen, beside what came. The
+embedded pair by default: its acceptance is that of a small model which was trained towards its views.
 """
 
 import argparse
@@ -13,6 +19,7 @@ import platform
 import statistics
 import sys
 from collections import Counter
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -20,6 +27,7 @@ import torch
 
 import triforce
 from triforce.tape import FULL
+from triforce.tree import Chances, likeliest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import read_prompts, report, run_or_plot  # noqa: E402
@@ -28,48 +36,97 @@ from steps import milliseconds  # noqa: E402
 LEAVES = {"leaves": 1, "leaves_inner": 3}
 WAYS = {"rejection": {"sampling": "rejection"},
         "coupled": {"sampling": "coupled", **dict.fromkeys(LEAVES, 0)},
-        "coupled, leaves": {"sampling": "coupled", **LEAVES}}
+        "coupled, leaves": {"sampling": "coupled", **LEAVES},
+        "coupled, tree": {"sampling": "coupled", "leaves_inner": LEAVES["leaves_inner"]}}
 
 
 def run(args) -> None:
     args.contexts, args.quote = [args.context], 0
     machine = {"date": str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint,
-               "context": args.context, "device": args.device or platform.machine()}
+               "context": args.context, "device": args.device or platform.machine(), "samples": args.samples,
+               "batch": args.batch, "side_by_side": args.side_by_side}
     for gamma in args.gammas:
-        for rule, settings in WAYS.items():
-            engine = triforce.load(args.checkpoint, **({"draft": args.draft} if args.draft else {}), gamma=gamma,
-                                   **settings, device=args.device, dtype=args.dtype, offload=args.offload,
-                                   compile=args.compile)
-            [ids] = read_prompts(engine.tokenizer, args)
+        for ways in [args.ways] if args.side_by_side else [[way] for way in args.ways]:
+            engines = {way: load(way, gamma, args) for way in ways}
+            prompts = read_batch(engines[ways[0]].tokenizer, args)
             for temperature, top_p in ((0.6, 0.9), (1.0, 1.0)):
                 law = {"temperature": temperature, "top_p": top_p, "ignore_eos": True}
-                row = {"rule": rule, "gamma": gamma, "temperature": temperature, "top_p": top_p,
-                       **measure(engine, ids, args, law)}
-                report(f"{rule}, gamma {gamma}, temperature {temperature}", row, machine, args.out)
-            report(f"{rule}, gamma {gamma}: a draw", {"rule": rule, "gamma": gamma, **draws(engine, ids)}, machine,
-                   args.out)
+                for way, row in measure(engines, prompts, args, law).items():
+                    row = {"rule": way, "gamma": gamma, "temperature": temperature, "top_p": top_p, **row}
+                    report(f"{way}, gamma {gamma}, temperature {temperature}", row, machine, args.out)
+            for way, engine in engines.items():
+                if args.draws:
+                    row = {"rule": way, "gamma": gamma, **draws(engine, prompts[0])}
+                    report(f"{way}, gamma {gamma}: a draw", row, machine, args.out)
+                engine.release()
 
 
-def measure(engine, ids: list[int], args, law: dict) -> dict:
-    """Over args.seeds texts."""
-    engine.generate(ids, args.warm_up, seed=1000, **law)
-    outs, leaves = [], Counter()
+def load(way: str, gamma, args):
+    settings = WAYS[way] | ({"tree_size": args.tree_size} if "tree" in way else {})
+    return triforce.load(args.checkpoint, **({"draft": args.draft} if args.draft else {}), gamma=gamma, **settings,
+                         device=args.device, dtype=args.dtype, offload=args.offload, compile=args.compile,
+                         max_batch_size=max(args.batch, args.samples))
+
+
+def read_batch(tokenizer, args) -> list[list[int]]:
+    """Prompts from places of the text that lie apart, each of args.context tokens."""
+    args.contexts = [args.context + 512 * (args.batch - 1)]
+    [ids] = read_prompts(tokenizer, args)
+    return [ids[512 * i : 512 * i + args.context] for i in range(args.batch)]
+
+
+def measure(engines: dict, prompts: list[list[int]], args, law: dict) -> dict[str, dict]:
+    """Over args.seeds texts of each row; the ways take turns."""
+    def generate(engine, count: int, seed: int, **more) -> list:
+        if args.samples > 1:
+            return engine.generate(prompts[0], count, seed=seed, num_samples=args.samples, **law, **more)
+        return engine.generate(prompts, count, seed=[seed + 1000 * row for row in range(len(prompts))], **law, **more)
+
+    for engine in engines.values():
+        generate(engine, args.warm_up, 1000)
+    outs, leaves = {way: [] for way in engines}, {way: Counter() for way in engines}
     for seed in range(args.seeds):
-        outs.append(engine.generate(ids, args.max_new_tokens, seed=seed, **law))
-        hierarchy = engine.caches.state.hierarchy
-        for name, level in (("retrieval", hierarchy.inner), ("full", hierarchy.outer)):
-            leaves[name] += int(level.totals[:, 2].sum())
-    plain = engine.generate(ids, min(args.max_new_tokens, 64), seed=0, speculate=False, **law)
-    stats = [out.stats for out in outs]
-    verifies = sum(one.target_forwards for one in stats)
+        for way, engine in engines.items():
+            outs[way].append(generate(engine, args.max_new_tokens, seed))
+            hierarchy = engine.caches.state.hierarchy
+            for name, level in (("retrieval", hierarchy.inner), ("full", hierarchy.outer)):
+                leaves[way][name] += int(level.totals[:, 2].sum())
+    rows = {way: expected(engine) for way, engine in engines.items()}
+    for way, engine in engines.items():
+        plain = generate(engine, min(args.max_new_tokens, args.same), 0, speculate=False)
+        rows[way] |= told(outs[way], leaves[way], plain, args)
+    return rows
+
+
+def told(outs: list[list], leaves: Counter, plain: list, args) -> dict:
+    stats = [out.stats for rows in outs for out in rows]
+    verifies = sum(rows[0].stats.target_forwards * len(rows) for rows in outs)
+    times = [rows[0].stats.decode * 1e3 / sum(out.stats.new_tokens - 1 for out in rows) for rows in outs]
     row = {"seeds": args.seeds, "new_tokens": args.max_new_tokens,
            "tokens_a_verify": sum(one.new_tokens for one in stats) / verifies,
-           "ms_a_token": statistics.median(one.tbt for one in stats) * 1e3}
+           "ms_a_token": statistics.median(times), "ms_a_token_by_seed": [round(one, 3) for one in times]}
     for level in ("retrieval", "full"):
         row[f"acceptance_{level}"] = statistics.fmean(one.acceptance_rate.get(level, 0.0) for one in stats)
         row[f"leaves_a_verify_{level}"] = leaves[level] / verifies
-    same = zip(outs[0].tokens, plain.tokens, strict=False)
-    return {**row, "same_as_without": all(a == b for a, b in same)}
+    pairs = [zip(out.tokens, other.tokens, strict=False) for out, other in zip(outs[0], plain, strict=True)]
+    return {**row, "same_as_without": all(a == b for pair in pairs for a, b in pair)}
+
+
+def expected(engine) -> dict:
+    """The last plan, and, of a tree, the tokens a verify that it is expected to bring."""
+    controller = engine.caches.state.pilot.controller
+    if controller is None:
+        return {}
+    plan = engine.caches.state.last_round.plan
+    row = {"plan": str(replace(plan, shape=None))}
+    if not plan.branches:
+        return row
+    chances = Chances(controller.rates["retrieval"].value, tuple(one.value for one in controller.followers.values()))
+    tree = engine.settings.tree
+    _, kept = likeliest(chances, plan.gamma, plan.branches, rows=tree.rows, depth=tree.spine - 1,
+                        width=engine.settings.tree_width)
+    return {**row, "rows": plan.shape.rows, "chances": [chances.first, *chances.others],
+            "expected_tokens_a_verify": kept}
 
 
 def draws(engine, ids: list[int]) -> dict:
@@ -90,6 +147,13 @@ if __name__ == "__main__":
     flags.add_argument("--draft")
     flags.add_argument("--text", help="a file; default: CPython's language reference")
     flags.add_argument("--context", type=int, default=8192)
+    flags.add_argument("--ways", nargs="+", default=list(WAYS)[:3], choices=list(WAYS))
+    flags.add_argument("--side-by-side", action="store_true")
+    flags.add_argument("--samples", type=int, default=1)
+    flags.add_argument("--batch", type=int, default=1)
+    flags.add_argument("--tree-size", type=int, default=512)
+    flags.add_argument("--same", type=int, default=64, help="tokens that are compared with those of speculate=False")
+    flags.add_argument("--draws", action=argparse.BooleanOptionalAction, default=True, help="what a draw takes, too")
     flags.add_argument("--gammas", nargs="+", default=[6], type=lambda x: x if x == "auto" else int(x))
     flags.add_argument("--seeds", type=int, default=8)
     flags.add_argument("--max-new-tokens", type=int, default=128)
