@@ -10,6 +10,7 @@ from torch import Tensor
 from triforce import acceptance, coupled
 from triforce.coupled import draw, exponential
 from triforce.sampling import key_of
+from triforce.tape import Tape
 
 LAWS = ([0.5, 0.25, 0.125, 0.125], [0.9, 0.05, 0.03, 0.02 - 1e-4, 1e-4],
         [0.6, 0.4 - 2e-6, 1e-6, 1e-6], [0.0, 0.3, 0.0, 0.7])
@@ -137,6 +138,22 @@ def test_draws_at_temperature_0_are_the_most_probable():
     law = torch.zeros(2, 3, 40)
     law[..., 17] = 1.0
     assert (draw(law, torch.tensor([1, 2]), torch.arange(3).expand(2, -1)) == 17).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runners_up_at_temperature_0_are_the_next_most_probable(dtype):
+    """Nearly always: and whatever the noise, the winner is the most probable word."""
+    torch.manual_seed(0)
+    tape = Tape.allocate(1, 4096, 500, "cpu", coupled=True, leaves=3)
+    logits, position = 3 * torch.randn(1, 2000, 500).to(dtype), torch.arange(2000)[None]
+    tape.params.set(temperature=0.0, top_p=1.0, top_k=None, min_p=None, seed=[5])
+    ranked, best = tape.rank(logits, position), logits.float().topk(2, -1)
+    assert torch.equal(ranked[..., 0], logits.argmax(-1)) and ranked.shape[2] == 4
+    second = ranked[..., 1] == best.indices[..., 1]
+    assert second.float().mean() > 0.6  # by draws of the words' own law it is 0.2
+    clear = logits.float().topk(3, -1).values
+    clear = clear[..., 1] > clear[..., 2] + 1.5  # more than four times as probable as the next
+    assert clear.sum() > 50 and second[clear].float().mean() > 0.93
 
 
 def test_a_chain_is_kept_as_far_as_it_equals_the_draws():

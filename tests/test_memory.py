@@ -39,8 +39,8 @@ def test_parts_by_their_definitions():
     assert parts(capacity=2**22)["choice of the retrieval view"] == 2**26 * (4 + 8)  # one layer at a time, or few
     tree = parts(Settings(gamma=6, sampling="coupled", tree_size=64))
     assert tree["choice of the retrieval view"] == planned["choice of the retrieval view"]
-    # 64 rows with paths of 8: products of 4 heads with keys and values, and copies of those of 2.
-    assert tree["attention along the paths of a tree"] == 64 * 8 * (2 * 4 + 4 * 2) * 8 * 4
+    # 64 rows with paths of 8: products of 4 heads, and keys and values of 2 as they are and widened.
+    assert tree["attention along the paths of a tree"] == 64 * 8 * (4 + 3 * 2) * 8 * 4
     # The view's tokens, and which chunks they are of: 256 tokens, without a sink and a window of 128.
     assert planned["retrieval view"] == 4 * TOKEN * 256 + 4 * 2 * (256 - 8 - 128) // 8 * 8 + 8
 

@@ -123,9 +123,9 @@ def test_a_seed_says_the_same_with_leaves(models, plain, law, drafter):
         hashes += hashes_of(state, 0, len(new))
         tokens += new
         [row] = state.last_round.rows
-        assert len(new) <= row.num_accepted + row.by_leaf + 1
-        by_leaves += row.by_leaf
-        seen["rejected"] += row.num_accepted < row.num_drafted and not row.by_leaf
+        assert len(new) <= row.num_accepted + row.beside + 1
+        by_leaves += row.beside
+        seen["rejected"] += row.num_accepted < row.num_drafted and not row.beside
     assert (tokens[:NEW], hashes[:NEW]) == expected
     assert tokens[:NEW] == plain(law)[0]  # the shape of the block is not heard in the text
     if "ngram" not in drafter:
@@ -151,7 +151,7 @@ def rounds_on_trees(state, plans=None) -> tuple[list, list, Counter]:
         if plan.branches:
             seen["trees"] += 1
             seen["spine", row.num_accepted] += row.num_accepted < row.num_drafted
-            seen["branch", row.by_leaf] += row.by_leaf > 0
+            seen["branch", row.beside] += row.beside > 0
             for place in row.path[row.num_accepted + 1 :]:
                 seen["rank", plan.shape.rank(place)] += 1
     return tokens[:NEW], hashes[:NEW], seen
@@ -324,8 +324,8 @@ def test_a_leaf_behind_a_limit_is_not_counted(models):
         state.round()
         [row] = state.last_round.rows
         cut += state.lens[0] % 8 == 0 and len(row.tokens) == row.num_accepted
-        assert len(row.tokens) > row.num_accepted or not row.by_leaf, before
-        counted += row.by_leaf
+        assert len(row.tokens) > row.num_accepted or not row.beside, before
+        counted += row.beside
     assert counted >= 10 and cut >= 5
 
 
@@ -345,7 +345,7 @@ def rounds_with_leaves(state, wanted: int):
         before = state.lens[0]
         state.round()
         [row] = state.last_round.rows
-        wanted -= row.by_leaf
+        wanted -= row.beside
     return before, row
 
 

@@ -203,7 +203,7 @@ def test_the_tally_leaves_out_what_was_discarded():
 def test_the_tally_counts_leaves_where_the_drafted_token_was_rejected():
     """At the full level and, in what the retrieval level proposed and was kept, at that."""
     tally = Tally(Plan(6, "model", True, 3, 2))
-    tally.add(RowRound([5] * 6, [ACCEPTED, LEAF, BONUS, MISSED, LEAF, BONUS], 4, 6, False, by_leaf=True))
+    tally.add(RowRound([5] * 6, [ACCEPTED, LEAF, BONUS, MISSED, LEAF, BONUS], 4, 6, False, beside=True))
     tally.add(RowRound([5] * 7, [ACCEPTED] * 3 + [BONUS] + [ACCEPTED] * 2, 6, 6, False))
     assert tally.counts == {"retrieval": (10, 11), "model": (6, 8), LEAVES: (1, 1), INNER_LEAVES: (1, 2)}
 

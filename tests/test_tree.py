@@ -50,11 +50,11 @@ def test_a_check_walks_down_a_tree(leaves):
     verdict = match_tree(tree, tokens, num_drafted, drawn)
     seen = set()
     for b in range(500):
-        emitted, num_accepted, by_leaf = walk(tree, tokens[b].tolist(), int(num_drafted[b]), drawn[b].tolist())
+        emitted, num_accepted, beside = walk(tree, tokens[b].tolist(), int(num_drafted[b]), drawn[b].tolist())
         assert verdict.tokens[b, : len(emitted)].tolist() == emitted
-        assert (int(verdict.num_accepted[b]), int(verdict.by_leaf[b])) == (num_accepted, by_leaf)
-        assert len(emitted) == num_accepted + by_leaf + 1
+        assert (int(verdict.num_accepted[b]), int(verdict.beside[b])) == (num_accepted, beside)
+        assert len(emitted) == num_accepted + beside + 1
         rows = verdict.rows[b, : len(emitted)]
         assert drawn[b][rows].tolist() == emitted
-        seen.add((num_accepted, by_leaf))
+        seen.add((num_accepted, beside))
     assert seen >= {(depth, leaf) for depth in range(3) for leaf in range(min(leaves, 1) + 1)}

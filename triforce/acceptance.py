@@ -28,7 +28,7 @@ class TreeVerdict(NamedTuple):
     tokens: Tensor  # [B, S]: the accepted ones of the spine, then those of a leaf or a branch, then what the target
     # drew after them; the rest is meaningless
     num_accepted: Tensor  # [B], of the spine
-    by_leaf: Tensor  # [B]: how many were accepted after those, beside the spine: of leaves, 1 at most
+    beside: Tensor  # [B]: how many were accepted after those, beside the spine; of leaves, 1 at most
     rows: Tensor  # [B, S]: the rows of the block that `tokens` were drawn from
 
 
@@ -115,13 +115,14 @@ def match_nodes(nodes: Nodes, num_drafted: Tensor, drawn: Tensor) -> TreeVerdict
     """`match_chain` of a tree of any shape: the longest path of which each token is what the target draws before it.
 
     Args:
+        nodes: the tree, of M rows with paths of at most P, and its tokens.
         num_drafted: [B], of the spine. drawn: [B, M], the target's own tokens, each after that of its row.
     """
     size, longest = nodes.paths.shape
     ahead = torch.arange(longest, device=drawn.device)
     paths = nodes.paths.clamp(min=0)
-    same = nodes.tokens == drawn[:, paths[:, min(1, longest - 1)]]  # [B, M]: what is drawn after the row before it
-    before = ahead >= nodes.depths[:, None]  # [M, P]: of a row's path, what was not drafted
+    same = nodes.tokens == drawn[:, paths[:, 1]]  # [B, M]: is it what was drawn after the row that it follows?
+    before = ahead >= nodes.depths[:, None]  # [M, P]: of a row's path, the pending token and what lies before it
     kept = (same[:, paths] | before).all(-1) & (nodes.anchors <= num_drafted[:, None])
     order = nodes.depths * size + torch.arange(size - 1, -1, -1, device=drawn.device)  # the deepest, of those the first
     last = torch.where(kept, order, -1).argmax(1)  # [B]

@@ -23,7 +23,7 @@ from .errors import UserError, not_known
 from .tree import FOLLOWERS, TokenTree
 
 MOST_ROWS = 512  # of a block with leaves, or of a tree
-STEPS = 8  # a tree has so many times the rows that a step drafts after
+TREE_ROWS = 8  # of a tree, for each row that a step which grows it drafts after
 VIEWS = ("retrieval", "snapkv", "streaming")  # how the retrieval level's view is chosen
 RULES = ("rejection", "coupled")  # how drafted tokens are checked
 MEMORIES = ("streaming", "snapkv", "full")  # what a draft model keeps
@@ -153,10 +153,10 @@ class Settings(Options):
         None, "the same of the retrieval level (default: 3 on a GPU, for a batch of at most 2; else 0)", whole(0, 3),
         type=int)
     tree_size: int = option(
-        0, "with coupled sampling: rows of a full verify that checks trees, up to 512, the pending token among them. "
-        "Beside the chain the retrieval level grows branches, in the shape that keeps the most tokens by what was kept "
-        "so far; no path is longer than block_size - 1. It pays where a verify is dear: with offload (default 0: "
-        "chains, with leaves)", whole(0, 512), type=int)
+        0, "with coupled sampling: rows of a full verify that checks trees, up to 512, the pending token among them, "
+        "in steps of 4. Beside the chain the retrieval level grows branches; no path is longer than block_size - 1. "
+        "With gamma 'auto' they have the shape that keeps the most tokens by what was kept so far. It pays where a "
+        "verify is dear: with offload (default 0: chains, with leaves)", whole(0, 512), type=int)
     draft_cache: str | None = option(
         None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest ones "
         "attend to, chosen anew again and again; snapkv, those that the prompt's end attends to; streaming, the first "
@@ -204,7 +204,7 @@ class Settings(Options):
     @property
     def tree_width(self) -> int:
         """Rows that a step which grows a tree drafts after."""
-        return max(self.tree_size // STEPS, 4)
+        return max(self.tree_size // TREE_ROWS, 4)
 
     @property
     def runners_up(self) -> int:
@@ -317,7 +317,7 @@ class Settings(Options):
             split_view(budget, self.chunk_size, interval, self.recent)
 
     def _check_tree(self) -> None:
-        size, block = self.tree_size, self.block_size
+        size, block = self.tree_size, self.block_size  # rounded up
         if not size:
             return
         if not self.coupled:
@@ -329,9 +329,12 @@ class Settings(Options):
         if self.leaves:
             raise UserError(f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; leave out one of "
                             "them")
-        if not block < size <= MOST_ROWS:
-            raise UserError(f"tree_size ({size}) must be above block_size ({block}), the longest path of a tree, and "
-                            f"at most {MOST_ROWS}; try {min(max(64, 8 * block), MOST_ROWS)}")
+        if size > MOST_ROWS:
+            raise UserError(f"tree_size ({size}) must be at most {MOST_ROWS}; try {MOST_ROWS}")
+        if size < 2 * block:
+            wanted = f"{min(8 * block, MOST_ROWS)}, or " if 2 * block <= MOST_ROWS else ""
+            raise UserError(f"tree_size ({size}) must be at least twice block_size ({block}), so that branches have "
+                            f"room beside the chain; try {wanted}a block_size of {max(size // 8, 4)}")
 
     def view_tokens(self, prompt_len: int, offload: bool | str = False) -> int:
         """Tokens of the view that drafts, for a prompt; 0 without one."""

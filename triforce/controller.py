@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .costs import Costs, Learned
+from .costs import Costs, Learned, growing
 from .plan import PADDED, Padding, Plan
 from .tree import FOLLOWERS, Chances, likeliest
 
@@ -86,7 +86,7 @@ class Controller:
 
     PRIORS = {"retrieval": 0.9}  # of all others one half; the chances of "ngram" are told from round to round
     FOLLOWERS = Chances(0.9, (0.05, 0.02, 0.01))  # priors of the rows of a tree
-    TREE_ROUNDS = 8  # that a tree is kept for: to find the best takes some milliseconds
+    TREE_FOR = 2000.0  # milliseconds of rounds that a tree is kept for: to find the best takes some 50, for 512 rows
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
     PROBE_AFTER = 64  # tokens of a row; what has not been tried for so long may have become better
@@ -102,7 +102,7 @@ class Controller:
         self._names = levels
         # The chance that a leaf is drawn where the drafted token is not, where the levels have such.
         self.leaves = {name: Rate(0.5) for name, has in zip((LEAVES, INNER_LEAVES), leaves, strict=True) if has}
-        self._trees, self._tree, self._tree_age = trees, None, self.TREE_ROUNDS
+        self._trees, self._tree, self._tree_age = trees, None, self.TREE_FOR
         self.followers = dict(zip(FOLLOWER[1:], map(Rate, self.FOLLOWERS.others), strict=True)) if trees else {}
         self.plans = list(self._candidates(max_gamma, max_inner))
         self._now = 0  # no speculation
@@ -179,7 +179,7 @@ class Controller:
         if plan.gamma and drafter not in self._warm:
             self._warm.add(drafter)
             return
-        i = self._number[replace(plan, branches=0)]
+        i = self._chain_of(plan)
         self.learned.observe(self._drafting[i] + self._growing(plan.branches), drafting)
         self.learned.observe(self._checking[i], checking)
         self._add_up()
@@ -194,47 +194,59 @@ class Controller:
         best = int(times.argmin())
         if times[best] > self.STAY * times[self._now]:
             best = self._now
+        self._now = best
+        self._renew_tree(times, rates["retrieval"] if self._trees else 0.0)
+        used = best if self._tree is None else self._chain_of(self._tree)
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
-            if rate.age >= self.PROBE_AFTER and not self._uses[name][best]:
+            if rate.age >= self.PROBE_AFTER and not self._uses[name][used]:
                 hopes = np.where(self._uses[name], self.times_per_token(rates | {name: 0.95}), np.inf)
                 worth = hopes < 0.9 * times[best]
                 if worth.any():  # by the shortest round that could
                     return self.plans[int(np.where(worth, self._round, np.inf).argmin())]
-        self._now = best
-        if self._trees:
-            self._tree_age += 1
-            if self._tree_age >= self.TREE_ROUNDS:
-                self._tree, self._tree_age = self._best_tree(times, rates["retrieval"], times[best]), 0
-            if self._tree is not None:
-                return self._tree
-        return self.plans[best]
+        return self.plan
+
+    def _renew_tree(self, times: np.ndarray, rate: float) -> None:
+        """Looks for a tree from time to time. times, rate: see `_best_tree`."""
+        if not self._trees:
+            return
+        self._tree_age += self._round[self._now]
+        if self._tree_age >= self.TREE_FOR:
+            self._tree, self._tree_age = self._best_tree(times, rate, times[self._now]), 0.0
+
+    def _chain_of(self, plan: Plan) -> int:
+        """The number of the plan without branches."""
+        return self._number[replace(plan, branches=0)]
 
     def _growing(self, branches: int) -> np.ndarray:
         """How often a round with such branches pays for each part more than without."""
-        return self.learned.weights({("growth", 0): branches - 1.0} if branches > 1 else {})
+        return self.learned.weights(growing(branches))
 
     def _best_tree(self, times: np.ndarray, rate: float, chain: float) -> Plan | None:
         """The plan with branches of least expected time per token, if that is below a chain's: beside the best chain of
         each length. times: of `plans`, per token. rate: of the retrieval level."""
         others = tuple(round(follower.value, 2) for follower in self.followers.values())
-        first = round(min(rate, 1 - sum(others)), 2)
+        first = round(max(min(rate, 1 - sum(others)), 0.0), 2)
         known = self.learned.seen[self.learned.number["growth", 0]] > 0
         found, least = None, self.STAY * chain
         for gamma, which in self._spines.items():
             i = int(which[times[which].argmin()])
+            if not np.isfinite(times[i]):  # too long for what no round has shown yet
+                continue
             for length in BRANCHES if known else [one for one in BRANCHES if one <= self.SHORT]:
                 shape, kept = likeliest(Chances(first, others), gamma, length, rows=self._trees[0],
                                         depth=self._sizes[1], width=self._trees[1])
                 tokens = self._round[i] / times[i] + kept - emitted(first, gamma)
-                time = (self._round[i] + self._growing(length) @ self.learned.values) / tokens
+                time = (self._round[i] + self._growing(shape.length) @ self.learned.values) / tokens
                 if time < least and shape.parents:
-                    found, least = replace(self.plans[i], branches=length, shape=shape), time
+                    found, least = replace(self.plans[i], branches=shape.length, shape=shape), time
+                if shape.length < length:  # with longer branches it is the same tree
+                    break
         return found
 
     @property
     def plan(self) -> Plan:
         """What was chosen last, other than to try something."""
-        return self.plans[self._now]
+        return self.plans[self._now] if self._tree is None else self._tree
 
     def update(self, num_tokens: float, **observed: tuple[int, int]) -> None:
         """After a round: tokens kept in the mean of the rows, and by level (hits, tests) of all rows.

@@ -54,9 +54,8 @@ class Costs:
                    parts.get(("growth", 0)))
 
     def drafting(self, plan: Plan) -> dict[tuple, float]:
-        """How often a round of the plan pays for each part before its verify. Branches longer than 1 take steps."""
-        growth = {("growth", 0): plan.branches - 1.0} if plan.branches > 1 else {}
-        return growth | self._chain(plan)
+        """How often a round of the plan pays for each part before its verify."""
+        return growing(plan.branches) | self._chain(plan)
 
     def _chain(self, plan: Plan) -> dict[tuple, float]:
         if plan.gamma == 0:
@@ -82,6 +81,11 @@ class Costs:
     def _source(self, name: str, count: int, rounds: int) -> dict[tuple, float]:
         weights = {(name, "first"): float(rounds), (name, "further"): float(rounds * (count - 1))}
         return {part: weight for part, weight in weights.items() if weight}
+
+
+def growing(branches: int) -> dict[tuple, float]:
+    """How often a round pays for a step that grows branches of so many rows, whose first is known."""
+    return {("growth", 0): branches - 1.0} if branches > 1 else {}
 
 
 def _between(what: str, nodes: dict[int, float], rows: int) -> dict[tuple, float]:

@@ -137,7 +137,7 @@ class Hierarchy:
         rows, told = self.outer.outbox.read()
         timing = clock.read(plan)
         for row, brought in enumerate(rows):
-            if brought.by_leaf > 1:  # of one token more, all that draft take note by themselves
+            if brought.beside > 1:  # of one token more, all that draft take note by themselves
                 for source in self.sources.values():
                     source.depart(row)
         if self.group is None:
@@ -153,6 +153,8 @@ class Hierarchy:
         inner_rows = self.inner.rows if self.inner is not None else 1
         if plan.branches and (plan.shape is None or not plan.retrieval or not self.outer.tree.size):
             raise ValueError(f"{plan} has branches, which need a shape, a retrieval level, and blocks of a tree_size")
+        if plan.branches and plan.shape.spine != plan.gamma:
+            raise ValueError(f"the tree has a spine of {plan.shape.spine} drafted tokens, and the plan {plan.gamma}")
         if plan.gamma >= self.outer.rows or plan.retrieval and plan.inner.gamma >= inner_rows:
             raise ValueError(f"{plan} has more tokens drafted than fit the steps of {self.outer.rows} and {inner_rows} "
                              "rows; raise block_size or gamma_inner")

@@ -22,7 +22,7 @@ def levels_of(plan: Plan, row: RowRound) -> list[str]:
     source = NAMES.get(plan.source, plan.source)
     levels = []
     for i in range(len(row.tokens)):
-        if i >= row.num_accepted + row.by_leaf:
+        if i >= row.num_accepted + row.beside:
             levels.append(TARGET)
         elif plan.retrieval and (i >= row.num_accepted or row.origins[i] not in (ACCEPTED, LEAF)):
             levels.append(RETRIEVAL)

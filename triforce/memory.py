@@ -147,10 +147,9 @@ def _choice_bytes(config: ModelConfig, settings: Settings, tokens: int, dtype: t
 
 
 def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:
-    """Products of the queries of a tree's rows with the keys of their paths, and of weights with values; and copies of
-    both, in float32: of one layer."""
+    """Keys and values of the paths of a tree's rows, as they are and in float32, and products with them, of a layer."""
     tree = settings.tree
-    heads = 2 * config.n_head + 4 * config.n_kv_head
+    heads = config.n_head + 3 * config.n_kv_head
     return batch * tree.size * tree.spine * heads * config.head_dim * 4
 
 

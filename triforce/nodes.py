@@ -35,8 +35,8 @@ class Nodes:
         counts = [int(np.prod(size)) for size in sizes]
         self._table = torch.zeros(sum(counts), dtype=torch.int64, device=device)
         parts = [part.view(size) for part, size in zip(self._table.split(counts), sizes, strict=True)]
-        # Of each row [M]: how far behind the pending token it stands; where its branch stands beside the spine, or, on
-        # the spine, its own depth; how far from the spine it is. paths [M, P]: see `Layout`.
+        # Of each row [M]: how far behind the pending token it stands; how many tokens of the spine must have been
+        # drafted for it to count; how far from the spine it is. paths [M, P]: see `Layout`.
         self.depths, self.anchors, self.distances, self.paths = parts[:4]
         # Rows that begin branches [3, R]: their numbers, depths and ranks. By step of growing: the rows that it drafts
         # after [P, W], and those that it drafts [P, 3, FOLLOWERS * W]: numbers, which of the former they follow, ranks.
@@ -55,7 +55,7 @@ class Nodes:
         Raises:
             ValueError: it does not fit.
         """
-        if shape is self.shape:
+        if shape == self.shape:
             return
         table = torch.from_numpy(np.concatenate([part.ravel() for part in self._tables(shape)]))
         if self.device.type == "cuda":
@@ -89,11 +89,14 @@ class Nodes:
             raise ValueError(f"a tree of {shape.rows} rows, {depths.max()} deep and {widest} wide does not fit blocks "
                              f"of {size} rows, {longest - 1} deep and {self.width} wide")
         self.steps = sum(map(bool, here))
-        spare = size, 0, 1  # of tables that are longer: written where nobody reads
-        heads = np.array(first + [spare] * (self._first.shape[1] - len(first)), np.int64).T
-        members = np.array([rows + [0] * (self.width - len(rows)) for rows in here], np.int64)
-        found = np.array([rows + [spare] * (self._next.shape[2] - len(rows)) for rows in following], np.int64)
-        return [depths, anchors, distances, paths, heads, members, found.transpose(0, 2, 1)]
+        spare = np.array([size, 0, 1])  # of tables that are longer: written where nobody reads
+        heads, members, found = (np.zeros(x.shape, np.int64) for x in (self._first, self._here, self._next))
+        heads[:], found[:] = spare[:, None], spare[:, None]
+        heads[:, : len(first)] = np.array(first, np.int64).reshape(-1, 3).T
+        for step, (rows, more) in enumerate(zip(here, following, strict=True)):
+            members[step, : len(rows)] = rows
+            found[step, :, : len(more)] = np.array(more, np.int64).reshape(-1, 3).T
+        return [depths, anchors, distances, paths, heads, members, found]
 
     def layout(self, device) -> Layout:
         """Of the step that checks. The sum over a path runs by position, whichever slots its rows have: so a tree gives
@@ -103,10 +106,11 @@ class Nodes:
                       apart=True)
 
     def take(self, spine: Tensor, runners_up: Tensor, shape: Shape) -> None:
-        """Of this shape, the tokens of a spine [B, P], the pending one first, and those that begin its branches.
+        """A tree of this shape is to be grown, or checked: its spine and the first rows of its branches are known.
 
         Args:
-            runners_up: [B, P, k], of each token of the spine.
+            spine: [B, P] tokens, the pending one first.
+            runners_up: [B, P, k], at d what could stand in the place of the spine's token d.
         """
         self.set(shape)
         self.tokens[:, : spine.shape[1]] = spine

@@ -136,7 +136,7 @@ def default_plan(settings: Settings, hierarchy: "Hierarchy") -> Plan:
         return plan
     shape, _ = likeliest(Controller.FOLLOWERS, settings.gamma, BRANCHES, rows=settings.tree.rows,
                          depth=settings.block_size - 1, width=settings.tree_width)
-    return replace(plan, branches=BRANCHES, shape=shape)
+    return replace(plan, branches=shape.length, shape=shape) if shape.parents else plan
 
 
 class Tally:
@@ -167,7 +167,7 @@ class Tally:
             missed = row.num_accepted < max(row.num_drafted, 1)
             self.observe(checked, row.num_accepted, row.num_accepted + missed)
         if row.num_accepted < row.num_drafted and not self.plan.branches:
-            self.observe(LEAVES, row.by_leaf, 1)
+            self.observe(LEAVES, row.beside, 1)
         if self.plan.retrieval and self.plan.source not in (None, "ngram"):
             hits, misses, leaves = (row.origins[: row.num_accepted].count(kind) for kind in (ACCEPTED, MISSED, LEAF))
             self.observe(self.plan.source, hits, hits + misses + leaves)
@@ -176,9 +176,9 @@ class Tally:
 
     def _walk(self, shape: Shape, row: RowRound) -> None:
         """Down a tree: at each row that was kept, which of those that follow it beside the first was kept, too."""
-        path = list(row.path[: row.num_accepted + row.by_leaf + 1])
+        path = list(row.path[: row.num_accepted + row.beside + 1])
         # Cut off by a limit, the last may have had another that was kept.
-        ends = [] if row.num_accepted + row.by_leaf == len(row.tokens) else [None]
+        ends = [] if row.num_accepted + row.beside == len(row.tokens) else [None]
         for here, kept in zip(path, path[1:] + ends, strict=False):
             if here < row.num_drafted or here > shape.spine:  # beyond the end of a spine nothing is known
                 for follower in shape.followers[here]:

@@ -127,7 +127,7 @@ def _go_through(state: State, lengths: list[int]) -> None:
             hierarchy.view.fit(row)
     hierarchy.open(state.capacity)
     outer, inner, here = hierarchy.outer, hierarchy.inner, state.tape.buffer()
-    for rows in {outer.rows if outer.tree.size else 1, outer.rows}:
+    for rows in {1, outer.rows}:
         outer.rehearse(here, rows)
     if inner is not None:
         inner.rehearse(here, inner.rows, outer.draft_probs)

@@ -39,7 +39,7 @@ class RowRound(NamedTuple):
     num_accepted: int
     num_drafted: int
     diverged: bool  # the ranks disagree on it
-    by_leaf: int = 0  # accepted after those, beside the chain: of a leaf, or of a branch
+    beside: int = 0  # accepted after those, beside the chain: a leaf, or rows of a branch
     path: Sequence[int] = ()  # rows of the block that the tokens were drawn from, the pending one's first
 
 
@@ -61,7 +61,7 @@ class Outbox:
     def write(self, tokens: Tensor, rows: Tensor, origins: Tensor, counts: Tensor,
               ranks: tuple[Tensor, Tensor] | None) -> None:
         """tokens [B, n + 1], rows [B, n + 1] that they were drawn from, origins [B, n], counts [B, 4]: emitted,
-        accepted, drafted, by a leaf.
+        accepted, drafted, accepted beside the chain.
 
         ranks: whether they disagree [B], and the first one's clock [2].
         """
@@ -81,11 +81,11 @@ class Outbox:
             torch.cuda.set_sync_debug_mode(mode)
         rounds = []
         for box in boxes:
-            num_emitted, num_accepted, num_drafted, by_leaf, diverged = box[-7:-2]
+            num_emitted, num_accepted, num_drafted, beside, diverged = box[-7:-2]
             if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
                 num_accepted = num_drafted = num_emitted
             rounds.append(RowRound(box[:num_emitted], box[2 * self.rows : -7], num_accepted, num_drafted,
-                                   bool(diverged), by_leaf, box[self.rows : self.rows + num_emitted]))
+                                   bool(diverged), beside, box[self.rows : self.rows + num_emitted]))
         return rounds, [micros / 1e3 for micros in boxes[0][-2:]]
 
 
@@ -118,8 +118,8 @@ class Speculator(Drafter):
         self.hidden = tape.buffer(tree.rows, model.config.dim, dtype=model.dtype) if level == FULL else None
         self.drawn_from = tape.buffer(rows)  # the rows of the last step that its tokens were drawn from
         self.num_rows = rows  # of the last step that checked
-        self.totals = tape.buffer(3)  # accepted, drafted, by leaves since the counters were last zeroed
-        self._nothing, self.by_leaf = tape.buffer(), tape.buffer()
+        self.totals = tape.buffer(3)  # accepted, drafted, accepted beside the chain, since they were last zeroed
+        self._nothing, self.beside = tape.buffer(), tape.buffer()
         # How many were drafted, for `step`: one place for all drafters, or each would have graphs of its own.
         self.checked = tape.buffer()
         self._compiler, self._levels = compiler, {}
@@ -133,7 +133,7 @@ class Speculator(Drafter):
         self._growing = steps.step(self._grow, num_lengths=2)
 
     def round(self, plan: Plan, probs: Tensor | None = None) -> None:
-        """Emits 1 to M tokens a row (none where `limit` is reached): on the tape, and in the outbox.
+        """Emits 1 to S tokens a row (none where `limit` is reached): on the tape, and in the outbox.
 
         Args:
             probs: see `Drafter.propose`; written from row length - base on.
@@ -150,9 +150,9 @@ class Speculator(Drafter):
         """The other part: they are checked, and tokens are emitted."""
         self.asked.fill_(plan.gamma)
         self.checked.copy_(num_drafted)
-        if self.tree.size and not plan.branches:
-            self.tape.nodes.take(*self.tape.read_spine(self.length, self.rows), Shape(self.rows - 1))
         self.num_rows = self._rows_of(plan, num_drafted)
+        if self.tree.cut(self.num_rows).size and not plan.branches:
+            self.tape.nodes.take(*self.tape.read_spine(self.length, self.rows), Shape(self.rows - 1))
         self.step(*self.view.extent, self.num_rows, self.checked, probs)
 
     def look_ahead(self, plan: Plan, extent: Extent) -> None:
@@ -166,7 +166,7 @@ class Speculator(Drafter):
         Measured times influence the plans, so a step's duration must not reveal tokens that are then discarded: only
         a count that settled tokens decide is looked at. Elsewhere a step has as many rows as could have been drafted.
         """
-        if plan.padded or self.tree.size:
+        if plan.padded or self.tree.size and plan.gamma:
             return self.rows
         if plan.gamma == 0:
             return 1
@@ -259,7 +259,7 @@ class Speculator(Drafter):
         if self.hidden is not None:
             self.hidden[:, : tree.rows] = hidden
         compiled(Speculator._finish)(self, hidden, block, tree, num_drafted, probs)
-        self.commit(self.length - self.by_leaf if tree.branches else self.length)  # drafters know no leaf
+        self.commit(self.length - self.beside if tree.branches else self.length)  # drafters know the chain alone
 
     def _begin(self, tree: TokenTree) -> Tensor:
         """The pending token and those drafted after it; what lies behind them on the tape pads the block."""
@@ -277,10 +277,10 @@ class Speculator(Drafter):
             verdict, law = self._match(logits, block, tree, num_drafted), None
         else:
             verdict, law = self._verify(logits[:, : n + 1], block[:, 1 : n + 1], num_drafted, position)
-        by_leaf, tokens = verdict.by_leaf, verdict.tokens[:, : n + 1]
+        beside, tokens = verdict.beside, verdict.tokens[:, : n + 1]
         # Cut at a limit fixed beforehand.
-        num_emitted = torch.minimum(verdict.num_accepted + by_leaf + 1, self.limit - start)
-        by_leaf = torch.minimum(by_leaf, (num_emitted - verdict.num_accepted).clamp(min=0))
+        num_emitted = torch.minimum(verdict.num_accepted + beside + 1, self.limit - start)
+        beside = torch.minimum(beside, (num_emitted - verdict.num_accepted).clamp(min=0))
 
         put(tape.tokens, position, tokens)
         if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
@@ -288,17 +288,17 @@ class Speculator(Drafter):
             put(probs, place, law)
         if self.level != FULL:
             missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)
-            last = torch.where(by_leaf > 0, LEAF, missed)[:, None]
+            last = torch.where(beside > 0, LEAF, missed)[:, None]
             origin = torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, last)
             put(tape.origin, position, torch.where(ahead <= verdict.num_accepted[:, None], origin, BONUS))
         self._keep(verdict.rows, logits, num_emitted)
         if tree.branches:  # what was kept moves to the slots of its positions
-            self.by_leaf.copy_(by_leaf)
+            self.beside.copy_(beside)
             first = (start - self.cache.prefix.len)[:, None]
             place = (verdict.num_accepted + 1).clamp(max=n)[:, None]  # of a leaf
             place = ahead.expand(len(start), -1) if tree.size else place
             self.cache.tail.move(first + verdict.rows.gather(1, place), first + place)
-        counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted, by_leaf], 1)
+        counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted, beside], 1)
         self.totals += torch.where((num_emitted > 0)[:, None], counts[:, 1:], 0)
         if self.outbox is not None:
             ranks = None if self.model.group is None else self._exchange(tokens, num_emitted)

@@ -71,12 +71,12 @@ class State:
         if num_resident_layers is not None and num_resident_layers < config.n_layer:
             offload = Offload(config, num_resident_layers, batch=batch, capacity=self.capacity, interval=interval,
                               device=device, dtype=dtype, piece=settings.piece_tokens, runs_on=runs_on)
+        # A block of a tree needs no more slots than it has rows, or else than the level that runs ahead of it.
+        ahead = max(block, settings.block_size + settings.inner_tree.rows) if settings.tree_size else 2 * block
         self.cache = TargetCache(config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
                                  flush_interval=interval, budget=budget if settings.retrieval else 0,
-                                 newest=settings.block_size, offload=offload,
-                                 shared=shared,
-                                 chunk_size=settings.scored_chunk_size, device=device,
-                                 dtype=dtype, runs_on=runs_on)
+                                 newest=settings.block_size, ahead=ahead, offload=offload, shared=shared,
+                                 chunk_size=settings.scored_chunk_size, device=device, dtype=dtype, runs_on=runs_on)
         sources = make_sources(target, draft, self.tape, settings, capacity=self.capacity, budget=budget,
                                draft_ranks=draft_ranks, compiler=compiler, runs_on=runs_on)
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, sources=sources,
@@ -248,7 +248,7 @@ class State:
             plan: what all rounds follow. None: chosen round by round, or what the settings say.
             padding: of the steps of plans that are not given. None: as before; at first, all are padded.
         """
-        self._prompt_queries = [q.clone() for q in self.cache.queries]
+        self._prompt_queries = [q[:, :, : self.cache.newest].clone() for q in self.cache.queries]
         self._prompt_weight = self.cache.query_weight.clone()
         if self._pack:
             self.cache.prefix.pack()
@@ -258,7 +258,7 @@ class State:
     def rewind(self, max_new_tokens: int, plan: Plan | None = None, padding: Padding | None = None) -> None:
         """Back to where `begin` was called: the next rounds are those of a fresh prefill, bit for bit."""
         for q, kept in zip(self.cache.queries, self._prompt_queries, strict=True):
-            q.copy_(kept)
+            q[:, :, : self.cache.newest] = kept
         self.cache.query_weight.copy_(self._prompt_weight)
         for row, length in enumerate(self.prompt_end):
             self._seat(row, length)  # a prefill leaves all of its K/V in the prefix

@@ -58,8 +58,10 @@ class Tape:
     def rank(self, logits: Tensor, position: Tensor, count: int | None = None) -> Tensor:
         """With coupled sampling, what is drawn by logits [B, n, V], and its runners-up: [B, n, 1 + k], or `count`."""
         law, count = self.law(logits), count or 1 + self.runners_up.shape[2]
-        if self.params.uses.greedy and count > 1:  # all but the winner never arrive: in its place far behind it
-            behind = 1e-30 * logits[..., : self.vocab_size].to(law.dtype).softmax(-1)
+        if self.params.uses.greedy and count > 1:
+            # All but the winner would never arrive. They come long after it, and nearly always the likeliest first:
+            # noise is between 1e-13 and 18.
+            behind = 1e-14 * logits[..., : self.vocab_size].to(law.dtype).softmax(-1) ** 4
             law = torch.where(self.params.temperature[:, None, None] == 0, law + behind, law)
         return coupled.ranking(law, self.params.seed, position, count)
 

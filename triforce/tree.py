@@ -60,8 +60,8 @@ class TokenTree(NamedTuple):
         return self.num_leaves > 0 or self.size > 0
 
     def cut(self, rows: int) -> "TokenTree":
-        """With so many rows on its spine. A tree of any shape always has all its rows."""
-        return self if self.size else self._replace(spine=rows)
+        """With so many rows on its spine. A tree of any shape has all its rows, or is a chain."""
+        return self if rows == self.spine else TokenTree(rows, self.leaves)
 
     def depths(self, device) -> Tensor:
         """How far behind the pending token each row's token stands: [M]. Of a chain with leaves."""
@@ -103,6 +103,14 @@ class Shape(NamedTuple):
     def rows(self) -> int:
         return 1 + self.spine + len(self.parents)
 
+    @property
+    def length(self) -> int:
+        """Rows of the longest branch, from where it leaves the spine. Each but the first takes a step of drafting."""
+        distances = [0] * (self.spine + 1)
+        for parent in self.parents:
+            distances.append(distances[parent] + 1)
+        return max(distances)
+
     def follows(self, row: int) -> int:
         """The row that a row follows."""
         return row - 1 if row <= self.spine else self.parents[row - self.spine - 1]
@@ -120,10 +128,10 @@ class Shape(NamedTuple):
 
 
 class Chances(NamedTuple):
-    """How likely what follows a kept row is kept, too, by its rank: 0 is the draft's first choice."""
+    """How likely what follows a kept row is kept, too, by its rank."""
 
-    first: float
-    others: tuple[float, ...]
+    first: float  # the draft's first choice, rank 0
+    others: tuple[float, ...]  # ranks 1, 2, ...
 
     def of(self, rank: int) -> float:
         return self.others[rank - 1] if rank else self.first

@@ -44,7 +44,8 @@ class Drafter:
         raise NotImplementedError
 
     def commit(self, length: Tensor) -> None:
-        """A level that checks has kept the tokens before index `length` [B]; those from there on, one or two, are new.
+        """A level that checks has kept the tokens before index `length` [B]; those from there on, one or two, are new;
+        after a branch more, see `depart`.
 
         The level above may still reject some of them: a later call may name a smaller length, or the same one again. It
         comes after rounds in which this drafter was left out, too. Settled tokens are told by `catch_up`.
@@ -65,7 +66,11 @@ class Drafter:
         """It does not draft in the next round."""
 
     def depart(self, row: int) -> None:
-        """The text of a row left the tokens that were drafted in the last round for those of a branch."""
+        """The text of a row left the tokens that were drafted in the last round for those of a branch.
+
+        What was taken in is right up to the last `commit`. The next `catch_up` names the settled length: what lies
+        between is to be taken in.
+        """
 
     def flush(self, row: int, length: int) -> None:
         """The target has just flushed a row at `length`."""

@@ -67,6 +67,7 @@ class TargetCache(Store):
         budget: tokens of a view that is to lie before the tail; 0: none.
         chunk_size: tokens whose mean key is kept; 0: none is.
         newest: queries that a view is chosen by, at most. None: block_size.
+        ahead: slots of the tail behind those of a flush interval. None: 2 * block_size.
         offload: keeps the prefix of the last layers. None: all of it is on the device.
         shared: the prefix that all rows have in common.
         runs_on: the device whose kernels will read it, if it is not the one that it is allocated on.
@@ -74,8 +75,8 @@ class TargetCache(Store):
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, capacity: int, block_size: int,
                  flush_interval: int, chunk_size: int, budget: int = 0, newest: int | None = None,
-                 offload: Offload | None = None, shared: PrefixStore | None = None, device, dtype,
-                 runs_on: torch.device | None = None):
+                 ahead: int | None = None, offload: Offload | None = None, shared: PrefixStore | None = None, device,
+                 dtype, runs_on: torch.device | None = None):
         self.config, self.rope = config, rope
         self.group = config.n_head // config.n_kv_head
         self.capacity, self.flush_interval = capacity, flush_interval
@@ -85,8 +86,8 @@ class TargetCache(Store):
         # In bf16 on a CPU, the kernel for unmasked keys is worth more than one call over view and tail.
         joins = runs_on.type == "cuda" or dtype == torch.float32
         # The tail has room for a block that starts just before a flush, and for a drafting level that runs ahead.
-        self.tail = Tail(config, batch, aligned(flush_interval + 2 * block_size), aligned(budget) if joins else 0,
-                         device, dtype)
+        ahead = 2 * block_size if ahead is None else ahead
+        self.tail = Tail(config, batch, aligned(flush_interval + ahead), aligned(budget) if joins else 0, device, dtype)
         self.joins_view = joins and budget > 0
         # What views are chosen by: the queries of the block that was last verified.
         rows = (batch, config.n_head, block_size, config.head_dim)
@@ -112,14 +113,15 @@ class TargetCache(Store):
         for row, length in enumerate(self.lens):  # on the device, too
             self.prefix.truncate(row, length)
 
-    def newest_queries(self, row: int) -> tuple[Tensor, Tensor]:
-        """What a row's view is chosen by: queries [L, H, m, D] and their weights [m]. Of a tree, those of the tokens
-        that were kept, and as many others, of weight 0, as are missing."""
+    def newest_queries(self, row: int, layer: int | None = None) -> tuple[Tensor, Tensor]:
+        """What a row's view is chosen by: queries [L, H, m, D], or [H, m, D] of one layer, and their weights [m]. Of a
+        tree, those of the tokens that were kept, and as many others, of weight 0, as are missing."""
         weight = self.query_weight[row]
+        queries = self.all_queries[:, row] if layer is None else self.queries[layer][row]
         if len(weight) == self.newest:
-            return self.all_queries[:, row], weight
+            return queries, weight
         kept = weight.topk(self.newest).indices
-        return self.all_queries[:, row, :, kept], weight[kept]
+        return queries.index_select(-2, kept), weight[kept]
 
     def whole(self, length: int) -> int:
         """Of so many tokens, those that lie in the prefix: whole flush intervals."""

@@ -150,8 +150,8 @@ class RetrievalView(View):
             before = [] if prefix.shared is None else [prefix.before(i)[0][0]]
             keys, smoothed = keys or [*before, prefix.k[i][row]], SMOOTHED
         mask = self._mask(row, sum(x.shape[1] for x in keys))
-        queries, weight = cache.newest_queries(row)
-        return chunk_scores(queries[i], keys, weight, mask, smoothed)
+        queries, weight = cache.newest_queries(row, i)
+        return chunk_scores(queries, keys, weight, mask, smoothed)
 
     def _chunk_keys(self, row: int) -> list[Tensor]:
         """Mean keys of all chunks of a row, of all layers: [L, K, C, D] each, the shared prefix's first."""
