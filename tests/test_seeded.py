@@ -157,9 +157,10 @@ def rounds_on_trees(state, plans=None) -> tuple[list, list, Counter]:
     return tokens[:NEW], hashes[:NEW], seen
 
 
-@pytest.mark.parametrize("law,drafter", [*((law, "triforce") for law in LAWS),
-                                         *(("own", name) for name in ("streaming", "offloaded", "retrieval")),
-                                         *slow(("own", "snapkv"), ("own", "ngram"), ("hot", "offloaded"))])
+@pytest.mark.parametrize("law,drafter", [*((law, "triforce") for law in ("greedy", "usual", "own")),
+                                         *(("own", name) for name in ("streaming", "offloaded")),
+                                         *slow(("hot", "triforce"), ("biased", "triforce"), ("own", "retrieval"),
+                                               ("own", "snapkv"), ("own", "ngram"), ("hot", "offloaded"))])
 def test_a_seed_says_the_same_on_trees(models, plain, law, drafter):
     """The same tokens and logits as without speculation in the same step, with branches kept that begin and end at
     several depths."""
@@ -177,7 +178,7 @@ def test_a_seed_says_the_same_on_trees(models, plain, law, drafter):
         assert min(kept) >= 2 and seen["rank", 0] >= 4 and seen["rank", 1] >= 1, seen
 
 
-@pytest.mark.parametrize("law", ["usual", "hot"])
+@pytest.mark.parametrize("law", ["hot", *slow("usual")])
 def test_a_seed_says_the_same_on_trees_and_chains(models, plain, law):
     """Chains by all drafters and trees of random shapes, in random order, in blocks of one size."""
     costs = Costs({16: 1.0}, {4: 1.0}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)}, growth=1.0)
@@ -206,7 +207,7 @@ def test_a_seed_says_the_same_on_trees_and_chains(models, plain, law):
     assert branches["trees"] >= 9 and branches["rank", 0] >= 1, branches
 
 
-@pytest.mark.parametrize("base", [0, 256])
+@pytest.mark.parametrize("base", [256, *slow(0)])
 def test_rows_on_trees_say_what_each_says_alone(models, base):
     prompts = [random_prompt(256) + random_prompt(n, seed=n) for n in (20, 60, 41)]
     laws = {"temperature": [1.0, 0.7, 0.0], "top_p": [1.0, 0.9, 1.0], "seed": [3, 3, 9]}
