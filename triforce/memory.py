@@ -15,7 +15,7 @@ from .float8 import LAYERS, work_bytes
 from .graphs import Compiler
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
-from .kv.views import SCORES
+from .kv.views import scored_together
 from .model import ModelConfig, Transformer
 from .start import ALLOCATOR, ALLOCATORS, GROWING
 from .state import State
@@ -143,7 +143,7 @@ def _choice_bytes(config: ModelConfig, settings: Settings, tokens: int, dtype: t
     if not settings.scores_chunks:
         return 0
     layer = config.n_head * settings.block_size * (tokens // settings.chunk_size)
-    return layer * min(max(SCORES // max(layer, 1), 1), config.n_layer) * (dtype.itemsize + 8)
+    return layer * scored_together(layer, config.n_layer) * (dtype.itemsize + 8)
 
 
 def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:

@@ -124,7 +124,7 @@ class Nodes:
         return self._here.index_select(0, self.step)[0]
 
     def grow(self, ranked: Tensor) -> None:
-        """Writes what was drafted: ranked [B, W, FOLLOWERS], the choices after each of `here`, the best first."""
+        """Writes what was drafted: ranked [B, W, FOLLOWERS or more], the choices after each of `here`, best first."""
         rows, places, ranks = self._next.index_select(0, self.step)[0]
         torch.ops.aten.index_put_(self._tokens, [None, rows], ranked[:, places, ranks])
         self.step += 1

@@ -71,7 +71,7 @@ class Pilot:
             if self.group is not None:  # a guess, too: a rank without the draft does not know what it reads
                 costs, seen = self.group.agree((costs, seen))
             inner = self.hierarchy.inner
-            leaves = self.hierarchy.outer.leaves > 0, inner is not None and inner.leaves > 0
+            leaves = self.hierarchy.outer.tree.leaves > 0, inner is not None and inner.tree.leaves > 0
             self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, padding,
                                          seen, leaves, self._trees)
             if "ngram" in self.hierarchy.sources:
@@ -179,9 +179,10 @@ class Tally:
         path = list(row.path[: row.num_accepted + row.beside + 1])
         # Cut off by a limit, the last may have had another that was kept.
         ends = [] if row.num_accepted + row.beside == len(row.tokens) else [None]
+        followers = shape.followers
         for here, kept in zip(path, path[1:] + ends, strict=False):
             if here < row.num_drafted or here > shape.spine:  # beyond the end of a spine nothing is known
-                for follower in shape.followers[here]:
+                for follower in followers[here]:
                     if (rank := shape.rank(follower)) > 0:
                         self.observe(FOLLOWER[rank], int(follower == kept), 1)
 

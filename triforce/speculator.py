@@ -28,7 +28,7 @@ from .model import Transformer
 from .plan import Plan
 from .sampling import ACCEPT, SAMPLE
 from .tape import ACCEPTED, BONUS, FULL, LEAF, MISSED, Tape
-from .tree import FOLLOWERS, Shape, TokenTree
+from .tree import Shape, TokenTree
 
 
 class RowRound(NamedTuple):
@@ -107,7 +107,7 @@ class Speculator(Drafter):
         self.model, self.cache, self.view, self.tape = model, cache, view, tape
         rows = tree.spine
         self.level, self.rows, self.drafters, self.keep_queries = level, rows, drafters, keep_queries
-        self.tree, self.leaves = tree, tree.leaves
+        self.tree = tree
         self.length, self.limit = tape.buffer(), tape.buffer()  # no round moves `length` past `limit`
         self.base, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
         wants_laws = not tape.coupled and any(drafter.emits_laws for drafter in drafters.values())
@@ -207,7 +207,7 @@ class Speculator(Drafter):
     def _finish_growth(self, hidden: Tensor) -> None:
         nodes = self.tape.nodes
         position = self.base[:, None] + 1 + nodes.depths[nodes.here()]
-        nodes.grow(self.tape.rank(self.model.output(hidden), position, FOLLOWERS))
+        nodes.grow(self.tape.rank(self.model.output(hidden), position))
 
     def _round(self, dense: int, longest: int, starts: tuple, plan: Plan, probs: Tensor | None) -> None:
         """`round`, with all that its graph depends on as arguments."""

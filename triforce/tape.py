@@ -55,9 +55,9 @@ class Tape:
             return coupled.draw(law, self.params.seed, position)
         return sampling.sample(law, self.uniform(position, level, SAMPLE))
 
-    def rank(self, logits: Tensor, position: Tensor, count: int | None = None) -> Tensor:
-        """With coupled sampling, what is drawn by logits [B, n, V], and its runners-up: [B, n, 1 + k], or `count`."""
-        law, count = self.law(logits), count or 1 + self.runners_up.shape[2]
+    def rank(self, logits: Tensor, position: Tensor) -> Tensor:
+        """With coupled sampling, what is drawn by logits [B, n, V], and its runners-up: [B, n, 1 + k]."""
+        law, count = self.law(logits), 1 + self.runners_up.shape[2]
         if self.params.uses.greedy and count > 1:
             # All but the winner would never arrive. They come long after it, and nearly always the likeliest first:
             # noise is between 1e-13 and 18.

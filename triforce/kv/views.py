@@ -32,6 +32,11 @@ SMOOTHED = 7  # tokens over which "snapkv" averages attention
 SCORES = 2**26  # numbers that are held at a time while all chunks are scored, unless a layer has more
 
 
+def scored_together(numbers: int, n_layer: int) -> int:
+    """Of how many layers all chunks are scored at a time, if so many numbers are held of each."""
+    return min(max(SCORES // max(numbers, 1), 1), n_layer)
+
+
 class RetrievalView(View):
     def __init__(self, cache: TargetCache, *, budget: int, chunk_size: int, recent: float = 0.25,
                  kind: str = "retrieval", batch: int, device, dtype, compiler: Compiler):
@@ -173,7 +178,7 @@ class RetrievalView(View):
             return torch.stack([self._scores(row, i) for i in range(cache.config.n_layer)])
         keys, (queries, weight) = self._chunk_keys(row), cache.newest_queries(row)
         mask = self._mask(row, sum(x.shape[2] for x in keys))
-        together = max(SCORES // (queries.shape[1] * queries.shape[2] * len(mask)), 1)
+        together = scored_together(queries.shape[1] * queries.shape[2] * len(mask), len(queries))
         layers = zip(queries.split(together), *(x.split(together) for x in keys), strict=True)
         return torch.cat([chunk_scores(q, k, weight, mask) for q, *k in layers])
 
