@@ -186,8 +186,8 @@ def test_a_seed_says_the_same_on_trees(which, how, dtype):
 
 
 @in_half_precision
-@pytest.mark.parametrize("how", [{}, {"offload": True, "num_resident_layers": 2}, {"gamma": "auto", "gamma_inner": 3}],
-                         ids=["resident", "offloaded", "auto"])
+@pytest.mark.parametrize("how", [{}, {"offload": True, "num_resident_layers": 2}, {"gamma": "auto", "gamma_inner": 3},
+                                 {"compile": True}], ids=["resident", "offloaded", "auto", "compiled"])
 def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
     """Five questions about one document: the same tokens and logits with and without speculation, over many flushes,
     and the document's keys and values stay what they were."""
@@ -205,6 +205,7 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
     print(f"{dtype} {how}: {len(ids)} rows, {state.num_forwards} rounds, drafted {drafted}, kept {kept}, flushes "
           f"{state.num_flushes}")
     assert kept > 20 and drafted - kept > 20 and state.num_flushes >= 10
+    assert not state.compiler.pieces.missing or "compile" not in how
     state.rewind(2048, AUTOREGRESSION)
     off = bits_of_rows(state, 300)
     agree = [[a == b for a, b in zip(*rows, strict=True)] for rows in zip(on, off, strict=True)]

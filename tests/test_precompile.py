@@ -11,13 +11,16 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import in_fp8, make_engine, random_pair, random_prompt, slow
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from triforce import attention, float8, jobs, precompile
+from triforce import attention, float8, graphs, jobs, nucleus, precompile
 from triforce.drafting.protocol import Drafter
 from triforce.kept import Folder
 from triforce.model import Block, RopeScaling, Transformer
 from triforce.pieces import COMPLETE, FAILED, Loaded, Pieces, piece_name, put_together, reachable, take_apart
 from triforce.quantize import fp8_copy
+from triforce.tape import FULL, Tape
 
 
 class PeriodDrafter(Drafter):
@@ -119,11 +122,28 @@ def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, monke
     run(engine, rows, tokens=24, prefix=prefix)
     assert (engine.caches.state.base > 0) == shared
     traced = precompile.collect(asked[0])
+    assert not any(isinstance(piece, precompile.Untraced) for piece in traced.values())
     assert len(missing(engine)) > 10 and all(piece.paths for piece in traced.values())
     rest = {name for name in missing(engine) if name not in traced}
     if "offload" in options:  # the verify's second halves of a layer, and the merging of what streams past
         rest -= {name for name in rest if name.startswith(("level2_rows8.Block.after", "level2_rows8.merge"))}
     assert not rest
+
+
+@pytest.mark.parametrize("rows, words", [(1, 3000), (8, 3000), (8, 2**17)], ids=["row", "batch", "many words"])
+@pytest.mark.parametrize("coupled", [False, True], ids=["rejection", "coupled"])
+def test_the_ways_that_a_gpu_goes_to_a_law_are_traced(rows, words, coupled, monkeypatch):
+    """They are others than a CPU's, and others for a batch. What is traced has no memory and no device."""
+    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
+
+    def draw(tape, logits, position):
+        return tape.rank(logits, position) if coupled else tape.draw(tape.law(logits), position, FULL)
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode, torch.no_grad(), graphs.traced():
+        tape = Tape.allocate(rows, 1024, words, torch.device("cpu"), coupled, 2 if coupled else 0)
+        logits, position = torch.empty(rows, 8, words), torch.empty(rows, 8, dtype=torch.int64)
+        assert len(precompile.trace(draw, (tape, logits, position), mode).paths) > 4
 
 
 def test_layers_in_fp8_and_wider_ones_are_pieces_of_their_own(pair):
@@ -296,6 +316,19 @@ def test_a_piece_that_does_not_compile_runs_as_it_is_written(asked, small_job, m
     assert new and all(name.endswith(FAILED) for name in new)
     again = make_engine(*random_pair(), compile="beside", **SETTINGS)
     assert run(again) == expected and again.caches.state.compiler.pieces.complete and len(asked) == 1
+
+
+def test_a_piece_without_a_graph_leaves_the_others_compiled(asked, small_job, monkeypatch):
+    def trace(function, args, mode):
+        if "_finish" in function.__qualname__:
+            raise AssertionError("no graph")
+        return small_job[1][next(iter(small_job[1]))]
+
+    monkeypatch.setattr(precompile, "trace", trace)
+    monkeypatch.setattr(precompile.Traced, "compile", lambda piece: b"compiled")
+    new = precompile.work(small_job[0])
+    failed = [name for name in new if name.endswith(FAILED)]
+    assert failed and all("_finish" in name for name in failed) and len(new) - len(failed) > 10
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ UNIT = 2.0**56  # of masses
 def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     """All at least as probable survive: probs [B, n, V], top_k [B] (0: all; None: all of all rows), top_p [B] ->
     [B, n, 1]."""
-    searches = probs.is_cuda and probs.numel() >= SEARCHED and probs.dtype == torch.float32
+    searches = _on_gpu(probs) and probs.numel() >= SEARCHED and probs.dtype == torch.float32
     top_k = None if top_k is None else top_k[:, None, None]
     return (searched if searches else ranked)(probs, top_k, top_p[:, None, None].double())
 
@@ -69,6 +69,10 @@ def _search(pattern: Tensor, weight: Tensor, bound: Tensor) -> Tensor:
     return below + 1
 
 
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
 def _mass(probs: Tensor) -> Tensor:
     return (probs.double() * UNIT).long()
 
@@ -96,10 +100,9 @@ def _most_probable(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor
 def running_sum(x: Tensor, stretch: int = 1024) -> Tensor:
     """x.cumsum(-1) of [B, ..., N]. For a batch on a GPU in two steps, stretches and their sums: the compiler of torch
     2.11 fails on long scans of several rows."""
-    if not x.is_cuda or len(x) == 1 or x.shape[-1] <= stretch:
+    if not _on_gpu(x) or len(x) == 1 or x.shape[-1] <= stretch:
         return x.cumsum(-1)
     size = x.shape[-1]
     within = torch.nn.functional.pad(x, (0, -size % stretch)).unflatten(-1, (-1, stretch)).cumsum(-1)
-    before = within[..., -1].cumsum(-1).roll(1, -1)
-    before[..., 0] = 0
+    before = torch.nn.functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))
     return (within + before[..., None]).flatten(-2)[..., :size]

@@ -65,7 +65,7 @@ def work(job: Job, part: int = 0, parts: int = 1) -> list[str]:
     return new
 
 
-def collect(job: Job) -> "dict[str, Traced]":
+def collect(job: Job) -> "dict[str, Traced | Untraced]":
     """Traces the pieces of all steps, by the names of their files."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     tracer = Tracer(mode)
@@ -163,13 +163,16 @@ class Tracer:
 
     def __init__(self, mode: FakeTensorMode):
         self.mode = mode
-        self.found: dict[str, Traced] = {}
+        self.found: dict[str, Traced | Untraced] = {}
 
     def piece(self, level: str, function: Callable) -> Callable:
         def call(*args):
             name = piece_name(level, function, args)
             if name not in self.found:
-                self.found[name] = trace(function, args, self.mode)
+                try:
+                    self.found[name] = trace(function, args, self.mode)
+                except Exception as error:  # as where a piece does not compile: the others are none the worse
+                    self.found[name] = Untraced(error)
             return function(*args)
 
         return call
@@ -207,6 +210,16 @@ class Traced:
             artifact.save(path=f"{folder}/artifact", format="binary")
             with open(f"{folder}/artifact", "rb") as file:
                 return pack(self.paths, [layout(x) for x in self.tensors], self.result, file.read())
+
+
+@dataclass
+class Untraced:
+    """A piece that has no graph: it is run as it is written."""
+
+    error: Exception
+
+    def compile(self) -> bytes:
+        raise self.error
 
 
 def trace(function: Callable, args, mode: FakeTensorMode) -> Traced:
