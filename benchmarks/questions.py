@@ -177,7 +177,8 @@ def run(args) -> None:
     engine, tokenizer = engine_of(args, group)
     ids = tokenizer.encode(read_text(args.text))[: args.context]
     machine = {"gpus": 1 if group is None else group.size, "offload": args.offload, "context": len(ids),
-               "questions": args.questions, "new": args.max_new_tokens, **on_chip.about(engine, args)}
+               "questions": args.questions, "new": args.max_new_tokens, "compile": args.compile,
+               **on_chip.about(engine, args)}
     del machine["seeds"], machine["quote"], machine["block_size"]
     for what, figures in rows_of(engine, tokenizer, ids, args):
         report(f"{what}, {len(ids):,} tokens", {"what": what, **figures}, machine, args.out)
@@ -192,7 +193,8 @@ def plot(path: str) -> None:
     rows, plt = [row for row in read_rows(path) if "ms_a_token" in row], pyplot()
     figure, axes = plt.subplots(figsize=(9, 0.34 * len(rows) + 1.6))
     labels = [f"{row['shape'] or row['checkpoint']}{', offloaded' if row['offload'] else ''}"
-              f"{', 2 GPUs' if row['gpus'] == 2 else ''}: {row['what']}" for row in rows]
+              f"{', 2 GPUs' if row['gpus'] == 2 else ''}{', compiled' if row['compile'] else ''}: {row['what']}"
+              for row in rows]
     bars = axes.barh(range(len(rows)), [row["ms_a_token"] for row in rows], 0.7)
     axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
     axes.set_xscale("log")
