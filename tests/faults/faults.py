@@ -1673,6 +1673,12 @@ FAULTS = [
     Fault("trace-one-level", "precompile.py", "for level in hierarchy.levels:\n",
           "for level in hierarchy.levels[:1]:\n", "test_precompile.py -k every_piece",
           "drafting for the retrieval level is not compiled"),
+    Fault("trace-all-or-none", "precompile.py", "self.found[name] = Untraced(error)", "raise",
+          "test_precompile.py -k without_a_graph", "one piece leaves all steps uncompiled"),
+    Fault("law-with-a-constant", "nucleus.py",
+          "    before = torch.nn.functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))\n",
+          "    before = within[..., -1].cumsum(-1).roll(1, -1)\n    before[..., 0] = 0\n",
+          "test_precompile.py -k gpu_goes", "laws of a batch are not compiled on a GPU"),
     # start.py, prefix.py, hf/checkpoint.py, kit/trials.py
     Fault("allocator-overridden", "start.py", "(*ALLOCATORS, \"WORLD_SIZE\")", "(\"WORLD_SIZE\",)", "test_start.py",
           "what the user says of PyTorch's memory is overridden"),
