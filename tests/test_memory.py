@@ -114,6 +114,13 @@ def test_what_streams_is_planned_for_the_device_that_is_meant():
     assert gpu["staging buffers"] > 0 and "staging buffers" not in parts(num_resident_layers=1)
 
 
+@pytest.mark.parametrize("device, free, expected", [("cuda", 5 * 2**30, 5 * 2**30 - memory.SPARE), ("cuda:1", 1, 0),
+                                                    ("cpu", 5 * 2**30, 5 * 2**30), ("cuda", None, None)])
+def test_a_gpu_keeps_room_for_recorded_steps_where_there_is_a_choice(monkeypatch, device, free, expected):
+    monkeypatch.setattr(memory, "available", lambda device: free)
+    assert memory.comfortable(torch.device(device)) == expected
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_what_a_gpu_has_left_of_this_process_s_share(monkeypatch, device):
     """A device may be named without its number, and a process may be granted less than there is."""

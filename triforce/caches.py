@@ -119,7 +119,7 @@ class Caches:
         rows, most = size, min(len(ids), max(MOST_ROWS, size))
         needed = self._needed(ids, max_new_tokens)
         is_held = prefix is not None or self.prefix is not None and self.prefix.num_shared >= base
-        free = memory.available(self.device)
+        free = memory.comfortable(self.device)
         for count in range(most, size, -1):  # the most that fit with the smallest view
             parts = self._parts(self.settings_for(count), count, base, needed, SMALLEST_VIEW)
             if not is_held:
@@ -328,7 +328,7 @@ class Caches:
             parts = self._parts(settings, batch, 0, capacity, budget, 0)
             resident = agreed(self.target.group, self._resident(capacity, parts, batch) or 0)
         parts = self._parts(settings, batch, base, capacity, budget, resident)
-        free = memory.available(self.device)
+        free = memory.comfortable(self.device)
         while (base and settings.budget is None and budget > SMALLEST_VIEW and free is not None
                and sum(part.bytes for part in parts) > free):
             budget = max(budget // 2, SMALLEST_VIEW)
