@@ -193,7 +193,7 @@ def plot(path: str) -> None:
     rows, plt = [row for row in read_rows(path) if "ms_a_token" in row], pyplot()
     figure, axes = plt.subplots(figsize=(9, 0.34 * len(rows) + 1.6))
     labels = [f"{row['shape'] or row['checkpoint']}{', offloaded' if row['offload'] else ''}"
-              f"{', 2 GPUs' if row['gpus'] == 2 else ''}{', compiled' if row['compile'] else ''}: {row['what']}"
+              f"{', 2 GPUs' if row['gpus'] == 2 else ''}{', compiled' if row.get('compile') else ''}: {row['what']}"
               for row in rows]
     bars = axes.barh(range(len(rows)), [row["ms_a_token"] for row in rows], 0.7)
     axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
