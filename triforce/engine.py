@@ -49,6 +49,7 @@ from .prefix_file import PrefixReader
 from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
 from .state import State
+from .threads import Threads
 
 log = logging.getLogger("triforce")
 
@@ -80,6 +81,7 @@ class Engine:
             raise UserError(f"max_seq_len ({longest}) exceeds the model's {target.config.limit_name} ({limit}); "
                             f"use at most {limit}")
         self.caches = Caches(self, Models(target, draft, drafting), settings)
+        self.threads = Threads(target.device)
         self._serving: Session | None = None  # whom the state belongs to
         self._folder, self._identity = folder, None
 
@@ -171,7 +173,9 @@ class Engine:
         else:
             ids = self.encode_prompt(document)
         self.check_len(len(ids), 1)
-        prefix = self.caches.compute(ids, on_progress, None if keep is None else Keeping(keep, keep_every))
+        with self.threads.working():
+            prefix = self.caches.compute(ids, self.threads.between(on_progress),
+                                         None if keep is None else Keeping(keep, keep_every))
         prefix.messages, prefix.chat_template = messages, chat_template
         prefix.chat_template_kwargs = chat_template_kwargs
         if keep is not None and not prefix.is_kept(keep):
@@ -373,15 +377,18 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._serving = session
-        session.state = state = self.prepare(request.ids, request.max_new_tokens, request.on_prefill, request.plan,
-                                             request.prefix, **vars(request.sampling))
+        with self.threads.working():
+            on_prefill = self.threads.between(request.on_prefill)
+            session.state = state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
+                                                 request.prefix, **vars(request.sampling))
         while not session.done:
             if self.caches.state is None:
                 raise UserError("the engine was released while this generation was under way; begin another one")
             if self._serving is not session or self.caches.state is not state:
                 raise UserError("another generation has begun on this engine and taken over its caches; finish or "
                                 "close a stream first, or load a second engine")
-            pieces = session.round()
+            with self.threads.working():
+                pieces = session.round()
             if request.on_decode is not None:
                 request.on_decode(session.num_tokens)
             yield from (piece for piece in pieces if piece[1] or self.tokenizer is None)

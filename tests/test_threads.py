@@ -1,0 +1,144 @@
+"""On a CPU: threads for the cores that other programs leave, and the same bits whatever their number."""
+
+import itertools
+
+import pytest
+import torch
+
+import triforce
+from triforce import threads
+from triforce.threads import Threads
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def four():
+    """Four threads for a test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+class World:
+    """A clock, and work of others, that pass by hand."""
+
+    now = taken = 0.0
+
+    def pass_by(self, seconds: float, others: float) -> None:
+        self.now, self.taken = self.now + seconds, self.taken + seconds * others
+
+    def threads(self, device=CPU, cores: int = 4) -> Threads:
+        return Threads(device, lambda: self.taken, lambda: self.now, cores)
+
+
+def test_as_many_threads_as_others_leave_cores(four):
+    world = World()
+    chosen, seen = world.threads(), []
+    for others in (0.0, 0.4, 0.9, 2.2, 7.0, -0.1):
+        world.pass_by(1.0, others)
+        with chosen.working():
+            seen.append(torch.get_num_threads())
+        assert torch.get_num_threads() == 4
+    assert seen == [4, 4, 3, 2, 1, 4]
+    torch.set_num_threads(2)  # the most that there are to be
+    with chosen.working():
+        assert torch.get_num_threads() == 2
+
+
+def test_it_looks_again_in_the_midst_of_long_work_and_not_too_often(four):
+    world, told = World(), []
+    chosen = world.threads()
+    with chosen.working():
+        between = chosen.between(told.append)
+        world.pass_by(0.1, 3.0)
+        between(0.1)
+        assert torch.get_num_threads() == 4  # too soon to say
+        world.pass_by(0.3, 3.0)
+        between(0.2)
+        assert torch.get_num_threads() == 1
+        world.pass_by(1.0, 0.0)
+        between(0.3)
+        assert torch.get_num_threads() == 4
+    assert told == [0.1, 0.2, 0.3]
+
+
+def test_what_was_before_comes_back_after_an_error(four):
+    world = World()
+    chosen = world.threads()
+    world.pass_by(1.0, 3.0)
+    with pytest.raises(KeyError), chosen.working():
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == 4
+
+
+def test_nothing_is_chosen_for_a_gpu_or_where_nobody_says_what_others_take(four, monkeypatch, tmp_path):
+    world = World()
+    gpu = world.threads(torch.device("cuda"))
+    monkeypatch.setattr(threads, "STAT", tmp_path / "absent")
+    for chosen in (gpu, Threads(CPU)):
+        world.pass_by(9.0, 4.0)
+        with chosen.working():
+            assert torch.get_num_threads() == 4
+
+
+def test_what_others_take(monkeypatch, tmp_path):
+    """User, nice, system, irq, softirq and stolen time of the cores of this process, less what it took itself."""
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  9999 0 0 0 0 0 0 0 0 0\ncpu0 100 20 300 5000 600 7 8 90 0 0\ncpu1 1 1 1 1 1 1 1 1 1 1\n"
+                    "cpu10 777 0 0 0 0 0 0 0 0 0\nintr 5 5 5\n")
+    monkeypatch.setattr(threads, "STAT", stat)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_CLK_TCK": 100}[name])
+    monkeypatch.setattr("time.process_time", lambda: 1.5)
+    assert threads.taken_by_others() == pytest.approx((525 + 6) / 100 - 1.5)
+
+
+def test_generations_and_prefills_have_threads_for_free_cores(four):
+    engine, world, seen = triforce.load("tiny", device="cpu", gamma=3), World(), []
+
+    def look(*_):
+        seen.append(torch.get_num_threads())
+        world.pass_by(1.0, 2.0)
+
+    engine.threads = world.threads()
+    world.pass_by(1.0, 2.0)
+    engine.generate("Once upon a time there was", 12, temperature=0.0, on_prefill=look)
+    in_prefill = len(seen)
+    state = engine.caches.state
+    rounds = state.hierarchy.round
+    state.hierarchy.round = lambda *args: look() or rounds(*args)
+    engine.generate("Once upon a time there was", 12, temperature=0.0)
+    assert in_prefill > 1 and len(seen) > in_prefill and set(seen) == {2} and torch.get_num_threads() == 4
+    seen.clear()
+    engine.prefill("Once upon a time there was a king. " * 40, on_progress=look)
+    assert seen and set(seen) == {2} and torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"sampling": "coupled"}])
+def test_the_number_of_threads_changes_no_bits(options):
+    """A text during which the number changes again and again is that of one thread, to the last bit of its K/V."""
+    engine = triforce.load("tiny", device="cpu", **options)
+    engine.threads = Threads(torch.device("cuda"))  # chooses nothing
+    prompt = engine.tokenizer.encode("It was the best of times, it was the worst of times. " * 60)
+    before, found = torch.get_num_threads(), []
+    try:
+        for counts in ((1,), (2,), (1, 3, 2)):
+            engine.release()
+            numbers = itertools.cycle(counts)
+
+            def change(*_, numbers=numbers):
+                torch.set_num_threads(next(numbers))
+
+            torch.set_num_threads(counts[0])
+            out = engine.generate(prompt, 48, temperature=0.8 if "sampling" in options else 0.0, seed=3,
+                                  ignore_eos=True, on_prefill=change, on_decode=change)
+            cache = engine.caches.state.cache
+            kv = [cache.load(i, 0, 0, len(prompt) + 40) for i in range(engine.target.config.n_layer)]
+            found.append((out.tokens, torch.stack(kv)))
+    finally:
+        torch.set_num_threads(before)
+    for tokens, kv in found[1:]:
+        assert tokens == found[0][0] and torch.equal(kv, found[0][1])
