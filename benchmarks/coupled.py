@@ -44,7 +44,7 @@ def run(args) -> None:
     args.contexts, args.quote = [args.context], 0
     machine = {"date": str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint,
                "context": args.context, "device": args.device or platform.machine(), "samples": args.samples,
-               "batch": args.batch, "side_by_side": args.side_by_side}
+               "batch": args.batch, "block_size": args.block_size, "side_by_side": args.side_by_side}
     for gamma in args.gammas:
         for ways in [args.ways] if args.side_by_side else [[way] for way in args.ways]:
             engines = {way: load(way, gamma, args) for way in ways}
@@ -62,7 +62,7 @@ def run(args) -> None:
 
 
 def load(way: str, gamma, args):
-    settings = WAYS[way] | ({"tree_size": args.tree_size} if "tree" in way else {})
+    settings = WAYS[way] | ({"tree_size": args.tree_size} if "tree" in way else {}) | {"block_size": args.block_size}
     return triforce.load(args.checkpoint, **({"draft": args.draft} if args.draft else {}), gamma=gamma, **settings,
                          device=args.device, dtype=args.dtype, offload=args.offload, compile=args.compile,
                          max_batch_size=max(args.batch, args.samples))
@@ -152,6 +152,7 @@ if __name__ == "__main__":
     flags.add_argument("--samples", type=int, default=1)
     flags.add_argument("--batch", type=int, default=1)
     flags.add_argument("--tree-size", type=int, default=512)
+    flags.add_argument("--block-size", type=int, help="default: by device and number of rows")
     flags.add_argument("--same", type=int, default=64, help="tokens that are compared with those of speculate=False")
     flags.add_argument("--draws", action=argparse.BooleanOptionalAction, default=True, help="what a draw takes, too")
     flags.add_argument("--gammas", nargs="+", default=[6], type=lambda x: x if x == "auto" else int(x))

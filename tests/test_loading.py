@@ -1,11 +1,18 @@
 """What `load` makes of what it was not told, and of what does not go together."""
 
+from dataclasses import replace
+
 import pytest
+import torch
+from conftest import random_pair
 
 import triforce
 from triforce import memory
-from triforce.config import Settings
+from triforce.config import Placement, Settings
+from triforce.engine import Engine
 from triforce.errors import UserError
+from triforce.hf.checkpoint import TINY, read_config
+from triforce.kit.plan import Job, Machine, way
 
 
 def test_defaults_on_a_cpu():
@@ -63,12 +70,38 @@ def test_settings_are_resolved_by_device():
     blocks = [Settings().resolve("cuda", max_batch_size=rows).block_size for rows in (1, 4, 5, 8, 100)]
     assert blocks == [16, 16, 12, 8, 4]
     assert Settings(gamma=9).resolve("cuda", max_batch_size=100).block_size == 10
+    groups = [Settings().resolve("cuda", query_group=group).block_size for group in (1, 4, 5, 8, 32)]
+    assert groups == [16, 16, 12, 8, 4]  # at most 64 queries of a KV head, of 4 tokens at least
+    assert Settings().resolve("cuda", query_group=8, offload=True).block_size == 64
+    assert Settings().resolve("cpu", query_group=8).block_size == 8
     found = {(device, offload): Settings().resolve(device, offload=offload) for device in ("cpu", "cuda")
              for offload in (False, True)}
     assert {key: (one.block_size, one.flush_interval) for key, one in found.items()} == {
         ("cpu", False): (8, 128), ("cpu", True): (8, 128), ("cuda", False): (16, 128), ("cuda", True): (64, 256)}
     for draft, rows in (("ngram", 16), (None, 1)):
         assert Settings(retrieval=False, draft=draft).resolve("cuda", has_model=False).block_size == rows
+
+
+def test_blocks_are_as_wide_as_the_target_s_heads_suggest(monkeypatch):
+    """`load`, the caches and plans of memory tell the settings how many query heads share a KV head."""
+    told, resolve = [], Settings.resolve
+
+    def resolved(self, *args, **more):
+        told.append(more["query_group"])
+        return resolve(self, *args, **more)
+
+    monkeypatch.setattr(Settings, "resolve", resolved)
+    target, draft = random_pair()
+    engine = Engine(target, None, draft, settings=Settings(gamma=3))
+    engine.caches.settings_for(3)
+    way(Job(target.config, None, Settings(), Placement(), 1000, 10), Machine(torch.device("cpu"), 2**30, 2**30))
+    assert told == [2, 2, 2]
+    config = replace(read_config(TINY / "target"), n_kv_head=1)
+    monkeypatch.setattr("triforce.hf.checkpoint.read_config", lambda *args: config)
+    monkeypatch.setattr(memory, "available", lambda device: 2**20)
+    with pytest.raises(UserError, match="target weights"):
+        triforce.load("tiny", device="cpu")
+    assert told[3:] == [4]
 
 
 def test_what_a_draft_keeps():

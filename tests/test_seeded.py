@@ -395,6 +395,17 @@ def test_leaves_are_for_coupled_draws_where_rows_cost_little(how, expected):
     assert (made.leaves, made.leaves_inner) == expected
 
 
+def test_leaves_count_as_rows_of_a_block():
+    """On a GPU the usual block of a verify has at most 64 queries of a KV head."""
+    def rows(group: int, **settings) -> tuple[int, int]:
+        made = Settings(sampling="coupled", **settings).resolve("cuda", query_group=group)
+        return made.block_size, made.tree.rows
+
+    assert [rows(group) for group in (1, 4, 8)] == [(16, 32), (8, 16), (4, 8)]
+    assert [rows(group, leaves=0) for group in (1, 4, 8)] == [(16, 16), (16, 16), (8, 8)]
+    assert rows(4, leaves=3) == (4, 16) and rows(4, gamma=9) == (10, 20)
+
+
 @pytest.mark.parametrize("more", [{"leaves": 200}, {"leaves_inner": 300}])
 def test_blocks_with_leaves_have_a_limit(more):
     with pytest.raises(UserError, match="make blocks of [0-9]* rows, and 512 are the most"):

@@ -76,7 +76,8 @@ class Caches:
 
     def _resolve(self, settings: Settings, rows: int) -> Settings:
         has_model = self.models.draft is not None or self.placement.draft_ranks is not None
-        return settings.resolve(self.device, has_model=has_model, offload=self.placement.offload, max_batch_size=rows)
+        return settings.resolve(self.device, has_model=has_model, offload=self.placement.offload, max_batch_size=rows,
+                                query_group=self.target.config.query_group)
 
     def release(self) -> None:
         """Frees the buffers of the last call."""

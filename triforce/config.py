@@ -169,8 +169,9 @@ class Settings(Options):
     rebuild_interval: int | None = option(
         None, "tokens between two choices of the view (default: by device and number of rows)", whole(1, 64), type=int)
     block_size: int | None = option(
-        None, "rows of a full verify, on a CPU rounded up to a multiple of 4 (default: 8 on a CPU; 16 on a GPU, fewer "
-        "for a batch of more than 4; 64 with offload; 1 where nothing drafts)", whole(1, 8), type=int)
+        None, "rows of a full verify, leaves aside, on a CPU rounded up to a multiple of 4 (default: 8 on a CPU; 16 on "
+        "a GPU, fewer for a batch of more than 4, and where more than 4 query heads share a KV head, leaves counted; "
+        "64 with offload; 1 where nothing drafts)", whole(1, 8), type=int)
     flush_interval: int | None = option(
         None, "tokens between two flushes of the tail into the prefix (default 128; 256 with offload on a GPU)",
         whole(1, 128), type=int)
@@ -236,11 +237,12 @@ class Settings(Options):
         return self.retrieval or self.draft_attends_to == "snapkv"
 
     def resolve(self, device: torch.device | str = "cpu", *, has_model: bool = True, offload: bool | str = False,
-                max_batch_size: int = 1) -> "Settings":
+                max_batch_size: int = 1, query_group: int = 1) -> "Settings":
         """With every field decided.
 
         Args:
             has_model: whether a draft model drafts (a drafter of the user's own is told by `draft`).
+            query_group: query heads of the target that share a KV head.
 
         Raises:
             UserError: fields do not fit each other.
@@ -252,19 +254,20 @@ class Settings(Options):
             raise UserError(f"draft_cache ({self.draft_cache!r}) has no effect, and neither a retrieval level nor a "
                             "draft model reads it; leave out draft_cache, or retrieval=False (--draft-cache, "
                             "--no-retrieval)")
+        grows = self.coupled and cuda and drafts and max_batch_size <= 2  # where rows cost next to nothing
+        leaves = (grows and not self.tree_size) * 1 if self.leaves is None else self.leaves
         block = self.block_size
         if block is None:
-            block = self._usual_block(cuda, offload, max_batch_size) if drafts else 1
+            each = (1 + leaves) * query_group
+            block = self._usual_block(cuda, offload, max_batch_size, each) if drafts else 1
         if block > 1 and not cuda:  # a CPU's products have the same bits in each of 4 or 8 rows, not of 5 or 6
             block = -(-block // 4) * 4
         most = 4 if cuda else 3  # a CPU's step takes longer for each row more
-        grows = self.coupled and cuda and drafts and max_batch_size <= 2  # where rows cost next to nothing
         made = replace(
             self, block_size=block, auto=auto, gamma=max(block - 1, 1) if self.gamma == "auto" else self.gamma,
             ngram=ngram or self.gamma == "auto" and drafts and self.draft is not False,
             gamma_inner=self.gamma_inner or min(most if auto else 2, max(block - 1, 1)),
-            leaves=(grows and not self.tree_size) * 1 if self.leaves is None else self.leaves,
-            tree_size=-(-self.tree_size // 4) * 4,  # see block_size
+            leaves=leaves, tree_size=-(-self.tree_size // 4) * 4,  # see block_size
             leaves_inner=grows * 3 if self.leaves_inner is None else self.leaves_inner,
             draft_cache=self.draft_cache or ("retrieval" if self.retrieval else "streaming"),
             # A round ends at a flush at the latest: where a verify takes a second, flushes are to be rare.
@@ -273,14 +276,15 @@ class Settings(Options):
         made._check_fit(drafts, offload)
         return made
 
-    def _usual_block(self, cuda: bool, offload: bool | str, max_batch_size: int) -> int:
-        """On a GPU weights are read once for the rows of all prompts, and up to 64 rows cost little more than one."""
+    def _usual_block(self, cuda: bool, offload: bool | str, max_batch_size: int, each: int) -> int:
+        """On a GPU weights are read once for the rows of all prompts, and up to 64 rows cost little more than one. So
+        do keys, for up to 64 queries of a KV head, of which each drafted token has so many."""
         if not cuda:
             return 8
         if offload:
             return 64
         wanted = self.gamma + 1 if isinstance(self.gamma, int) else 0
-        return min(max(64 // max_batch_size, wanted, 4), 16)
+        return min(max(64 // max(max_batch_size, each), wanted, 4), 16)
 
     def _check_fit(self, drafts: bool, offload: bool | str) -> None:
         """Of fields that are decided: do they fit each other?"""

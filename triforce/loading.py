@@ -33,13 +33,13 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     place = place.resolve()
     device = place.device
     folder, draft_folder = ckpt.resolve(checkpoint), find_draft(checkpoint, settings.draft)
+    config, longest = ckpt.read_config(folder, place.max_seq_len, place.weights), place.max_seq_len
     resolved = settings.resolve(device, has_model=draft_folder is not None, offload=place.offload,
-                                max_batch_size=place.max_batch_size)
+                                max_batch_size=place.max_batch_size, query_group=config.query_group)
     if place.draft_dtype and not settings.retrieval:
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
 
     tokenizer = Tokenizer(folder)
-    config, longest = ckpt.read_config(folder, place.max_seq_len, place.weights), place.max_seq_len
     draft_config = None if draft_folder is None else ckpt.read_config(draft_folder, longest)
     if draft_folder is not None:
         difference = tokenizer.same_as(Tokenizer(draft_folder))

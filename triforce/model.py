@@ -189,6 +189,11 @@ class ModelConfig:
         return self.float8.unit(*cuts[layer])
 
     @property
+    def query_group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.n_head // self.n_kv_head
+
+    @property
     def rotary_dim(self) -> int:
         """Of a head's dimensions, those that are rotated."""
         return int(self.head_dim * self.rotary_factor)

@@ -104,7 +104,8 @@ def way(job: Job, machine: Machine, ranks: int = 1, offload: bool | str = False,
     target = shard_config(job.target, group)
     dtype = find_dtype(place.dtype, job.target.dtype, device)
     settings = replace(job.settings, **changes)
-    resolved = settings.resolve(device, has_model=job.draft is not None, offload=offload, max_batch_size=job.most_rows)
+    resolved = settings.resolve(device, has_model=job.draft is not None, offload=offload, max_batch_size=job.most_rows,
+                                query_group=target.query_group)
     parts = [] if machine.is_here or device.type != "cuda" else [CUDA_ITSELF]
     parts += memory.weight_parts(target, job.draft, dtype)
     if place.draft_dtype:

@@ -33,7 +33,7 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
     cos, sin = (torch.cat([table[:, None].expand(-1, turned, -1, -1),
                            torch.full_like(table, value)[:, None].expand(-1, still, -1, -1)], 1)
                 for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
-    slots, group = first[:, None] + layout.slots, config.n_head // config.n_kv_head
+    slots, group = first[:, None] + layout.slots, config.query_group
     slot = torch.arange(tail_slots, device=start.device)
     seen = slot < (first[:, None] + layout.before)[..., None]  # [B, M, T]
     path = None if layout.path is None else first[:, None, None] + layout.path  # [B, M, P]

@@ -80,7 +80,7 @@ class StreamingBlock:
         self.cache, self.compiled = cache, compiled
         config = cache.config
         self.key_cos, self.key_sin, self.cos, self.sin, self.slots, self.bias = compiled(_streaming_geometry)(
-            cache.angles, start, rows, cache.num_sink, cache.window_size, config.n_head // config.n_kv_head)
+            cache.angles, start, rows, cache.num_sink, cache.window_size, config.query_group)
 
     def layer(self, i: int) -> "StreamingLayer":
         return StreamingLayer(self, i)

@@ -78,7 +78,7 @@ class TargetCache(Store):
                  ahead: int | None = None, offload: Offload | None = None, shared: PrefixStore | None = None, device,
                  dtype, runs_on: torch.device | None = None):
         self.config, self.rope = config, rope
-        self.group = config.n_head // config.n_kv_head
+        self.group = config.query_group
         self.capacity, self.flush_interval = capacity, flush_interval
         runs_on = torch.device(device if runs_on is None else runs_on)
         self.prefix = PrefixStore(config, batch, capacity, device, dtype, offload=offload, chunk_size=chunk_size,

@@ -1,0 +1,125 @@
+"""Is the first answer of a process slower with speculation? Fresh processes, text by text, by the wall clock.
+
+    python benchmarks/first_tokens.py --checkpoint DIR/target --draft DIR/draft --text book.txt --context 16384 \
+        --out results.jsonl
+    python benchmarks/first_tokens.py --text book.txt --context 6000           # the embedded pair on a CPU
+    python benchmarks/first_tokens.py --text book.txt --context 6000 --wrong   # nothing that is drafted is right
+
+For each text a process with speculation and one without, in turns: each loads the folder, prefills and decodes, by
+default on what an earlier process compiled. The table tells, for so many tokens, how long it took until the last of
+them was there: from the start of the process, and from the end of the prefill. Medians over the texts; the ratios are
+those of autoregression over speculation, text by text. Texts are stretches of one book. Autoregression takes steps of
+one row, the fastest that it has.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from first_run import wait_for_compiling  # noqa: E402
+from harness import read_text, report, run_or_plot  # noqa: E402
+
+from triforce.start import ALLOCATOR, GROWING  # noqa: E402
+
+PROCESS = """
+import json, sys, time
+job = json.load(sys.stdin)
+import torch
+import triforce
+engine = triforce.load(job["checkpoint"], **job["options"])
+if job["wrong"]:  # the draft proposes what it finds least likely
+    with torch.no_grad():
+        engine.draft.norm.weight.neg_()
+ids = engine.tokenizer.encode(open(job["text"], encoding="utf-8").read())
+first = int((len(ids) - job["context"]) * job["share"])
+loaded, rounds = time.time() - job["begun"], []
+out = engine.generate(ids[first : first + job["context"]], job["new"], seed=0, ignore_eos=True,
+                      speculate=job["speculate"], one_row=not job["speculate"],
+                      on_decode=lambda count: rounds.append((count, time.time() - job["begun"])))
+print(json.dumps({"load": loaded, "prefill": out.stats.prefill, "preparing": out.stats.recording, "rounds": rounds,
+                  "tokens_a_verify": out.stats.block_efficiency}))
+"""
+
+
+def process(args, text: str, share: float, speculate: bool, cache: str) -> dict:
+    """A fresh process, and when so many tokens were there: {"process": {n: seconds}, "prefill": {n: seconds}}."""
+    options = {"draft": args.draft} if args.draft else {}
+    options |= {"retrieval": False} if args.wrong else {}
+    job = {"checkpoint": args.checkpoint, "text": text, "context": args.context, "new": max(args.new), "share": share,
+           "speculate": speculate, "options": options, "wrong": args.wrong, "begun": time.time()}
+    done = subprocess.run([sys.executable, "-c", PROCESS], input=json.dumps(job), capture_output=True, text=True,
+                          cwd=ROOT, env={**os.environ, ALLOCATOR: GROWING, "TRIFORCE_CACHE": cache})
+    if done.returncode:
+        raise SystemExit(f"a process ended with {done.returncode}: {done.stderr[-600:]}")
+    row = json.loads(done.stdout.splitlines()[-1])
+    rounds, prefilled = row.pop("rounds"), row["load"] + row["prefill"]
+    there = {count: next(when for told, when in rounds if told >= count) for count in args.new}
+    return {**row, "process": there, "after prefill": {count: when - prefilled for count, when in there.items()}}
+
+
+def run(args) -> None:
+    machine = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "date":
+               str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint, "context": args.context,
+               "texts": args.texts, "wrong": args.wrong, "empty": args.empty}
+    with tempfile.TemporaryDirectory() as folder:
+        text, cache = os.path.join(folder, "text.txt"), os.path.join(folder, "cache")
+        Path(text).write_text(read_text(args.text), encoding="utf-8")
+        if not args.empty:
+            process(args, text, 0.0, True, cache)
+            if torch.cuda.is_available():
+                wait_for_compiling(cache)
+        pairs = []
+        for i in range(args.texts):
+            pair = {}
+            for speculate in (True, False) if i % 2 else (False, True):  # neither is always the first
+                own = os.path.join(folder, f"{i}-{speculate}") if args.empty else cache
+                pair[speculate] = process(args, text, i / max(args.texts - 1, 1), speculate, own)
+                if args.empty and torch.cuda.is_available():
+                    wait_for_compiling(own)  # beside which nothing else is to be measured
+            pairs.append(pair)
+    for row in table(pairs, args.new):
+        report(f"{row['tokens']} tokens, from the {row['since']}", row, machine, args.out)
+
+
+def table(pairs: list[dict[bool, dict]], counts: list[int]):
+    for since in ("process", "after prefill"):
+        for count in counts:
+            ours, plain = ([pair[speculate][since][count] for pair in pairs] for speculate in (True, False))
+            ratios = [b / a for a, b in zip(ours, plain, strict=True)]
+            row = {"tokens": count, "since": {"process": "start of the process"}.get(since, "end of the prefill"),
+                   "speculation_s": median(ours), "autoregression_s": median(plain), "ratio": median(ratios),
+                   "least_ratio": min(ratios), "ratios": [round(ratio, 3) for ratio in ratios]}
+            for name in ("load", "prefill", "preparing", "tokens_a_verify"):
+                row[name] = median(pair[True][name] for pair in pairs)
+                row[f"{name}_autoregression"] = median(pair[False][name] for pair in pairs)
+            yield row
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--checkpoint", default="tiny", help="a Hugging Face folder, or 'tiny'")
+    p.add_argument("--draft", help="a folder")
+    p.add_argument("--text", help="a text file (default: CPython's language reference)")
+    p.add_argument("--context", type=int, default=16_384)
+    p.add_argument("--texts", type=int, default=10)
+    p.add_argument("--new", type=int, nargs="+", default=[32, 64, 128, 256], help="new tokens")
+    p.add_argument("--wrong", action="store_true", help="a draft alone, which proposes what it finds least likely")
+    p.add_argument("--empty", action="store_true", help="each process finds an empty cache of compiled steps")
+    p.add_argument("--out", help="append rows to this file of JSON lines")
+    p.set_defaults(plot=None)
+    run_or_plot(run, None, p.parse_args())
+
+
+if __name__ == "__main__":
+    main()
