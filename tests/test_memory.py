@@ -1,5 +1,7 @@
 """The memory plan: its parts for batches, what it says when they do not fit, and what there is to be had."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +45,34 @@ def test_parts_by_their_definitions():
     assert tree["attention along the paths of a tree"] == 64 * 8 * (4 + 3 * 2) * 8 * 4
     # The view's tokens, and which chunks they are of: 256 tokens, without a sink and a window of 128.
     assert planned["retrieval view"] == 4 * TOKEN * 256 + 4 * 2 * (256 - 8 - 128) // 8 * 8 + 8
+
+
+PLANS = """
+import sys
+import torch
+from triforce.config import Settings
+from triforce.memory import prefix_parts, state_parts
+from triforce.model import ModelConfig
+target, draft = ModelConfig(64, 32, 4, 4, 2, 8, 48), ModelConfig(64, 16, 1, 2, 2, 8, 32)
+many = dict(sampling="coupled", tree_size=512)
+for options in ({}, many, dict(retrieval=False, draft_cache="full"), dict(ngram=True)):
+    for device in map(torch.device, ("cpu", "cuda")):
+        for more in ({}, {"batch": 3}, {"base": 1024}, {"num_resident_layers": 1}):
+            given = {"batch": 1, "capacity": 4096, "dtype": torch.float16, "device": device, **more}
+            settings = Settings(**options).resolve(device, offload="num_resident_layers" in more)
+            assert state_parts(target, draft, settings, budget=512, vocab_size=64, **given)
+            given.pop("batch"), given.pop("base", None)
+            assert prefix_parts(target, settings, **given)
+print([name for name in ("sympy", "torch._inductor", "torch._dynamo") if name in sys.modules])
+torch.arange(3, device="meta")
+print("sympy" in sys.modules)
+"""
+
+
+@pytest.mark.quick
+def test_a_plan_does_not_import_the_compiler():
+    found = subprocess.run([sys.executable, "-c", PLANS], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.splitlines() == ["[]", "True"]  # the second: what would have imported it
 
 
 @pytest.mark.parametrize("settings", [Settings(gamma=6), Settings(gamma=6, retrieval=False),

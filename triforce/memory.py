@@ -111,7 +111,11 @@ def prefix_parts(config: ModelConfig, settings: Settings, *, capacity: int, dtyp
 
 def _on_meta(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, dtype: torch.dtype,
              device: torch.device, **sizes) -> State:
-    """The State that these sizes make on a device, without its memory."""
+    """The State that these sizes make on a device, without its memory.
+
+    Some functions (`arange` and `zeros_like` among them) are Python on the meta device, and import half of PyTorch's
+    compiler. That would take a quarter of a second of every first answer: what a State is built with does without them.
+    """
     models = [None if config is None else Transformer.empty(config, "meta", dtype) for config in (target, draft)]
     return State(*models, settings, compiler=Compiler(torch.device("cpu")), runs_on=device, **sizes)
 

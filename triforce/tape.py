@@ -40,8 +40,8 @@ class Tape:
                  leaves: int = 0, nodes: Nodes | None = None) -> "Tape":
         tokens = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         runners_up = tokens.new_zeros(batch, capacity, leaves)
-        return cls(tokens, torch.zeros_like(tokens), runners_up, SamplingParams(batch, device, vocab_size), vocab_size,
-                   coupled, nodes)
+        origin = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        return cls(tokens, origin, runners_up, SamplingParams(batch, device, vocab_size), vocab_size, coupled, nodes)
 
     def law(self, logits: Tensor) -> Tensor:
         return sampling.probabilities(logits[..., : self.vocab_size], self.params)

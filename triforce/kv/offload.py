@@ -57,7 +57,7 @@ class Offload:
             self.host[i] = torch.empty(2, batch, capacity, *token, dtype=dtype, device=place).zero_()
             if self._pins is not None:
                 self._pins.add(self.host[i])
-        self.starts = torch.arange(0, capacity, self.piece, device=device)  # of the pieces, on the device
+        self.starts = torch.tensor(range(0, capacity, self.piece), device=device)  # of the pieces, on the device
         # Two tensors: compiled code that writes to two views of one would mistake where they begin.
         self._work: tuple[Tensor, Tensor] | None = None
         self._stored: dict[int, torch.cuda.Event] = {}

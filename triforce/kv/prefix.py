@@ -42,12 +42,13 @@ class PrefixStore(View):
         super().__init__(config, batch, slots, device, dtype, num_layers=offload and offload.num_resident)
         self.offload, self.capacity, self.chunk_size = offload, capacity, chunk_size
         self.length_on_device = length_on_device and batch == 1 and offload is None and shared is None
-        self.ends = torch.arange(2, dtype=torch.int32, device=device)  # see `attention.up_to`
-        self.starts = torch.zeros_like(self.len)  # what `extent` says of them, on the device
+        self.ends = torch.tensor([0, 1], dtype=torch.int32, device=device)  # see `attention.up_to`
+        self.starts = torch.zeros(batch, dtype=torch.int32, device=device)  # what `extent` says of them, on the device
         chunks = (batch, config.n_kv_head, slots // chunk_size if chunk_size else 0, config.head_dim)
         self.all_chunk_keys = torch.zeros(config.n_layer, *chunks, device=device, dtype=dtype)
         self.chunk_keys = list(self.all_chunk_keys)  # by layer [B, K, C, D]: the mean key of every chunk
-        self.own_len = self.len if shared is None else torch.zeros_like(self.len)  # [B], `len` without the base
+        # [B], `len` without the base.
+        self.own_len = self.len if shared is None else torch.zeros(batch, dtype=torch.int32, device=device)
         for row in range(batch):
             self.truncate(row, self.base)
 

@@ -32,7 +32,7 @@ class StreamingCache(Store):
         shape = (batch, config.n_kv_head, capacity, config.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-        positions = torch.arange(capacity, device=device)
+        positions = torch.tensor(range(capacity), device=device)
         if positions.is_meta:  # a plan of the memory; PyTorch would import its compiler to compute, which takes seconds
             self.angles = (positions.new_empty(shape[2:], dtype=torch.float32),) * 2
         else:
