@@ -10,6 +10,8 @@ import contextlib
 import contextvars
 import gc
 import importlib
+import logging
+import sys
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -18,20 +20,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+log = logging.getLogger("triforce")
+COMPILER = "torch._inductor.compile_fx"
 KEPT_GRAPHS = 32  # per step; one for each extent of a view, and for each way to draft
 
 
-@contextlib.contextmanager
-def compiler_imported(wanted: bool):
-    """Imports the compiler, which takes seconds, beside what is done within: weights are read, mostly."""
-    thread = threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",))
-    if wanted:
-        thread.start()
+def import_compiler() -> None:
+    """Begins to import the compiler, which takes seconds, beside what comes next: weights are read, and a prefill
+    begins. Whoever needs it waits for it."""
+    threading.Thread(target=_import_compiler, name="compiler").start()
+
+
+def _import_compiler() -> None:
+    usual = sys.getswitchinterval()
+    # Or else each operation of a prefill might wait 5 ms for Python's lock.
+    sys.setswitchinterval(2e-4)
     try:
-        yield
+        importlib.import_module(COMPILER)
+    except Exception as error:  # as where the process ends meanwhile; who needs it meets the error once more
+        log.debug("%s was not imported: %s", COMPILER, error)
     finally:
-        if wanted:
-            thread.join()  # an import that outlives its process ends in a traceback
+        sys.setswitchinterval(usual)
 
 
 def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:

@@ -8,11 +8,12 @@ from . import kept, memory
 from .config import Placement, Settings, split, takes
 from .engine import Engine
 from .errors import UserError
-from .graphs import compiler_imported
+from .graphs import import_compiler
 from .hf import checkpoint as ckpt
 from .hf.tokenizer import Tokenizer
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup
+from .pieces import ENDING
 from .quantize import check_fp8, fp8_bytes, fp8_copy
 
 
@@ -59,13 +60,14 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))
     memory.check(parts, device)
 
-    with compiler_imported(place.compile is not False and kept.root().exists()):
-        target = ckpt.load_model(folder, device, dtype, group, longest, place.weights)
-        shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
-        draft_group = subgroup(group, place.draft_ranks) if shares else None
-        draft = None
-        if draft_config is not None:
-            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
+    if place.compile is True or place.compile and any(kept.root().glob(f"*/*{ENDING}")):
+        import_compiler()
+    target = ckpt.load_model(folder, device, dtype, group, longest, place.weights)
+    shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
+    draft_group = subgroup(group, place.draft_ranks) if shares else None
+    draft = None
+    if draft_config is not None:
+        draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
     if place.compile is False:
         for model in (target, draft):
             if model is not None:

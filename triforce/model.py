@@ -523,9 +523,9 @@ class Block(nn.Module):
         q, states = compiled(Block.before)(self, x, kv)
         return compiled(Block.after)(self, x, states + kv.read(q))
 
-    def cache(self, x: Tensor, kv, compiled=eager) -> None:
+    def cache(self, x: Tensor, kv) -> None:
         """Of `forward`, what leaves its trace in the cache of a prefill."""
-        q, _ = compiled(Block.before)(self, x, kv)
+        q, _ = self.before(x, kv)
         kv.close(q)
 
     def before(self, x: Tensor, kv) -> tuple[Tensor, list]:
@@ -652,9 +652,9 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             for start, stop, kv in blocks:
                 if cache_only and i == len(self.layers) - 1:
-                    layer.cache(x[:, start:stop], kv.layer(i), kv.compiled)
+                    layer.cache(x[:, start:stop], kv.layer(i))
                 else:
-                    x[:, start:stop] = layer(x[:, start:stop], kv.layer(i), kv.compiled)
+                    x[:, start:stop] = layer(x[:, start:stop], kv.layer(i))
                 done += stop * stop - start * start
                 if on_progress is not None:
                     on_progress(done / work)

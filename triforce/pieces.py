@@ -126,7 +126,7 @@ class Loaded:
     """A compiled piece, ready to run."""
 
     def __init__(self, data: bytes):
-        import torch._inductor as inductor  # takes seconds, where it was not imported beside the loading of weights
+        import torch._inductor as inductor  # takes seconds, where that was not begun before, see `graphs`
 
         head, _, artifact = data.partition(b"\n")
         about = json.loads(head)
@@ -170,6 +170,7 @@ class Pieces:
                 self._loading[name] = loader.submit(Loaded, found[name])
             loader.shutdown(wait=False)
         self.missing: set[str] = set()  # that were asked for and ran as they are written
+
     @property
     def outdated(self) -> bool:
         """Whether the folder has become complete."""
@@ -193,5 +194,5 @@ class Pieces:
 
 def _order(name: str) -> tuple:
     """Pieces in the order in which a generation first calls them."""
-    levels = ["prefill", f"level{FULL}", f"level{RETRIEVAL}"]
+    levels = [f"level{FULL}", f"level{RETRIEVAL}"]
     return next((i for i, level in enumerate(levels) if name.startswith(level)), len(levels)), name

@@ -26,9 +26,7 @@ from .drafting.protocol import Drafter
 from .graphs import Compiler, traced
 from .jobs import Job
 from .kept import Folder
-from .kv.blocks import prefill_blocks
 from .kv.prefix import PrefixStore
-from .kv.target import TargetCache
 from .model import ModelConfig, Transformer
 from .parallel import ONE_SHOT_BYTES, Group
 from .pieces import COMPLETE, FAILED, Path, layout, pack, piece_name, reachable, take_apart
@@ -83,7 +81,6 @@ def collect(job: Job) -> "dict[str, Traced | Untraced]":
             state.cache.prefix.length_on_device = False
         for lengths in _lengths(state):
             _go_through(state, lengths)
-        _prefill(state)
     # A draft that several ranks share has a group of its own, which is not known here.
     return {name: piece for name, piece in tracer.found.items() if not (job.shared_draft and name.startswith("draft"))}
 
@@ -137,16 +134,6 @@ def _go_through(state: State, lengths: list[int]) -> None:
         for level in hierarchy.levels:
             if level.rows > 1 and name != "custom":
                 source.propose(here, Plan(min(2, level.rows - 1), name), level.draft_probs)
-
-
-def _prefill(state: State) -> None:
-    """The second chunk of a prefill, in its first layer."""
-    size, target = state.settings.prefill_chunk_size, state.target
-    cache = TargetCache(target.config, target.rope, batch=1, capacity=2 * size, block_size=1, flush_interval=1,
-                        chunk_size=0, device=target.device, dtype=target.dtype)
-    _, _, block = prefill_blocks(cache, range(1), 0, 2 * size, size, level=state.prefill_level)[-1]
-    x = torch.empty(1, size, target.config.dim, device=target.device, dtype=target.dtype)
-    target.layers[0](x, block.layer(0), block.compiled)
 
 
 class Unknown(Drafter):

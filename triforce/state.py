@@ -62,7 +62,7 @@ class State:
         self.base = 0 if shared is None else shared.lens[0]  # tokens that all rows share
         self._pack = (pack and batch == 1 and num_resident_layers is None and shared is None
                       and packs(device, dtype))
-        self.compiler, self.prefill_level = compiler, compiler.level("prefill")
+        self.compiler = compiler
         nodes = Nodes(settings.tree, settings.tree_width, batch, device) if settings.tree.size else None
         self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), vocab_size, device,
                                   settings.coupled, settings.runners_up, nodes)
@@ -219,7 +219,7 @@ class State:
 
         end = max(stops)
         blocks = prefill_blocks(cache, rows, start, end, self.settings.prefill_chunk_size, lengths=stops,
-                                keep_queries=True, level=self.prefill_level, on_layer=on_layer)
+                                keep_queries=True, on_layer=on_layer)
         try:
             self.target.prefill(self.tape.tokens[rows.start : rows.stop, start:end], blocks, on_progress,
                                 cache_only=True)

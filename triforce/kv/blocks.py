@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import attention
 from ..graphs import is_traced, put
-from ..model import Block, ModelConfig, RotaryEmbedding, eager, rotate
+from ..model import ModelConfig, RotaryEmbedding, eager, rotate
 from ..packed import MIN_ROWS
 from . import prefix
 from .prefix import PrefixStore
@@ -206,10 +206,6 @@ def over_shared(prefix: PrefixStore, i: int, q: Tensor, compiled=eager, on_piece
     return [state]
 
 
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return rotate(q, cos, sin), rotate(k, cos, sin)
-
-
 class PrefillBlock:
     """`kv` of a prefill chunk of some rows: positions [start, stop), written straight into the prefix.
 
@@ -221,15 +217,11 @@ class PrefillBlock:
     """
 
     def __init__(self, cache: TargetCache, rows: range, start: int, stop: int, *, begin: int, end: int,
-                 lengths: list[int] | None = None, keep_queries: bool = False, compiled=eager, on_layer=None):
+                 lengths: list[int] | None = None, keep_queries: bool = False, on_layer=None):
         self.cache, self.rows, self.start, self.stop, self.begin, self.end = cache, rows, start, stop, begin, end
         self.lengths = lengths or [end] * len(rows)
-        self.keep_queries, self._compiled, self.on_layer = keep_queries, compiled, on_layer
+        self.keep_queries, self.on_layer = keep_queries, on_layer
         self.cos, self.sin = cache.rope(torch.arange(start, stop, device=cache.prefix.len.device))  # [M, D]
-
-    def compiled(self, function):
-        """All but `Block.before`, which depends on the prefix's capacity: it writes to a stretch of it."""
-        return function if function is Block.before else self._compiled(function)
 
     def layer(self, i: int) -> "PrefillLayer":
         return PrefillLayer(self, i)
@@ -255,8 +247,8 @@ class PrefillLayer:
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
         """Unrotated [B, H + 2K, M, D] -> queries [B, H, M, D]; K and V are written."""
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
-        q, k = self._block.compiled(_turned)(q, k, self.cos, self.sin)
-        self.k.copy_(k)
+        q = rotate(q, self.cos, self.sin)
+        self.k.copy_(rotate(k, self.cos, self.sin))
         self.v.copy_(v)
         return q, []
 
@@ -288,7 +280,7 @@ class PrefillLayer:
 
 
 def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size: int, *,
-                   lengths: list[int] | None = None, keep_queries: bool = False, level=eager,
+                   lengths: list[int] | None = None, keep_queries: bool = False,
                    on_layer=None) -> list[tuple[int, int, PrefillBlock]]:
     """Chunks of at most `size` of the tokens [start, stop) of some rows: what `Transformer.prefill` takes.
 
@@ -296,7 +288,6 @@ def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size:
         lengths: where the tokens of each row end; rows that end differently are prefilled in one chunk. None: at
             `stop`.
         keep_queries: of the last tokens, for a view to choose by.
-        level: compiles chunks of full size.
         on_layer: see `PrefillBlock`.
     """
     edges = [*range(start, stop, size), stop]
@@ -307,8 +298,7 @@ def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size:
             cache.query_weight[row] = torch.arange(cache.query_weight.shape[1], device=cache.query_weight.device) < kept
     blocks = []
     for a, b in zip(edges, edges[1:], strict=False):
-        alike = a > 0 and b - a == size
         block = PrefillBlock(cache, rows, a, b, begin=start, end=stop, lengths=lengths, on_layer=on_layer,
-                             keep_queries=keep_queries and b == stop, compiled=level if alike else eager)
+                             keep_queries=keep_queries and b == stop)
         blocks.append((a - start, b - start, block))
     return blocks
