@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from first_run import wait_for_compiling  # noqa: E402
-from harness import read_text, report, run_or_plot  # noqa: E402
+from harness import append, read_rows, read_text, run_or_plot  # noqa: E402
 
 from triforce.start import ALLOCATOR, GROWING  # noqa: E402
 
@@ -53,7 +53,7 @@ print(json.dumps({"load": loaded, "prefill": out.stats.prefill, "preparing": out
 
 
 def process(args, text: str, share: float, speculate: bool, cache: str) -> dict:
-    """A fresh process, and when so many tokens were there: {"process": {n: seconds}, "prefill": {n: seconds}}."""
+    """A fresh process, and when so many tokens were there: seconds from its start, and from the end of its prefill."""
     options = {"draft": args.draft} if args.draft else {}
     options |= {"retrieval": False} if args.wrong else {}
     job = {"checkpoint": args.checkpoint, "text": text, "context": args.context, "new": max(args.new), "share": share,
@@ -64,14 +64,16 @@ def process(args, text: str, share: float, speculate: bool, cache: str) -> dict:
         raise SystemExit(f"a process ended with {done.returncode}: {done.stderr[-600:]}")
     row = json.loads(done.stdout.splitlines()[-1])
     rounds, prefilled = row.pop("rounds"), row["load"] + row["prefill"]
-    there = {count: next(when for told, when in rounds if told >= count) for count in args.new}
-    return {**row, "process": there, "after prefill": {count: when - prefilled for count, when in there.items()}}
+    there = [next(when for told, when in rounds if told >= count) for count in args.new]
+    return {"speculate": speculate, **row, "tokens": args.new, "from_start": there,
+            "from_prefill": [when - prefilled for when in there]}
 
 
 def run(args) -> None:
     machine = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "date":
                str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint, "context": args.context,
-               "texts": args.texts, "wrong": args.wrong, "empty": args.empty}
+               "wrong": args.wrong, "empty": args.empty}
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         text, cache = os.path.join(folder, "text.txt"), os.path.join(folder, "cache")
         Path(text).write_text(read_text(args.text), encoding="utf-8")
@@ -79,31 +81,31 @@ def run(args) -> None:
             process(args, text, 0.0, True, cache)
             if torch.cuda.is_available():
                 wait_for_compiling(cache)
-        pairs = []
         for i in range(args.texts):
-            pair = {}
             for speculate in (True, False) if i % 2 else (False, True):  # neither is always the first
                 own = os.path.join(folder, f"{i}-{speculate}") if args.empty else cache
-                pair[speculate] = process(args, text, i / max(args.texts - 1, 1), speculate, own)
+                rows.append({"text": i, **process(args, text, i / max(args.texts - 1, 1), speculate, own)})
+                if args.out:
+                    append(args.out, {**machine, **rows[-1]})
                 if args.empty and torch.cuda.is_available():
                     wait_for_compiling(own)  # beside which nothing else is to be measured
-            pairs.append(pair)
-    for row in table(pairs, args.new):
-        report(f"{row['tokens']} tokens, from the {row['since']}", row, machine, args.out)
+    print_table(rows)
 
 
-def table(pairs: list[dict[bool, dict]], counts: list[int]):
-    for since in ("process", "after prefill"):
-        for count in counts:
-            ours, plain = ([pair[speculate][since][count] for pair in pairs] for speculate in (True, False))
+def print_table(rows: list[dict]) -> None:
+    """Medians over the texts of which there are both rows."""
+    ways = [{row["text"]: row for row in rows if row["speculate"] == speculate} for speculate in (True, False)]
+    pairs = [(ways[0][text], ways[1][text]) for text in sorted(ways[0].keys() & ways[1].keys())]
+    for name in ("load", "prefill", "preparing", "tokens_a_verify"):
+        ours, plain = (median(pair[i][name] for pair in pairs) for i in (0, 1))
+        print(f"{name:<18}{ours:8.2f}, autoregression {plain:.2f}")
+    print(f"\n{len(pairs)} texts; seconds        speculation  autoregression  its time over speculation's (least)")
+    for since in ("from_start", "from_prefill"):
+        for i, count in enumerate(pairs[0][0]["tokens"]):
+            ours, plain = ([pair[j][since][i] for pair in pairs] for j in (0, 1))
             ratios = [b / a for a, b in zip(ours, plain, strict=True)]
-            row = {"tokens": count, "since": {"process": "start of the process"}.get(since, "end of the prefill"),
-                   "speculation_s": median(ours), "autoregression_s": median(plain), "ratio": median(ratios),
-                   "least_ratio": min(ratios), "ratios": [round(ratio, 3) for ratio in ratios]}
-            for name in ("load", "prefill", "preparing", "tokens_a_verify"):
-                row[name] = median(pair[True][name] for pair in pairs)
-                row[f"{name}_autoregression"] = median(pair[False][name] for pair in pairs)
-            yield row
+            print(f"{since:<13}{count:>5} tokens {median(ours):>12.2f}  {median(plain):>14.2f}  "
+                  f"{median(ratios):>13.3f} ({min(ratios):.3f})")
 
 
 def main() -> None:
@@ -117,8 +119,13 @@ def main() -> None:
     p.add_argument("--wrong", action="store_true", help="a draft alone, which proposes what it finds least likely")
     p.add_argument("--empty", action="store_true", help="each process finds an empty cache of compiled steps")
     p.add_argument("--out", help="append rows to this file of JSON lines")
+    p.add_argument("--table", help="print the table of such a file")
     p.set_defaults(plot=None)
-    run_or_plot(run, None, p.parse_args())
+    args = p.parse_args()
+    if args.table:
+        print_table(read_rows(args.table))
+    else:
+        run_or_plot(run, None, args)
 
 
 if __name__ == "__main__":

@@ -81,9 +81,14 @@ def report(title: str, row: dict, machine: dict, out: str | None) -> None:
     for key, value in row.items():
         print(f"{key:<26}{f'{value:>12.3f}' if isinstance(value, float) else value}", flush=True)
     if out:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a") as file:
-            file.write(json.dumps({**machine, **row}) + "\n")
+        append(out, {**machine, **row})
+
+
+def append(out: str, row: dict) -> None:
+    """A line of JSON at a file's end."""
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    with open(out, "a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def read_rows(path: str) -> list[dict]:
