@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triforce.costs import SIZES, Costs
+from triforce.costs import Costs, sizes
 from triforce.plan import Padding, Plan
 
 if TYPE_CHECKING:
@@ -65,16 +65,13 @@ def measure(hierarchy: "Hierarchy", padding: Padding, group=None) -> Costs:
             return milliseconds(lambda: level.rehearse(here, rows, probs), device, warm_up=1 if streams else recorded,
                                 group=group)
 
-        def sizes(level) -> list[int]:
-            if padding.drafts:
-                return [level.rows]
-            return sorted({rows for rows in SIZES if rows < level.rows} | {level.rows})
-
-        costs = Costs({rows: step(outer, rows) for rows in sizes(outer)})
+        padded = padding.drafts
+        costs = Costs({rows: step(outer, rows) for rows in sizes(outer, padded)},
+                      row_unit=outer.row_unit if padded else 1)
         if not padding.plain and padding.drafts:
             costs.plain = step(outer, 1)
         if inner is not None:
-            costs.retrieval = {rows: step(inner, rows) for rows in sizes(inner)}
+            costs.retrieval = {rows: step(inner, rows) for rows in sizes(inner, padded)}
         outer.length.copy_(here)
         for name, source in hierarchy.sources.items():
             source.catch_up(here.tolist())

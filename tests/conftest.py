@@ -12,7 +12,7 @@ import torch
 import triforce
 from triforce.config import Placement, Settings, split
 from triforce.controller import Controller
-from triforce.costs import Costs, Learned, Shelf
+from triforce.costs import Learned, Shelf
 from triforce.engine import Engine
 from triforce.float8 import MADE
 from triforce.graphs import Compiler
@@ -20,6 +20,7 @@ from triforce.hf.checkpoint import TINY
 from triforce.hf.places import places, put
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
+from triforce.rows import row_unit
 from triforce.state import State
 
 VOCAB = 64
@@ -105,8 +106,9 @@ def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=
         shared, num_resident_layers = document.cache.prefix.part(base), None
         if pack:
             shared.pack()
-    state = State(target, draft, resolved, batch=len(prompts), drafting=drafting,
-                  num_resident_layers=num_resident_layers, pack=pack, shared=shared, **common)
+    unit = row_unit(target, len(prompts), resolved.block_size, compiled=False)
+    state = State(target, draft, resolved, batch=len(prompts), drafting=drafting, pack=pack, shared=shared,
+                  num_resident_layers=num_resident_layers, row_unit=unit, **common)
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
     state.params.set(**{**law, **(sampling or {})})
     state.prefill_all(prompts)
@@ -183,7 +185,7 @@ def eager_to_draft(monkeypatch):
     plans = []
 
     def found(shelf, name, like):
-        costs = Costs.of({part: 1000.0 if part[0] in ("verify", "plain") else 1.0 for part in like.parts()})
+        costs = like.having({part: 1000.0 if part[0] in ("verify", "plain") else 1.0 for part in like.parts()})
         return costs, [Learned.WELL] * len(costs.parts())
 
     monkeypatch.setattr(Shelf, "find", found)

@@ -18,9 +18,9 @@ def unknown(costs: Costs) -> Learned:
 
 
 def test_parts_and_back():
-    assert Costs.of(TRUE.parts()) == TRUE
+    assert TRUE.having(TRUE.parts()) == TRUE
     with_plain = Costs({8: 2.0}, plain=1.0)
-    assert Costs.of(with_plain.parts()) == with_plain
+    assert with_plain.having(with_plain.parts()) == with_plain
 
 
 @pytest.mark.parametrize("plan, expected", [
@@ -81,7 +81,8 @@ def test_guesses_know_how_much_is_read(pair):
     state = make_state(*pair, [random_prompt(600)], ngram=True)
     costs = guess(state.hierarchy, PADDED, [600])
     longer = guess(state.hierarchy, PADDED, [6000])
-    assert set(costs.sources) == {"model", "ngram"} and list(costs.verify) == [8]
+    assert set(costs.sources) == {"model", "ngram"} and list(costs.verify) == [4, 8]
+    assert [costs.checking(Plan(gamma, "model")) for gamma in (0, 3, 4)] == [{("verify", n): 1.0} for n in (4, 4, 8)]
     assert longer.verify[8] > 2 * costs.verify[8] and longer.sources == costs.sources
     assert costs.retrieval[3] < costs.verify[8]
     assert guess(state.hierarchy, Padding(False, True), [600]).plain == pytest.approx(costs.verify[8] / 1.56, rel=0.01)

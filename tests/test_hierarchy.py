@@ -7,7 +7,6 @@ import torch
 from conftest import make_state, random_pair, random_prompt
 
 from triforce import hierarchy
-from triforce.costs import Costs
 from triforce.hierarchy import Clock
 from triforce.plan import PADDED, Padding, Plan
 
@@ -70,7 +69,7 @@ def test_ranks_begin_with_the_first_ones_guess():
         if value is None:
             return None
         costs, seen = value
-        first["costs"] = Costs.of({part: 2 * cost for part, cost in costs.parts().items()})
+        first["costs"] = costs.having({part: 2 * cost for part, cost in costs.parts().items()})
         return first["costs"], seen
 
     target.group = SimpleNamespace(rank=1, size=2, all_gather=lambda own: torch.cat([own, own]), agree=agree)

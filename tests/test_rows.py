@@ -10,14 +10,16 @@ import math
 
 import pytest
 import torch
-from conftest import bits, make_state, random_prompt, slow
+from conftest import bits, make_engine, make_state, random_pair, random_prompt, slow
 from torch import nn
 
-from triforce import attention
+import triforce.rows
+from triforce import attention, model
 from triforce.float8 import ScaledLinear
 from triforce.model import Linear, ModelConfig, RMSNorm, Transformer, gated
 from triforce.packed import PackedPrefix
 from triforce.plan import AUTOREGRESSION
+from triforce.rows import is_even, row_unit
 
 ROWS = (4, 8, 12, 16, 36, 64)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -119,3 +121,88 @@ def test_logits_with_speculation_on_and_off(config):
         runs.append(bits(state, 32, plan=None if retrieval else AUTOREGRESSION))
     assert runs[0][:2] == runs[1][:2]
     assert runs[0][2]["full"] >= 10  # and drafts were rejected on the way
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_four_rows_give_the_bits_of_more(batch, pack):
+    """Steps of 4, 8, 12 and 16 rows, in turns and one kind alone, over a prefix that is packed or not."""
+    target, _ = random_pair(std=0.2)
+    target.pack(8)
+    prompts = [random_prompt((4200 if pack else 300) + 9 * row, seed=row) for row in range(batch)]
+    state = make_state(target, None, prompts, block_size=16, gamma=15, retrieval=False, ngram=True, capacity=5120,
+                       pack=pack, flush_interval=64, keep_logits=True)
+    assert (state.cache.prefix.packed is not None) == (pack and batch == 1) and state.hierarchy.outer.row_unit == 4
+    level, runs = state.hierarchy.outer, []
+    for turns in ((4,), (16,), (4, 8, 12, 16)):
+        state.rewind(500, plan=AUTOREGRESSION)
+        tokens = []
+        for rows in 9 * (4 // len(turns)) * turns:
+            level._rows_of = lambda plan, drafted, rows=rows: rows
+            state.round()
+            tokens.append((state.texts(state.lens[0])[0], level.logits[:, 0].clone()))
+        runs.append(tokens)
+    for run in runs[1:]:
+        assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whether_rows_are_even_is_tried(dtype):
+    target, _ = random_pair(dtype=dtype)
+    assert is_even(target, 1, 8) and is_even(target, 3, 8)
+    # A CPU has another kernel for 64 and more queries in bf16, and rounds otherwise there.
+    assert is_even(target, 1, 64) == (dtype == torch.float32)
+    assert is_even(target, 5, 8) == (dtype == torch.float32)  # over a prefix that the batch shares
+
+
+def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
+    """Each part of a step is looked at."""
+    target, draft = random_pair()
+    assert row_unit(target, 1, 8, False) == 4
+    assert [row_unit(target, 1, 8, True), row_unit(target, 1, 4, False), row_unit(target, 1, 1, False)] == [8, 4, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "group", object())  # ranks
+        assert row_unit(target, 1, 8, False) == 8
+    norm = RMSNorm.forward
+
+    def unevenly(function, rows_of):
+        return lambda *args, **more: tuple(x * (1 + 1e-3 * rows_of(*args, **more)) for x in function(*args, **more))
+
+    def product(size):
+        def forward(self, x):
+            y = nn.functional.linear(x, self.weight, self.bias)
+            return y * (1 + 1e-3 * x.shape[1]) if self.weight.shape[0] == size else y
+
+        return forward
+
+    for size in (target.config.vocab_size, 2 * target.config.ffn_dim, len(target.layers[0].attention.qkv.weight)):
+        monkeypatch.setattr(Linear, "forward", product(size))
+        assert row_unit(target, 1, 8, False) == 8
+        monkeypatch.undo()
+    for name in ("partial", "masked"):
+        monkeypatch.setattr(attention, name, unevenly(getattr(attention, name), lambda q, *_, **more: q.shape[2]))
+        assert row_unit(target, 1, 8, False) == 8
+        monkeypatch.undo()
+    monkeypatch.setattr(PackedPrefix, "partial", unevenly(PackedPrefix.partial, lambda _, q: q.shape[2]))
+    assert row_unit(target, 1, 8, False) == 8
+    monkeypatch.undo()
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: norm(self, x) * (1 + 1e-3 * x.shape[1]))
+    assert row_unit(target, 1, 8, False) == 8
+    monkeypatch.undo()
+    monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * gate.shape[1])
+    assert row_unit(target, 1, 8, False) == 8
+
+    engine, rows = make_engine(target, draft, gamma=2, budget=64, flush_interval=16, chunk_size=4), []
+    target.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    engine.generate(random_prompt(60), 12, temperature=0.0, speculate=False)
+    assert set(rows) == {8}
+
+
+def test_what_is_tried_is_tried_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(triforce.rows, "is_even", lambda *args: not tried.append(args[1:]))
+    engine = make_engine(*random_pair(), budget=64, flush_interval=16, chunk_size=4, max_batch_size=2)
+    for prompts in ([random_prompt(40)], [random_prompt(4000)], [random_prompt(40)] * 2, [random_prompt(50)]):
+        engine.generate(prompts, 4)
+        engine.release()
+    assert tried == [(1, 8), (2, 8)]

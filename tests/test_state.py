@@ -124,13 +124,14 @@ def test_the_controller_is_told_what_looking_up_is_good_for(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("retrieval", [True, False])
-@pytest.mark.parametrize("temperature,rows,plain", [([0.0, 0.8], 8, 8), ([0.8, 0.0], 8, 8), (0.0, 8, 8), (0.8, 4, 1)])
+@pytest.mark.parametrize("temperature,rows,plain", [([0.0, 0.8], 8, 4), ([0.8, 0.0], 8, 4), (0.0, 8, 4), (0.8, 6, 1)])
 def test_a_greedy_row_pads_every_step(pair, monkeypatch, retrieval, temperature, rows, plain):
-    """Also those that it shares with a drawn one: only then are its bits those of any other run."""
+    """Also those that it shares with a drawn one: only then are its bits those of any other run. On a CPU, they have a
+    multiple of four rows."""
     steps, step = set(), Speculator._step
     monkeypatch.setattr(Speculator, "_step", lambda self, *args: (
         self.level == FULL and steps.add(args[3]), step(self, *args)))
-    engine = make_engine(*pair, budget=64, max_batch_size=2, flush_interval=16, chunk_size=4, gamma=3,
+    engine = make_engine(*pair, budget=64, max_batch_size=2, flush_interval=16, chunk_size=4, gamma=5,
                          retrieval=retrieval)
     prompts = [random_prompt(100), random_prompt(60, seed=1)]
     for speculate, expected in ((True, rows), (False, plain)):

@@ -215,7 +215,7 @@ def _evenly(function, *args: Tensor) -> Tensor:
     """An elementwise function of tensors of one shape, with the same bits at every place: on a CPU, PyTorch's loops
     take whole vectors, and round what is left over at a tensor's end in another way, so nothing is to be left over."""
     shape, count = args[0].shape, args[0].numel()
-    if args[0].device.type != "cpu" or count <= VECTOR or count % VECTOR == 0 and all(x.is_contiguous() for x in args):
+    if args[0].device.type != "cpu" or count % VECTOR == 0 and all(x.is_contiguous() for x in args):
         return function(*args)
     padded = (torch.nn.functional.pad(x.flatten(), (0, -count % VECTOR)) for x in args)
     return function(*padded)[:count].view(shape)

@@ -26,6 +26,7 @@ from .packed import packs
 from .parallel import agreed
 from .prefix import Keeping, Prefix, common_length
 from .prefix_file import PrefixReader
+from .rows import row_unit
 from .state import State
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Caches:
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
         self._computed = False  # for the present call
+        self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
 
     @property
     def placement(self) -> Placement:
@@ -313,11 +315,18 @@ class Caches:
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
                                compiler=find_compiler(*what, folder, **how), folder=folder,
                                num_resident_layers=resident, pack=packs_more,
-                               shared=shared.store if base else None, draft_ranks=self.placement.draft_ranks)
+                               shared=shared.store if base else None, draft_ranks=self.placement.draft_ranks,
+                               row_unit=self._row_unit(batch, settings.block_size))
         self.prefix = shared if base else None
         if old is not None:
             self.state.adopt(old, held)
         return self.state
+
+    def _row_unit(self, *size: int) -> int:
+        """size: sequences of a batch, and rows of each."""
+        if size not in self._row_units:
+            self._row_units[size] = row_unit(self.target, *size, self.placement.compile is not False)
+        return self._row_units[size]
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from .errors import UserError, not_known
 from .tree import FOLLOWERS, TokenTree
 
 MOST_ROWS = 512  # of a block with leaves, or of a tree
+CPU_ROWS = 4  # a CPU gives a row the same bits in blocks of any multiple of so many rows, see rows.py
 TREE_ROWS = 8  # of a tree, for each row that a step which grows it drafts after
 VIEWS = ("retrieval", "snapkv", "streaming")  # how the retrieval level's view is chosen
 RULES = ("rejection", "coupled")  # how drafted tokens are checked
@@ -260,14 +261,14 @@ class Settings(Options):
         if block is None:
             each = (1 + leaves) * query_group
             block = self._usual_block(cuda, offload, max_batch_size, each) if drafts else 1
-        if block > 1 and not cuda:  # a CPU's products have the same bits in each of 4 or 8 rows, not of 5 or 6
-            block = -(-block // 4) * 4
+        if block > 1 and not cuda:
+            block = -(-block // CPU_ROWS) * CPU_ROWS
         most = 4 if cuda else 3  # a CPU's step takes longer for each row more
         made = replace(
             self, block_size=block, auto=auto, gamma=max(block - 1, 1) if self.gamma == "auto" else self.gamma,
             ngram=ngram or self.gamma == "auto" and drafts and self.draft is not False,
             gamma_inner=self.gamma_inner or min(most if auto else 2, max(block - 1, 1)),
-            leaves=leaves, tree_size=-(-self.tree_size // 4) * 4,  # see block_size
+            leaves=leaves, tree_size=-(-self.tree_size // CPU_ROWS) * CPU_ROWS,
             leaves_inner=grows * 3 if self.leaves_inner is None else self.leaves_inner,
             draft_cache=self.draft_cache or ("retrieval" if self.retrieval else "streaming"),
             # A round ends at a flush at the latest: where a verify takes a second, flushes are to be rare.

@@ -16,9 +16,10 @@ from .plan import Padding, Plan
 
 if TYPE_CHECKING:
     from .hierarchy import Hierarchy
+    from .speculator import Speculator
 
 ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
-SIZES = (1, 2, 3, 4, 6, 8, 16, 32)  # rows whose steps have times of their own, where steps are not padded
+SIZES = (1, 2, 3, 4, 6, 8, 16, 32)  # rows whose steps have times of their own, where steps have so many
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Costs:
     sources: dict[str, tuple[float, float]] = field(default_factory=dict)  # the first token of a proposal, each further
     plain: float | None = None  # of a step that checks nothing, where that is not one of `verify`
     growth: float | None = None  # of a step that grows the branches of a tree, if there are such
+    row_unit: int = 1  # a verify has a multiple of so many rows, or as many as the largest of `verify`
 
     def parts(self) -> dict[tuple, float]:
         """By name: (what, which)."""
@@ -43,15 +45,14 @@ class Costs:
             parts |= {(name, "first"): first, (name, "further"): further}
         return parts
 
-    @classmethod
-    def of(cls, parts: dict[tuple, float]) -> "Costs":
-        """The opposite of `parts`."""
+    def having(self, parts: dict[tuple, float]) -> "Costs":
+        """Costs of the same steps, other ones."""
         rows = {name: {which: cost for (what, which), cost in parts.items() if what == name}
                 for name in ("verify", "retrieval")}
         names = [what for what, which in parts if which == "first"]
-        return cls(rows["verify"], rows["retrieval"],
-                   {name: (parts[name, "first"], parts[name, "further"]) for name in names}, parts.get(("plain", 0)),
-                   parts.get(("growth", 0)))
+        return Costs(rows["verify"], rows["retrieval"],
+                     {name: (parts[name, "first"], parts[name, "further"]) for name in names}, parts.get(("plain", 0)),
+                     parts.get(("growth", 0)), self.row_unit)
 
     def drafting(self, plan: Plan) -> dict[tuple, float]:
         """How often a round of the plan pays for each part before its verify."""
@@ -70,7 +71,7 @@ class Costs:
         """The same of its verify."""
         if plan.gamma == 0 and self.plain is not None:
             return {("plain", 0): 1.0}
-        return _between("verify", self.verify, 1 + plan.gamma)
+        return _between("verify", self.verify, -(-(1 + plan.gamma) // self.row_unit) * self.row_unit)
 
     def milliseconds(self, plan: Plan) -> tuple[float, float]:
         """Of a round of the plan: drafting, and checking."""
@@ -118,7 +119,7 @@ class Learned:
     STALE, HOPE = 256, 0.9  # what was not seen for so many tokens may have become faster by so much
 
     def __init__(self, costs: Costs, seen: list[int] | None = None):
-        parts = costs.parts()
+        self._costs, parts = costs, costs.parts()
         self.names = list(parts)
         self.number = {name: i for i, name in enumerate(self.names)}
         self.values = np.array([max(cost, 1e-6) for cost in parts.values()])
@@ -165,7 +166,7 @@ class Learned:
 
     def now(self) -> Costs:
         """What is believed at present."""
-        return Costs.of(dict(zip(self.names, self.values.tolist(), strict=True)))
+        return self._costs.having(dict(zip(self.names, self.values.tolist(), strict=True)))
 
 
 def to_json(learned: Learned) -> bytes:
@@ -180,7 +181,7 @@ def from_json(data: bytes, like: Costs) -> tuple[Costs, list[int]] | None:
     parts = {tuple(name): (value, seen) for *name, value, seen in json.loads(data)}
     if parts.keys() != like.parts().keys():
         return None
-    return Costs.of({name: parts[name][0] for name in like.parts()}), [parts[name][1] for name in like.parts()]
+    return like.having({name: parts[name][0] for name in like.parts()}), [parts[name][1] for name in like.parts()]
 
 
 class Shelf:
@@ -214,6 +215,12 @@ class Shelf:
         return f"costs-{'-'.join(map(str, name))}.json"
 
 
+def sizes(level: "Speculator", padded: bool) -> list[int]:
+    """Of a level's steps: the rows that have times of their own."""
+    unit = level.row_unit if padded else 1
+    return sorted({rows for rows in SIZES if rows < level.rows and rows % unit == 0} | {level.rows})
+
+
 def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:
     """By the bytes that a step reads. It hopes for the best of what drafts: a round soon shows what that takes."""
     outer, inner, cache = hierarchy.outer, hierarchy.inner, hierarchy.cache
@@ -236,11 +243,10 @@ def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs
         return max(reading, products * rows / 5e11)
 
     def by_rows(level, padded: bool, cost) -> dict[int, float]:
-        sizes = {level.rows} if padded else {rows for rows in SIZES if rows < level.rows} | {level.rows}
-        return {rows: cost(rows) for rows in sorted(sizes)}
+        return {rows: cost(rows) for rows in sizes(level, padded)}
 
     plain = verify(1) if padding.drafts and not padding.plain else None
-    costs = Costs(by_rows(outer, padding.drafts, verify), plain=plain)
+    costs = Costs(by_rows(outer, padding.drafts, verify), plain=plain, row_unit=outer.row_unit if padding.drafts else 1)
     if inner is not None:
         first = (inner.model.weight_bytes + min(hierarchy.view.nbytes, shared + own)) / rate
         costs.retrieval = by_rows(inner, padding.inner, lambda rows: first * (1 + ROW * (rows - 1) * on_cpu))

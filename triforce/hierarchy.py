@@ -83,10 +83,11 @@ class Hierarchy:
         cache: the target's, shared by the full level and the retrieval level.
         sources: what drafts at the bottom, by name.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
+        row_unit: of the full level, see `rows.py`.
     """
 
     def __init__(self, target: Transformer, cache: TargetCache, tape: Tape, settings: Settings, *, budget: int,
-                 sources: dict[str, Drafter], drafting: Transformer | None, compiler: Compiler):
+                 sources: dict[str, Drafter], drafting: Transformer | None, row_unit: int | None, compiler: Compiler):
         self.cache, self.sources, self.compiler, self.group = cache, sources, compiler, target.group
         self._last: Timing | None = None  # of the round before, as this rank measured it
         self._last_plan: Plan | None = None
@@ -103,7 +104,7 @@ class Hierarchy:
             self.drafters = {"retrieval": self.inner, **sources}
         self.outer = Speculator(target, cache, cache.prefix, tape, level=FULL, tree=settings.tree,
                                 drafters=self.drafters, keep_queries=True, keep_logits=settings.keep_logits,
-                                compiler=compiler)
+                                row_unit=row_unit, compiler=compiler)
 
     @property
     def levels(self) -> list[Speculator]:

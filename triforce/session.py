@@ -103,7 +103,7 @@ class Session:
             shared_tokens=state.base if state else 0, reused_tokens=state.reused if state else 0,
             new_tokens=len(output.tokens), ttft=self._ttft,
             tbt=progress.seconds / later if later else 0.0, acceptance_rate=progress.acceptance or {},
-            prefill=self._prefill, decode=progress.seconds, recording=state.compiler.seconds if state else 0.0,
+            prefill=self._prefill, decode=progress.seconds, recording=state.recording if state else 0.0,
             block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,
             retrieval_rebuilds=state.hierarchy.view.num_rebuilds if state and state.hierarchy.view else 0,
             flushes=state.num_flushes if state else 0, peak_memory=memory.peak(self.device), seed=self.seeds[row]),

@@ -97,15 +97,17 @@ class Speculator(Drafter):
         level: keys the noise.
         drafters: those that may propose to this level, by name. All hear what is committed.
         keep_queries: keep each layer's queries for retrieval.
+        row_unit: see `rows.py`. None: padded steps have all rows.
     """
 
     settled_count = False
 
     def __init__(self, model: Transformer, cache: TargetCache, view: View, tape: Tape, *, level: int, tree: TokenTree,
                  drafters: dict[str, Drafter], keep_queries: bool = False, keep_logits: bool = False,
-                 compiler: Compiler):
+                 row_unit: int | None = None, compiler: Compiler):
         self.model, self.cache, self.view, self.tape = model, cache, view, tape
         rows = tree.spine
+        self.row_unit = rows if row_unit is None or tree.branches else row_unit
         self.level, self.rows, self.drafters, self.keep_queries = level, rows, drafters, keep_queries
         self.tree = tree
         self.length, self.limit = tape.buffer(), tape.buffer()  # no round moves `length` past `limit`
@@ -166,13 +168,12 @@ class Speculator(Drafter):
         Measured times influence the plans, so a step's duration must not reveal tokens that are then discarded: only
         a count that settled tokens decide is looked at. Elsewhere a step has as many rows as could have been drafted.
         """
-        if plan.padded or self.tree.size and plan.gamma:
+        unit, drafted = self.row_unit if plan.padded else 1, plan.gamma
+        if unit == self.rows or self.tree.size and plan.gamma:
             return self.rows
-        if plan.gamma == 0:
-            return 1
-        if self.level == FULL and self.drafters[plan.drafter].settled_count:
-            return 1 + int(num_drafted.max())
-        return 1 + plan.gamma
+        if plan.gamma and self.level == FULL and self.drafters[plan.drafter].settled_count:
+            drafted = int(num_drafted.max())
+        return min(-(-(1 + drafted) // unit) * unit, self.rows)
 
     def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         torch.add(start, plan.gamma, out=self.limit)

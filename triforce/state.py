@@ -45,6 +45,7 @@ class State:
         shared: the prefix that all rows have in common: their prompts begin with its tokens.
         draft_ranks: of the target's group, those that hold the draft; draft is None on the others. None: all of them.
         folder: where learned costs are kept. None: nowhere.
+        row_unit: of padded steps of the full level, see `rows.py`. None: they have all rows.
         runs_on: the device that it is meant for, if it is not the one that the target is on: to plan its memory, it is
             built on the meta device.
     """
@@ -52,7 +53,7 @@ class State:
     def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
                  budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None,
                  num_resident_layers: int | None = None, pack: bool = False, shared: PrefixStore | None = None,
-                 draft_ranks: Sequence[int] | None = None, folder: Folder | None = None,
+                 draft_ranks: Sequence[int] | None = None, folder: Folder | None = None, row_unit: int | None = None,
                  runs_on: torch.device | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
         config, device, dtype = target.config, target.device, target.dtype
@@ -80,7 +81,7 @@ class State:
         sources = make_sources(target, draft, self.tape, settings, capacity=self.capacity, budget=budget,
                                draft_ranks=draft_ranks, compiler=compiler, runs_on=runs_on)
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, sources=sources,
-                                   drafting=drafting, compiler=compiler)
+                                   drafting=drafting, row_unit=row_unit, compiler=compiler)
         self.pilot = Pilot(self.hierarchy, settings, batch, group=target.group,
                            shelf=Shelf(folder, compiler.is_complete),
                            rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval())
@@ -95,6 +96,7 @@ class State:
         self._prompt_weight: torch.Tensor | None = None
         self.num_forwards = 0
         self.num_flushes = 0
+        self._recorded = 0.0  # seconds that were spent on recording before
         self.last_round: Round | None = None
 
     def _usual_rebuild_interval(self) -> int:
@@ -273,7 +275,12 @@ class State:
         for row in range(self.batch):
             self.hierarchy.limit(row, self.cache.lens[row] + interval)
         self.pilot.open(plan, padding or self.pilot.padding, self.lens, self.texts)
-        self.num_forwards, self.num_flushes = 0, 0
+        self.num_forwards, self.num_flushes, self._recorded = 0, 0, self.compiler.seconds
+
+    @property
+    def recording(self) -> float:
+        """Seconds that it took to prepare steps since decoding began."""
+        return self.compiler.seconds - self._recorded
 
     def texts(self, start: int = 0) -> list[list[int]]:
         """The tokens of each row from `start` on, the pending one among them."""

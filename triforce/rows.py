@@ -1,0 +1,61 @@
+"""How many rows a padded step has, so that a row's bits do not depend on their number.
+
+On a GPU rows cost next to nothing: all padded steps have all rows. On a CPU each row takes time. There, products of
+4, 8, 12, ... rows sum up a row in the same order. That is the way of the libraries that multiply, and no promise of
+theirs. So it is tried before it is relied on, with the model's own weights.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from . import attention
+from .config import CPU_ROWS
+from .model import Transformer
+from .packed import PackedPrefix, packs
+
+KEYS = 200  # of the attention that is tried
+
+
+def row_unit(target: Transformer, batch: int, rows: int, compiled: bool) -> int:
+    """Padded steps have the least multiple of this that is enough, and at most `rows`, for each sequence of a batch.
+
+    Args:
+        compiled: steps are pieces, which are compiled for all rows.
+    """
+    if target.device.type != "cpu" or target.group is not None or compiled or rows <= CPU_ROWS:
+        return rows
+    return CPU_ROWS if is_even(target, batch, rows) else rows
+
+
+@torch.inference_mode()
+def is_even(target: Transformer, batch: int, rows: int) -> bool:
+    """Whether the first rows of blocks of `rows` get the same bits in blocks of CPU_ROWS: in all that a step consists
+    of, tried on random numbers."""
+    config, layer = target.config, target.layers[0]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(target.dtype)
+
+    x, heads = random(batch, rows, config.dim), random(batch, config.n_head, rows, config.head_dim)
+    keys, values = (random(1, config.n_kv_head, KEYS, config.head_dim) for _ in range(2))
+    of_all = [partial(attention.partial, k=keys, v=values)]  # over a prefix that the batch shares
+    if packs(target.device, target.dtype):
+        of_all.append(PackedPrefix(keys[0], values[0]).partial)
+
+    def attend(heads: Tensor) -> Tensor:
+        q = attention.fold(heads, config.n_kv_head)  # [B, K, G * M, D]
+        k, v = (one.expand(batch, -1, -1, -1) for one in (keys, values))
+        states = [attention.masked(q, k, v, torch.zeros(batch, 1, q.shape[2], KEYS), True), attention.partial(q, k, v)]
+        return layer.attention.output(states + [attention.of_batch(one, q) for one in of_all], target.dtype)
+
+    def step(x: Tensor) -> Tensor:
+        return target.output(target.norm(x + layer.mlp(layer.mlp_norm(x))))
+
+    def alike(function, x: Tensor, dim: int, out_dim: int) -> bool:
+        few = function(x.narrow(dim, 0, CPU_ROWS).clone())
+        return torch.equal(few, function(x).narrow(out_dim, 0, CPU_ROWS))
+
+    return alike(step, x, 1, 1) and alike(layer.attention.project, x, 1, 2) and alike(attend, heads, 2, 1)
