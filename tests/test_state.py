@@ -4,10 +4,12 @@ import statistics
 
 import pytest
 import torch
-from conftest import make_engine, make_state, random_pair, random_prompt, run_rounds
+from conftest import bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, run_rounds, slow
 
+from triforce import attention, jobs
 from triforce.controller import INNER_LEAVES, LEAVES, Controller
 from triforce.drafting.ngram import NgramMeter
+from triforce.kv.blocks import _runs
 from triforce.pilot import Pilot, RebuildPolicy, Tally
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.speculator import RowRound, Speculator
@@ -287,3 +289,49 @@ def test_the_pilot_is_told_what_a_round_brought(pair, monkeypatch):
                 assert row.num_accepted == row.num_drafted == len(tokens) == room
             accepted.add(row.num_accepted)
     assert len(accepted) >= 3
+
+
+@pytest.mark.parametrize("how", [{}, {"base": 192}, *slow({"base": 4160, "capacity": 5120, "pack": True},
+                                                          {"num_resident_layers": 1},
+                                                          {"base": 192, "num_resident_layers": 1})])
+def test_rows_that_have_ended_are_not_attended_for(pair, monkeypatch, how):
+    """Those that go on have the bits that they would have beside them."""
+    base, seen = how.get("base", 0), []
+    prompts = [random_prompt(base) + random_prompt(30 + 25 * (row % 3), seed=row) for row in range(5)]
+    state = make_state(*pair, prompts, keep_logits=True, **how)
+    for name in ("partial", "masked"):
+        function = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda q, *args, function=function, **more: (
+            seen.append(q.numel() // pair[0].config.n_head), function(q, *args, **more))[1])
+    whole = bits_of_rows(state, 60)
+    for closed in ((1, 2), (0,), (0, 1, 3, 4)):
+        state.rewind(500)
+        assert state.hierarchy.outer.going is None
+        rows, calls = [[] for _ in prompts], {}
+        while min(len(rows[row]) for row in range(5) if row not in closed) < 60:
+            if len(rows[2]) >= 15:
+                for row in closed:
+                    state.close_row(row)
+            seen.clear()
+            for row, new in enumerate(state.round()):
+                rows[row] += zip(new, hashes_of(state, row, len(new)), strict=True)
+            calls[state.hierarchy.outer.going is None] = sum(seen)
+        for row, mine in enumerate(rows):
+            assert mine[:60] == whole[row][: len(mine)]
+            assert len(mine) < 60 if row in closed else len(mine) >= 60
+        assert calls[False] < calls[True]  # queries of a round
+        assert {row for row in range(5) if row not in closed} == set(state.hierarchy.outer.going)
+
+
+def test_numbers_of_rows_as_runs():
+    assert _runs([0, 1, 4, 6, 7, 8]) == [slice(0, 2), slice(4, 5), slice(6, 9)] and _runs([3]) == [slice(3, 4)]
+
+
+@pytest.mark.parametrize("compile,dtype", [("beside", torch.float32), (False, torch.bfloat16)])
+def test_compiled_steps_and_other_dtypes_attend_for_all_rows(compile, dtype, monkeypatch):
+    """A piece is compiled for all rows; and in bf16 another kernel may attend for fewer."""
+    monkeypatch.setattr(jobs, "start", lambda *args: None)
+    engine = make_engine(*random_pair(dtype), compile=compile, max_batch_size=3, budget=64, flush_interval=16)
+    state = engine.prepare([random_prompt(60)] * 3, 20)
+    state.close_row(1)
+    assert all(level.going is None for level in state.hierarchy.levels) and not state.round()[1]

@@ -87,6 +87,16 @@ def of_batch(attend: Callable[[Tensor], State], q: Tensor) -> State:
     return out[0].unflatten(1, (len(q), -1)).transpose(0, 1), lse[0].unflatten(1, (len(q), -1)).transpose(0, 1)
 
 
+def of_some(attend: Callable[..., State], runs: list[slice] | None, q: Tensor, *others: Tensor) -> State:
+    """`attend` of runs of a batch's sequences alone; the state of the others is 0. runs: None, of all."""
+    if runs is None:
+        return attend(q, *others)
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:-1], dtype=_wide(q.dtype), device=q.device)
+    for run in runs:
+        out[run], lse[run] = attend(q[run], *(x[run] for x in others))
+    return out, lse
+
+
 def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128) -> int:
     """A power of 2 that divides the keys: so many parts give each of a GPU's processors a KV head and 128 rows."""
     count = 1

@@ -25,6 +25,7 @@ from .kv.streaming import StreamingCache
 from .kv.target import TargetCache
 from .kv.views import RetrievalView
 from .model import Transformer
+from .packed import packs
 from .plan import Plan
 from .speculator import RowRound, Speculator
 from .tape import FULL, RETRIEVAL, Tape
@@ -91,6 +92,8 @@ class Hierarchy:
         self.cache, self.sources, self.compiler, self.group = cache, sources, compiler, target.group
         self._last: Timing | None = None  # of the round before, as this rank measured it
         self._last_plan: Plan | None = None
+        # Recorded and compiled steps have all rows. Nor is one left out where that changes the bits of the others.
+        self._leaves_out = packs(target.device, target.dtype) and compiler.pieces is None
         self.drafters: dict[str, Drafter] = dict(sources)  # that may propose to the full level
         self.view: RetrievalView | None = None
         self.inner: Speculator | None = None
@@ -180,6 +183,7 @@ class Hierarchy:
             source.open(max_len)
         for level in self.levels:
             level.totals.zero_()
+            level.going = None
         if self.view is not None:
             self.view.num_rebuilds = 0
 
@@ -201,6 +205,15 @@ class Hierarchy:
     def limit(self, row: int, length: int) -> None:
         """Rounds emit nothing for a row beyond `length` tokens."""
         self.outer.limit[row].fill_(length)
+
+    def close_row(self, row: int, length: int) -> None:
+        """Rounds emit nothing more for a row. Where steps are not recorded, it is not attended for any more, either."""
+        self.limit(row, length)
+        if not self._leaves_out:
+            return
+        for level in self.levels:
+            going = range(len(self.cache.lens)) if level.going is None else level.going
+            level.going = [other for other in going if other != row] or None
 
     def acceptance_rates(self) -> list[dict[str, float]]:
         """Per row, accepted / drafted since `open`, by the level that checked. Waits for the device."""

@@ -129,7 +129,7 @@ class Speculator(Drafter):
         # What streams from the host takes a second, beside which enqueueing it anew takes nothing: no graph.
         streams = level == FULL and cache.prefix.streams is not None
         self.step = self._step if streams else steps.step(self._step, num_lengths=2)
-        self.on_piece = None  # see TargetBlock
+        self.on_piece, self.going = None, None  # see TargetBlock
         # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
         self._drafting_round = steps.step(self._round, num_lengths=2, warm_up=4)
         self._growing = steps.step(self._grow, num_lengths=2)
@@ -255,7 +255,7 @@ class Speculator(Drafter):
         nodes = self.tape.nodes if tree.size else None
         block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree)
         kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest, starts),
-                         self.keep_queries, compiled, self.on_piece)
+                         self.keep_queries, compiled, self.on_piece, self.going)
         hidden = self.model(block, kv)
         if self.hidden is not None:
             self.hidden[:, : tree.rows] = hidden

@@ -289,7 +289,7 @@ class State:
     @torch.inference_mode()
     def close_row(self, row: int) -> None:
         """The row is finished: later rounds emit nothing for it."""
-        self.hierarchy.limit(row, self.lens[row])
+        self.hierarchy.close_row(row, self.lens[row])
         self._ends[row] = self.lens[row]
         self.pilot.close_row(row)
 

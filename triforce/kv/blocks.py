@@ -3,6 +3,8 @@
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, T tail slots, D head_dim.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -58,15 +60,17 @@ class TargetBlock:
     """`kv` of a decoding step over one view: M rows a row of the batch, at the positions of a tree from `start` on."""
 
     def __init__(self, cache: TargetCache, view: View, start: Tensor, tree, extent: Extent, keep_queries: bool,
-                 compiled=eager, on_piece=None):
+                 compiled=eager, on_piece=None, going: list[int] | None = None):
         """start: [B], the position of each row's first token. extent: how much of the view is attended to.
 
         tree: a `TokenTree`, or else what has rows and a `Layout`.
+        going: rows of the batch that go on; of the others, nothing is attended to. None: all.
         on_piece: called with (layer, number, piece) for what `Offload.pieces` streams past, before it is overwritten.
         """
         rows = tree.rows
         self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
+        self.going, self.runs = going, None if going is None else _runs(going)
         tail = cache.tail
         self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
         self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
@@ -80,6 +84,12 @@ class TargetBlock:
 
     def layer(self, i: int) -> "TargetLayer":
         return TargetLayer(self, i)
+
+
+def _runs(rows: list[int]) -> list[slice]:
+    """Ascending numbers as runs of consecutive ones."""
+    edges = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
+    return [slice(rows[a], rows[b - 1] + 1) for a, b in zip(edges, edges[1:], strict=False)]
 
 
 class TargetLayer:
@@ -112,7 +122,8 @@ class TargetLayer:
         if self.length_on_device:
             q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
         apart = self.path is not None
-        states = [attention.masked(q, self.written[0], self.written[1], self.bias, no_empty_rows=not apart)]
+        over = partial(attention.masked, no_empty_rows=not apart)
+        states = [attention.of_some(over, self._block.runs, q, self.written[0], self.written[1], self.bias)]
         if apart:  # first, since every row sees itself
             states.insert(0, attention.apart(q, *self._path(kv), self.path_bias))
         return attention.as_one_query(q) if self.length_on_device else q, states
@@ -135,7 +146,7 @@ class TargetLayer:
             return self._read_pieces(q)
         k, v = view.k[self._i], view.v[self._i]
         dense, _, starts = block.extent
-        states = [] if view.shared is None else over_shared(view, self._i, q, block.compiled, block.on_piece)
+        states = [] if view.shared is None else self._shared(q)
         if block.ragged_bias is not None:
             states.append(self._ragged(q, k, v))
         start = 0
@@ -146,12 +157,26 @@ class TargetLayer:
         if view.length_on_device and dense > 0:
             states.append(attention.up_to(q, block.rows * block.cache.group, k, v, view.len, dense, view.ends))
         elif dense > start:
-            states.append(attention.partial(q, k[:, :, start:dense], v[:, :, start:dense]))
+            states.append(attention.of_some(attention.partial, block.runs, q, k[:, :, start:dense],
+                                            v[:, :, start:dense]))
         if starts:
             rows = [attention.partial(q[row, None], k[row, None, :, dense:stop], v[row, None, :, dense:stop])
+                    if block.going is None or row in block.going else attention.empty(q[row, None])
                     for row, stop in enumerate(starts)]
             states.append(attention.as_batch(rows))
         return states
+
+    def _shared(self, q: Tensor) -> list[attention.State]:
+        """Over what all rows share, in one call for those that go on."""
+        block, going = self._block, self._block.going
+        states = over_shared(block.view, self._i, q if going is None else q[going], block.compiled, block.on_piece)
+        if going is None:
+            return states
+        some = [attention.empty(q) for _ in states]
+        for whole, state in zip(some, states, strict=True):
+            for all_rows, rows in zip(whole, state, strict=True):
+                all_rows[going] = rows
+        return some
 
     def _ragged(self, q: Tensor, k: Tensor, v: Tensor) -> attention.State:
         """Over what is masked, GROWTH positions at a time."""
@@ -161,7 +186,7 @@ class TargetLayer:
             end = min(begin + prefix.GROWTH, longest - dense)
             seen = [torch.stack([x[row, :, start + begin : start + end] for row, start in enumerate(starts)])
                     if starts else x[:, :, dense + begin : dense + end] for x in (k, v)]
-            state = attention.masked(q, *seen, block.ragged_bias[..., begin:end])
+            state = attention.of_some(attention.masked, block.runs, q, *seen, block.ragged_bias[..., begin:end])
             merged = state if merged is None else block.compiled(attention.merge)(merged, state)
         return merged
 
