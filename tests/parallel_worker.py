@@ -291,6 +291,8 @@ def widened(group) -> None:
 def forked(rank: int, count: int, port: int, flags: list[str]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
+    # PyTorch makes its pool of threads anew after a fork, and fails where two threads find that out at once.
+    torch.set_num_threads(1)
     if flags:
         sys.exit(cli.main(flags))
     group, _ = from_environment("cpu")
