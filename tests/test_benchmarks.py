@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
     (["busy_cores", "--context", "600", "--max-new-tokens", "8", "--repeats", "1"], "busy", {0, 1}),
     (["first_tokens", "--context", "600", "--texts", "1", "--new", "2", "6"], "speculate", {True, False}),
     (["first_tokens", "--context", "600", "--texts", "1", "--new", "6", "--wrong"], "wrong", {True}),
+    (["compilers", "--context", "600", "--block-size", "4", "--ways", "written"], "process", {"first", "later"}),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_it_writes_its_rows(command, key, expected, tmp_path):
     name, *flags = command
