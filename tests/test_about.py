@@ -45,6 +45,14 @@ def test_questions_are_answered_over_one_document(folder, capsys):
     assert main(["--prefix", saved, *questions, *FEW]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("> Who tells this?\n") and "shared by all rows" in shown.err
+    assert "of the first of 2 answers" in shown.err
+    other = str(folder / "other.prefix")
+    assert main([*book, "--save-prefix", other, *FEW]) == 0
+    assert f"ask about it with --question, or later with --prefix {other}" in capsys.readouterr().err
+    for one in ([], ["--num-samples", "2"]):  # a document of whole flush intervals, and no question
+        assert main(["--prompt-len", "256", "--prompt-file", str(folder / "book.txt"), "--save-prefix", other, *FEW,
+                     *(one or ["--num-samples", "1"])]) == 0
+        assert main(["--prefix", other, *one, *FEW]) == 0
 
 
 @pytest.mark.parametrize("flags, error", [
@@ -52,6 +60,7 @@ def test_questions_are_answered_over_one_document(folder, capsys):
     (["--num-samples", "0"], "at least 1"),
     (["--prefix", "no-such", "--prompt", "x"], "drop --prompt"),
     (["--prefix", "no-such"], "no-such"),
+    (["--prefix", "no-such", "--prompt-len", "100"], "--prompt-len (100) cuts a text"),
     (["--interactive", "--question", "x"], "asks for the questions itself"),
     (["--prompts", "x", "--num-samples", "2"], "neither --prompts"),
     (["--prompt", "x", "--system", "Be brief."], "no chat template"),
@@ -142,3 +151,13 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(folder, monkeypatch, capsys)
                  *FEW[2:]]) == 0
     assert "(ended)" in capsys.readouterr().err
     assert answers[0] < 60 and answers[1] == 60
+
+
+def test_a_conversation_about_the_embedded_document(monkeypatch, capsys):
+    """--prompt-len says that there is one, although the questions come from standard input."""
+    lines = iter(["What is this?", "/stats"])
+    monkeypatch.setattr(interactive, "ask", lambda: next(lines, None) or (_ for _ in ()).throw(EOFError))
+    monkeypatch.setattr("triforce.cli._is_piped", lambda: True)
+    assert main(["--interactive", "--prompt-len", "1024", *FEW]) == 0
+    shown = capsys.readouterr()
+    assert "a document of 1,024 tokens" in shown.err and "prompt tokens                      1,0" in shown.err

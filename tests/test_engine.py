@@ -3,13 +3,15 @@
 import json
 import math
 import shutil
+import threading
 
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_engine, random_prompt, slow
+from conftest import VOCAB, make_engine, random_pair, random_prompt, slow
 
 import triforce
+from triforce.errors import UserError
 from triforce.generation import RowOutput
 from triforce.hf.checkpoint import TINY
 
@@ -340,6 +342,8 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
     (lambda e: e.generate("a", 5, temperature="0.5"), "temperature ('0.5')"),
     (lambda e: e.generate(["a"] * 3, 5, temperature=[0.0, 1.0]), "temperature has 2 values for 3 prompts"),
     (lambda e: e.logits([[]]), "logits takes [B, S] ids"),
+    (lambda e: e.logits([5, 6, 7]), r"put the ids of one text into a list of their own: [[5, 6, 7]]"),
+    (lambda e: e.logits("hello"), "logits takes [B, S] ids"),
 ])
 def test_mistakes_in_a_call(tiny_engine, call, text):
     with pytest.raises(triforce.UserError) as error:
@@ -610,3 +614,34 @@ def test_row_output_without_a_tokenizer():
     assert row.push([1, 2]) == "" and row.finish_reason is None
     row.push([3, 9, 4])
     assert row.tokens == [1, 2, 3, 9] and row.finish_reason == "stop"
+
+
+def test_threads_that_share_an_engine_wait_for_each_other():
+    """Each gets what it would get alone; a stream that another thread's call has taken over says so."""
+    engine = make_engine(*random_pair(), flush_interval=16, chunk_size=4, budget=64)
+    prompts = [random_prompt(60 + 20 * i, seed=i) for i in range(3)]
+    law = {"temperature": 0.0, "ignore_eos": True}
+    expected = [engine.generate(prompt, 24, **law).tokens for prompt in prompts]
+    got: list[list] = [[] for _ in prompts]
+
+    def call(i: int) -> None:
+        for _ in range(12):
+            try:
+                got[i].append(engine.generate(prompts[i], 24, **law).tokens)
+            except Exception as error:
+                got[i].append(error)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == [[tokens] * 12 for tokens in expected]
+    stream = engine.stream(prompts[0], 24, **law)
+    next(stream)
+    thread = threading.Thread(target=call, args=(1,))
+    thread.start()
+    thread.join()
+    with pytest.raises(UserError, match="another generation has begun"):
+        list(stream)
+    assert got[1][12:] == [expected[1]] * 12

@@ -124,6 +124,7 @@ def test_what_this_machine_has_is_the_default(capsys, monkeypatch):
     (["plan", "--memory", "2GiB", "--device", "tpu"], "device 'tpu' is unknown; use 'cpu', 'cuda' or 'cuda:1'"),
     (["plan", "--gpus", "0"], "--gpus (0) must be a whole number, at least 1"),
     (["plan", "--device", "cpu", "--gpus", "3"], "--gpus (3) is more than the 1"),
+    (["plan", "--prompt-len", "0"], "--prompt-len (0) must be a whole number, at least 1"),
     (["plan", "--prompt-len", "200000"], "a prompt of 200000 tokens and 256 new ones exceed the 131072"),
     (["plan", "--memroy", "2GiB"], "--memroy is not a known flag"),
     (["plan", "--checkpoint", "/no/such"], "no such folder"), (["plan", "--gamma", "99"], "gamma (99) must be"),

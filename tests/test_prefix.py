@@ -4,7 +4,15 @@ import hashlib
 
 import pytest
 import torch
-from conftest import assert_view_holds_its_selection, bits_of_rows, make_state, random_prompt, run_rounds, slow
+from conftest import (
+    assert_view_holds_its_selection,
+    bits_of_rows,
+    make_engine,
+    make_state,
+    random_prompt,
+    run_rounds,
+    slow,
+)
 
 from triforce import attention
 from triforce.attention import merge, merge_parts, partial, parts_of_keys
@@ -141,3 +149,21 @@ def test_a_question_ends_the_last_message_of_the_user():
     assert asked([system], "q") == [system, {"role": "user", "content": "q"}]
     assert asked([system, user], "q") == [system, {"role": "user", "content": "d\n\nq"}]
     assert user["content"] == "d"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("length", [16, 47, 48, 64])
+def test_a_document_of_whole_intervals_is_continued_without_a_question(pair, length):
+    """Its last token is pending, and no part of what is shared."""
+    engine = make_engine(*pair, flush_interval=16, chunk_size=4, budget=64, max_batch_size=3)
+    document, law = random_prompt(length), {"temperature": 0.0, "ignore_eos": True}
+    book = engine.prefill(document)
+    assert book.num_shared == length // 16 * 16
+    expected = make_engine(*pair, flush_interval=16, chunk_size=4, budget=64, reuse=False).generate(document, 8, **law)
+    question = random_prompt(5, seed=1)
+    alone = engine.generate(question, 8, prefix=book, **law)
+    samples = engine.generate("", 8, prefix=book, num_samples=3, **law)
+    assert [one.tokens for one in samples] == [expected.tokens] * 3
+    assert engine.generate("", 8, prefix=book, **law).tokens == expected.tokens
+    assert [one.tokens for one in engine.generate(["", question], 8, prefix=book, **law)] == [expected.tokens,
+                                                                                             alone.tokens]

@@ -1,6 +1,11 @@
 """Where the commands begin."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +30,43 @@ def test_segments_of_memory_grow(monkeypatch, before, expected, advice):
         start.main(["--version"])
     assert os.environ.get(ALLOCATOR) == expected
     assert advice in memory.remedy_of_scatter() and bool(advice) == bool(memory.remedy_of_scatter())
+
+
+SWALLOWS = """
+import sys, time
+print("importing", flush=True)
+for _ in range(200):
+    try:
+        time.sleep(0.1)
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ignored", [False, True])
+def test_an_import_that_swallows_interrupts_is_interrupted(tmp_path, ignored):
+    """As PyTorch's, where it imports NumPy. Who has Ctrl-C ignored keeps that."""
+    (tmp_path / "torch.py").write_text(SWALLOWS)
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " * ignored
+    code += "from triforce.start import main; main(['--version'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    try:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        if ignored:
+            time.sleep(0.5)
+            assert process.poll() is None
+        else:
+            assert process.wait(timeout=5) == 130 and process.stderr.read() == "interrupted\n"
+    finally:
+        process.kill()
+
+
+@pytest.mark.quick
+def test_what_ctrl_c_did_before_comes_back():
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with start.interruptible():
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

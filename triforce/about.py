@@ -29,6 +29,9 @@ def check(args, ranks: int) -> None:
     if args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system or args.chat):
         raise UserError("--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file, "
                         "--system and --chat")
+    if args.prefix and args.prompt_len is not None:
+        raise UserError(f"--prompt-len ({args.prompt_len}) cuts a text, and --prefix opens a document that was "
+                        "computed whole; drop one of them")
     if args.interactive and (args.questions or args.question or args.num_samples or args.json):
         raise UserError("--interactive asks for the questions itself; drop --questions, --question, --num-samples and "
                         "--json")
@@ -105,6 +108,7 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
     if args.question:
         questions = [{"question": args.question}, *questions]
     if not questions and args.save_prefix:
+        say(f"ask about it with --question, or later with --prefix {args.save_prefix}")
         return 0
     texts = [said(book, item["question"]) for item in questions] or [""]
     seeds = [item.get("seed") for item in questions]
@@ -120,6 +124,9 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
     for index, samples in enumerate(results):
         for sample, result in enumerate(samples):
             show(args, index, sample, questions[index]["question"] if questions else None, result)
+    count = sum(map(len, results))
+    if count > 1:
+        say(f"\nof the first of {count} answers:")
     say(f"\n{results[0][0].stats}")
     return 0
 

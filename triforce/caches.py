@@ -160,7 +160,9 @@ class Caches:
                 stays: bool) -> Prefix | None:
         """What the rows of the State for these prompts are to share. stays: the last State may serve again."""
         if prefix is not None:
-            common = self._whole(common_length(prefix.tokens[: prefix.num_shared], *ids))
+            # Not the last token of a prompt: it is pending.
+            common = min(common_length(prefix.tokens[: prefix.num_shared], *ids), min(map(len, ids)) - 1)
+            common = self._whole(common)
             return prefix.part(common) if common else None
         if not self.settings.reuse:
             return None

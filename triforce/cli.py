@@ -182,17 +182,18 @@ def read_request(args, no_flags: bool = False) -> Request:
     if args.save_every is not None and not args.save_prefix:
         raise UserError(f"--save-every ({args.save_every}) says how often a file is written; name it with "
                         "--save-prefix")
+    asks_alone = args.interactive and args.prompt is None and args.prompt_file is None  # questions come from stdin
     if about.wanted(args):
         about.check(args, int(os.environ.get("WORLD_SIZE", 1)))
         if args.questions:
             questions = about.read_questions(read_file("--questions", args.questions), args.questions)
-        if args.prefix or args.interactive and args.prompt is None and args.prompt_file is None:
+        if args.prefix or asks_alone and args.prompt_len is None:
             return Request(questions=tuple(questions), chat=chat)
     if args.prompts is not None:
         if args.prompt is not None or args.prompt_file is not None or args.compare:
             raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
         return Request(prompts=read_prompts(args.prompts), chat=chat)
-    document = read_document(args)
+    document = None if asks_alone else read_document(args)
     if document == "" and args.prompt is None and args.prompt_file is None:
         if not no_flags:
             raise UserError("standard input is empty; did the command before the pipe fail? Give a text with --prompt "

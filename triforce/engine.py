@@ -10,6 +10,7 @@ import inspect
 import logging
 import operator
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,6 +84,7 @@ class Engine:
         self.caches = Caches(self, Models(target, draft, drafting), settings)
         self.threads = Threads(target.device)
         self._serving: Session | None = None  # whom the state belongs to
+        self._lock = threading.RLock()  # held by the thread that computes
         self._folder, self._identity = folder, None
 
     def __repr__(self) -> str:
@@ -133,8 +135,9 @@ class Engine:
         bars = NotebookBars(options, len(prompts) * check_max_new_tokens(max_new_tokens))
         try:
             pieces, sessions = self._serve(prompts, max_new_tokens, prefix=prefix, **options)
-            for _ in pieces:
-                pass
+            with self._lock:
+                for _ in pieces:
+                    pass
         finally:
             bars.close()
         results = [result for session in sessions for result in session.results()]
@@ -173,7 +176,7 @@ class Engine:
         else:
             ids = self.encode_prompt(document)
         self.check_len(len(ids), 1)
-        with self.threads.working():
+        with self._lock, self.threads.working():
             prefix = self.caches.compute(ids, self.threads.between(on_progress),
                                          None if keep is None else Keeping(keep, keep_every))
         prefix.messages, prefix.chat_template = messages, chat_template
@@ -193,7 +196,8 @@ class Engine:
         with PrefixReader(path) as reader:
             prefix_file.check(reader.about, self.identity(), path)
             self.check_len(len(reader.tokens), 1)
-            prefix = self.caches.read(reader)
+            with self._lock:
+                prefix = self.caches.read(reader)
             prefix.messages, prefix.chat_template = reader.about["messages"], reader.about["chat_template"]
             prefix.chat_template_kwargs = reader.about.get("chat_template_kwargs")
             return prefix
@@ -271,6 +275,9 @@ class Engine:
         Raises:
             UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S.
         """
+        if isinstance(tokens, str) or not all(hasattr(row, "__iter__") for row in tokens):
+            raise UserError("logits takes [B, S] ids, a list of rows; put the ids of one text into a list of their "
+                            "own: [[5, 6, 7]], or [engine.encode_prompt(text)]")
         rows = [_as_ids(row) for row in tokens]
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
             raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
@@ -364,7 +371,8 @@ class Engine:
                     raise
                 where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
             finally:
-                session.close()
+                with self._lock:
+                    session.close()
             if where is not None:  # here, where no traceback holds on to the buffers any more
                 self.release()
                 offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
@@ -374,20 +382,20 @@ class Engine:
 
     def _decode(self, session: Session, request: "Request") -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        self._serving = session
-        with self.threads.working():
+        with self._lock, self.threads.working():
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            self._serving = session
             on_prefill = self.threads.between(request.on_prefill)
             session.state = state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
                                                  request.prefix, **vars(request.sampling))
         while not session.done:
-            if self.caches.state is None:
-                raise UserError("the engine was released while this generation was under way; begin another one")
-            if self._serving is not session or self.caches.state is not state:
-                raise UserError("another generation has begun on this engine and taken over its caches; finish or "
-                                "close a stream first, or load a second engine")
-            with self.threads.working():
+            with self._lock, self.threads.working():
+                if self.caches.state is None:
+                    raise UserError("the engine was released while this generation was under way; begin another one")
+                if self._serving is not session or self.caches.state is not state:
+                    raise UserError("another generation has begun on this engine and taken over its caches; finish or "
+                                    "close a stream first, or load a second engine")
                 pieces = session.round()
             if request.on_decode is not None:
                 request.on_decode(session.num_tokens)
@@ -395,7 +403,8 @@ class Engine:
 
     def release(self) -> None:
         """Frees the buffers of the last call."""
-        self.caches.release()
+        with self._lock:
+            self.caches.release()
 
     def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, plan: Plan | None = None,
                 prefix: Prefix | None = None, **sampling) -> State:

@@ -1,8 +1,9 @@
 """Where the commands begin, before PyTorch is imported. That takes seconds, and who interrupts it wants no traceback.
 What PyTorch reads from the environment when it is imported is set here."""
 
+import contextlib
 import os
-import sys
+import signal
 
 ALLOCATOR, GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # PyTorch reads the first that is set
@@ -14,9 +15,26 @@ def main(argv: list[str] | None = None) -> int:
         # With segments of fixed size an 8B whose plan left 1.4 GiB of a cap of 24 ran out of memory; with these it had
         # its peak at 22.6 (measured on an H200). Ranks are left alone: it has not been measured there.
         os.environ[ALLOCATOR] = GROWING
-    try:
+    with interruptible():
         from .cli import main as run
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     return run(argv)
+
+
+@contextlib.contextmanager
+def interruptible():
+    """Within, Ctrl-C ends the process at once. PyTorch would swallow a KeyboardInterrupt that meets it where it imports
+    NumPy, and go on with half of that."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # somebody else's, or ignored, as by nohup
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(*_) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(130)

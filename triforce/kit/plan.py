@@ -232,7 +232,7 @@ def job_of(args, rows: int | None) -> Job:
     draft = None if folder is None else read_config(folder)
     new = check_max_new_tokens(args.max_new_tokens)
     longest = placement.max_seq_len or target.max_len
-    length = args.prompt_len or min(cli.DEFAULT_PROMPT_LEN, max(longest - new, 1))
+    length = args.prompt_len if args.prompt_len is not None else min(cli.DEFAULT_PROMPT_LEN, max(longest - new, 1))
     whole(1, cli.DEFAULT_PROMPT_LEN)("--prompt-len", length)
     if length + new > longest:
         raise UserError(f"a prompt of {length} tokens and {new} new ones exceed the {longest} that "

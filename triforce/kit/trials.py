@@ -77,11 +77,13 @@ def ways(engine: Engine) -> dict[str, Plan]:
 def run(engine: Engine, ids: list[int], room: int, way: str, plan: Plan, law: Sampling, count: int) -> Trial:
     """`count` tokens or some more, drawn with the law's seed or 0. room: new tokens that the caches are made for, the
     same for all trials."""
-    state = engine.prepare([ids], room, plan=plan, **vars(replace(law, seed=[law.seed or 0])))
+    with engine.threads.working():
+        state = engine.prepare([ids], room, plan=plan, **vars(replace(law, seed=[law.seed or 0])))
     drafted, kept = [0] * plan.gamma, [0] * plan.gamma
     tokens, checking, drafting, begun = [], [], [], time.perf_counter()
     while len(tokens) < count:
-        tokens += state.round()[0]
+        with engine.threads.working():
+            tokens += state.round()[0]
         row, timing = state.last_round.rows[0], state.last_round.timing
         for i in range(row.num_drafted):
             drafted[i] += 1
@@ -133,7 +135,8 @@ def of_view(engine: Engine, changes: dict, ids: list[int], room: int, way: str, 
         UserError: it does not go with the other settings.
     """
     other = sibling(engine, **changes)
-    other.prepare([ids], room, **vars(replace(GREEDILY, seed=[0])))
+    with other.threads.working():
+        other.prepare([ids], room, **vars(replace(GREEDILY, seed=[0])))
     plan = ways(other)[f"{other.settings.draft_cache} view"]
     found = [run(other, ids, room, way, plan, law, count) for law in laws]
     other.release()
