@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from conftest import bits, make_engine, make_state, random_pair, random_prompt, slow
+from conftest import bits, in_fp8, make_engine, make_state, random_pair, random_prompt, slow
 from torch import nn
 
 import triforce.rows
@@ -183,6 +183,11 @@ def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
         monkeypatch.setattr(attention, name, unevenly(getattr(attention, name), lambda q, *_, **more: q.shape[2]))
         assert row_unit(target, 1, 8, False) == 8
         monkeypatch.undo()
+    masked = attention.masked  # of a batch's ragged part alone
+    monkeypatch.setattr(attention, "masked", lambda q, *args: (
+        masked(q, *args) if len(args) == 4 else unevenly(masked, lambda q, *_: q.shape[2])(q, *args)))
+    assert row_unit(target, 1, 8, False) == 8
+    monkeypatch.undo()
     monkeypatch.setattr(PackedPrefix, "partial", unevenly(PackedPrefix.partial, lambda _, q: q.shape[2]))
     assert row_unit(target, 1, 8, False) == 8
     monkeypatch.undo()
@@ -192,6 +197,16 @@ def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
     monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * gate.shape[1])
     assert row_unit(target, 1, 8, False) == 8
 
+    monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * (gate.shape[1] in (8, 12)))  # between
+    assert row_unit(target, 1, 16, False) == 16
+    mixed = in_fp8(target, "layers.0.mlp.down")
+    product = ScaledLinear.forward
+    monkeypatch.setattr(ScaledLinear, "forward", lambda self, x: product(self, x) * (
+        x.shape[1] if self is mixed.layers[1].mlp.down else 1))
+    monkeypatch.setattr(model, "gated", gated)
+    assert row_unit(mixed, 1, 8, False) == 8
+
+    monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * gate.shape[1])
     engine, rows = make_engine(target, draft, gamma=2, budget=64, flush_interval=16, chunk_size=4), []
     target.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
     engine.generate(random_prompt(60), 12, temperature=0.0, speculate=False)

@@ -1,6 +1,7 @@
 """On a CPU: threads for the cores that other programs leave, and the same bits whatever their number."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -142,3 +143,54 @@ def test_the_number_of_threads_changes_no_bits(options):
         torch.set_num_threads(before)
     for tokens, kv in found[1:]:
         assert tokens == found[0][0] and torch.equal(kv, found[0][1])
+
+
+def test_a_thread_that_began_meanwhile_has_the_usual_number(four):
+    """PyTorch gives a new thread the number that was set last, by whichever thread."""
+    world, got = World(), []
+    chosen = world.threads()
+    world.pass_by(1.0, 3.0)
+
+    def other() -> None:
+        got.append(torch.get_num_threads())
+        world.pass_by(1.0, 0.0)
+        with chosen.working():
+            got.append(torch.get_num_threads())
+        got.append(torch.get_num_threads())
+
+    begun, go = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (torch.get_num_threads(), begun.set(), go.wait(), other()))
+    with chosen.working():
+        assert torch.get_num_threads() == 1
+        thread.start()
+        begun.wait()
+    go.set()
+    thread.join()
+    assert got == [1, 4, 4] and torch.get_num_threads() == 4
+    torch.set_num_threads(1)  # by the user, in a thread that knows what it does
+    with chosen.working():
+        assert torch.get_num_threads() == 1
+
+
+def test_what_was_long_ago_says_nothing(four):
+    world = World()
+    chosen = world.threads()
+    with chosen.working():
+        pass
+    world.pass_by(3600.0, 3.0)  # busy as long as nobody asked
+    with chosen.working():
+        assert torch.get_num_threads() == 4
+        world.pass_by(0.3, 3.0)
+        chosen.review()
+        assert torch.get_num_threads() == 1
+
+
+def test_with_odd_flush_intervals_nothing_is_chosen(four):
+    for interval, expected in ((64, 1), (100, 4)):
+        world = World()
+        chosen = Threads(CPU, lambda world=world: world.taken, lambda world=world: world.now, 4, interval)
+        world.pass_by(1.0, 3.0)
+        with chosen.working():
+            assert torch.get_num_threads() == expected
+    engine = triforce.load("tiny", device="cpu", flush_interval=120)
+    assert not engine.threads._active and triforce.load("tiny", device="cpu").threads._active

@@ -23,6 +23,7 @@ from .errors import UserError, not_known
 from .tree import FOLLOWERS, TokenTree
 
 MOST_ROWS = 512  # of a block with leaves, or of a tree
+QUERIES = 64  # of a KV head, that a GPU's attention takes at a time; and rows that weights are read once for
 CPU_ROWS = 4  # a CPU gives a row the same bits in blocks of any multiple of so many rows, see rows.py
 TREE_ROWS = 8  # of a tree, for each row that a step which grows it drafts after
 VIEWS = ("retrieval", "snapkv", "streaming")  # how the retrieval level's view is chosen
@@ -149,7 +150,8 @@ class Settings(Options):
         one_of(*RULES, wanted="'rejection' or 'coupled'"), choices=RULES)
     leaves: int | None = option(
         None, "with coupled sampling: so many runners-up are checked beside each drafted token, in rows of their own "
-        "(default: 1 on a GPU, for a batch of at most 2; else 0)", whole(0, 1), type=int)
+        "(default: 1 on a GPU, for a batch of at most 2, where at most 4 query heads share a KV head; else 0)",
+        whole(0, 1), type=int)
     leaves_inner: int | None = option(
         None, "the same of the retrieval level (default: 3 on a GPU, for a batch of at most 2; else 0)", whole(0, 3),
         type=int)
@@ -256,7 +258,9 @@ class Settings(Options):
                             "draft model reads it; leave out draft_cache, or retrieval=False (--draft-cache, "
                             "--no-retrieval)")
         grows = self.coupled and cuda and drafts and max_batch_size <= 2  # where rows cost next to nothing
-        leaves = (grows and not self.tree_size) * 1 if self.leaves is None else self.leaves
+        # Beside fewer than 8 drafted and pending tokens, leaves would take more than they bring.
+        beside = grows and not self.tree_size and 2 * query_group * 8 <= QUERIES
+        leaves = beside * 1 if self.leaves is None else self.leaves
         block = self.block_size
         if block is None:
             each = (1 + leaves) * query_group
@@ -285,7 +289,7 @@ class Settings(Options):
         if offload:
             return 64
         wanted = self.gamma + 1 if isinstance(self.gamma, int) else 0
-        return min(max(64 // max(max_batch_size, each), wanted, 4), 16)
+        return min(max(QUERIES // max(max_batch_size, each), wanted, 4), 16)
 
     def _check_fit(self, drafts: bool, offload: bool | str) -> None:
         """Of fields that are decided: do they fit each other?"""

@@ -82,7 +82,7 @@ class Engine:
             raise UserError(f"max_seq_len ({longest}) exceeds the model's {target.config.limit_name} ({limit}); "
                             f"use at most {limit}")
         self.caches = Caches(self, Models(target, draft, drafting), settings)
-        self.threads = Threads(target.device)
+        self.threads = Threads(target.device, interval=self.settings.flush_interval)
         self._serving: Session | None = None  # whom the state belongs to
         self._lock = threading.RLock()  # held by the thread that computes
         self._folder, self._identity = folder, None
@@ -239,7 +239,8 @@ class Engine:
             stop_token_ids: ids that end the text as an end-of-text token does, with ignore_eos too: the token is kept
                 in `tokens`, and is no part of `text`.
             ignore_eos: go on after an end-of-text token.
-            speculate: False: the same padded step one token at a time: the same greedy bits, only slower.
+            speculate: False: padded steps as speculation has them, one token at a time: the same greedy bits, only
+                slower.
             one_row: with speculate=False, unpadded steps: the fastest autoregression; the same law, other bits.
             logprobs: give `Generation.logprobs`, an entry a token, with so many of the most probable tokens; 0: the
                 emitted ones alone. Each round then waits for the device a second time, and runs the output layer once

@@ -7,7 +7,8 @@ from .tree import Shape
 
 
 class Padding(NamedTuple):
-    """Which steps of the target have a fixed number of rows, whatever is drafted.
+    """Which steps of the target have more rows than they need, for the sake of bits: all, or on a CPU a multiple of
+    four (see rows.py).
 
     The bits of greedy output are promised for padded steps of the full level. Others follow the same law and may be
     faster.
@@ -27,7 +28,7 @@ class Plan:
     retrieval: bool = False  # a retrieval level checks what the source drafts, and proposes what it emits
     gamma_inner: int = 0  # tokens that the source proposes to the retrieval level
     rounds: int = 0  # of the retrieval level
-    padded: bool = True  # a step has all its rows; False: only those of the pending token and of what may be drafted
+    padded: bool = True  # see `Padding`; False: a step has the rows of the pending token and of what may be drafted
     padded_inner: bool = True  # the same of the retrieval level's steps
     branches: int = 0  # rows of a branch that the retrieval level grows beside the chain, at most; 0: there are none
     shape: Shape | None = field(default=None, compare=False)  # of the tree; recorded steps serve all shapes

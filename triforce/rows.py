@@ -16,6 +16,7 @@ from .model import Transformer
 from .packed import PackedPrefix, packs
 
 KEYS = 200  # of the attention that is tried
+COUNTS = (4, 8, 12, 16, 32)  # rows that are tried beside all of a block
 
 
 def row_unit(target: Transformer, batch: int, rows: int, compiled: bool) -> int:
@@ -31,9 +32,11 @@ def row_unit(target: Transformer, batch: int, rows: int, compiled: bool) -> int:
 
 @torch.inference_mode()
 def is_even(target: Transformer, batch: int, rows: int) -> bool:
-    """Whether the first rows of blocks of `rows` get the same bits in blocks of CPU_ROWS: in all that a step consists
-    of, tried on random numbers."""
-    config, layer = target.config, target.layers[0]
+    """Whether the first rows of blocks of `rows` get the same bits in blocks of fewer, by multiples of CPU_ROWS: tried
+    on random numbers, in layers of each kind and in the ways to attend."""
+    config = target.config
+    layers = list({layer.kind: layer for layer in target.layers}.values())  # one of each kind
+    counts = [count for count in COUNTS if count < rows]
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -48,14 +51,19 @@ def is_even(target: Transformer, batch: int, rows: int) -> bool:
     def attend(heads: Tensor) -> Tensor:
         q = attention.fold(heads, config.n_kv_head)  # [B, K, G * M, D]
         k, v = (one.expand(batch, -1, -1, -1) for one in (keys, values))
-        states = [attention.masked(q, k, v, torch.zeros(batch, 1, q.shape[2], KEYS), True), attention.partial(q, k, v)]
-        return layer.attention.output(states + [attention.of_batch(one, q) for one in of_all], target.dtype)
+        over = (q, k, v, torch.zeros(batch, 1, q.shape[2], KEYS))
+        # Of a tail, of what is ragged in a batch, and of a prefix.
+        states = [attention.masked(*over, True), attention.masked(*over), attention.partial(q, k, v)]
+        return layers[0].attention.output(states + [attention.of_batch(one, q) for one in of_all], target.dtype)
 
-    def step(x: Tensor) -> Tensor:
-        return target.output(target.norm(x + layer.mlp(layer.mlp_norm(x))))
+    def logits(x: Tensor) -> Tensor:
+        return target.output(target.norm(x))
 
     def alike(function, x: Tensor, dim: int, out_dim: int) -> bool:
-        few = function(x.narrow(dim, 0, CPU_ROWS).clone())
-        return torch.equal(few, function(x).narrow(out_dim, 0, CPU_ROWS))
+        whole = function(x)
+        return all(torch.equal(function(x.narrow(dim, 0, count).clone()), whole.narrow(out_dim, 0, count))
+                   for count in counts)
 
-    return alike(step, x, 1, 1) and alike(layer.attention.project, x, 1, 2) and alike(attend, heads, 2, 1)
+    return (alike(logits, x, 1, 1) and alike(attend, heads, 2, 1)
+            and all(alike(lambda x, layer=layer: x + layer.mlp(layer.mlp_norm(x)), x, 1, 1)
+                    and alike(layer.attention.project, x, 1, 2) for layer in layers))
