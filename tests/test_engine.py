@@ -342,6 +342,8 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
     (lambda e: e.generate("a", 5, temperature="0.5"), "temperature ('0.5')"),
     (lambda e: e.generate(["a"] * 3, 5, temperature=[0.0, 1.0]), "temperature has 2 values for 3 prompts"),
     (lambda e: e.logits([[]]), "logits takes [B, S] ids"),
+    (lambda e: e.generate(["a", ""]), "prompt 1: the prompt is empty"),
+    (lambda e: triforce.load("tiny", device="cpu", block_size=1), "block_size (1) leaves no room for a drafted token"),
     (lambda e: e.logits([5, 6, 7]), r"put the ids of one text into a list of their own: [[5, 6, 7]]"),
     (lambda e: e.logits("hello"), "logits takes [B, S] ids"),
 ])

@@ -124,6 +124,7 @@ def test_what_this_machine_has_is_the_default(capsys, monkeypatch):
     (["plan", "--memory", "2GiB", "--device", "tpu"], "device 'tpu' is unknown; use 'cpu', 'cuda' or 'cuda:1'"),
     (["plan", "--gpus", "0"], "--gpus (0) must be a whole number, at least 1"),
     (["plan", "--device", "cpu", "--gpus", "3"], "--gpus (3) is more than the 1"),
+    (["plan", "--save-every", "0"], "--save-every (0) must be a whole number, at least 1"),
     (["plan", "--prompt-len", "0"], "--prompt-len (0) must be a whole number, at least 1"),
     (["plan", "--prompt-len", "200000"], "a prompt of 200000 tokens and 256 new ones exceed the 131072"),
     (["plan", "--memroy", "2GiB"], "--memroy is not a known flag"),
@@ -345,3 +346,12 @@ def test_mistakes_in_a_check_get_one_line(argv, text, capsys, tmp_path, monkeypa
     assert cli.main(["check", *argv, *(["--out", str(tmp_path / "x")] if "--out" not in argv else [])]) == 2
     shown = capsys.readouterr()
     assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
+
+
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_help_fits_the_terminal(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) < 80 and f"\n    triforce {command} " in shown

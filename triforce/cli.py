@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from . import about
-from .config import Placement, Sampling, Settings, check_max_new_tokens, names_of
+from .config import Placement, Sampling, Settings, check_max_new_tokens, names_of, whole
 from .errors import UserError, not_known
 from .hf.checkpoint import resolve
 from .keep import WAYS, fit
@@ -42,6 +42,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise UserError(f"{message}; {self.prog} --help lists all flags")
+
+
+class Paragraphs(argparse.HelpFormatter):
+    """Wraps paragraphs to the terminal's width; those that are indented stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in text.split("\n\n"))
 
 
 def parser() -> Parser:
@@ -130,6 +138,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
     if getattr(args, "draft", None) == "none":
         args.draft = False
+    for name, value in (("--batch-size", args.batch_size), ("--save-every", args.save_every)):
+        if value is not None:
+            whole(1, 8 if name == "--batch-size" else 65_536)(name, value)
     return args
 
 

@@ -297,8 +297,11 @@ class Settings(Options):
         if block > interval:
             raise UserError(f"block_size ({block}) must be between 1 and flush_interval ({interval}); "
                             f"try {min(8, interval)}")
+        if drafts and block == 1:
+            raise UserError("block_size (1) leaves no room for a drafted token beside the pending one; use at least 2, "
+                            "or draft=False and retrieval=False (--draft none --no-retrieval)")
         if drafts and self.gamma > block - 1:
-            remedy = f"--gamma {block - 1}" if block > 1 else "--block-size 8"
+            remedy = f"--gamma {block - 1}"
             if self.gamma < interval:
                 remedy += f" or --block-size {self.gamma + 1}"
             raise UserError(f"gamma ({self.gamma}) must be between 1 and block_size - 1 ({block - 1}); try {remedy}")

@@ -336,7 +336,12 @@ class Engine:
         if prefix is not None:
             ids = [prefix.ids(prompt, chat_template_kwargs) for prompt in prompts]
         else:
-            ids = [self.encode_prompt(prompt, chat_template, chat_template_kwargs) for prompt in prompts]
+            ids = []
+            for index, prompt in enumerate(prompts):
+                try:
+                    ids.append(self.encode_prompt(prompt, chat_template, chat_template_kwargs))
+                except UserError as error:
+                    raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         lengths, room = [len(prompt) for prompt in ids], self.room(max_new_tokens)
         check_keep(keep)
         if keep is not None and prefix is not None:

@@ -35,10 +35,10 @@ LENGTHS = {"cpu": (512, 2048), "cuda": (4096, 32768, 122880)}  # prompts, where 
 
 def parser() -> cli.Parser:
     p = cli.Parser(
-        prog="triforce check", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Whether all is well with a checkpoint on this machine: a page of Markdown, and a file of JSON.\n"
+        prog="triforce check", allow_abbrev=False, formatter_class=cli.Paragraphs,
+        description="Whether all is well with a checkpoint on this machine: a page of Markdown, and a file of JSON. "
                     "Exit status: 0; 1 if a check failed; 2 for a mistake in the command.",
-        epilog="Flags of `triforce` that load a model are known here, too: --checkpoint, --draft, --device, --dtype,\n"
+        epilog="Flags of `triforce` that load a model are known here, too: --checkpoint, --draft, --device, --dtype, "
                "--budget, --offload, ...; and --temperature, --top-p, ... of what is drawn.\n\n"
                "    triforce check --checkpoint JackFram/llama-68m --lengths 512 1500")
     p.add_argument("--prompt-file", metavar="FILE", help="the text to continue (default: CPython's language "

@@ -188,12 +188,12 @@ def longest_prompt(job: Job, machine: Machine) -> int:
 
 def parser() -> cli.Parser:
     p = cli.Parser(
-        prog="triforce plan", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="What a checkpoint and a prompt take of a machine's memory, part by part, what fits, and the\n"
+        prog="triforce plan", allow_abbrev=False, formatter_class=cli.Paragraphs,
+        description="What a checkpoint and a prompt take of a machine's memory, part by part, what fits, and the "
                     "command to use. Reads config.json alone. Exit status: 0; 1 if nothing fits.",
-        epilog="Every flag of `triforce` that changes what is needed is known here, too, and becomes part of the\n"
+        epilog="Every flag of `triforce` that changes what is needed is known here, too, and becomes part of the "
                "command: --checkpoint, --draft, --prompt-len, --max-new-tokens, --dtype, --budget, --offload, ...\n\n"
-               "    triforce plan --checkpoint meta-llama/Llama-3.1-8B --prompt-len 100000 --memory 24GiB")
+               "    triforce plan --checkpoint FOLDER --prompt-len 100000 --memory 24GiB")
     p.add_argument("--memory", metavar="SIZE", help="of one GPU, which need not be here, such as 24GiB; with --device "
                    "cpu of the machine (default: what this machine's device has free)")
     p.add_argument("--host-memory", metavar="SIZE", help="of the host (default: what this machine has free)")
