@@ -138,9 +138,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
     if getattr(args, "draft", None) == "none":
         args.draft = False
-    for name, value in (("--batch-size", args.batch_size), ("--save-every", args.save_every)):
+    for name, value, usual in (("--batch-size", args.batch_size, 8), ("--save-every", args.save_every, 65_536)):
         if value is not None:
-            whole(1, 8 if name == "--batch-size" else 65_536)(name, value)
+            whole(1, usual)(name, value)
     return args
 
 
