@@ -14,6 +14,7 @@ import triforce
 from triforce.errors import UserError
 from triforce.generation import RowOutput
 from triforce.hf.checkpoint import TINY
+from triforce.hf.tokenizer import Tokenizer
 
 TEXT = "The old man looked at the sea and said nothing. " * 40
 
@@ -343,6 +344,7 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
     (lambda e: e.generate(["a"] * 3, 5, temperature=[0.0, 1.0]), "temperature has 2 values for 3 prompts"),
     (lambda e: e.logits([[]]), "logits takes [B, S] ids"),
     (lambda e: e.generate(["a", ""]), "prompt 1: the prompt is empty"),
+    (lambda e: e.generate(["a", ""], num_samples=2), "prompt 1: the prompt is empty"),
     (lambda e: triforce.load("tiny", device="cpu", block_size=1), "block_size (1) leaves no room for a drafted token"),
     (lambda e: e.logits([5, 6, 7]), r"put the ids of one text into a list of their own: [[5, 6, 7]]"),
     (lambda e: e.logits("hello"), "logits takes [B, S] ids"),
@@ -647,3 +649,13 @@ def test_threads_that_share_an_engine_wait_for_each_other():
     with pytest.raises(UserError, match="another generation has begun"):
         list(stream)
     assert got[1][12:] == [expected[1]] * 12
+
+
+def test_a_prompt_is_encoded_once_for_all_of_its_samples(tiny_engine, monkeypatch):
+    encoded, encode = [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: encoded.append(text) or encode(self, text))
+    results = tiny_engine.generate(["Once", "Twice"], 4, num_samples=3, seed=5)
+    assert encoded == ["Once", "Twice"] and [len(samples) for samples in results] == [3, 3]
+    assert [one.stats.seed for samples in results for one in samples] == [5, 6, 7, 8, 9, 10]
+    with pytest.raises(UserError, match="^the prompt is empty"):
+        tiny_engine.generate("", num_samples=2)

@@ -116,7 +116,7 @@ class Caches:
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
         """How many of these prompts run side by side."""
         size = self.placement.max_batch_size
-        base = prefix.num_shared if prefix is not None else self._usable(ids) if self.settings.reuse else 0
+        base = self._of_prefix(prefix, ids) if prefix is not None else self._usable(ids) if self.settings.reuse else 0
         if base < SHARED_FROM or len(ids) <= size:
             return size
         rows, most = size, min(len(ids), max(MOST_ROWS, size))
@@ -145,6 +145,10 @@ class Caches:
         ones of its prompt, whose queries choose its view."""
         return self._whole(min(common_length(*ids), min(map(len, ids)) - 1 - self.settings.block_size))
 
+    def _of_prefix(self, prefix: Prefix, ids: list[list[int]]) -> int:
+        """Of a prefix's tokens, those that prompts share: not the last one of a prompt, which is pending."""
+        return self._whole(min(common_length(prefix.tokens[: prefix.num_shared], *ids), min(map(len, ids)) - 1))
+
     def _held(self, ids: list[list[int]]) -> int:
         """Tokens of a single prompt that the State holds keys and values of."""
         state = self.state
@@ -160,9 +164,7 @@ class Caches:
                 stays: bool) -> Prefix | None:
         """What the rows of the State for these prompts are to share. stays: the last State may serve again."""
         if prefix is not None:
-            # Not the last token of a prompt: it is pending.
-            common = min(common_length(prefix.tokens[: prefix.num_shared], *ids), min(map(len, ids)) - 1)
-            common = self._whole(common)
+            common = self._of_prefix(prefix, ids)
             return prefix.part(common) if common else None
         if not self.settings.reuse:
             return None

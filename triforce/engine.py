@@ -131,10 +131,9 @@ class Engine:
         prompts = list(prompt) if many else [prompt]
         count = 1 if num_samples is None else as_numbers(num_samples)
         whole(1, 8)("num_samples", count)
-        prompts = [one for one in prompts for _ in range(count)]
-        bars = NotebookBars(options, len(prompts) * check_max_new_tokens(max_new_tokens))
+        bars = NotebookBars(options, len(prompts) * count * check_max_new_tokens(max_new_tokens))
         try:
-            pieces, sessions = self._serve(prompts, max_new_tokens, prefix=prefix, **options)
+            pieces, sessions = self._serve(prompts, max_new_tokens, prefix=prefix, count=count, **options)
             with self._lock:
                 for _ in pieces:
                     pass
@@ -314,12 +313,12 @@ class Engine:
         self._check_ids(ids)
         return ids
 
-    def _serve(self, prompts, max_new_tokens: int, *, prefix=None, stop=None, stop_token_ids=None, ignore_eos=False,
-               speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None,
+    def _serve(self, prompts, max_new_tokens: int, *, count: int = 1, prefix=None, stop=None, stop_token_ids=None,
+               ignore_eos=False, speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None,
                chat_template_kwargs=None, on_prefill=None, on_decode=None,
                **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
         """Checks everything, then gives a generator of (index of the prompt, piece of text), and a list that gets the
-        sessions whose results these are."""
+        sessions whose results these are. count: samples of each prompt, which is encoded once."""
         [sampling], _ = split(options, Sampling, what="option of generate", known=generate_options())
         max_new_tokens = check_max_new_tokens(max_new_tokens)
         if one_row and speculate:
@@ -342,6 +341,7 @@ class Engine:
                     ids.append(self.encode_prompt(prompt, chat_template, chat_template_kwargs))
                 except UserError as error:
                     raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+        ids = [one for one in ids for _ in range(count)]
         lengths, room = [len(prompt) for prompt in ids], self.room(max_new_tokens)
         check_keep(keep)
         if keep is not None and prefix is not None:

@@ -211,9 +211,10 @@ class Hierarchy:
         self.limit(row, length)
         if not self._leaves_out:
             return
+        before = range(len(self.cache.lens)) if self.outer.going is None else self.outer.going
+        going = [other for other in before if other != row] or None
         for level in self.levels:
-            going = range(len(self.cache.lens)) if level.going is None else level.going
-            level.going = [other for other in going if other != row] or None
+            level.going = going
 
     def acceptance_rates(self) -> list[dict[str, float]]:
         """Per row, accepted / drafted since `open`, by the level that checked. Waits for the device."""

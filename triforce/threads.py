@@ -18,8 +18,6 @@ import torch
 
 STAT = Path("/proc/stat")
 BUSY = (1, 2, 3, 6, 7, 8)  # columns of a core's line: user, nice, system, irq, softirq, and what other machines stole
-
-
 EVEN = 32  # see the module
 
 
@@ -34,7 +32,6 @@ class Threads:
     """
 
     PERIOD = 0.25  # seconds between two looks: by /proc/stat, work is counted in hundredths of a second
-
     STALE = 2.0  # seconds after which what was seen before says nothing any more
 
     def __init__(self, device: torch.device, look=None, clock=time.monotonic, cores: int | None = None,

@@ -172,11 +172,9 @@ class TargetLayer:
         states = over_shared(block.view, self._i, q if going is None else q[going], block.compiled, block.on_piece)
         if going is None:
             return states
-        some = [attention.empty(q) for _ in states]
-        for whole, state in zip(some, states, strict=True):
-            for all_rows, rows in zip(whole, state, strict=True):
-                all_rows[going] = rows
-        return some
+        out, lse = attention.empty(q)
+        [(out[going], lse[going])] = states
+        return [(out, lse)]
 
     def _ragged(self, q: Tensor, k: Tensor, v: Tensor) -> attention.State:
         """Over what is masked, GROWTH positions at a time."""
