@@ -72,6 +72,12 @@ def test_settings_are_resolved_by_device():
     assert Settings(gamma=9).resolve("cuda", max_batch_size=100).block_size == 10
     groups = [Settings().resolve("cuda", query_group=group).block_size for group in (1, 4, 5, 8, 32)]
     assert groups == [16, 16, 12, 8, 4]  # at most 64 queries of a KV head, of 4 tokens at least
+    shared = {group: [Settings().resolve("cuda", max_batch_size=rows, query_group=group, shared=True).block_size
+                      for rows in (1, 4, 8, 16, 32)] for group in (1, 4, 8)}
+    assert shared == {1: [16, 16, 8, 4, 4], 4: [16, 8, 4, 4, 2], 8: [8, 4, 4, 2, 2]}  # 128 queries at a time
+    for given in ({"gamma": 5}, {"gamma_inner": 5}):
+        assert Settings(**given).resolve("cuda", max_batch_size=32, query_group=4, shared=True).block_size == 6
+    assert Settings().resolve("cpu", max_batch_size=32, query_group=4, shared=True).block_size == 8
     assert Settings().resolve("cuda", query_group=8, offload=True).block_size == 64
     assert Settings().resolve("cpu", query_group=8).block_size == 8
     found = {(device, offload): Settings().resolve(device, offload=offload) for device in ("cpu", "cuda")
@@ -93,7 +99,7 @@ def test_blocks_are_as_wide_as_the_target_s_heads_suggest(monkeypatch):
     monkeypatch.setattr(Settings, "resolve", resolved)
     target, draft = random_pair()
     engine = Engine(target, None, draft, settings=Settings(gamma=3))
-    engine.caches.settings_for(3)
+    engine.caches.settings_for(3, shared=True)
     way(Job(target.config, None, Settings(), Placement(), 1000, 10), Machine(torch.device("cpu"), 2**30, 2**30))
     assert told == [2, 2, 2]
     config = replace(read_config(TINY / "target"), n_kv_head=1)

@@ -173,8 +173,8 @@ class Settings(Options):
         None, "tokens between two choices of the view (default: by device and number of rows)", whole(1, 64), type=int)
     block_size: int | None = option(
         None, "rows of a full verify, leaves aside, on a CPU rounded up to a multiple of 4 (default: 8 on a CPU; 16 on "
-        "a GPU, fewer for a batch of more than 4, and where more than 4 query heads share a KV head, leaves counted; "
-        "64 with offload; 1 where nothing drafts)", whole(1, 8), type=int)
+        "a GPU, fewer for a batch of more than 4, for many rows over a shared prefix, and where more than 4 query "
+        "heads share a KV head, leaves counted; 64 with offload; 1 where nothing drafts)", whole(1, 8), type=int)
     flush_interval: int | None = option(
         None, "tokens between two flushes of the tail into the prefix (default 128; 256 with offload on a GPU)",
         whole(1, 128), type=int)
@@ -183,7 +183,7 @@ class Settings(Options):
                                type=int)
     prefill_chunk_size: int | None = option(None, "tokens prefilled at a time (default: 1024, on a GPU 8192)",
                                             whole(1, 2048), type=int)
-    piece_tokens: int | None = option(None, "tokens of an offloaded layer copied at a time (default: 32 MiB of them)",
+    piece_tokens: int | None = option(None, "tokens of an offloaded layer copied at a time (default: 64 MiB of them)",
                                       whole(1, 2048), type=int)
     reuse: bool = option(
         True, "keep what was computed: prompts of a call share the tokens that they begin with in common, and a prompt "
@@ -240,12 +240,13 @@ class Settings(Options):
         return self.retrieval or self.draft_attends_to == "snapkv"
 
     def resolve(self, device: torch.device | str = "cpu", *, has_model: bool = True, offload: bool | str = False,
-                max_batch_size: int = 1, query_group: int = 1) -> "Settings":
+                max_batch_size: int = 1, query_group: int = 1, shared: bool = False) -> "Settings":
         """With every field decided.
 
         Args:
             has_model: whether a draft model drafts (a drafter of the user's own is told by `draft`).
             query_group: query heads of the target that share a KV head.
+            shared: the rows of a batch have a prefix in common, which is read once for all of them.
 
         Raises:
             UserError: fields do not fit each other.
@@ -264,7 +265,7 @@ class Settings(Options):
         block = self.block_size
         if block is None:
             each = (1 + leaves) * query_group
-            block = self._usual_block(cuda, offload, max_batch_size, each) if drafts else 1
+            block = self._usual_block(cuda, offload, max_batch_size, each, shared) if drafts else 1
         if block > 1 and not cuda:
             block = -(-block // CPU_ROWS) * CPU_ROWS
         most = 4 if cuda else 3  # a CPU's step takes longer for each row more
@@ -281,15 +282,20 @@ class Settings(Options):
         made._check_fit(drafts, offload)
         return made
 
-    def _usual_block(self, cuda: bool, offload: bool | str, max_batch_size: int, each: int) -> int:
+    def _usual_block(self, cuda: bool, offload: bool | str, max_batch_size: int, each: int, shared: bool) -> int:
         """On a GPU weights are read once for the rows of all prompts, and up to 64 rows cost little more than one. So
-        do keys, for up to 64 queries of a KV head, of which each drafted token has so many."""
+        do keys, for up to 64 queries of a KV head, of which each drafted token has so many. Over a shared prefix it is
+        the queries of all prompts that count, and the kernel takes 128 of them at a time."""
         if not cuda:
             return 8
         if offload:
             return 64
-        wanted = self.gamma + 1 if isinstance(self.gamma, int) else 0
-        return min(max(QUERIES // max(max_batch_size, each), wanted, 4), 16)
+        wanted = 1 + max(gamma for gamma in (self.gamma, self.gamma_inner, 0) if isinstance(gamma, int))
+        block = max(QUERIES // max(max_batch_size, each), 4)
+        if shared:
+            queries = max_batch_size * each  # of a row of the block
+            block = min(block, max(2 * QUERIES // queries, 4 if queries <= QUERIES else 2))
+        return min(max(block, wanted), 16)
 
     def _check_fit(self, drafts: bool, offload: bool | str) -> None:
         """Of fields that are decided: do they fit each other?"""
