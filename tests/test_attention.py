@@ -110,6 +110,35 @@ def test_many_sequences_are_given_to_the_kernel_in_parts_that_it_splits():
     assert attention.sequences_a_call(3, 200, 1, 132) == 1
 
 
+def test_keys_of_many_rows_come_in_powers_of_two(monkeypatch):
+    """As on a GPU, by the kernel of this machine: a process plans few kernels, and no key is missing."""
+    torch.manual_seed(0)
+    plans, odd = [], []
+
+    def cudnn(q, k, v, is_causal):
+        plans.append(k.shape[2])
+        return attention._plain(q, k, v, None)
+
+    def flash(q, k, v, is_causal):
+        odd.append(k.shape[2])
+        return attention._plain(q, k, v, None)
+
+    monkeypatch.setattr(attention, "_cudnn", cudnn)
+    monkeypatch.setattr(attention, "_flash_cuda", flash)
+    monkeypatch.setattr(attention, "LONG", 8)
+    k, v = torch.randn(1, 2, 61, 16), torch.randn(1, 2, 61, 16)
+    for rows, kernel, expected in ((16, cudnn, ([32, 16, 8], [5])), (12, cudnn, ([61], [])), (16, flash, ([], [61]))):
+        monkeypatch.setattr(attention, "_kernel", lambda q, kernel=kernel: kernel)
+        plans.clear(), odd.clear()
+        q = torch.randn(1, 2, rows, 16)
+        state, *others = attention.by_powers(q, k, v)
+        for other in others:
+            state = attention.merge(state, other)
+        for one, whole in zip(state, attention._plain(q, k, v, None), strict=True):
+            torch.testing.assert_close(one, whole)
+        assert (plans, odd) == expected
+
+
 def test_parts_of_a_batch_are_put_together_in_order(monkeypatch):
     """As on a GPU of 8 processors, by the kernel of this machine."""
     torch.manual_seed(0)

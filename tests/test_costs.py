@@ -100,7 +100,7 @@ def test_what_was_learned_is_kept(tmp_path, monkeypatch):
     for other in (Shelf(Folder({"model": "b"})), Shelf(None)):
         assert other.find(name, TRUE) is None
     assert Shelf(Folder({"model": "a"})).find(Shelf(None).name(PADDED, [9000]), TRUE) is None
-    assert Shelf(None, compiled=True).name(PADDED, [5000]) != name
+    assert Shelf(None, compiled=lambda: True).name(PADDED, [5000]) != name
     assert Shelf(Folder({"model": "a"})).find(name, Costs({8: 1.0})) is None  # other parts
 
 

@@ -21,6 +21,7 @@ import triforce
 from triforce import memory
 from triforce.config import parse_size
 from triforce.errors import UserError
+from triforce.kv import views
 from triforce.kv.offload import PIECE_BYTES, Offload, piece_tokens
 from triforce.model import ModelConfig
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
@@ -141,6 +142,18 @@ def test_gathering_takes_what_was_selected(models, piece):
         state.hierarchy.view.k[1].zero_()
         state.hierarchy.view.rebuild(0)  # the same queries' successors: only that it is complete is compared
         assert state.hierarchy.view.k[1][0].abs().sum(-1).min() > 0
+
+
+def test_rows_are_gathered_a_few_rows_at_a_time(models, monkeypatch):
+    """So that what is picked takes little memory."""
+    prompts = [random_prompt(900), random_prompt(710, seed=1), random_prompt(840, seed=2)]
+    state = state_of(models, prompts, rebuild_interval=10**6, num_resident_layers=1, piece_tokens=192)
+    monkeypatch.setattr(views, "GATHERED", 2 * state.hierarchy.view.k[1][0].numel())
+    for row in range(3):
+        state.hierarchy.view.rebuild(row, at_once=False)
+    state.round()
+    for row in range(3):
+        assert_view_holds_its_selection(state, row)
 
 
 @pytest.mark.parametrize("piece", [64, 192])

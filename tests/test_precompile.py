@@ -15,13 +15,15 @@ from conftest import in_fp8, make_engine, random_pair, random_prompt, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import triforce
-from triforce import attention, float8, graphs, jobs, loading, nucleus, precompile
+from triforce import attention, caches, float8, graphs, jobs, nucleus, precompile
+from triforce import pieces as pieces_module
+from triforce.costs import prefill_seconds
 from triforce.drafting.protocol import Drafter
 from triforce.kept import Folder
-from triforce.model import Block, RopeScaling, Transformer
+from triforce.model import Block, ModelConfig, RopeScaling, Transformer
 from triforce.pieces import COMPLETE, FAILED, Loaded, Pieces, piece_name, put_together, reachable, take_apart
 from triforce.quantize import fp8_copy
+from triforce.state import State
 from triforce.tape import FULL, Tape
 
 
@@ -229,13 +231,59 @@ def test_the_next_prompt_runs_compiled_pieces_and_no_text_changes_in_its_midst(a
     assert run(engine) == expected and len(asked) == 1
     first = engine.caches.state
     compile_some(asked[0], small_job[2])
+    pieces = first.compiler.pieces
     assert run(engine) == expected and engine.caches.state is first  # the same prompt: the same bits
-    engine.generate(random_prompt(150, seed=9), 8)
-    pieces = engine.caches.state.compiler.pieces
-    assert engine.caches.state is not first and pieces.complete and len(asked) == 1
+    assert not pieces.ready and any(SMALL in name for name in pieces.missing)
+    engine.generate(random_prompt(150, seed=9), 8)  # meanwhile they are loaded
+    assert engine.caches.state is first and pieces.complete and len(asked) == 1
+    loaded(pieces)
+    pieces.missing.clear()
     assert run(engine) == expected and not any(SMALL in name for name in pieces.missing)
-    another = make_engine(*pair, compile="beside", **SETTINGS)  # as a later process
-    assert run(another) == expected and another.caches.state.compiler.pieces.complete and len(asked) == 1
+    assert len(pieces.ready) == len(small_job[2]) == first.compiler.num_pieces and first.compiler.is_complete
+
+
+def loaded(pieces) -> None:
+    """Waits for what is being loaded."""
+    for one in pieces._loading.values():
+        one.result()
+
+
+def test_a_later_process_waits_for_no_piece_that_comes_too_late(asked, small_job, monkeypatch):
+    """They are loaded beside a prefill that takes longer, or for a second prompt. A short answer runs without."""
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    expected = run(engine)
+    compile_some(asked[0], small_job[2])
+    slow = threading.Event()
+    monkeypatch.setattr(pieces_module, "import_compiler", slow.wait)
+
+    def later(compile="beside"):
+        engine = make_engine(*random_pair(), compile=compile, **SETTINGS)
+        assert run(engine) == expected
+        return engine, engine.caches.state.compiler.pieces
+
+    engine, pieces = later()
+    assert pieces.complete and not pieces._loading and not pieces.ready
+    engine.generate(random_prompt(150, seed=9), 4)  # a second prompt: others may follow
+    assert len(pieces._loading) == len(small_job[2]) and not pieces.ready
+    slow.set()
+    loaded(pieces)
+    assert run(engine) == expected and len(pieces.ready) == len(small_job[2])
+    assert len(later(compile=True)[1].ready) == len(small_job[2]) and len(asked) == 1  # waited for
+    monkeypatch.setattr(caches, "LOADING", 0.0)  # any prefill is long enough
+    fill = State.prefill
+
+    def prefill(self, *args, **more):
+        loaded(self.compiler.pieces)
+        fill(self, *args, **more)
+
+    monkeypatch.setattr(State, "prefill", prefill)
+    assert len(later()[1].ready) == len(small_job[2])
+
+
+def test_long_prefills_are_told_by_what_they_compute():
+    config = ModelConfig(128256, 4096, 32, 32, 8, 128, 14336)  # Llama-3.1-8B
+    assert 8 < prefill_seconds(config, 0, 122_880) < 11  # measured on an H200: 9.3
+    assert 0.3 < prefill_seconds(config, 0, 16_384) < 0.7 and prefill_seconds(config, 122_800, 122_880) < 0.1
 
 
 def test_what_is_damaged_is_not_there(asked, small_job, caplog):
@@ -390,31 +438,13 @@ def test_the_compiler_is_imported_beside_what_comes_next(monkeypatch, tmp_path, 
     monkeypatch.setattr(graphs, "COMPILER", name)
     met, usual = [], sys.getswitchinterval()
     monkeypatch.setattr(threading, "excepthook", met.append)
-    begun = time.monotonic()
-    graphs.import_compiler()
-    assert time.monotonic() - begun < 0.4  # nobody waited
-    graphs.import_compiler()  # for another engine
-    for thread in [thread for thread in threading.enumerate() if thread.name == "compiler"]:
+    both = [threading.Thread(target=graphs.import_compiler) for _ in range(2)]  # for another engine, too
+    for thread in both:
+        thread.start()
+    for thread in both:
         thread.join()
     assert (name in sys.modules) == ("DONE" in ends) and not met
     assert sys.getswitchinterval() == usual
-
-
-@pytest.mark.quick
-def test_the_compiler_is_imported_where_it_will_be_needed(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path))
-    begun = []
-    monkeypatch.setattr(loading, "import_compiler", lambda: begun.append(True))
-
-    def begins(compile) -> bool:
-        begun.clear()
-        triforce.load("tiny", device="cpu", compile=compile)
-        return bool(begun)
-
-    assert [begins(compile) for compile in (False, None, "beside", True)] == [False, False, False, True]
-    folder = Folder({"a": "test"})
-    folder.write("level2.Block.after.1.piece", b"")
-    assert [begins(compile) for compile in (False, None, "beside", True)] == [False, False, True, True]
 
 
 def test_paths_lead_to_what_is_reached(pair):

@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import make_engine, random_prompt, slow
+from conftest import assert_view_holds_its_selection, make_engine, random_prompt, slow
 
 from triforce import UserError, caches
+from triforce.config import Settings
+from triforce.kv.offload import Offload
 from triforce.kv.target import TargetCache
 from triforce.model import Transformer
 
@@ -195,11 +197,54 @@ def test_an_offloaded_document(pair, twin, monkeypatch, computed):
     assert same(engine.generate(questions, prefix=book, speculate=False, **GREEDY), expected)
 
 
+def test_nothing_is_gathered_from_behind_a_shared_prefix(pair, monkeypatch):
+    """Where its last piece ends early, a device's buffer goes on with what was copied before."""
+    def padded(self, i: int, length: int):
+        for number, kv in pieces(self, i, length):
+            tokens = min(length - number * self.piece, self.piece)
+            rest = torch.full_like(kv[:, :, :1], 7.0).expand(-1, -1, self.piece - tokens, -1, -1)
+            yield number, torch.cat([kv[:, :, :tokens], rest], 2)
+
+    pieces = Offload.pieces
+    monkeypatch.setattr(Offload, "pieces", padded)
+    engine = make_engine(*pair, **SETTINGS, offload=True, num_resident_layers=0, piece_tokens=80,
+                         rebuild_interval=10**6)
+    book = engine.prefill(DOCUMENT)
+    questions = [DOCUMENT + random_prompt(n, seed=n) for n in (40, 25)]
+    state, gathered = engine.prepare(questions, 60, prefix=book, temperature=0.9), 0
+    assert state.base == 288 and min(state.cache.lens) > 288
+    while gathered < 3:
+        flushes = state.num_flushes
+        for row in range(2):
+            state.hierarchy.view.rebuild(row, at_once=False)
+        state.round()
+        if state.num_flushes == flushes and not state.hierarchy.view.awaits_pieces:
+            gathered += 1
+            for row in range(2):
+                assert_view_holds_its_selection(state, row)
+
+
+def test_rows_over_a_shared_prefix_have_blocks_of_their_own(pair, monkeypatch):
+    """However many rows the placement has, and whoever found what they share."""
+    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    monkeypatch.setattr(Settings, "_usual_block", lambda self, cuda, offload, rows, each, shared: 4 if shared else 8)
+    questions, alone = [random_prompt(n, seed=n) for n in (2, 25)], [random_prompt(100, seed=n) for n in (1, 2)]
+    for rows in (1, 2):
+        engine = make_engine(*pair, draft_window=32, chunk_size=8, budget=96, flush_interval=32, max_batch_size=rows,
+                             block_size=None, gamma=3)
+        book, found = engine.prefill(DOCUMENT), []
+        for prompts, prefix in ((questions, book), ([DOCUMENT + one for one in questions], None), (alone, None)):
+            engine.generate(prompts, 4, prefix=prefix)
+            found.append(engine.caches.state.settings.block_size)
+        assert found == [4, 4, 8]
+
+
 def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, caplog):
     book = engine.prefill(DOCUMENT)
     questions = [random_prompt(n, seed=n) for n in range(1, 6)]
     need = lambda rows: sum(part.bytes for part in engine.caches._parts(  # noqa: E731
-        engine.caches.settings_for(rows), rows, 288, engine.caches._needed([DOCUMENT + questions[-1]], 12), 512))
+        engine.caches.settings_for(rows, shared=True), rows, 288,
+        engine.caches._needed([DOCUMENT + questions[-1]], 12), 512))
     monkeypatch.setattr(caches.memory, "available", lambda device: need(3) + 1000)
     engine.release()
     with caplog.at_level("INFO", "triforce"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 LONG = 2048  # keys from which on it pays to have a kernel split them
+TILE = 128  # rows that cuDNN's kernel takes at a time
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
 FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
@@ -81,6 +82,28 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None) -> State:
     return of_batch(attend, q)
 
 
+def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
+    """`partial` of many rows over many keys, as states over parts of the keys.
+
+    cuDNN's kernel is planned anew for each number of keys, which takes 75 ms (on an H200), and a process that answers
+    one prompt meets each number once. So the chunks of a prefill are given keys in powers of two, of which there are
+    few.
+
+    Args:
+        q: [B, K, R, D]. k, v: [B, K, S, D].
+    """
+    if _kernel(q) is not _cudnn or q.shape[2] & (q.shape[2] - 1):  # the rows of a prompt's end are met once only
+        return [partial(q, k, v)]
+    states, start, length = [], 0, k.shape[2]
+    while length - start >= LONG:
+        stop = start + (1 << (length - start).bit_length() - 1)
+        states.append(_cudnn(q, k[:, :, start:stop], v[:, :, start:stop], False))
+        start = stop
+    if start < length:
+        states.append(_flash_cuda(q, k[:, :, start:], v[:, :, start:], False))
+    return states
+
+
 def of_batch(attend: Callable[[Tensor], State], q: Tensor) -> State:
     """The state of q [B, K, R, D] by a function of one sequence, [1, K, B * R, D], over keys that all rows share."""
     out, lse = attend(q.transpose(0, 1).flatten(1, 2)[None])
@@ -100,7 +123,7 @@ def of_some(attend: Callable[..., State], runs: list[slice] | None, q: Tensor, *
 def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128) -> int:
     """A power of 2 that divides the keys: so many parts give each of a GPU's processors a KV head and 128 rows."""
     count = 1
-    while count * n_kv_head * -(-rows // 128) < processors and length % (2 * count) == 0:
+    while count * n_kv_head * -(-rows // TILE) < processors and length % (2 * count) == 0:
         count *= 2
     return count
 
@@ -245,7 +268,9 @@ def _kernel(q: Tensor):
     half = _is_half(q.dtype)
     if q.device.type == "cuda" and head_dim % 8 == 0 and head_dim <= 256:
         if half:  # measured on an H200: cuDNN is 1.7 times faster on 8,192 rows, flash reads at full bandwidth on 16
-            return _cudnn if rows >= 512 and head_dim <= 128 and _has_cudnn_attention(q.device) else _flash_cuda
+            # For a number of rows that fills no tiles, cuDNN takes most of a second to plan.
+            many = rows >= 512 and rows % TILE == 0 and head_dim <= 128
+            return _cudnn if many and _has_cudnn_attention(q.device) else _flash_cuda
         if q.dtype == torch.float32:
             return _efficient_cuda
     if q.device.type == "cpu" and (q.dtype == torch.float32 or half and rows >= 64):

@@ -17,6 +17,7 @@ import torch
 
 from . import memory
 from .config import Placement, Settings
+from .costs import prefill_seconds
 from .jobs import Models, find_compiler, kept_folder
 from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("triforce")
 SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their own in every step
 MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says more
+LOADING = 5.0  # seconds that it takes, about, to load compiled pieces
 SMALLEST_VIEW = 512  # tokens; with smaller ones more rows would fit, and hardly draft
 
 
@@ -64,22 +66,24 @@ class Caches:
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
         self._computed = False  # for the present call
+        self._filled = False  # there was a prompt before
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
 
     @property
     def placement(self) -> Placement:
         return self.engine.placement
 
-    def settings_for(self, rows: int) -> Settings:
-        """Resolved for so many rows side by side."""
-        if rows <= self.placement.max_batch_size:
+    def settings_for(self, rows: int, shared: bool) -> Settings:
+        """Resolved for so many rows side by side. shared: they have a prefix in common."""
+        if not shared:
             return self.settings
-        return self._resolve(replace(self.given, budget=self.settings.budget), rows)
+        rows = max(rows, self.placement.max_batch_size)
+        return self._resolve(replace(self.given, budget=self.settings.budget), rows, shared=True)
 
-    def _resolve(self, settings: Settings, rows: int) -> Settings:
+    def _resolve(self, settings: Settings, rows: int, shared: bool = False) -> Settings:
         has_model = self.models.draft is not None or self.placement.draft_ranks is not None
         return settings.resolve(self.device, has_model=has_model, offload=self.placement.offload, max_batch_size=rows,
-                                query_group=self.target.config.query_group)
+                                query_group=self.target.config.query_group, shared=shared)
 
     def release(self) -> None:
         """Frees the buffers of the last call."""
@@ -94,16 +98,17 @@ class Caches:
         if self.state is not None and self.state.prompts == ids and self._fits(ids, needed, self.prefix):
             if prefix is None or prefix.is_same(self.prefix):
                 return self.state
-        outdated = self.state is not None and agreed(self.target.group, self.state.compiler.outdated)
-        shared = self._shared(ids, needed, prefix, on_prefill, stays=not outdated)
-        if not outdated and self._fits(ids, needed, shared):
+        shared = self._shared(ids, needed, prefix, on_prefill)
+        if self._fits(ids, needed, shared):
             return self.state
         return self._new(ids, needed, shared)
 
     def fill(self, state: State, ids: list[list[int]], on_prefill=None) -> None:
         """Prefills what the State does not hold of the prompts yet."""
         start = self._held(ids)
-        if self._goes_on(start):
+        goes_on = self._goes_on(start)
+        self._load_pieces(state, start if goes_on else state.base, ids)
+        if goes_on:
             is_new = start < state.known[0]
             state.truncate(0, start)
             state.reused = start
@@ -112,6 +117,15 @@ class Caches:
             state.reset()
             state.reused = 0 if self._computed else state.base
             state.prefill_all(ids, on_prefill)
+
+    def _load_pieces(self, state: State, start: int, ids: list[list[int]]) -> None:
+        """Begins to load compiled pieces before a prefill that is long enough for that, and where there were prompts
+        before: others will follow. To a first answer to a short prompt they would come too late."""
+        config, pieces = self.target.config, state.compiler.pieces
+        seconds = sum(prefill_seconds(config, start, len(prompt)) for prompt in ids)
+        if pieces is not None and (self._filled or seconds > LOADING):
+            pieces.load()
+        self._filled = True
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
         """How many of these prompts run side by side."""
@@ -124,7 +138,7 @@ class Caches:
         is_held = prefix is not None or self.prefix is not None and self.prefix.num_shared >= base
         free = memory.comfortable(self.device)
         for count in range(most, size, -1):  # the most that fit with the smallest view
-            parts = self._parts(self.settings_for(count), count, base, needed, SMALLEST_VIEW)
+            parts = self._parts(self.settings_for(count, shared=True), count, base, needed, SMALLEST_VIEW)
             if not is_held:
                 parts = parts + self._prefix_parts(base, self._resident(base, parts))
             if free is None or sum(part.bytes for part in parts) <= free + self._releasable():
@@ -160,9 +174,8 @@ class Caches:
         """Whether a prompt of which the State holds so many tokens is worth to go on with."""
         return held > self.state.base if self.state.base else held >= self.settings.flush_interval
 
-    def _shared(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill,
-                stays: bool) -> Prefix | None:
-        """What the rows of the State for these prompts are to share. stays: the last State may serve again."""
+    def _shared(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill) -> Prefix | None:
+        """What the rows of the State for these prompts are to share."""
         if prefix is not None:
             common = self._of_prefix(prefix, ids)
             return prefix.part(common) if common else None
@@ -171,7 +184,7 @@ class Caches:
         usable, state, found = self._usable(ids), self.state, []
         if state is not None and state.batch == 1 and state.is_whole:
             held = self._held(ids[:1])
-            if len(ids) == 1 and self._goes_on(held) and (state.base or stays and self._fits(ids, needed, None)):
+            if len(ids) == 1 and self._goes_on(held) and (state.base or self._fits(ids, needed, None)):
                 return self.prefix  # it goes on in place, or its tokens move
             if state.base == 0:
                 found.append((self._whole(min(held, usable)), None))
@@ -293,7 +306,7 @@ class Caches:
     def _new(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> State:
         batch, longest = len(ids), self.placement.max_seq_len
         base = 0 if shared is None else shared.num_shared
-        settings = self.settings_for(batch)
+        settings = self.settings_for(batch, shared=base > 0)
         capacity = usual_capacity(needed, longest)
         if base and longest is None:  # a conversation grows; of many rows each has just what it needs
             own = -(-(needed - base) // settings.flush_interval) * settings.flush_interval

@@ -6,6 +6,7 @@ No step is run only to be timed. What was learned is kept for the next process, 
 import json
 import statistics
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from .plan import Padding, Plan
 
 if TYPE_CHECKING:
     from .hierarchy import Hierarchy
+    from .model import ModelConfig
     from .speculator import Speculator
 
 ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
@@ -189,7 +191,7 @@ class Shelf:
 
     STRIDE = 4096  # tokens
 
-    def __init__(self, folder: Folder | None, compiled: bool = False):
+    def __init__(self, folder: Folder | None, compiled: Callable[[], bool] = lambda: False):
         self.folder, self.compiled = folder, compiled
         self._known: dict[tuple, bytes] = {}
 
@@ -208,7 +210,7 @@ class Shelf:
     def name(self, padding: Padding, lengths: list[int]) -> tuple:
         """Of what was learned under such circumstances."""
         longest, shortest = (-(-length // self.STRIDE) for length in (max(lengths), min(lengths)))
-        return int(self.compiled), *map(int, padding), longest, shortest
+        return int(self.compiled()), *map(int, padding), longest, shortest
 
     @staticmethod
     def _file(name: tuple) -> str:
@@ -219,6 +221,12 @@ def sizes(level: "Speculator", padded: bool) -> list[int]:
     """Of a level's steps: the rows that have times of their own."""
     unit = level.row_unit if padded else 1
     return sorted({rows for rows in SIZES if rows < level.rows and rows % unit == 0} | {level.rows})
+
+
+def prefill_seconds(config: "ModelConfig", start: int, stop: int) -> float:
+    """What the tokens [start, stop) of a row take on a fast GPU: elsewhere they take longer."""
+    attention = 2 * config.n_head * config.head_dim * config.n_layer * (stop**2 - start**2)
+    return (2 * config.num_parameters * (stop - start) + attention) / 6e14
 
 
 def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:

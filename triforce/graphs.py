@@ -27,17 +27,12 @@ KEPT_GRAPHS = 32  # per step; one for each extent of a view, and for each way to
 
 
 def import_compiler() -> None:
-    """Begins to import the compiler, which takes seconds, beside what comes next: weights are read, and a prefill
-    begins. Whoever needs it waits for it."""
-    threading.Thread(target=_import_compiler, name="compiler").start()
-
-
-def _import_compiler() -> None:
+    """Imports the compiler, which takes seconds, in a thread beside a prefill: that is what its lock is shared with."""
     with _importing:  # or the second of two would take the first one's interval for the usual one
         if COMPILER in sys.modules:
             return
         usual = sys.getswitchinterval()
-        # Or else each operation of a prefill might wait 5 ms for Python's lock.
+        # Or else each operation of the prefill might wait 5 ms for Python's lock.
         sys.setswitchinterval(2e-4)
         try:
             importlib.import_module(COMPILER)
@@ -102,15 +97,20 @@ class Compiler:
         self.num_recorded += 1
         self.seconds += time.perf_counter() - begun
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all pieces are compiled that can be."""
-        return self.pieces is not None and self.pieces.complete
+    def begin(self) -> None:
+        """A text begins, with the pieces that are loaded."""
+        if self.pieces is not None:
+            self.pieces.begin()
 
     @property
-    def outdated(self) -> bool:
-        """Whether pieces have been compiled that were not when this was made."""
-        return self.pieces is not None and self.pieces.outdated
+    def num_pieces(self) -> int:
+        """Compiled ones, that the present text runs. Graphs of others are not its own."""
+        return 0 if self.pieces is None else len(self.pieces.ready)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the present text runs all pieces that can be compiled."""
+        return self.num_pieces > 0 and self.pieces.complete
 
     def level(self, name: str) -> "Level":
         return Level(self, name)
@@ -184,11 +184,12 @@ class Graphed:
 
     def _key(self, args) -> tuple[tuple, tuple]:
         """What the graph of a call depends on, and what decides which kernels the call runs."""
-        key = tuple((arg.data_ptr(), arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
+        own = tuple((arg.data_ptr(), arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
         # Of lengths, kernels depend on which of the stretches between them are empty.
         lengths = args[: self.num_lengths]
-        kind = tuple(a < b for a, b in zip((0, *lengths), lengths, strict=False)) + key[self.num_lengths :]
-        return key, kind
+        empty = tuple(a < b for a, b in zip((0, *lengths), lengths, strict=False))
+        count = self.compiler.num_pieces
+        return (count, *own), (count, *empty, *own[self.num_lengths :])
 
     def _record(self, args) -> torch.cuda.CUDAGraph:
         # torch.cuda.graph() would empty the allocator's cache and collect garbage each time. Here garbage waits: what

@@ -100,14 +100,16 @@ def find_compiler(models: Models, settings: Settings, place: Placement, sizes: d
     if place.compile is False:
         return Compiler(device)
     common = target.group.common if target.group is not None else lambda names: names
-    pieces = Pieces(folder, common, device)
+    wait = place.compile is True
+    pieces = Pieces(folder, common, device, wait)
     if not pieces.complete:
-        wait = place.compile is True
         if wait:
             log.info("compiling the steps, once for this machine (kept in %s) ...", folder.path)
         start(make_job(models, settings, place, sizes, folder, base, streams), wait)
         if wait:
-            pieces = Pieces(folder, common, device)
+            pieces = Pieces(folder, common, device, wait)
+    if wait:
+        pieces.load()
     return Compiler(device, record=True, pieces=pieces)
 
 

@@ -4,16 +4,14 @@ from pathlib import Path
 
 import torch
 
-from . import kept, memory
+from . import memory
 from .config import Placement, Settings, split, takes
 from .engine import Engine
 from .errors import UserError
-from .graphs import import_compiler
 from .hf import checkpoint as ckpt
 from .hf.tokenizer import Tokenizer
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup
-from .pieces import ENDING
 from .quantize import check_fp8, fp8_bytes, fp8_copy
 
 
@@ -60,8 +58,6 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))
     memory.check(parts, device)
 
-    if place.compile is True or place.compile and any(kept.root().glob(f"*/*{ENDING}")):
-        import_compiler()
     target = ckpt.load_model(folder, device, dtype, group, longest, place.weights)
     shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
     draft_group = subgroup(group, place.draft_ranks) if shares else None

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor, nn
 
+from .graphs import import_compiler
 from .kept import Folder
 from .model import Block
 from .parallel import use_device
@@ -126,7 +127,7 @@ class Loaded:
     """A compiled piece, ready to run."""
 
     def __init__(self, data: bytes):
-        import torch._inductor as inductor  # takes seconds, where that was not begun before, see `graphs`
+        import torch._inductor as inductor  # takes seconds
 
         head, _, artifact = data.partition(b"\n")
         about = json.loads(head)
@@ -148,33 +149,49 @@ class Loaded:
 
 
 class Pieces:
-    """The pieces that a folder held when this was made: what is added later is not seen, so that the bits of a text do
+    """The pieces of a folder, as far as they are loaded. That takes seconds, in which a short answer would be finished.
+    So a text runs those that were loaded when it began, and what comes later is for the next one: the bits of a text do
     not change in its midst.
 
     Args:
         common: given the names that this rank found, says which of them all ranks found: they must compute alike.
         device: that the pieces run on.
+        wait: texts wait until all are loaded.
     """
 
-    def __init__(self, folder: Folder, common: Callable[[set[str]], set[str]] = lambda names: names, device=None):
-        self.folder = folder
-        found = {name: folder.read(name) for name in [COMPLETE, *folder.names(ENDING)]}
-        names = common({name for name, data in found.items() if data is not None})
-        self.complete = COMPLETE in names
-        names -= {COMPLETE}
-        self._loading: dict[str, Future] = {}
-        if names:
-            # Beside the prefill, for which the host does little.
-            loader = ThreadPoolExecutor(1, "pieces", use_device, (device,))
-            for name in sorted(names, key=_order):
-                self._loading[name] = loader.submit(Loaded, found[name])
-            loader.shutdown(wait=False)
+    def __init__(self, folder: Folder, common: Callable[[set[str]], set[str]] = lambda names: names, device=None,
+                 wait: bool = False):
+        self.folder, self.device, self._common, self._wait = folder, device, common, wait
+        self.ready: dict[str, Future] = {}  # for the present text
         self.missing: set[str] = set()  # that were asked for and ran as they are written
+        self._loading: dict[str, Future] = {}
+        self._found: dict[str, bytes] = {}  # and not loaded yet
+        self.complete = False
+        self._read()
 
-    @property
-    def outdated(self) -> bool:
-        """Whether the folder has become complete."""
-        return not self.complete and self.folder.read(COMPLETE) is not None
+    def _read(self) -> None:
+        found = {name: self.folder.read(name) for name in [COMPLETE, *self.folder.names(ENDING)]}
+        names = self._common({name for name, data in found.items() if data is not None})
+        self.complete = COMPLETE in names
+        new = sorted(names - {COMPLETE} - self._loading.keys(), key=_order)
+        self._found = {name: found[name] for name in new}
+
+    def load(self) -> None:
+        """Begins to load all that is there, in a thread: beside a long prefill, the host has little else to do."""
+        if not self.complete:
+            self._read()
+        if self._found:
+            loader = ThreadPoolExecutor(1, "pieces", use_device, (self.device,))
+            loader.submit(import_compiler)
+            self._loading |= {name: loader.submit(Loaded, data) for name, data in self._found.items()}
+            self._found = {}
+            loader.shutdown(wait=False)
+
+    def begin(self) -> None:
+        """A text begins."""
+        there = self._wait or all(one.done() for one in self._loading.values())
+        if self._common({"there"} if there else set()):
+            self.ready = dict(self._loading)
 
     def piece(self, level: str, function: Callable) -> Callable:
         """The function, compiled where it was kept for what it is called with."""
@@ -186,10 +203,10 @@ class Pieces:
         return call
 
     def _find(self, name: str) -> Loaded | None:
-        if name not in self._loading:
+        if name not in self.ready:
             self.missing.add(name)
             return None
-        return self._loading[name].result()
+        return self.ready[name].result()
 
 
 def _order(name: str) -> tuple:

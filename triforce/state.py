@@ -83,7 +83,7 @@ class State:
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, sources=sources,
                                    drafting=drafting, row_unit=row_unit, compiler=compiler)
         self.pilot = Pilot(self.hierarchy, settings, batch, group=target.group,
-                           shelf=Shelf(folder, compiler.is_complete),
+                           shelf=Shelf(folder, lambda: compiler.is_complete),
                            rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval())
         self.lens = [self.base] * batch  # tokens with exact K/V, as the host knows them
         self.known = [0] * batch  # tokens on the tape
@@ -252,6 +252,7 @@ class State:
         """
         self._prompt_queries = [q[:, :, : self.cache.newest].clone() for q in self.cache.queries]
         self._prompt_weight = self.cache.query_weight.clone()
+        self.compiler.begin()
         if self._pack:
             self.cache.prefix.pack()
         self._open(max_new_tokens, plan, padding)

@@ -297,9 +297,20 @@ class PrefillLayer:
         folded = attention.fold(q, self.n_kv_head)
         before = [] if prefix.shared is None else over_shared(prefix, self._i, folded)
         if own > 0:
-            before.append(attention.partial(folded, self._own_k[:, :, :own], self._own_v[:, :, :own]))
+            before += attention.by_powers(folded, self._own_k[:, :, :own], self._own_v[:, :, :own])
         states += [(attention.unfold(out, self.n_head), lse.reshape(states[0][1].shape)) for out, lse in before]
         return states
+
+
+def chunk_edges(start: int, stop: int, size: int, tile: int, least: int) -> list[int]:
+    """Where the chunks of a prefill of the tokens [start, stop) begin, and its end. What the last one has beyond whole
+    tiles is a chunk of its own, of at least so many tokens: for it, another kernel is the fastest."""
+    edges = [*range(start, stop, size), stop]
+    count = stop - edges[-2]
+    whole = (count - least) // tile * tile
+    if count % tile and whole > 0:
+        edges.insert(-1, edges[-2] + whole)
+    return edges
 
 
 def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size: int, *,
@@ -313,10 +324,12 @@ def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size:
         keep_queries: of the last tokens, for a view to choose by.
         on_layer: see `PrefillBlock`.
     """
-    edges = [*range(start, stop, size), stop]
+    lengths = lengths or [stop] * len(rows)
+    tile = attention.TILE if cache.prefix.len.is_cuda and min(lengths) == stop else 1
+    edges = chunk_edges(start, stop, size, tile, cache.newest if keep_queries else 1)
     if keep_queries:
         count = cache.newest
-        for row, length in zip(rows, lengths or [stop] * len(rows), strict=True):
+        for row, length in zip(rows, lengths, strict=True):
             kept = min(length - edges[-2], count)
             cache.query_weight[row] = torch.arange(cache.query_weight.shape[1], device=cache.query_weight.device) < kept
     blocks = []

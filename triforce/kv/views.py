@@ -29,6 +29,7 @@ from .store import Extent, View
 from .target import TargetCache, aligned
 
 SMOOTHED = 7  # tokens over which "snapkv" averages attention
+GATHERED = 2**25  # numbers that are picked at a time out of a piece, unless a row has more
 SCORES = 2**26  # numbers that are held at a time while all chunks are scored, unless a layer has more
 
 
@@ -58,6 +59,8 @@ class RetrievalView(View):
                                    dtype=torch.int64, device=device)
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
         self._offload, self._awaited = cache.prefix.streams, [False] * batch
+        self._wanted = torch.zeros(batch, dtype=torch.bool, device=device)  # the same on the device
+        self._at: Tensor | None = None  # of the layer that streams past: positions of each row's selection
         rebuild = compiler.level("rebuild")
         self._steps = [rebuild.step(self._select_and_copy) for _ in range(batch)]
 
@@ -91,17 +94,22 @@ class RetrievalView(View):
         self._steps[row](row)
         if self._offload is None:
             return
-        self._awaited[row] = True
+        self._await(row, True)
         if at_once:
             for i in self._offload.layers:
                 for number, kv in self._offload.pieces(i, self.cache.prefix.base or self.cache.lens[row]):
                     self.gather(i, number, kv)
-            self._awaited[row] = False
+            self._await(row, False)
+
+    def _await(self, row: int, awaited: bool) -> None:
+        self._awaited[row] = awaited
+        self._wanted[row].fill_(awaited)
 
     def fit(self, row: int) -> None:
         """Sets the length of a row's view by that of its prefix."""
         prefix_len = self.cache.lens[row]
-        self.selected[row], self._awaited[row] = prefix_len > self.budget, False
+        self.selected[row] = prefix_len > self.budget
+        self._await(row, False)
         self.truncate(row, self.held if self.selected[row] else prefix_len)
 
     def rebuild_layer(self, i: int, row: int) -> None:
@@ -122,8 +130,10 @@ class RetrievalView(View):
 
     def positions(self, row: int, i: int) -> Tensor:
         """Where in the prefix the tokens of layer i's selection stand: [K, held]."""
-        return _token_index(self._chunks[row, i, None], self._prefix_len[row], self.window_size, self.chunk_size,
-                            self.select_size)[0]
+        return self._positions(self._chunks[row, i, None], self._prefix_len[row])[0]
+
+    def _positions(self, chunks: Tensor, prefix_len: Tensor) -> Tensor:
+        return _token_index(chunks, prefix_len, self.window_size, self.chunk_size, self.select_size)
 
     @property
     def awaits_pieces(self) -> bool:
@@ -132,16 +142,25 @@ class RetrievalView(View):
     def gathered(self) -> None:
         """All pieces of all offloaded layers have been given to `gather`."""
         self._awaited = [False] * len(self._awaited)
+        self._wanted.zero_()
 
     def gather(self, i: int, number: int, piece: Tensor) -> None:
         """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it. All rows of
         a batch have the one row of a shared prefix."""
-        start = self._offload.starts[number]
-        for row, awaited in enumerate(self._awaited):
-            if awaited:
-                _gather_piece(self._chunks[row, i], self._prefix_len[row], self.window_size, self.chunk_size,
-                              self.select_size, start, piece[:, row if piece.shape[1] > 1 else 0], self.k[i][row],
-                              self.v[i][row])
+        if number == 0:
+            self._at = self._positions(self._chunks[:, i], self._prefix_len)  # [B, K, held]
+        start, base = number * self._offload.piece, self.cache.prefix.base
+        stop = min(start + piece.shape[2], base) if base else start + piece.shape[2]  # what follows a base is not in it
+        here = (self._at >= start) & (self._at < stop) & self._wanted[:, None, None]
+        at = (self._at - start).clamp(0, piece.shape[2] - 1)
+        heads = torch.arange(at.shape[1], device=at.device)[:, None]
+        count = max(GATHERED // (self.k[i][0].numel() or 1), 1)  # rows at a time
+        for first in range(0, len(at), count):
+            rows = slice(first, first + count)
+            whose = torch.arange(len(at), device=at.device)[rows, None, None] if piece.shape[1] > 1 else 0
+            for tokens, view in zip(piece, (self.k[i], self.v[i]), strict=True):
+                view = view[rows, :, : at.shape[2]]
+                torch.where(here[rows, ..., None], tokens[whose, at[rows], heads], view, out=view)
 
     def _scores(self, row: int, i: int, keys: list[Tensor] | None = None) -> Tensor:
         """[K, chunks or tokens] of one layer, -inf for what is not to choose.
@@ -195,8 +214,7 @@ class RetrievalView(View):
         prefix = cache.prefix
         if prefix.num_resident == 0:
             return
-        index = _token_index(chunks[: prefix.num_resident], prefix_len, self.window_size, self.chunk_size,
-                             self.select_size)
+        index = self._positions(chunks[: prefix.num_resident], prefix_len)
         for i, at in enumerate(index):  # [K, held]
             for half, view in enumerate((self.k[i], self.v[i])):
                 view = view[row, :, : at.shape[1]]
@@ -255,28 +273,16 @@ def chunk_scores(queries: Tensor, chunk_keys: list[Tensor], weight: Tensor, mask
 
 
 def _token_index(chunks: Tensor, prefix_len: Tensor, window_size: int, num_sink: int, chunk_size: int) -> Tensor:
-    """[L, K, num_selected] chunks -> [L, K, held] positions: the sink, the recent window, the chunks."""
-    recent_start = prefix_len - window_size
+    """[N, K, num_selected] chunks -> [N, K, held] positions: the sink, the recent window, the chunks. prefix_len: one
+    for all, or [N]."""
+    recent_start = (prefix_len - window_size).reshape(-1, 1, 1)
     # Ring slot j holds the position of the window that is congruent to j, so that a flush overwrites the oldest.
     recent = recent_start + (torch.arange(window_size, device=chunks.device) - recent_start) % window_size
     sink = torch.arange(num_sink, device=chunks.device)
     tokens = (chunks[..., None] * chunk_size + torch.arange(chunk_size, device=chunks.device)).flatten(2)
-    return torch.cat([torch.cat([sink, recent]).expand(*tokens.shape[:2], -1), tokens], 2)
+    return torch.cat([part.expand(*tokens.shape[:2], -1) for part in (sink, recent, tokens)], 2)
 
 
 def _pick(tokens: Tensor, index: Tensor) -> Tensor:
     """[K, S, D] at index [K, n] -> [K, n, D]: whole tokens, five times faster on a GPU than by `gather`."""
     return tokens[torch.arange(len(index), device=index.device)[:, None], index]
-
-
-def _gather_piece(chunks: Tensor, prefix_len: Tensor, window_size: int, num_sink: int, chunk_size: int, start: Tensor,
-                  piece: Tensor, k: Tensor, v: Tensor) -> None:
-    """Copies, of the selection [K, num_selected], what lies in the piece [2, P, K, D] at `start`.
-
-    k, v: [K, budget, D], the view; its other tokens stay.
-    """
-    at = _token_index(chunks[None], prefix_len, window_size, num_sink, chunk_size)[0] - start  # [K, held]
-    here = ((at >= 0) & (at < piece.shape[1]))[..., None]
-    rows = at.clamp(0, piece.shape[1] - 1)[..., None].expand(-1, -1, k.shape[-1])
-    for tokens, cache in zip(piece, (k[:, : at.shape[1]], v[:, : at.shape[1]]), strict=True):
-        cache.copy_(torch.where(here, tokens.transpose(0, 1).gather(1, rows), cache))
