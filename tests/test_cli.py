@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from triforce import acceptance, cli
+from triforce.engine import Engine
 from triforce.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +44,20 @@ def test_json(capsys):
     report = json.loads(capsys.readouterr().out)
     assert len(report["tokens"]) == 9 and report["compare"]["greedy_first_difference"] is None
     assert report["stats"]["prompt_len"] > 3 and report["compare"]["autoregression"]["tbt"] > 0
+
+
+@pytest.mark.parametrize("more, expected", [([], False), (["--compare"], True)])
+def test_a_command_that_asks_once_says_so(more, expected, monkeypatch, capsys):
+    """What is compiled is then loaded for a long answer alone. A comparison runs several texts."""
+    said, stream = [], Engine.stream
+
+    def streamed(engine, *args, **options):
+        said.append(engine.caches.expects_more)
+        return stream(engine, *args, **options)
+
+    monkeypatch.setattr(Engine, "stream", streamed)
+    assert cli.main(["--checkpoint", "tiny", "--prompt", "All is well.", "--max-new-tokens", "4", *more]) == 0
+    assert said == [expected]
 
 
 def test_compare_reports_a_difference_when_acceptance_is_broken(capsys, monkeypatch):

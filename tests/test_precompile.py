@@ -249,22 +249,25 @@ def loaded(pieces) -> None:
 
 
 def test_a_later_process_waits_for_no_piece_that_comes_too_late(asked, small_job, monkeypatch):
-    """They are loaded beside a prefill that takes longer, or for a second prompt. A short answer runs without."""
+    """They are loaded beside a prefill, and run if that took longer. For a single answer, they are loaded where it is a
+    long one to a long prompt alone."""
     engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
     expected = run(engine)
     compile_some(asked[0], small_job[2])
     slow = threading.Event()
-    monkeypatch.setattr(pieces_module, "import_compiler", slow.wait)
+    monkeypatch.setattr(pieces_module, "import_compiler", lambda: slow.wait(10))
 
-    def later(compile="beside"):
+    def later(compile="beside", more=False):
         engine = make_engine(*random_pair(), compile=compile, **SETTINGS)
+        engine.caches.expects_more = more
         assert run(engine) == expected
         return engine, engine.caches.state.compiler.pieces
 
     engine, pieces = later()
     assert pieces.complete and not pieces._loading and not pieces.ready
     engine.generate(random_prompt(150, seed=9), 4)  # a second prompt: others may follow
-    assert len(pieces._loading) == len(small_job[2]) and not pieces.ready
+    for one in (pieces, later(more=True)[1]):
+        assert len(one._loading) == len(small_job[2]) and not one.ready
     slow.set()
     loaded(pieces)
     assert run(engine) == expected and len(pieces.ready) == len(small_job[2])
@@ -277,6 +280,8 @@ def test_a_later_process_waits_for_no_piece_that_comes_too_late(asked, small_job
         fill(self, *args, **more)
 
     monkeypatch.setattr(State, "prefill", prefill)
+    assert not later()[1].ready  # for so few new tokens
+    monkeypatch.setattr(caches, "MANY", 48)
     assert len(later()[1].ready) == len(small_job[2])
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("triforce")
 SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their own in every step
 MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says more
-LOADING = 5.0  # seconds that it takes, about, to load compiled pieces
+LOADING, MANY = 5.0, 1024  # seconds that it takes to load compiled pieces; new tokens for which it is worth its time
 SMALLEST_VIEW = 512  # tokens; with smaller ones more rows would fit, and hardly draft
 
 
@@ -66,7 +66,7 @@ class Caches:
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
         self._computed = False  # for the present call
-        self._filled = False  # there was a prompt before
+        self.expects_more = True  # answers to other prompts, or more of them; False: who made the engine asks once
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
 
     @property
@@ -103,11 +103,11 @@ class Caches:
             return self.state
         return self._new(ids, needed, shared)
 
-    def fill(self, state: State, ids: list[list[int]], on_prefill=None) -> None:
+    def fill(self, state: State, ids: list[list[int]], max_new_tokens: int, on_prefill=None) -> None:
         """Prefills what the State does not hold of the prompts yet."""
         start = self._held(ids)
         goes_on = self._goes_on(start)
-        self._load_pieces(state, start if goes_on else state.base, ids)
+        self._load_pieces(state, start if goes_on else state.base, ids, max_new_tokens)
         if goes_on:
             is_new = start < state.known[0]
             state.truncate(0, start)
@@ -118,14 +118,15 @@ class Caches:
             state.reused = 0 if self._computed else state.base
             state.prefill_all(ids, on_prefill)
 
-    def _load_pieces(self, state: State, start: int, ids: list[list[int]]) -> None:
-        """Begins to load compiled pieces before a prefill that is long enough for that, and where there were prompts
-        before: others will follow. To a first answer to a short prompt they would come too late."""
+    def _load_pieces(self, state: State, start: int, ids: list[list[int]], max_new_tokens: int) -> None:
+        """Begins to load compiled pieces where that pays. A single answer to a short prompt would be finished before
+        they are loaded, and a short one saves less than its prefill loses, which shares Python's lock with what loads
+        them."""
         config, pieces = self.target.config, state.compiler.pieces
         seconds = sum(prefill_seconds(config, start, len(prompt)) for prompt in ids)
-        if pieces is not None and (self._filled or seconds > LOADING):
+        if pieces is not None and (self.expects_more or seconds > LOADING and max_new_tokens >= MANY):
             pieces.load()
-        self._filled = True
+        self.expects_more = True
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
         """How many of these prompts run side by side."""

@@ -491,6 +491,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     ids, dropped = encode(args, engine, request.document, request, args.question)
     engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
+    engine.caches.expects_more = wants_comparison
     load_seconds = age()
     result = stream_text(engine, ids, args, sampling)
     result.stats.load, result.stats.dropped_tokens = load_seconds, dropped

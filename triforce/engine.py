@@ -430,7 +430,7 @@ class Engine:
             state.rewind(max_new_tokens, plan, padding)
             state.reused = min(map(len, ids)) - 1
             return state
-        self.caches.fill(state, ids, on_prefill)
+        self.caches.fill(state, ids, max_new_tokens, on_prefill)
         state.begin(max_new_tokens, plan, padding)
         state.prompts = ids
         return state
