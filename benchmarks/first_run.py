@@ -137,8 +137,8 @@ def rows_of(args, context: int, gpus: int, new: int, cache: str):
 def plot(path: str) -> None:
     rows, plt = read_rows(path), pyplot()
     figure, axes = plt.subplots(figsize=(11, 0.32 * len(rows) + 1.6))
-    labels = [f"{row['way']}, {row['context']:,} + {row['new']}" + (f", {row['gpus']} GPUs" if row["gpus"] > 1 else "")
-              for row in rows]
+    labels = [f"{row['checkpoint']}: {row['way']}, {row['context']:,} + {row['new']}"
+              + (f", {row['gpus']} GPUs" if row["gpus"] > 1 else "") for row in rows]
     left = [0.0] * len(rows)
     for part in PARTS:
         widths = [row[part] for row in rows]

@@ -132,6 +132,7 @@ def save(figure, path: str, rows: list[dict]) -> None:
     if commits:
         what += "; at " + ", ".join(commits)
     parts = f"{rows[0]['device']}, torch {rows[0]['torch']}, {dates}", what
-    figure.suptitle(("; " if figure.get_figwidth() > 9 else "\n").join(parts), fontsize=9)
+    title = ("; " if figure.get_figwidth() > 9 else "\n").join(parts)
+    figure.suptitle(title, fontsize=9, y=1 - 0.1 / figure.get_figheight(), va="top")  # a tenth of an inch below the top
     figure.tight_layout()
     figure.savefig(Path(path).with_suffix(".png"), dpi=120)

@@ -194,12 +194,14 @@ def plot(path: str) -> None:
     figure, axes = plt.subplots(figsize=(9, 0.34 * len(rows) + 1.6))
     labels = [f"{row['shape'] or row['checkpoint']}{', offloaded' if row['offload'] else ''}"
               f"{', 2 GPUs' if row['gpus'] == 2 else ''}{', compiled' if row.get('compile') else ''}: {row['what']}"
+              f"{', blocks of ' + str(row['block']) if row.get('block') else ''}"
               for row in rows]
     bars = axes.barh(range(len(rows)), [row["ms_a_token"] for row in rows], 0.7)
     axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
     axes.set_xscale("log")
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.margins(x=0.15)
     axes.set_xlabel("milliseconds a token, all answers together (decoding)")
     save(figure, path, rows)
 

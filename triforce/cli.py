@@ -480,6 +480,7 @@ def run(argv: list[str]) -> int:
 
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
     engine = load_engine(args, group)
+    engine.caches.expects_more = wants_comparison or request.prompts is not None
     sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
@@ -491,7 +492,6 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     ids, dropped = encode(args, engine, request.document, request, args.question)
     engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
-    engine.caches.expects_more = wants_comparison
     load_seconds = age()
     result = stream_text(engine, ids, args, sampling)
     result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
