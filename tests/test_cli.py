@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -18,6 +19,7 @@ import pytest
 from triforce import acceptance, cli
 from triforce.engine import Engine
 from triforce.errors import UserError
+from triforce.hf.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--prompt", "The sea was calm and the wind", "--max-new-tokens", "12", "--device", "cpu", "--gamma", "6"]
@@ -44,6 +46,38 @@ def test_json(capsys):
     report = json.loads(capsys.readouterr().out)
     assert len(report["tokens"]) == 9 and report["compare"]["greedy_first_difference"] is None
     assert report["stats"]["prompt_len"] > 3 and report["compare"]["autoregression"]["tbt"] > 0
+
+
+def test_a_long_document_is_encoded_beside_the_weights(tmp_path, capsys, monkeypatch):
+    document, events, encode, load = tmp_path / "book.txt", [], Tokenizer.encode, cli.load_engine
+    document.write_text("It was a dark and stormy night. " * 20)
+    weights_read = threading.Event()
+
+    def loaded(*args):
+        assert len(document.read_text()) < cli.LONG_DOCUMENT or encoding.wait(5)  # else nothing was begun
+        engine = load(*args)
+        weights_read.set()
+        return engine
+
+    def encoded(self, text, **more):
+        encoding.set()
+        if threading.current_thread() is not threading.main_thread():
+            assert weights_read.wait(5)
+            events.append(len(text))
+        return encode(self, text, **more)
+
+    monkeypatch.setattr(cli, "load_engine", loaded)
+    monkeypatch.setattr(Tokenizer, "encode", encoded)
+    said = []
+    for long in (1000, 100):  # in a thread of its own the second time
+        encoding = threading.Event()
+        weights_read.clear()
+        monkeypatch.setattr(cli, "LONG_DOCUMENT", long)
+        flags = ["--prompt-len", "90", "--question", "Was it?", "--max-new-tokens", "4", "--seed", "1", "--json"]
+        assert cli.main(["--checkpoint", "tiny", "--prompt-file", str(document), *flags]) == 0
+        report = json.loads(capsys.readouterr().out)
+        said.append((report["tokens"], report["stats"]["prompt_len"]))
+    assert said[0] == said[1] and said[0][1] > 90 and events == [640]
 
 
 @pytest.mark.parametrize("more, expected", [([], False), (["--compare"], True)])

@@ -128,6 +128,28 @@ def test_greedy_bits(which, dtype, eager_to_draft):
     assert any(plan.gamma > 0 for plan in eager_to_draft)  # by the variant with "auto"
 
 
+def test_a_state_changes_over_to_compiled_pieces(random_models, monkeypatch, tmp_path):
+    """Steps as they are written, then compiled ones, in the same buffers: the bits are those of an engine that had them
+    from the start, and no graph of the others is replayed."""
+    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path))
+    prompts = [random_prompt(2048, seed=seed, vocab_size=VOCAB) for seed in range(3)]
+    engine = engine_for(random_models, keep_logits=True, rebuild_interval=64)
+    state = prepare(engine, prompts[0], VOCAB)
+    written = bits(state, 200)[:2]
+    assert state.compiler.num_pieces == 0
+    compiled = engine_for(random_models, keep_logits=True, rebuild_interval=64, compile=True)
+    expected = [bits(prepare(compiled, prompt, VOCAB), 200)[:2] for prompt in prompts]
+    assert written[1] != expected[0][1]  # or nothing would be seen here
+    assert prepare(engine, prompts[1], VOCAB) is state  # they are loaded beside it
+    for one in state.compiler.pieces._loading.values():
+        one.result()
+    state = prepare(engine, prompts[2], VOCAB)
+    assert state.compiler.is_complete and bits(state, 200)[:2] == expected[2]
+    state.rewind(1000)
+    assert bits(state, 200, plan=AUTOREGRESSION)[:2] == expected[2]
+    assert bits(prepare(engine, prompts[0], VOCAB), 200)[:2] == expected[0]
+
+
 @in_half_precision
 @pytest.mark.parametrize("which", ["random", "tiny"])
 def test_a_seed_says_the_same(which, dtype, eager_to_draft):

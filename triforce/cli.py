@@ -13,6 +13,7 @@ import stat
 import sys
 import textwrap
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from . import about
 from .config import Placement, Sampling, Settings, check_max_new_tokens, names_of, whole
 from .errors import UserError, not_known
 from .hf.checkpoint import resolve
+from .hf.tokenizer import Tokenizer
 from .keep import WAYS, fit
 from .loading import find_draft, load
 from .logprobs import check_logprobs
@@ -28,6 +30,7 @@ from .progress import Bar
 from .show import as_ansi, legend
 
 DEFAULT_PROMPT_LEN = 16_384
+LONG_DOCUMENT = 200_000  # characters
 CHECKED_TOKENS = 64  # of the greedy comparison
 ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",
            "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
@@ -163,6 +166,7 @@ class Request:
     prompts: list[dict] | None = None  # of --prompts, instead: prompt or messages, question, seed
     questions: tuple[dict, ...] = ()  # of --questions
     chat: dict = dataclasses.field(default_factory=dict)  # of --chat-template and -kwargs, as `encode_prompt` has them
+    ids: Future | None = None  # of a long document, see `encode_beside`
 
 
 def read_request(args, no_flags: bool = False) -> Request:
@@ -309,11 +313,21 @@ def read_prompts(path: str) -> list[dict]:
 
 def first_tokens(args, tokenizer, text: str, request: Request) -> list[int]:
     """A text's ids, cut to --prompt-len tokens."""
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(text) if request.ids is None else request.ids.result()
     length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
     if length is not None and length > len(ids):
         print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
     return ids[:length]
+
+
+def encode_beside(args, request: Request) -> Request:
+    """Begins to encode a long document, beside the weights that are read next: a million characters take a second."""
+    if request.document is None or len(request.document) < LONG_DOCUMENT:
+        return request
+    folder, thread = resolve(args.checkpoint), ThreadPoolExecutor(1)
+    ids = thread.submit(lambda: Tokenizer(folder).encode(request.document))
+    thread.shutdown(wait=False)
+    return dataclasses.replace(request, ids=ids)
 
 
 def encode(args, engine, text: str, request: Request, question: str | None) -> tuple[list[int], int]:
@@ -479,6 +493,7 @@ def run(argv: list[str]) -> int:
 
 
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
+    request = encode_beside(args, request)
     engine = load_engine(args, group)
     engine.caches.expects_more = wants_comparison or request.prompts is not None
     sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}

@@ -1767,6 +1767,8 @@ FAULTS = [
           "self.expects_more", "test_precompile.py -k too_late", "pieces are not loaded beside a long prefill"),
     Fault("pieces-for-few-tokens", "caches.py", "seconds > LOADING and max_new_tokens >= MANY", "seconds > LOADING",
           "test_precompile.py -k too_late", "a prefill is slowed down for a short answer"),
+    Fault("document-after-the-weights", "cli.py", "len(request.document) < LONG_DOCUMENT:", "True:",
+          "test_cli.py -k beside_the_weights", "a long document is encoded while nothing else happens"),
     Fault("pieces-for-one-answer", "cli.py",
           "engine.caches.expects_more = wants_comparison or request.prompts is not None",
           "engine.caches.expects_more = True", "test_cli.py -k asks_once", "a single command's prefill is slowed down"),
