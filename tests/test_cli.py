@@ -86,7 +86,7 @@ def test_a_command_that_asks_once_says_so(more, expected, monkeypatch, capsys):
     said, stream = [], Engine.stream
 
     def streamed(engine, *args, **options):
-        said.append(engine.caches.expects_more)
+        said.append(engine.expects_more)
         return stream(engine, *args, **options)
 
     monkeypatch.setattr(Engine, "stream", streamed)

@@ -19,6 +19,7 @@ from triforce import attention, caches, float8, graphs, jobs, nucleus, precompil
 from triforce import pieces as pieces_module
 from triforce.costs import prefill_seconds
 from triforce.drafting.protocol import Drafter
+from triforce.graphs import Compiler
 from triforce.kept import Folder
 from triforce.model import Block, ModelConfig, RopeScaling, Transformer
 from triforce.pieces import COMPLETE, FAILED, Loaded, Pieces, piece_name, put_together, reachable, take_apart
@@ -244,8 +245,7 @@ def test_the_next_prompt_runs_compiled_pieces_and_no_text_changes_in_its_midst(a
 
 def loaded(pieces) -> None:
     """Waits for what is being loaded."""
-    for one in pieces._loading.values():
-        one.result()
+    pieces._loader.join()
 
 
 def test_a_later_process_waits_for_no_piece_that_comes_too_late(asked, small_job, monkeypatch):
@@ -259,30 +259,85 @@ def test_a_later_process_waits_for_no_piece_that_comes_too_late(asked, small_job
 
     def later(compile="beside", more=False):
         engine = make_engine(*random_pair(), compile=compile, **SETTINGS)
-        engine.caches.expects_more = more
+        engine.expects_more = more
         assert run(engine) == expected
         return engine, engine.caches.state.compiler.pieces
 
     engine, pieces = later()
-    assert pieces.complete and not pieces._loading and not pieces.ready
+    assert pieces.complete and pieces._loader is None and not pieces.ready
     engine.generate(random_prompt(150, seed=9), 4)  # a second prompt: others may follow
     for one in (pieces, later(more=True)[1]):
-        assert len(one._loading) == len(small_job[2]) and not one.ready
+        assert one._loader.is_alive() and not one.ready
     slow.set()
     loaded(pieces)
+    assert not pieces.ready  # before another text begins
     assert run(engine) == expected and len(pieces.ready) == len(small_job[2])
     assert len(later(compile=True)[1].ready) == len(small_job[2]) and len(asked) == 1  # waited for
     monkeypatch.setattr(caches, "LOADING", 0.0)  # any prefill is long enough
     fill = State.prefill
 
     def prefill(self, *args, **more):
-        loaded(self.compiler.pieces)
+        if self.compiler.pieces._loader is not None:
+            loaded(self.compiler.pieces)
         fill(self, *args, **more)
 
     monkeypatch.setattr(State, "prefill", prefill)
     assert not later()[1].ready  # for so few new tokens
     monkeypatch.setattr(caches, "MANY", 48)
     assert len(later()[1].ready) == len(small_job[2])
+
+
+def test_no_text_runs_half_of_them(asked, small_job, monkeypatch):
+    """What a thread has loaded so far is for the texts that begin after all of it."""
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    expected = run(engine)
+    compile_some(asked[0], small_job[2])
+    first, rest, real = threading.Event(), threading.Event(), pieces_module.Loaded
+
+    def load(data):
+        assert not first.is_set() or rest.wait(10)
+        piece = real(data)
+        first.set()
+        return piece
+
+    monkeypatch.setattr(pieces_module, "Loaded", load)
+    later = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    begin = Compiler.begin
+
+    def begin_late(compiler):
+        assert first.wait(10)
+        begin(compiler)
+
+    monkeypatch.setattr(Compiler, "begin", begin_late)
+    assert run(later) == expected
+    pieces = later.caches.state.compiler.pieces
+    assert 1 <= len(pieces._loaded) < len(small_job[2]) and not pieces.ready
+    assert any(SMALL in name for name in pieces.missing)
+    rest.set()
+
+
+def test_a_piece_that_cannot_be_loaded_runs_as_it_is_written(asked, small_job, caplog):
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    expected = run(engine)
+    folder = compile_some(asked[0], small_job[2])
+    bad, *others = sorted(small_job[2])
+    folder.write(bad, small_job[2][bad].partition(b"\n")[0] + b"\nno artifact")
+    later = make_engine(*random_pair(), compile=True, **SETTINGS)
+    assert run(later) == expected and sorted(later.caches.state.compiler.pieces.ready) == others
+    assert sum("could not be loaded" in record.message for record in caplog.records) == 1
+
+
+def test_a_process_that_ends_while_pieces_are_loaded_does_not_wait_for_all(tmp_path):
+    """A hundred, of a second each."""
+    code = ("import time\nfrom triforce import pieces\nfrom triforce.kept import Folder\n"
+            "pieces.import_compiler = lambda: None\n"
+            "pieces.Loaded = lambda data: (print('one', flush=True), time.sleep(1))\n"
+            "folder = Folder({'a': 'test'})\n"
+            "for i in range(100):\n    folder.write(f'{i}.piece', b'x')\n"
+            "folder.write('complete', b'')\npieces.Pieces(folder).load()\ntime.sleep(0.5)\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "TRIFORCE_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0 and not done.stderr and 1 <= done.stdout.count("one") <= 3
 
 
 def test_long_prefills_are_told_by_what_they_compute():

@@ -66,7 +66,6 @@ class Caches:
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
         self._computed = False  # for the present call
-        self.expects_more = True  # answers to other prompts, or more of them; False: who made the engine asks once
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
 
     @property
@@ -124,9 +123,9 @@ class Caches:
         them."""
         config, pieces = self.target.config, state.compiler.pieces
         seconds = sum(prefill_seconds(config, start, len(prompt)) for prompt in ids)
-        if pieces is not None and (self.expects_more or seconds > LOADING and max_new_tokens >= MANY):
+        if pieces is not None and (self.engine.expects_more or seconds > LOADING and max_new_tokens >= MANY):
             pieces.load()
-        self.expects_more = True
+        self.engine.expects_more = True
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
         """How many of these prompts run side by side."""

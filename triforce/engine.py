@@ -83,6 +83,7 @@ class Engine:
                             f"use at most {limit}")
         self.caches = Caches(self, Models(target, draft, drafting), settings)
         self.threads = Threads(target.device, interval=self.settings.flush_interval)
+        self.expects_more = True  # answers will be asked for again and again; False: who made this engine asks once
         self._serving: Session | None = None  # whom the state belongs to
         self._lock = threading.RLock()  # held by the thread that computes
         self._folder, self._identity = folder, None

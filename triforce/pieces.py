@@ -14,8 +14,8 @@ import json
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor, nn
 
@@ -23,7 +23,6 @@ from .graphs import import_compiler
 from .kept import Folder
 from .model import Block
 from .parallel import use_device
-from .tape import FULL, RETRIEVAL
 
 log = logging.getLogger("triforce")
 ENDING = ".piece"
@@ -149,12 +148,12 @@ class Loaded:
 
 
 class Pieces:
-    """The pieces of a folder, as far as they are loaded. That takes seconds, in which a short answer would be finished.
-    So a text runs those that were loaded when it began, and what comes later is for the next one: the bits of a text do
-    not change in its midst.
+    """The pieces of a folder, once all are compiled and loaded. That takes seconds, in which a short answer would have
+    ended. So a text runs them if they were loaded when it began, and else the next one does: the bits of a text do not
+    change in its midst.
 
     Args:
-        common: given the names that this rank found, says which of them all ranks found: they must compute alike.
+        common: given names that this rank found, says which of them all ranks found: they must compute alike.
         device: that the pieces run on.
         wait: texts wait until all are loaded.
     """
@@ -162,10 +161,11 @@ class Pieces:
     def __init__(self, folder: Folder, common: Callable[[set[str]], set[str]] = lambda names: names, device=None,
                  wait: bool = False):
         self.folder, self.device, self._common, self._wait = folder, device, common, wait
-        self.ready: dict[str, Future] = {}  # for the present text
+        self.ready: dict[str, Loaded] = {}  # for the present text
         self.missing: set[str] = set()  # that were asked for and ran as they are written
-        self._loading: dict[str, Future] = {}
-        self._found: dict[str, bytes] = {}  # and not loaded yet
+        self._found: dict[str, bytes] = {}
+        self._loaded: dict[str, Loaded] = {}
+        self._loader: threading.Thread | None = None
         self.complete = False
         self._read()
 
@@ -173,25 +173,35 @@ class Pieces:
         found = {name: self.folder.read(name) for name in [COMPLETE, *self.folder.names(ENDING)]}
         names = self._common({name for name, data in found.items() if data is not None})
         self.complete = COMPLETE in names
-        new = sorted(names - {COMPLETE} - self._loading.keys(), key=_order)
-        self._found = {name: found[name] for name in new}
+        self._found = {name: found[name] for name in sorted(names - {COMPLETE})}
 
     def load(self) -> None:
-        """Begins to load all that is there, in a thread: beside a long prefill, the host has little else to do."""
+        """Begins to load what is there, in a thread: beside a long prefill, the host has little else to do."""
         if not self.complete:
             self._read()
-        if self._found:
-            loader = ThreadPoolExecutor(1, "pieces", use_device, (self.device,))
-            loader.submit(import_compiler)
-            self._loading |= {name: loader.submit(Loaded, data) for name, data in self._found.items()}
-            self._found = {}
-            loader.shutdown(wait=False)
+        if self.complete and self._loader is None:
+            self._loader = threading.Thread(target=self._load, name="pieces")
+            self._loader.start()
+
+    def _load(self) -> None:
+        use_device(self.device)
+        import_compiler()
+        for name, data in self._found.items():
+            if not threading.main_thread().is_alive():  # the process ends, and waits for this thread
+                return
+            try:
+                self._loaded[name] = Loaded(data)
+            except Exception as error:  # whatever the compiler's own format meets: it runs as it is written
+                log.warning("%s could not be loaded, and runs uncompiled: %s: %s", name, type(error).__name__, error)
+        self._found = {}
 
     def begin(self) -> None:
         """A text begins."""
-        there = self._wait or all(one.done() for one in self._loading.values())
+        if self._wait and self._loader is not None:
+            self._loader.join()
+        there = self._loader is not None and not self._loader.is_alive()
         if self._common({"there"} if there else set()):
-            self.ready = dict(self._loading)
+            self.ready = {name: self._loaded[name] for name in self._common(set(self._loaded))}
 
     def piece(self, level: str, function: Callable) -> Callable:
         """The function, compiled where it was kept for what it is called with."""
@@ -205,11 +215,4 @@ class Pieces:
     def _find(self, name: str) -> Loaded | None:
         if name not in self.ready:
             self.missing.add(name)
-            return None
-        return self.ready[name].result()
-
-
-def _order(name: str) -> tuple:
-    """Pieces in the order in which a generation first calls them."""
-    levels = [f"level{FULL}", f"level{RETRIEVAL}"]
-    return next((i for i, level in enumerate(levels) if name.startswith(level)), len(levels)), name
+        return self.ready.get(name)
