@@ -287,8 +287,8 @@ def test_a_later_process_waits_for_no_piece_that_comes_too_late(asked, small_job
     assert len(later()[1].ready) == len(small_job[2])
 
 
-def test_no_text_runs_half_of_them(asked, small_job, monkeypatch):
-    """What a thread has loaded so far is for the texts that begin after all of it."""
+def test_no_text_runs_what_was_loaded_after_it_began(asked, small_job, monkeypatch):
+    """Nor the half that was loaded before."""
     engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
     expected = run(engine)
     compile_some(asked[0], small_job[2])
@@ -302,18 +302,22 @@ def test_no_text_runs_half_of_them(asked, small_job, monkeypatch):
 
     monkeypatch.setattr(pieces_module, "Loaded", load)
     later = make_engine(*random_pair(), compile="beside", **SETTINGS)
-    begin = Compiler.begin
+    begin, call, counts, called = Compiler.begin, Loaded.__call__, [], []
 
     def begin_late(compiler):
         assert first.wait(10)
         begin(compiler)
+        counts.append(len(compiler.pieces._loaded))
+        rest.set()
+        loaded(compiler.pieces)
+        counts.append(len(compiler.pieces._loaded))
 
     monkeypatch.setattr(Compiler, "begin", begin_late)
-    assert run(later) == expected
-    pieces = later.caches.state.compiler.pieces
-    assert 1 <= len(pieces._loaded) < len(small_job[2]) and not pieces.ready
-    assert any(SMALL in name for name in pieces.missing)
-    rest.set()
+    monkeypatch.setattr(Loaded, "__call__", lambda piece, args: called.append(piece) or call(piece, args))
+    assert run(later) == expected and not called
+    assert counts == [1, len(small_job[2])]
+    later.generate(random_prompt(150, seed=9), 4)
+    assert called
 
 
 def test_a_piece_that_cannot_be_loaded_runs_as_it_is_written(asked, small_job, caplog):
