@@ -80,18 +80,32 @@ def test_a_long_document_is_encoded_beside_the_weights(tmp_path, capsys, monkeyp
     assert said[0] == said[1] and said[0][1] > 90 and events == [640]
 
 
-@pytest.mark.parametrize("more, expected", [([], False), (["--compare"], True)])
-def test_a_command_that_asks_once_says_so(more, expected, monkeypatch, capsys):
-    """What is compiled is then loaded for a long answer alone. A comparison runs several texts."""
-    said, stream = [], Engine.stream
+def test_who_made_a_mistake_does_not_wait_for_a_long_document(tmp_path, capsys, monkeypatch):
+    document, encode, goes_on = tmp_path / "book.txt", Tokenizer.encode, threading.Event()
+    document.write_text("It was a dark and stormy night. " * 20)
+    monkeypatch.setattr(cli, "LONG_DOCUMENT", 100)
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: goes_on.wait(20) and encode(self, text))
+    flags = ["--checkpoint", "tiny", "--prompt-file", str(document), "--offload", "--num-resident-layers", "99"]
+    assert cli.main(flags) == 2 and "num_resident_layers (99)" in capsys.readouterr().err
+    others = [one for one in threading.enumerate() if one is not threading.main_thread() and "encode" in one.name]
+    assert others and all(one.daemon for one in others)  # the process would wait for any other
+    goes_on.set()
 
-    def streamed(engine, *args, **options):
+
+def test_a_command_that_asks_once_says_so(tmp_path, monkeypatch, capsys):
+    """What is compiled is then loaded for a long answer alone."""
+    prompts, said, prepare = tmp_path / "prompts.jsonl", [], Engine.prepare
+    prompts.write_text('"All is well."\n')
+
+    def prepared(engine, *args, **options):
         said.append(engine.expects_more)
-        return stream(engine, *args, **options)
+        return prepare(engine, *args, **options)
 
-    monkeypatch.setattr(Engine, "stream", streamed)
-    assert cli.main(["--checkpoint", "tiny", "--prompt", "All is well.", "--max-new-tokens", "4", *more]) == 0
-    assert said == [expected]
+    monkeypatch.setattr(Engine, "prepare", prepared)
+    for flags in (["--prompt", "All is well."], ["--prompt", "All is well.", "--num-samples", "2"],
+                  ["--prompts", str(prompts)]):
+        assert cli.main(["--checkpoint", "tiny", "--max-new-tokens", "4", *flags]) == 0
+    assert said == [False, False, True]
 
 
 def test_compare_reports_a_difference_when_acceptance_is_broken(capsys, monkeypatch):

@@ -78,6 +78,9 @@ def test_settings_are_resolved_by_device():
     for given in ({"gamma": 5}, {"gamma_inner": 5}):
         assert Settings(**given).resolve("cuda", max_batch_size=32, query_group=4, shared=True).block_size == 6
     assert Settings().resolve("cpu", max_batch_size=32, query_group=4, shared=True).block_size == 8
+    short = [Settings(sampling="coupled", flush_interval=8).resolve("cuda", query_group=4, max_batch_size=rows)
+             for rows in (1, 3)]
+    assert [one.block_size for one in short] == [8, 8]  # without leaves it might have 10
     assert Settings().resolve("cuda", query_group=8, offload=True).block_size == 64
     assert Settings().resolve("cpu", query_group=8).block_size == 8
     found = {(device, offload): Settings().resolve(device, offload=offload) for device in ("cpu", "cuda")

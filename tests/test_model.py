@@ -159,6 +159,7 @@ def test_a_prefill_ends_in_whole_tiles_and_what_is_left(start, stop, least, expe
     """What is left has the queries that a view is chosen by."""
     assert chunk_edges(start, stop, 32, 4, least) == expected
     assert chunk_edges(start, stop, 32, 1, least) == [*range(start, stop, 32), stop]  # on a CPU
+    assert chunk_edges(0, 60, 30, 4, 1) == [0, 30, 60]  # as when the prefill goes on from there
 
 
 def test_a_prefills_progress_goes_from_0_to_1_with_its_work():

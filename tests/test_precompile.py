@@ -320,6 +320,26 @@ def test_no_text_runs_what_was_loaded_after_it_began(asked, small_job, monkeypat
     assert called
 
 
+def test_batches_of_changing_sizes_run_what_was_loaded_by_turns(asked, small_job, monkeypatch):
+    """Each size has pieces of its own, which are loaded once."""
+    loads, real, goes_on = [], pieces_module.Loaded, threading.Event()
+    monkeypatch.setattr(pieces_module, "Loaded", lambda data: loads.append(1) or real(data))
+    monkeypatch.setattr(pieces_module, "import_compiler", lambda: goes_on.wait(10))
+    for rows in (1, 2):
+        run(make_engine(*random_pair(), compile="beside", **SETTINGS, max_batch_size=2), rows, tokens=4)
+        compile_some(asked[-1], {f"unused.{name}": piece for name, piece in small_job[2].items()})
+    engine, ready = make_engine(*random_pair(), compile="beside", **SETTINGS, max_batch_size=2), []
+    for turn in range(4):
+        run(engine, 1 + turn % 2, tokens=4)
+        pieces = engine.caches.state.compiler.pieces
+        ready.append(len(pieces.ready))
+        goes_on.set()
+        loaded(pieces)
+        goes_on.clear()
+    count = len(small_job[2])
+    assert ready == [0, 0, count, count] and len(loads) == 2 * count
+
+
 def test_a_piece_that_cannot_be_loaded_runs_as_it_is_written(asked, small_job, caplog):
     engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
     expected = run(engine)
@@ -366,8 +386,10 @@ def test_what_is_damaged_is_not_there(asked, small_job, caplog):
     for name in folder.names(".piece"):
         (folder.path / name).write_bytes(flipped)
     caplog.clear()
+    asked.clear()
     again = make_engine(*random_pair(), compile="beside", **SETTINGS)
     assert run(again) == expected and any(SMALL in name for name in missing(again))
+    assert len(asked) == 1  # it is made anew
     assert sum("damaged" in record.message for record in caplog.records) == 1  # said once
 
 
@@ -479,7 +501,9 @@ def test_killed_and_two_at_once(asked, small_job, monkeypatch):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         said = pool.map(precompile.work, [job, job], chunksize=1)
     assert sorted(map(len, said))[0] == 0 and sum(map(len, said)) == len(folder.names(".piece")) - done > 0
-    assert len(folder.names(".piece")) == len(rest) and Pieces(folder).complete
+    pieces = Pieces(folder)
+    pieces.look()
+    assert len(folder.names(".piece")) == len(rest) and pieces.complete
 
 
 @pytest.mark.quick

@@ -86,13 +86,13 @@ def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
     """`partial` of many rows over many keys, as states over parts of the keys.
 
     cuDNN's kernel is planned anew for each number of keys, which takes 75 ms (on an H200), and a process that answers
-    one prompt meets each number once. So the chunks of a prefill are given keys in powers of two, of which there are
-    few.
+    one prompt meets each number once. So whole chunks of a prefill are given keys in powers of two, of which there are
+    few. Of the last chunk, whose number of rows is met once only, a plan for all keys is the cheapest.
 
     Args:
         q: [B, K, R, D]. k, v: [B, K, S, D].
     """
-    if _kernel(q) is not _cudnn or q.shape[2] & (q.shape[2] - 1):  # the rows of a prompt's end are met once only
+    if _kernel(q) is not _cudnn:
         return [partial(q, k, v)]
     states, start, length = [], 0, k.shape[2]
     while length - start >= LONG:

@@ -11,6 +11,7 @@ import gc
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ from .kv.prefix import PrefixStore
 from .kv.target import TargetCache
 from .packed import packs
 from .parallel import agreed
+from .pieces import Pieces
 from .prefix import Keeping, Prefix, common_length
 from .prefix_file import PrefixReader
 from .rows import row_unit
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("triforce")
 SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their own in every step
 MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says more
-LOADING, MANY = 5.0, 1024  # seconds that it takes to load compiled pieces; new tokens for which it is worth its time
+LOADING, MANY = 8.0, 1536  # seconds that it takes to load compiled pieces; new tokens that save as much of them
 SMALLEST_VIEW = 512  # tokens; with smaller ones more rows would fit, and hardly draft
 
 
@@ -66,6 +68,7 @@ class Caches:
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
         self._computed = False  # for the present call
+        self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
 
     @property
@@ -73,7 +76,7 @@ class Caches:
         return self.engine.placement
 
     def settings_for(self, rows: int, shared: bool) -> Settings:
-        """Resolved for so many rows side by side. shared: they have a prefix in common."""
+        """Those of a State, which has so many rows over a prefix that they share, or any number of rows that do not."""
         if not shared:
             return self.settings
         rows = max(rows, self.placement.max_batch_size)
@@ -119,8 +122,7 @@ class Caches:
 
     def _load_pieces(self, state: State, start: int, ids: list[list[int]], max_new_tokens: int) -> None:
         """Begins to load compiled pieces where that pays. A single answer to a short prompt would be finished before
-        they are loaded, and a short one saves less than its prefill loses, which shares Python's lock with what loads
-        them."""
+        they are loaded. A short answer saves less by them than its prefill loses: both need Python's lock."""
         config, pieces = self.target.config, state.compiler.pieces
         seconds = sum(prefill_seconds(config, start, len(prompt)) for prompt in ids)
         if pieces is not None and (self.engine.expects_more or seconds > LOADING and max_new_tokens >= MANY):
@@ -330,7 +332,7 @@ class Caches:
             if base and packs_more and packs(self.device, self.target.dtype) and not shared.store.packed:
                 shared.store.pack()
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
-                               compiler=find_compiler(*what, folder, **how), folder=folder,
+                               compiler=find_compiler(*what, folder, self._pieces, **how), folder=folder,
                                num_resident_layers=resident, pack=packs_more,
                                shared=shared.store if base else None, draft_ranks=self.placement.draft_ranks,
                                row_unit=self._row_unit(batch, settings.block_size))

@@ -12,8 +12,9 @@ import os
 import stat
 import sys
 import textwrap
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -324,9 +325,15 @@ def encode_beside(args, request: Request) -> Request:
     """Begins to encode a long document, beside the weights that are read next: a million characters take a second."""
     if request.document is None or len(request.document) < LONG_DOCUMENT:
         return request
-    folder, thread = resolve(args.checkpoint), ThreadPoolExecutor(1)
-    ids = thread.submit(lambda: Tokenizer(folder).encode(request.document))
-    thread.shutdown(wait=False)
+    folder, ids = resolve(args.checkpoint), Future()
+
+    def encode() -> None:
+        try:
+            ids.set_result(Tokenizer(folder).encode(request.document))
+        except BaseException as error:
+            ids.set_exception(error)
+
+    threading.Thread(target=encode, daemon=True).start()  # who has made a mistake does not wait for it
     return dataclasses.replace(request, ids=ids)
 
 
@@ -495,7 +502,7 @@ def run(argv: list[str]) -> int:
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
     request = encode_beside(args, request)
     engine = load_engine(args, group)
-    engine.expects_more = wants_comparison or request.prompts is not None
+    engine.expects_more = request.prompts is not None
     sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)

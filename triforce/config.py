@@ -285,17 +285,19 @@ class Settings(Options):
     def _usual_block(self, cuda: bool, offload: bool | str, max_batch_size: int, each: int, shared: bool) -> int:
         """On a GPU weights are read once for the rows of all prompts, and up to 64 rows cost little more than one. So
         do keys, for up to 64 queries of a KV head, of which each drafted token has so many. Over a shared prefix it is
-        the queries of all prompts that count, and the kernel takes 128 of them at a time."""
+        the queries of all prompts that count, and the kernel takes 128 of them at a time: so many are the aim, but of 4
+        rows up to 256, and of 2 any number."""
         if not cuda:
             return 8
         if offload:
             return 64
         wanted = 1 + max(gamma for gamma in (self.gamma, self.gamma_inner, 0) if isinstance(gamma, int))
+        most = min(16, self.flush_interval or 16)
         block = max(QUERIES // max(max_batch_size, each), 4)
         if shared:
             queries = max_batch_size * each  # of a row of the block
             block = min(block, max(2 * QUERIES // queries, 4 if queries <= QUERIES else 2))
-        return min(max(block, wanted), 16)
+        return min(max(block, wanted), most)
 
     def _check_fit(self, drafts: bool, offload: bool | str) -> None:
         """Of fields that are decided: do they fit each other?"""

@@ -27,7 +27,7 @@ KEPT_GRAPHS = 32  # per step; one for each extent of a view, and for each way to
 
 
 def import_compiler() -> None:
-    """Imports the compiler, which takes seconds, in a thread beside a prefill: that is what its lock is shared with."""
+    """Imports the compiler, in a thread beside a prefill: it takes seconds, in which the two share Python's lock."""
     with _importing:  # or the second of two would take the first one's interval for the usual one
         if COMPILER in sys.modules:
             return

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -94,20 +95,26 @@ def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dic
 
 
 def find_compiler(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder,
-                  base: int = 0, streams: bool = False) -> Compiler:
-    """What runs the steps of a State: as graphs, where there are any, of the pieces that were compiled for it."""
+                  known: dict[Path, Pieces], base: int = 0, streams: bool = False) -> Compiler:
+    """What runs the steps of a State: as graphs, where there are any, of the pieces that were compiled for it.
+
+    Args:
+        known: pieces that this engine has met, by their folder: they are loaded once. One more is added.
+    """
     target, device = models.target, models.target.device
     if place.compile is False:
         return Compiler(device)
     common = target.group.common if target.group is not None else lambda names: names
     wait = place.compile is True
-    pieces = Pieces(folder, common, device, wait)
+    pieces = known.setdefault(folder.path, Pieces(folder, common, device, wait))
+    if not pieces.complete:
+        pieces.look()
     if not pieces.complete:
         if wait:
             log.info("compiling the steps, once for this machine (kept in %s) ...", folder.path)
         start(make_job(models, settings, place, sizes, folder, base, streams), wait)
         if wait:
-            pieces = Pieces(folder, common, device, wait)
+            pieces.look()
     if wait:
         pieces.load()
     return Compiler(device, record=True, pieces=pieces)

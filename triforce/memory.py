@@ -125,6 +125,7 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
     per_chunk_token = 4 * config.ffn_dim + 8 * config.n_head * config.head_dim
     embedded = 1 if config.num_shards == 1 else 2  # ranks add up what each knows of the words
     chunk = min(settings.prefill_chunk_size, capacity)
+    per_chunk_token += (capacity // chunk).bit_length() * config.n_head * config.head_dim  # states of parts of the keys
     return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize + _float8_bytes(
         config, chunk, settings.tree.rows, dtype.itemsize)
 

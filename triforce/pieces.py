@@ -167,18 +167,20 @@ class Pieces:
         self._loaded: dict[str, Loaded] = {}
         self._loader: threading.Thread | None = None
         self.complete = False
-        self._read()
 
-    def _read(self) -> None:
-        found = {name: self.folder.read(name) for name in [COMPLETE, *self.folder.names(ENDING)]}
-        names = self._common({name for name, data in found.items() if data is not None})
-        self.complete = COMPLETE in names
-        self._found = {name: found[name] for name in sorted(names - {COMPLETE})}
+    def look(self) -> None:
+        """Finds what is there, if all is whole. What is damaged has to be made anew."""
+        marked = self.folder.read(COMPLETE) is not None
+        found = {name: self.folder.read(name) for name in self.folder.names(ENDING)} if marked else {}
+        whole = marked and None not in found.values()
+        self.complete = bool(self._common({COMPLETE} if whole else set()))
+        names = self._common(set(found)) if self.complete else set()
+        self._found = {name: found[name] for name in sorted(names)}
 
     def load(self) -> None:
         """Begins to load what is there, in a thread: beside a long prefill, the host has little else to do."""
         if not self.complete:
-            self._read()
+            self.look()
         if self.complete and self._loader is None:
             self._loader = threading.Thread(target=self._load, name="pieces")
             self._loader.start()

@@ -297,7 +297,9 @@ class PrefillLayer:
         folded = attention.fold(q, self.n_kv_head)
         before = [] if prefix.shared is None else over_shared(prefix, self._i, folded)
         if own > 0:
-            before += attention.by_powers(folded, self._own_k[:, :, :own], self._own_v[:, :, :own])
+            count = block.stop - block.start
+            attend = attention.by_powers if count & (count - 1) == 0 else lambda *args: [attention.partial(*args)]
+            before += attend(folded, self._own_k[:, :, :own], self._own_v[:, :, :own])
         states += [(attention.unfold(out, self.n_head), lse.reshape(states[0][1].shape)) for out, lse in before]
         return states
 
@@ -308,7 +310,7 @@ def chunk_edges(start: int, stop: int, size: int, tile: int, least: int) -> list
     edges = [*range(start, stop, size), stop]
     count = stop - edges[-2]
     whole = (count - least) // tile * tile
-    if count % tile and whole > 0:
+    if count % tile and count < size and whole > 0:  # where a chunk is no whole tiles, none of them is cut
         edges.insert(-1, edges[-2] + whole)
     return edges
 
