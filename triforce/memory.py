@@ -125,7 +125,8 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
     per_chunk_token = 4 * config.ffn_dim + 8 * config.n_head * config.head_dim
     embedded = 1 if config.num_shards == 1 else 2  # ranks add up what each knows of the words
     chunk = min(settings.prefill_chunk_size, capacity)
-    per_chunk_token += (capacity // chunk).bit_length() * config.n_head * config.head_dim  # states of parts of the keys
+    more = max((capacity // chunk).bit_length() - 2, 0)  # states over parts of the keys, see attention.by_powers
+    per_chunk_token += more * config.n_head * config.head_dim
     return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize + _float8_bytes(
         config, chunk, settings.tree.rows, dtype.itemsize)
 
