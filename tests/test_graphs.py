@@ -53,6 +53,18 @@ def test_other_tensors_have_graphs_of_their_own():
     assert step.log[1][1][0] is x
 
 
+def test_compiled_pieces_have_graphs_of_their_own():
+    """A graph recorded of written ones is not replayed once a text runs compiled ones, and the other way round."""
+    step = Recording()
+    for _ in range(2):
+        step(7)
+    step.compiler.pieces = SimpleNamespace(ready={"a piece": None})
+    assert step.what() == ["run", "record", "replay"]
+    for _ in range(3):
+        step(7)
+    assert step.what() == ["run", "record", "replay", "replay"]
+
+
 def test_lengths_share_a_warm_up_until_a_stretch_appears():
     """What runs over no keys, or over no ragged part, has not called the kernels for them yet."""
     step = Recording(num_lengths=2)

@@ -523,10 +523,10 @@ def test_the_compiler_is_imported_beside_what_comes_next(monkeypatch, tmp_path, 
     name = f"as_slow_as_a_compiler_{len(ends)}"
     (tmp_path / f"{name}.py").write_text(f"import time\ntime.sleep(0.5)\n{ends}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(graphs, "COMPILER", name)
+    monkeypatch.setattr(pieces_module, "COMPILER", name)
     met, usual = [], sys.getswitchinterval()
     monkeypatch.setattr(threading, "excepthook", met.append)
-    both = [threading.Thread(target=graphs.import_compiler) for _ in range(2)]  # for another engine, too
+    both = [threading.Thread(target=pieces_module.import_compiler) for _ in range(2)]  # for another engine, too
     for thread in both:
         thread.start()
     for thread in both:

@@ -9,10 +9,6 @@ lengths that change, or read them on the device: so nothing is compiled anew whe
 import contextlib
 import contextvars
 import gc
-import importlib
-import logging
-import sys
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -20,26 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-log = logging.getLogger("triforce")
-COMPILER = "torch._inductor.compile_fx"
-_importing = threading.Lock()
 KEPT_GRAPHS = 32  # per step; one for each extent of a view, and for each way to draft
-
-
-def import_compiler() -> None:
-    """Imports the compiler, in a thread beside a prefill: it takes seconds, in which the two share Python's lock."""
-    with _importing:  # or the second of two would take the first one's interval for the usual one
-        if COMPILER in sys.modules:
-            return
-        usual = sys.getswitchinterval()
-        # Or else each operation of the prefill might wait 5 ms for Python's lock.
-        sys.setswitchinterval(2e-4)
-        try:
-            importlib.import_module(COMPILER)
-        except Exception as error:  # as where the process ends meanwhile; who needs it meets the error once more
-            log.debug("%s was not imported: %s", COMPILER, error)
-        finally:
-            sys.setswitchinterval(usual)
 
 
 def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:

@@ -10,21 +10,24 @@ another process. All else that it depends on (numbers, settings) is in the folde
 """
 
 import hashlib
+import importlib
 import json
 import logging
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from .graphs import import_compiler
 from .kept import Folder
 from .model import Block
 from .parallel import use_device
 
 log = logging.getLogger("triforce")
+COMPILER = "torch._inductor.compile_fx"
+_importing = threading.Lock()
 ENDING = ".piece"
 COMPLETE = "complete"  # its presence says that all pieces of the folder have been tried
 FAILED = ".failed"  # ends the name of a file that says why a piece could not be compiled
@@ -120,6 +123,22 @@ def put_together(shape, tensors: list[Tensor]):
 def pack(paths: list[Path], layouts: list, result, artifact: bytes) -> bytes:
     """A piece as it is kept: a line of JSON, then PyTorch's compiled artifact."""
     return json.dumps({"paths": paths, "layouts": layouts, "result": result}).encode() + b"\n" + artifact
+
+
+def import_compiler() -> None:
+    """Imports the compiler, in a thread beside a prefill: it takes seconds, in which the two share Python's lock."""
+    with _importing:  # or the second of two would take the first one's interval for the usual one
+        if COMPILER in sys.modules:
+            return
+        usual = sys.getswitchinterval()
+        # Or else each operation of the prefill might wait 5 ms for Python's lock.
+        sys.setswitchinterval(2e-4)
+        try:
+            importlib.import_module(COMPILER)
+        except Exception as error:  # as where the process ends meanwhile; who needs it meets the error once more
+            log.debug("%s was not imported: %s", COMPILER, error)
+        finally:
+            sys.setswitchinterval(usual)
 
 
 class Loaded:
