@@ -86,8 +86,7 @@ def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
     """`partial` of many rows over many keys, as states over parts of the keys.
 
     cuDNN's kernel is planned anew for each number of keys, which takes 75 ms (on an H200), and a process that answers
-    one prompt meets each number once. So whole chunks of a prefill are given keys in powers of two, of which there are
-    few. Of the last chunk, whose number of rows is met once only, a plan for all keys is the cheapest.
+    one prompt meets each number once. In powers of two there are few.
 
     Args:
         q: [B, K, R, D]. k, v: [B, K, S, D].

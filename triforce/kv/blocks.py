@@ -297,9 +297,9 @@ class PrefillLayer:
         folded = attention.fold(q, self.n_kv_head)
         before = [] if prefix.shared is None else over_shared(prefix, self._i, folded)
         if own > 0:
-            count = block.stop - block.start
-            attend = attention.by_powers if count & (count - 1) == 0 else lambda *args: [attention.partial(*args)]
-            before += attend(folded, self._own_k[:, :, :own], self._own_v[:, :, :own])
+            count, over = block.stop - block.start, (folded, self._own_k[:, :, :own], self._own_v[:, :, :own])
+            # A number of rows that is met once only needs one plan for all keys.
+            before += [attention.partial(*over)] if count & (count - 1) else attention.by_powers(*over)
         states += [(attention.unfold(out, self.n_head), lse.reshape(states[0][1].shape)) for out, lse in before]
         return states
 
