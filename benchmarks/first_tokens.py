@@ -75,7 +75,7 @@ def run(args) -> None:
                "wrong": args.wrong, "empty": args.empty}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        text, cache = os.path.join(folder, "text.txt"), os.path.join(folder, "cache")
+        text, cache = os.path.join(folder, "text.txt"), args.cache or os.path.join(folder, "cache")
         Path(text).write_text(read_text(args.text), encoding="utf-8")
         if not args.empty:
             process(args, text, 0.0, True, cache)
@@ -118,6 +118,7 @@ def main() -> None:
     p.add_argument("--new", type=int, nargs="+", default=[32, 64, 128, 256], help="new tokens")
     p.add_argument("--wrong", action="store_true", help="a draft alone, which proposes what it finds least likely")
     p.add_argument("--empty", action="store_true", help="each process finds an empty cache of compiled steps")
+    p.add_argument("--cache", help="where compiled steps are kept (default: a folder that is deleted at the end)")
     p.add_argument("--out", help="append rows to this file of JSON lines")
     p.add_argument("--table", help="print the table of such a file")
     p.set_defaults(plot=None)

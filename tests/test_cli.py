@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 
 from triforce import acceptance, cli
-from triforce.engine import Engine
 from triforce.errors import UserError
 from triforce.hf.tokenizer import Tokenizer
 
@@ -90,22 +89,6 @@ def test_who_made_a_mistake_does_not_wait_for_a_long_document(tmp_path, capsys, 
     others = [one for one in threading.enumerate() if one is not threading.main_thread() and "encode" in one.name]
     assert others and all(one.daemon for one in others)  # the process would wait for any other
     goes_on.set()
-
-
-def test_a_command_that_asks_once_says_so(tmp_path, monkeypatch, capsys):
-    """What is compiled is then loaded for a long answer alone."""
-    prompts, said, prepare = tmp_path / "prompts.jsonl", [], Engine.prepare
-    prompts.write_text('"All is well."\n')
-
-    def prepared(engine, *args, **options):
-        said.append(engine.expects_more)
-        return prepare(engine, *args, **options)
-
-    monkeypatch.setattr(Engine, "prepare", prepared)
-    for flags in (["--prompt", "All is well."], ["--prompt", "All is well.", "--num-samples", "2"],
-                  ["--prompts", str(prompts)]):
-        assert cli.main(["--checkpoint", "tiny", "--max-new-tokens", "4", *flags]) == 0
-    assert said == [False, False, True]
 
 
 def test_compare_reports_a_difference_when_acceptance_is_broken(capsys, monkeypatch):

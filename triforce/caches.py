@@ -10,6 +10,7 @@ An engine keeps one `State`, and the `Prefix` that its rows share, if they do. T
 import gc
 import logging
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ log = logging.getLogger("triforce")
 SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their own in every step
 MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says more
 LOADING, MANY = 8.0, 1536  # seconds that it takes to load compiled pieces; new tokens that save as much of them
+IDLE, BUSY = 1.0, 20.0  # seconds without a question, and of nothing but questions, after which they are loaded
 SMALLEST_VIEW = 512  # tokens; with smaller ones more rows would fit, and hardly draft
 
 
@@ -96,6 +98,7 @@ class Caches:
 
     def find(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None, on_prefill=None) -> State:
         """A State for these prompts, the last one if it fits. What they share is computed."""
+        self._pause()
         needed, self._computed = self._needed(ids, max_new_tokens), False
         if self.state is not None and self.state.prompts == ids and self._fits(ids, needed, self.prefix):
             if prefix is None or prefix.is_same(self.prefix):
@@ -107,9 +110,15 @@ class Caches:
 
     def fill(self, state: State, ids: list[list[int]], max_new_tokens: int, on_prefill=None) -> None:
         """Prefills what the State does not hold of the prompts yet."""
-        start = self._held(ids)
+        start, pieces = self._held(ids), state.compiler.pieces
         goes_on = self._goes_on(start)
-        self._load_pieces(state, start if goes_on else state.base, ids, max_new_tokens)
+        if pieces is not None:
+            if not pieces.complete:
+                pieces.look()
+            held = start if goes_on else state.base
+            seconds = sum(prefill_seconds(self.target.config, held, len(prompt)) for prompt in ids)
+            if seconds > LOADING and max_new_tokens >= MANY:
+                pieces.load()  # so that this text runs them
         if goes_on:
             is_new = start < state.known[0]
             state.truncate(0, start)
@@ -119,15 +128,18 @@ class Caches:
             state.reset()
             state.reused = 0 if self._computed else state.base
             state.prefill_all(ids, on_prefill)
+        if pieces is not None and time.monotonic() - pieces.met > BUSY:
+            pieces.load()  # beside the decoding, as there is no rest
 
-    def _load_pieces(self, state: State, start: int, ids: list[list[int]], max_new_tokens: int) -> None:
-        """Begins to load compiled pieces where that pays. A single answer to a short prompt would be finished before
-        they are loaded. A short answer saves less by them than its prefill loses: both need Python's lock."""
-        config, pieces = self.target.config, state.compiler.pieces
-        seconds = sum(prefill_seconds(config, start, len(prompt)) for prompt in ids)
-        if pieces is not None and (self.engine.expects_more or seconds > LOADING and max_new_tokens >= MANY):
-            pieces.load()
-        self.engine.expects_more = True
+    def _pause(self) -> None:
+        """A prefill begins: on a GPU it takes several times as long beside a thread that loads compiled pieces."""
+        for pieces in self._pieces.values():
+            pieces.pause()
+
+    def rest(self) -> None:
+        """An answer has ended. If there is no next question for a while, compiled pieces are loaded meanwhile."""
+        for pieces in self._pieces.values():
+            pieces.load(IDLE)
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
         """How many of these prompts run side by side."""
@@ -206,6 +218,7 @@ class Caches:
     @torch.inference_mode()
     def compute(self, tokens: list[int], on_progress=None, keeping: Keeping | None = None) -> Prefix:
         """Keys and values of a text, whole intervals of it. keeping: in a file, stretch by stretch."""
+        self._pause()
         length = self._whole(len(tokens))
         if length == 0:
             return Prefix(self.engine, tokens, None)

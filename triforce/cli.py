@@ -502,7 +502,6 @@ def run(argv: list[str]) -> int:
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
     request = encode_beside(args, request)
     engine = load_engine(args, group)
-    engine.expects_more = request.prompts is not None
     sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)

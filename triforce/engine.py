@@ -83,7 +83,6 @@ class Engine:
                             f"use at most {limit}")
         self.caches = Caches(self, Models(target, draft, drafting), settings)
         self.threads = Threads(target.device, interval=self.settings.flush_interval)
-        self.expects_more = True  # answers will be asked for again and again; False: who made this engine asks once
         self._serving: Session | None = None  # whom the state belongs to
         self._lock = threading.RLock()  # held by the thread that computes
         self._folder, self._identity = folder, None
@@ -179,6 +178,7 @@ class Engine:
         with self._lock, self.threads.working():
             prefix = self.caches.compute(ids, self.threads.between(on_progress),
                                          None if keep is None else Keeping(keep, keep_every))
+            self.caches.rest()
         prefix.messages, prefix.chat_template = messages, chat_template
         prefix.chat_template_kwargs = chat_template_kwargs
         if keep is not None and not prefix.is_kept(keep):
@@ -380,6 +380,7 @@ class Engine:
             finally:
                 with self._lock:
                     session.close()
+                    self.caches.rest()
             if where is not None:  # here, where no traceback holds on to the buffers any more
                 self.release()
                 offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "

@@ -13,6 +13,7 @@ from .hf.tokenizer import Tokenizer
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup
 from .quantize import check_fp8, fp8_bytes, fp8_copy
+from .warm_up import warmed_up
 
 
 @takes(Settings, Placement)
@@ -58,12 +59,12 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))
     memory.check(parts, device)
 
-    target = ckpt.load_model(folder, device, dtype, group, longest, place.weights)
     shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
     draft_group = subgroup(group, place.draft_ranks) if shares else None
-    draft = None
-    if draft_config is not None:
-        draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
+    with warmed_up(local, draft_config, resolved, dtype, device, sum(part.bytes for part in parts)):
+        target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
+        if draft_config is not None:
+            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
     if place.compile is False:
         for model in (target, draft):
             if model is not None:

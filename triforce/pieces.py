@@ -13,10 +13,12 @@ import hashlib
 import importlib
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -169,7 +171,8 @@ class Loaded:
 class Pieces:
     """The pieces of a folder, once all are compiled and loaded. That takes seconds, in which a short answer would have
     ended. So a text runs them if they were loaded when it began, and else the next one does: the bits of a text do not
-    change in its midst.
+    change in its midst. They are loaded by a thread, which shares Python's lock with whoever computes: `load` says from
+    when on, and `pause` stops it.
 
     Args:
         common: given names that this rank found, says which of them all ranks found: they must compute alike.
@@ -185,6 +188,8 @@ class Pieces:
         self._found: dict[str, bytes] = {}
         self._loaded: dict[str, Loaded] = {}
         self._loader: threading.Thread | None = None
+        self._begins = math.inf  # by time.monotonic(), when the thread may go on
+        self.met = time.monotonic()
         self.complete = False
 
     def look(self) -> None:
@@ -196,25 +201,43 @@ class Pieces:
         names = self._common(set(found)) if self.complete else set()
         self._found = {name: found[name] for name in sorted(names)}
 
-    def load(self) -> None:
-        """Begins to load what is there, in a thread: beside a long prefill, the host has little else to do."""
-        if not self.complete:
-            self.look()
+    def load(self, delay: float = 0.0) -> None:
+        """Begins to load what is there, in a thread, or goes on with it.
+
+        Args:
+            delay: seconds until then.
+        """
+        self._begins = time.monotonic() + (0.0 if self._wait else delay)
         if self.complete and self._loader is None:
             self._loader = threading.Thread(target=self._load, name="pieces")
             self._loader.start()
 
+    def pause(self) -> None:
+        """Loads no further piece until `load` is called again, unless texts wait for them."""
+        if not self._wait:
+            self._begins = math.inf
+
     def _load(self) -> None:
         use_device(self.device)
+        if not self._may_go_on():
+            return
         import_compiler()
         for name, data in self._found.items():
-            if not threading.main_thread().is_alive():  # the process ends, and waits for this thread
+            if not self._may_go_on():
                 return
             try:
                 self._loaded[name] = Loaded(data)
             except Exception as error:  # whatever the compiler's own format meets: it runs as it is written
                 log.warning("%s could not be loaded, and runs uncompiled: %s: %s", name, type(error).__name__, error)
         self._found = {}
+
+    def _may_go_on(self) -> bool:
+        """Waits until it is time to. False: the process ends, and waits for this thread."""
+        while threading.main_thread().is_alive():
+            if time.monotonic() >= self._begins:
+                return True
+            time.sleep(0.05)
+        return False
 
     def begin(self) -> None:
         """A text begins."""
