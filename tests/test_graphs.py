@@ -5,7 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from triforce import graphs
 from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, put
+
+
+@pytest.mark.parametrize("left, emptied", [(graphs.SPARE - 1, 1), (graphs.SPARE, 0)])
+def test_a_recording_gets_back_what_the_allocator_keeps(monkeypatch, left, emptied):
+    calls = []
+    monkeypatch.setattr(graphs, "unreserved", lambda device: left)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    graphs.make_room(torch.device("cuda"))
+    assert len(calls) == emptied
 
 
 class Recording(Graphed):

@@ -149,6 +149,17 @@ def test_a_gpu_keeps_room_for_recorded_steps_where_there_is_a_choice(monkeypatch
     assert memory.comfortable(torch.device(device)) == expected
 
 
+def test_who_runs_out_is_told_how_much_was_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 79 * 2**30)
+    monkeypatch.setattr(memory, "available", lambda device: 2**29)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.88 GiB. GPU 0 has a capacity of 1 GiB")
+    assert memory.shortage(error, torch.device("cuda")) == (
+        " when 1.88 GiB more were asked for: 79.00 GiB are in use, and 0.50 GiB are free, in pieces or in other pools")
+    refused = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 96 bytes. Error code 12")
+    assert memory.shortage(refused, CPU) == " when 96 bytes more were asked for"
+    assert memory.shortage(MemoryError(), CPU) == ""
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_what_a_gpu_has_left_of_this_process_s_share(monkeypatch, device):
     """A device may be named without its number, and a process may be granted less than there is."""

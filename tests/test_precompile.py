@@ -53,7 +53,10 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path / "cache"))
     asked = []
     monkeypatch.setattr(jobs, "start", lambda job, wait=False: asked.append(job))
-    return asked
+    yield asked
+    for thread in threading.enumerate():  # what an engine still loads is none of the next test's
+        if thread.name == "pieces":
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -304,16 +307,21 @@ def test_pieces_are_loaded_while_nobody_asks(asked, small_job, monkeypatch):
         engine.generate(random_prompt(150, seed=seed), 4)
         pieces = engine.caches.state.compiler.pieces
         assert pieces._loader.is_alive() and not loads  # it waits
+    time.sleep(0.3)
+    begun = []
+    monkeypatch.setattr(caches.Caches, "_compute", lambda *args: begun.append(time.sleep(1.0)))
     engine.prefill(random_prompt(150, seed=10))
-    time.sleep(0.1)
-    assert not loads
+    assert begun and not loads
     loaded(pieces)
     assert len(loads) == len(small_job[2])
 
 
 def test_pieces_are_loaded_beside_the_texts_of_who_never_rests(asked, small_job, monkeypatch):
+    """And no text waits for them."""
     run(make_engine(*random_pair(), compile="beside", **SETTINGS), tokens=4)
     compile_some(asked[0], small_job[2])
+    slow = threading.Event()
+    monkeypatch.setattr(pieces_module, "import_compiler", lambda: slow.wait(10))
     monkeypatch.setattr(caches, "IDLE", 1000.0)
     for busy in (1000.0, 0.0):
         monkeypatch.setattr(caches, "BUSY", busy)
@@ -324,6 +332,8 @@ def test_pieces_are_loaded_beside_the_texts_of_who_never_rests(asked, small_job,
         if busy:
             assert pieces._loader is None
         else:
+            assert pieces._loader.is_alive()
+            slow.set()
             loaded(pieces)
             assert len(pieces._loaded) == len(small_job[2])
         stream.close()

@@ -254,6 +254,16 @@ def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, cap
     assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 2
 
 
+def test_a_view_is_as_large_as_memory_allows(pair, monkeypatch):
+    engine = make_engine(*pair, draft_window=32, chunk_size=8, flush_interval=32, block_size=4, gamma=3)
+    needs = lambda budget: sum(part.bytes for part in engine.caches._parts(  # noqa: E731
+        engine.caches.settings, 2, 288, 2048, budget))
+    for least in (512, 1536, 1792):
+        monkeypatch.setattr(caches.memory, "comfortable", lambda device, least=least: needs(least) + 1000)
+        assert engine.caches._plan(engine.caches.settings, 2, 288, 2048, 4096) == (least, None)
+    assert engine.caches._plan(engine.caches.settings, 2, 288, 2048, 1024)[0] == 1024
+
+
 @pytest.mark.parametrize("seed,count", [(1, 40), *slow((0, 100))])
 def test_random_steps_against_a_twin(pair, twin, monkeypatch, tmp_path, seed, count):
     """Prefills, documents that are kept in files and opened, questions, streams that are broken off, prompts that go on

@@ -10,6 +10,7 @@ An engine keeps one `State`, and the `Prefix` that its rows share, if they do. T
 import gc
 import logging
 import math
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +41,8 @@ log = logging.getLogger("triforce")
 SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their own in every step
 MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says more
 LOADING, MANY = 8.0, 1536  # seconds that it takes to load compiled pieces; new tokens that save as much of them
-IDLE, BUSY = 1.0, 20.0  # seconds without a question, and of nothing but questions, after which they are loaded
-SMALLEST_VIEW = 512  # tokens; with smaller ones more rows would fit, and hardly draft
+IDLE, BUSY = 1.0, 30.0  # seconds without a question, and of nothing but questions, after which they are loaded
+SMALLEST_VIEW, VIEW_STEP = 512, 256  # tokens; with smaller views more rows would fit, and hardly draft
 
 
 def needed_tokens(length: int, settings: Settings, max_seq_len: int | None) -> int:
@@ -70,6 +71,7 @@ class Caches:
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
         self._computed = False  # for the present call
+        self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
 
@@ -98,7 +100,6 @@ class Caches:
 
     def find(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None, on_prefill=None) -> State:
         """A State for these prompts, the last one if it fits. What they share is computed."""
-        self._pause()
         needed, self._computed = self._needed(ids, max_new_tokens), False
         if self.state is not None and self.state.prompts == ids and self._fits(ids, needed, self.prefix):
             if prefix is None or prefix.is_same(self.prefix):
@@ -131,8 +132,11 @@ class Caches:
         if pieces is not None and time.monotonic() - pieces.met > BUSY:
             pieces.load()  # beside the decoding, as there is no rest
 
-    def _pause(self) -> None:
-        """A prefill begins: on a GPU it takes several times as long beside a thread that loads compiled pieces."""
+    def begin(self) -> None:
+        """A prefill begins. On a GPU it takes several times as long beside another thread that needs Python's lock."""
+        if self.warming is not None:
+            self.warming.join()
+            self.warming = None
         for pieces in self._pieces.values():
             pieces.pause()
 
@@ -218,7 +222,6 @@ class Caches:
     @torch.inference_mode()
     def compute(self, tokens: list[int], on_progress=None, keeping: Keeping | None = None) -> Prefix:
         """Keys and values of a text, whole intervals of it. keeping: in a file, stretch by stretch."""
-        self._pause()
         length = self._whole(len(tokens))
         if length == 0:
             return Prefix(self.engine, tokens, None)
@@ -371,9 +374,11 @@ class Caches:
             resident = agreed(self.target.group, self._resident(capacity, parts, batch) or 0)
         parts = self._parts(settings, batch, base, capacity, budget, resident)
         free = memory.comfortable(self.device)
-        while (base and settings.budget is None and budget > SMALLEST_VIEW and free is not None
-               and sum(part.bytes for part in parts) > free):
-            budget = max(budget // 2, SMALLEST_VIEW)
+        needed = sum(part.bytes for part in parts)
+        if base and settings.budget is None and budget > SMALLEST_VIEW and free is not None and needed > free:
+            least = sum(part.bytes for part in self._parts(settings, batch, base, capacity, SMALLEST_VIEW, resident))
+            share = max(free - least, 0) / (needed - least)  # all that grows with a view, grows in proportion
+            budget = SMALLEST_VIEW + int(share * (budget - SMALLEST_VIEW)) // VIEW_STEP * VIEW_STEP
             parts = self._parts(settings, batch, base, capacity, budget, resident)
         self._check(parts, capacity, resident, batch, is_shared=base > 0)
         return agreed(self.target.group, budget), resident

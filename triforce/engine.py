@@ -176,6 +176,7 @@ class Engine:
             ids = self.encode_prompt(document)
         self.check_len(len(ids), 1)
         with self._lock, self.threads.working():
+            self.caches.begin()
             prefix = self.caches.compute(ids, self.threads.between(on_progress),
                                          None if keep is None else Keeping(keep, keep_every))
             self.caches.rest()
@@ -377,6 +378,7 @@ class Engine:
                 if not memory.ran_out(error):
                     raise
                 where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
+                shortage = memory.shortage(error, self.device)
             finally:
                 with self._lock:
                     session.close()
@@ -385,14 +387,13 @@ class Engine:
                 self.release()
                 offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
                 scattered = "" if where == "the host" else memory.remedy_of_scatter()
-                raise UserError(f"{where} ran out of memory; leave more of it free, or ask for less: {offload}"
-                                f"a smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size{scattered}")
+                raise UserError(f"{where} ran out of memory{shortage}; leave more of it free, or ask for less: "
+                                f"{offload}a smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size"
+                                f"{scattered}")
 
     def _decode(self, session: Session, request: "Request") -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
         with self._lock, self.threads.working():
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.device)
             self._serving = session
             on_prefill = self.threads.between(request.on_prefill)
             session.state = state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
@@ -423,6 +424,9 @@ class Engine:
             prefix: what the prompts begin with.
             sampling: the fields of `Sampling`.
         """
+        self.caches.begin()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         state = self.caches.find(ids, max_new_tokens, prefix, on_prefill)
         state.params.set(specialize=self.placement.compile is False, **sampling)
         padding = self._padding(state.params.greedy or self.settings.coupled)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from . import memory
+from . import memory, warm_up
 from .config import Placement, Settings, split, takes
 from .engine import Engine
 from .errors import UserError
@@ -13,7 +13,6 @@ from .hf.tokenizer import Tokenizer
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup
 from .quantize import check_fp8, fp8_bytes, fp8_copy
-from .warm_up import warmed_up
 
 
 @takes(Settings, Placement)
@@ -39,13 +38,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     if place.draft_dtype and not settings.retrieval:
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
 
-    tokenizer = Tokenizer(folder)
     draft_config = None if draft_folder is None else ckpt.read_config(draft_folder, longest)
-    if draft_folder is not None:
-        difference = tokenizer.same_as(Tokenizer(draft_folder))
-        if difference:
-            raise UserError(f"the draft {draft_folder} has another tokenizer than the target: {difference}; "
-                            "choose a draft of the same family, or --draft none")
     if place.num_resident_layers is not None and place.num_resident_layers > config.n_layer:
         raise UserError(f"num_resident_layers ({place.num_resident_layers}) is more than the model's {config.n_layer} "
                         "layers; leave offload out to keep all on the device")
@@ -58,19 +51,27 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         check_fp8(config, device)
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))
     memory.check(parts, device)
+    warming = warm_up.begin(local, draft_config, resolved, dtype, device, sum(part.bytes for part in parts))
 
+    tokenizer = Tokenizer(folder)
+    if draft_folder is not None:
+        difference = tokenizer.same_as(Tokenizer(draft_folder))
+        if difference:
+            raise UserError(f"the draft {draft_folder} has another tokenizer than the target: {difference}; "
+                            "choose a draft of the same family, or --draft none")
     shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
     draft_group = subgroup(group, place.draft_ranks) if shares else None
-    with warmed_up(local, draft_config, resolved, dtype, device, sum(part.bytes for part in parts)):
-        target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
-        if draft_config is not None:
-            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
+    target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
+    if draft_config is not None:
+        draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
     if place.compile is False:
         for model in (target, draft):
             if model is not None:
                 model.pack(resolved.block_size)
-    return Engine(target, tokenizer, draft, drafting=fp8_copy(target) if place.draft_dtype else None, settings=settings,
-                  placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder)
+    engine = Engine(target, tokenizer, draft, drafting=fp8_copy(target) if place.draft_dtype else None,
+                    settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder)
+    engine.caches.warming = warming
+    return engine
 
 
 def find_draft(checkpoint: str | Path, draft) -> Path | None:

@@ -1,6 +1,7 @@
 """What a run will need, part by part: its caches are built on the meta device, without memory, and added up."""
 
 import os
+import re
 import resource
 import sys
 from collections.abc import Collection
@@ -12,16 +13,13 @@ import torch
 from .config import Settings
 from .errors import UserError
 from .float8 import LAYERS, work_bytes
-from .graphs import Compiler
+from .graphs import SPARE, Compiler, unreserved
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
 from .kv.views import scored_together
 from .model import ModelConfig, Transformer
 from .start import ALLOCATOR, ALLOCATORS, GROWING
 from .state import State
-
-# Bytes of a GPU that recorded steps and libraries take besides all parts: on an H200 0.2 to 0.8 GiB of one row or 8.
-SPARE = 3 * 2**28
 
 
 @dataclass
@@ -190,11 +188,8 @@ def layers_within(config: ModelConfig, parts: list[Part], free: int | None, resi
 def available(device: torch.device) -> int | None:
     """Bytes that can still be had on a device, None where the system does not say."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        allocated = torch.cuda.memory_allocated(device)
-        index = torch.cuda.current_device() if device.index is None else device.index  # "cuda" has none
-        granted = int(torch.cuda.get_per_process_memory_fraction(index) * total)
-        return max(min(free + torch.cuda.memory_reserved(device), granted) - allocated, 0)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return max(unreserved(device) + unused, 0)
     free = []
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
@@ -219,6 +214,17 @@ def comfortable(device: torch.device) -> int | None:
 def ran_out(error: Exception) -> bool:
     """Whether memory was refused. The CPU's allocator raises a plain RuntimeError."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def shortage(error: Exception, device: torch.device) -> str:
+    """How much was asked for, and what there is, as far as the error says."""
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    if asked is None:
+        return ""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return f" when {asked[1]} more were asked for"
+    used, free = gib(torch.cuda.memory_allocated(device)), gib(available(device))
+    return f" when {asked[1]} more were asked for: {used} are in use, and {free} are free, in pieces or in other pools"
 
 
 def remedy_of_scatter() -> str:

@@ -5,7 +5,6 @@ of a product or of an attention. That takes a second and more, in which the GPU 
 weights, and encoding a document, hardly need Python: so a thread can go through a prefill and a few rounds meanwhile.
 """
 
-import contextlib
 import logging
 import threading
 from dataclasses import replace
@@ -27,25 +26,22 @@ ROUNDS = 2  # of each plan: the second follows one that drafted
 SPARE = 8 * 2**30  # bytes of the device that have to be free beside the weights
 
 
-@contextlib.contextmanager
-def warmed_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype,
-              device: torch.device, weight_bytes: int):
-    """Within, what reads the weights. Its end waits for the rest of the warm-up.
+def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype, device: torch.device,
+          weight_bytes: int) -> threading.Thread | None:
+    """Starts the warm-up where it is of use. Who computes waits for the thread first: both need Python's lock.
 
     Args:
-        target, draft: of the models that are read; settings: resolved.
+        target, draft: of the models that are read next; settings: resolved.
         weight_bytes: that they will take.
     """
-    thread, free = None, memory.available(device) or 0
     # Neither what ranks do together nor weights in fp8 would be seen in it.
     alike = device.type == "cuda" and target.num_shards == 1 and target.float8 is None
-    if alike and free - weight_bytes > SPARE:
-        thread = threading.Thread(target=_quietly, args=(target, draft, settings, dtype, device), name="warm-up",
-                                  daemon=True)  # who made a mistake does not wait for it
-        thread.start()
-    yield
-    if thread is not None:
-        thread.join()
+    if not alike or (memory.available(device) or 0) - weight_bytes < SPARE:
+        return None
+    thread = threading.Thread(target=_quietly, args=(target, draft, settings, dtype, device), name="warm-up",
+                              daemon=True)  # who made a mistake does not wait for it
+    thread.start()
+    return thread
 
 
 def _quietly(*args) -> None:
@@ -71,7 +67,8 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
     state.prefill(0, [0] * length)
     state.begin(8 * settings.block_size)
     plans = [AUTOREGRESSION, *(Plan(1, source) for source in state.hierarchy.sources)]
-    plans += [default_plan(settings, state.hierarchy)] * bool(settings.retrieval)
+    if settings.retrieval:
+        plans.append(default_plan(settings, state.hierarchy))
     for plan in plans:
         for _ in range(ROUNDS):
             state.round(plan)
