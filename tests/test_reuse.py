@@ -249,7 +249,7 @@ def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, cap
     engine.release()
     with caplog.at_level("INFO", "triforce"):
         assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 3
-    assert "3 of 5 prompts fit" in caplog.text
+    assert "3 of 5 prompts run side by side behind their 288 common tokens; more fit with --offload or" in caplog.text
     monkeypatch.setattr(caches.memory, "comfortable", lambda device: need(2) + 1000)  # what a GPU has to spare
     assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 2
 

@@ -164,7 +164,9 @@ class Caches:
                 break
         rows = agreed(self.target.group, rows)
         if rows < len(ids):
-            log.info("%d of %d prompts fit side by side behind their %s common tokens", rows, len(ids), f"{base:,}")
+            remedies = "--offload or a larger --chunk-size" if not self.placement.offload else "a larger --chunk-size"
+            log.info("%d of %d prompts run side by side behind their %s common tokens%s", rows, len(ids), f"{base:,}",
+                     "" if rows == most else f"; more fit with {remedies}")
         return rows
 
     # -- what is shared ------------------------------------------------------------------------------------------------
