@@ -1,5 +1,6 @@
 """Pieces are traced without weights, compiled in another process, found again, and compute the same."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -56,7 +57,7 @@ def asked(monkeypatch, tmp_path):
     yield asked
     for thread in threading.enumerate():  # what an engine still loads is none of the next test's
         if thread.name == "pieces":
-            thread.join()
+            thread.join(20)
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +249,8 @@ def test_the_next_prompt_runs_compiled_pieces_and_no_text_changes_in_its_midst(a
 
 def loaded(pieces) -> None:
     """Waits for what is being loaded."""
-    pieces._loader.join()
+    pieces._loader.join(20)
+    assert not pieces._loader.is_alive()
 
 
 def test_a_later_process_waits_for_no_piece_that_comes_too_late(asked, small_job, monkeypatch):
@@ -338,6 +340,57 @@ def test_pieces_are_loaded_beside_the_texts_of_who_never_rests(asked, small_job,
             assert len(pieces._loaded) == len(small_job[2])
         stream.close()
         pieces.load()  # or else its thread would wait
+
+
+def test_who_has_rested_is_not_busy(asked, small_job, monkeypatch):
+    """In a first process the rest may have been while pieces were being compiled."""
+    monkeypatch.setattr(caches, "IDLE", 0.2)
+    monkeypatch.setattr(caches, "BUSY", 0.4)
+    engine, found = make_engine(*random_pair(), compile="beside", **SETTINGS), []
+    run(engine, tokens=4)
+    compile_some(asked[0], small_job[2])
+    time.sleep(0.6)
+    for piece in engine.stream(random_prompt(150, seed=8), 8):
+        found.append(piece)
+        assert engine.caches.state.compiler.pieces._loader is None
+    loaded(engine.caches.state.compiler.pieces)
+    assert found
+
+
+def test_pieces_are_not_loaded_for_an_engine_that_is_gone(asked, small_job, monkeypatch):
+    run(make_engine(*random_pair(), compile="beside", **SETTINGS), tokens=4)
+    compile_some(asked[0], small_job[2])
+    loads = []
+    monkeypatch.setattr(pieces_module, "Loaded", lambda data: loads.append(1))
+    monkeypatch.setattr(caches, "IDLE", 1000.0)
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    run(engine, tokens=4)
+    thread = engine.caches.state.compiler.pieces._loader
+    assert thread.is_alive()
+    del engine
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive() and not loads
+
+
+def test_who_lost_the_caches_has_nothing_loaded(asked, small_job):
+    """By the end of its stream, beside the rounds of another; nor does a prefill that fails leave pieces waiting."""
+    run(make_engine(*random_pair(), compile="beside", **SETTINGS), tokens=4)
+    compile_some(asked[0], small_job[2])
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    first, second = (engine.stream(random_prompt(150, seed=seed), 16) for seed in (8, 9))
+    next(first)
+    next(second)
+    pieces = engine.caches.state.compiler.pieces
+    first.close()
+    assert pieces._loader is None
+    second.close()
+    assert pieces._loader.is_alive()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(caches.Caches, "_compute", lambda *args: 1 / 0)
+        engine.prefill(random_prompt(150, seed=10))
+    loaded(pieces)
+    assert len(pieces._loaded) == len(small_job[2])
 
 
 def test_no_text_runs_what_was_loaded_after_it_began(asked, small_job, monkeypatch):

@@ -258,8 +258,8 @@ def test_a_view_is_as_large_as_memory_allows(pair, monkeypatch):
     engine = make_engine(*pair, draft_window=32, chunk_size=8, flush_interval=32, block_size=4, gamma=3)
     needs = lambda budget: sum(part.bytes for part in engine.caches._parts(  # noqa: E731
         engine.caches.settings, 2, 288, 2048, budget))
-    for least in (512, 1536, 1792):
-        monkeypatch.setattr(caches.memory, "comfortable", lambda device, least=least: needs(least) + 1000)
+    for least in (512, 1536, 3072):
+        monkeypatch.setattr(caches.memory, "comfortable", lambda device, least=least: needs(least + 256) + 1000)
         assert engine.caches._plan(engine.caches.settings, 2, 288, 2048, 4096) == (least, None)
     assert engine.caches._plan(engine.caches.settings, 2, 288, 2048, 1024)[0] == 1024
 

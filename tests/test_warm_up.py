@@ -1,5 +1,7 @@
 """What runs beside the reading of weights: it goes through all that an answer runs, and nothing depends on it."""
 
+import subprocess
+import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -11,6 +13,8 @@ from conftest import make_engine, random_pair, random_prompt
 import triforce
 from triforce import warm_up
 from triforce.config import Settings
+from triforce.float8 import Float8
+from triforce.graphs import SPARE
 from triforce.model import ModelConfig
 from triforce.state import State
 
@@ -26,7 +30,7 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
     settings = Settings(**options).resolve(CPU, has_model=draft is not None, query_group=2)
     rounds, real = [], State.round
     monkeypatch.setattr(State, "round", lambda state, plan: rounds.append(plan) or real(state, plan))
-    state = warm_up.warm_up(TARGET, draft, settings, torch.float32, CPU, 2000)
+    state = warm_up.warm_up(TARGET, draft, settings, torch.float32, CPU, 2**30, 2000)
     assert state.lens[0] >= state.prompt_end[0] + len(rounds) and state.target.config.n_layer == 1
     drafters = {plan.drafter for plan in rounds}
     expected = {"model": draft is not None, "ngram": settings.ngram, "retrieval": settings.retrieval}
@@ -37,22 +41,52 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
     assert gone() is None  # at once: the weights need the memory
 
 
-def started(monkeypatch, free=64 * 2**30, target=TARGET, device=GPU):
-    """Whether it begins, and the thread in which it does."""
+def started(monkeypatch, target=TARGET, draft=DRAFT, device=GPU):
+    """Whether it begins; with how many free bytes."""
     ran = []
-    monkeypatch.setattr(warm_up.memory, "available", lambda device: free)
-    monkeypatch.setattr(warm_up, "warm_up", lambda *args: ran.append(threading.current_thread()))
-    thread = warm_up.begin(target, DRAFT, Settings().resolve(CPU), torch.float16, device, 2**30)
+    monkeypatch.setattr(warm_up.memory, "available", lambda device: 20 * 2**30)
+    monkeypatch.setattr(warm_up, "warm_up", lambda *args: ran.append(args[-1]))
+    thread = warm_up.begin(target, draft, Settings().resolve(CPU), torch.float16, device, 2**30)
     if thread is not None:
         thread.join()
-    assert ran == [thread] * (thread is not None)
-    return thread
+        assert not thread.daemon  # or else Python would end it in a call of PyTorch's, and the process with it
+    return ran
 
 
-def test_it_begins_on_one_gpu_with_room(monkeypatch):
-    assert started(monkeypatch).daemon
-    for other in ({"device": CPU}, {"free": 8 * 2**30}, {"free": None}, {"target": replace(TARGET, num_shards=2)}):
-        assert started(monkeypatch, **other) is None
+def test_it_begins_on_one_gpu(monkeypatch):
+    assert started(monkeypatch) == [19 * 2**30 - SPARE] == started(monkeypatch, draft=None)
+    fp8 = replace(TARGET, float8=Float8(0, 0))
+    for other in ({"device": CPU}, {"target": replace(TARGET, num_shards=2)}, {"target": fp8}, {"draft": fp8}):
+        assert not started(monkeypatch, **other)
+
+
+def test_it_leaves_the_weights_their_memory(monkeypatch):
+    """What it needs is what a plan of the same says, which is what it holds."""
+    settings, made = Settings().resolve(CPU, query_group=2), []
+    real = warm_up._blank
+    monkeypatch.setattr(warm_up, "_blank", lambda *args: made.append(real(*args)) or made[-1])
+    needed, free = [], 0
+    check = warm_up.memory.state_parts
+    monkeypatch.setattr(warm_up.memory, "state_parts", lambda *args, **more: needed.append(check(*args, **more)) or
+                        needed[-1])
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2000) is None and not made
+    weights = warm_up.memory.weight_parts(replace(TARGET, n_layer=1), replace(DRAFT, n_layer=1), torch.float32)
+    free = sum(part.bytes for part in [*weights, *needed[0]])
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free - 1, 2000) is None and not made
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2000) is not None
+    assert [model.config.n_layer for model in made] == [1, 1]
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.2])
+def test_a_process_that_ends_meanwhile_ends_as_it_would(pause):
+    code = ("import sys, threading, time, torch\nfrom triforce import warm_up\nfrom triforce.config import Settings\n"
+            "from triforce.model import ModelConfig\nwarm_up.ROUNDS = 100000\n"
+            "args = (ModelConfig(512, 64, 4, 4, 2, 16, 128), None, Settings().resolve('cpu', query_group=2),\n"
+            "        torch.float32, torch.device('cpu'), 2**30, 2000)\n"
+            "thread = threading.Thread(target=warm_up._quietly, args=args)\nthread.start()\n"
+            f"time.sleep({pause})\nassert thread.is_alive()\nsys.exit(3)\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and not done.stderr
 
 
 def test_what_goes_wrong_in_it_is_nobody_s_trouble(monkeypatch, capsys, caplog):
@@ -77,10 +111,16 @@ def test_the_first_call_waits_for_it(monkeypatch):
     assert begun and not any(begun) and engine.caches.warming is None
 
 
-def test_a_document_waits_for_it():
-    engine = make_engine(*random_pair())
-    done = []
+@pytest.mark.parametrize("what", ["prefill", "open", "logits", "rows"])
+def test_whatever_takes_time_or_memory_waits_for_it(what, tmp_path, monkeypatch):
+    engine, path, ids = make_engine(*random_pair()), tmp_path / "a.prefix", random_prompt(100)
+    engine.prefill(ids).save(path)
+    rows = engine.caches.rows
+    monkeypatch.setattr(engine.caches, "rows", lambda *args: seen.append(bool(done)) or rows(*args))
+    calls = {"prefill": lambda: engine.prefill(ids), "open": lambda: engine.open(path),
+             "logits": lambda: engine.logits([ids]), "rows": lambda: engine.generate(ids, 2)}
+    done, seen = [], []
     engine.caches.warming = threading.Timer(0.3, done.append, [1])
     engine.caches.warming.start()
-    engine.prefill(random_prompt(100))
-    assert done and engine.caches.warming is None
+    calls[what]()
+    assert done and engine.caches.warming is None and all(seen) and bool(seen) == (what == "rows")

@@ -41,8 +41,10 @@ log = logging.getLogger("triforce")
 SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their own in every step
 MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says more
 LOADING, MANY = 8.0, 1536  # seconds that it takes to load compiled pieces; new tokens that save as much of them
-IDLE, BUSY = 1.0, 30.0  # seconds without a question, and of nothing but questions, after which they are loaded
-SMALLEST_VIEW, VIEW_STEP = 512, 256  # tokens; with smaller views more rows would fit, and hardly draft
+IDLE, BUSY = 2.0, 30.0  # seconds without a question, and of nothing but questions, after which they are loaded
+# Tokens of a view where memory decides: few sizes, since each is compiled for. With smaller ones more rows would fit,
+# and hardly draft.
+VIEWS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 def needed_tokens(length: int, settings: Settings, max_seq_len: int | None) -> int:
@@ -73,6 +75,7 @@ class Caches:
         self._computed = False  # for the present call
         self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
+        self._rests_since = self._busy_since = time.monotonic()
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
 
     @property
@@ -129,7 +132,7 @@ class Caches:
             state.reset()
             state.reused = 0 if self._computed else state.base
             state.prefill_all(ids, on_prefill)
-        if pieces is not None and time.monotonic() - pieces.met > BUSY:
+        if pieces is not None and time.monotonic() - self._busy_since > BUSY:
             pieces.load()  # beside the decoding, as there is no rest
 
     def begin(self) -> None:
@@ -137,11 +140,14 @@ class Caches:
         if self.warming is not None:
             self.warming.join()
             self.warming = None
+        if time.monotonic() - self._rests_since > IDLE:
+            self._busy_since = time.monotonic()
         for pieces in self._pieces.values():
             pieces.pause()
 
     def rest(self) -> None:
         """An answer has ended. If there is no next question for a while, compiled pieces are loaded meanwhile."""
+        self._rests_since = time.monotonic()
         for pieces in self._pieces.values():
             pieces.load(IDLE)
 
@@ -156,7 +162,7 @@ class Caches:
         is_held = prefix is not None or self.prefix is not None and self.prefix.num_shared >= base
         free = memory.comfortable(self.device)
         for count in range(most, size, -1):  # the most that fit with the smallest view
-            parts = self._parts(self.settings_for(count, shared=True), count, base, needed, SMALLEST_VIEW)
+            parts = self._parts(self.settings_for(count, shared=True), count, base, needed, VIEWS[0])
             if not is_held:
                 parts = parts + self._prefix_parts(base, self._resident(base, parts))
             if free is None or sum(part.bytes for part in parts) <= free + self._releasable():
@@ -377,10 +383,10 @@ class Caches:
         parts = self._parts(settings, batch, base, capacity, budget, resident)
         free = memory.comfortable(self.device)
         needed = sum(part.bytes for part in parts)
-        if base and settings.budget is None and budget > SMALLEST_VIEW and free is not None and needed > free:
-            least = sum(part.bytes for part in self._parts(settings, batch, base, capacity, SMALLEST_VIEW, resident))
+        if base and settings.budget is None and budget > VIEWS[0] and free is not None and needed > free:
+            least = sum(part.bytes for part in self._parts(settings, batch, base, capacity, VIEWS[0], resident))
             share = max(free - least, 0) / (needed - least)  # all that grows with a view, grows in proportion
-            budget = SMALLEST_VIEW + int(share * (budget - SMALLEST_VIEW)) // VIEW_STEP * VIEW_STEP
+            budget = max(view for view in VIEWS if view <= VIEWS[0] + share * (budget - VIEWS[0]))
             parts = self._parts(settings, batch, base, capacity, budget, resident)
         self._check(parts, capacity, resident, batch, is_shared=base > 0)
         return agreed(self.target.group, budget), resident

@@ -6,6 +6,7 @@ An Engine holds weights, tokenizer and settings, and the buffers of the conversa
 call takes over if they are large enough.
 """
 
+import contextlib
 import inspect
 import logging
 import operator
@@ -175,11 +176,9 @@ class Engine:
         else:
             ids = self.encode_prompt(document)
         self.check_len(len(ids), 1)
-        with self._lock, self.threads.working():
-            self.caches.begin()
+        with self._computing(), self.threads.working():
             prefix = self.caches.compute(ids, self.threads.between(on_progress),
                                          None if keep is None else Keeping(keep, keep_every))
-            self.caches.rest()
         prefix.messages, prefix.chat_template = messages, chat_template
         prefix.chat_template_kwargs = chat_template_kwargs
         if keep is not None and not prefix.is_kept(keep):
@@ -197,7 +196,7 @@ class Engine:
         with PrefixReader(path) as reader:
             prefix_file.check(reader.about, self.identity(), path)
             self.check_len(len(reader.tokens), 1)
-            with self._lock:
+            with self._computing():
                 prefix = self.caches.read(reader)
             prefix.messages, prefix.chat_template = reader.about["messages"], reader.about["chat_template"]
             prefix.chat_template_kwargs = reader.about.get("chat_template_kwargs")
@@ -296,8 +295,19 @@ class Engine:
         cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                             flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
         blocks = prefill_blocks(cache, range(1), 0, length, size)
-        hidden = (self.target.prefill(row[None], blocks)[:, first:] for row in tokens)  # [1, S or last, dim] each
-        return torch.cat([self.target.output(one).float() for one in hidden])
+        with self._computing():
+            hidden = (self.target.prefill(row[None], blocks)[:, first:] for row in tokens)  # [1, S or last, dim] each
+            return torch.cat([self.target.output(one).float() for one in hidden])
+
+    @contextlib.contextmanager
+    def _computing(self):
+        """Within, no other thread of this program computes on this engine, or takes time from what does."""
+        with self._lock:
+            self.caches.begin()
+            try:
+                yield
+            finally:
+                self.caches.rest()
 
     def encode_prompt(self, prompt, chat_template: str | None = None,
                       chat_template_kwargs: dict | None = None) -> list[int]:
@@ -363,7 +373,9 @@ class Engine:
 
     def _answer(self, request: "Request", sessions: list[Session]) -> Iterator[tuple[int, str]]:
         """Group by group, of as many prompts as run side by side."""
-        size = self.caches.rows(request.ids, request.max_new_tokens, request.prefix)
+        with self._lock:
+            self.caches.begin()
+            size = self.caches.rows(request.ids, request.max_new_tokens, request.prefix)
         for first in range(0, len(request.ids), size):
             group = request.part(slice(first, first + size))
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
@@ -382,7 +394,8 @@ class Engine:
             finally:
                 with self._lock:
                     session.close()
-                    self.caches.rest()
+                    if self._serving is session:
+                        self.caches.rest()
             if where is not None:  # here, where no traceback holds on to the buffers any more
                 self.release()
                 offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "

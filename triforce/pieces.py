@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -128,7 +129,7 @@ def pack(paths: list[Path], layouts: list, result, artifact: bytes) -> bytes:
 
 
 def import_compiler() -> None:
-    """Imports the compiler, in a thread beside a prefill: it takes seconds, in which the two share Python's lock."""
+    """Imports the compiler: that takes seconds, in which whoever computes shares Python's lock with it."""
     with _importing:  # or the second of two would take the first one's interval for the usual one
         if COMPILER in sys.modules:
             return
@@ -172,7 +173,7 @@ class Pieces:
     """The pieces of a folder, once all are compiled and loaded. That takes seconds, in which a short answer would have
     ended. So a text runs them if they were loaded when it began, and else the next one does: the bits of a text do not
     change in its midst. They are loaded by a thread, which shares Python's lock with whoever computes: `load` says from
-    when on, and `pause` stops it.
+    when on, and `pause` stops it, before the next piece and not in the import of the compiler. It ends with its Pieces.
 
     Args:
         common: given names that this rank found, says which of them all ranks found: they must compute alike.
@@ -189,7 +190,6 @@ class Pieces:
         self._loaded: dict[str, Loaded] = {}
         self._loader: threading.Thread | None = None
         self._begins = math.inf  # by time.monotonic(), when the thread may go on
-        self.met = time.monotonic()
         self.complete = False
 
     def look(self) -> None:
@@ -209,7 +209,7 @@ class Pieces:
         """
         self._begins = time.monotonic() + (0.0 if self._wait else delay)
         if self.complete and self._loader is None:
-            self._loader = threading.Thread(target=self._load, name="pieces")
+            self._loader = threading.Thread(target=_load, args=(weakref.ref(self),), name="pieces")
             self._loader.start()
 
     def pause(self) -> None:
@@ -217,27 +217,19 @@ class Pieces:
         if not self._wait:
             self._begins = math.inf
 
-    def _load(self) -> None:
-        use_device(self.device)
-        if not self._may_go_on():
-            return
-        import_compiler()
-        for name, data in self._found.items():
-            if not self._may_go_on():
-                return
-            try:
-                self._loaded[name] = Loaded(data)
-            except Exception as error:  # whatever the compiler's own format meets: it runs as it is written
-                log.warning("%s could not be loaded, and runs uncompiled: %s: %s", name, type(error).__name__, error)
-        self._found = {}
+    def load_next(self) -> bool:
+        """Loads another piece. False: that was all."""
+        if not self._found:
+            return False
+        name, data = self._found.popitem()
+        try:
+            self._loaded[name] = Loaded(data)
+        except Exception as error:  # whatever the compiler's own format meets: it runs as it is written
+            log.warning("%s could not be loaded, and runs uncompiled: %s: %s", name, type(error).__name__, error)
+        return True
 
-    def _may_go_on(self) -> bool:
-        """Waits until it is time to. False: the process ends, and waits for this thread."""
-        while threading.main_thread().is_alive():
-            if time.monotonic() >= self._begins:
-                return True
-            time.sleep(0.05)
-        return False
+    def may_go_on(self) -> bool:
+        return time.monotonic() >= self._begins
 
     def begin(self) -> None:
         """A text begins."""
@@ -260,3 +252,24 @@ class Pieces:
         if name not in self.ready:
             self.missing.add(name)
         return self.ready.get(name)
+
+
+def _load(pieces: "weakref.ref[Pieces]") -> None:
+    """What the thread does."""
+    if (owner := _wait(pieces)) is None:
+        return
+    use_device(owner.device)
+    del owner
+    import_compiler()
+    while (owner := _wait(pieces)) is not None and owner.load_next():
+        del owner
+
+
+def _wait(pieces: "weakref.ref[Pieces]") -> Pieces | None:
+    """Until it is time to go on. None: they are gone, or the process ends, and waits for this thread."""
+    while threading.main_thread().is_alive() and (owner := pieces()) is not None:
+        if owner.may_go_on():
+            return owner
+        del owner
+        time.sleep(0.05)
+    return None

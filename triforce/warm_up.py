@@ -1,8 +1,8 @@
-"""Runs what a first answer runs, while the weights are read: on a model of one layer, all of zeros.
+"""Runs what a first answer runs, while the weights are read: on models of one layer, all of zeros.
 
-A process that is new to a GPU loads each kernel when it is first called, and libraries choose theirs for each new shape
-of a product or of an attention. That takes a second and more, in which the GPU has next to nothing to do. Reading
-weights, and encoding a document, hardly need Python: so a thread can go through a prefill and a few rounds meanwhile.
+A process that is new to a GPU loads each kernel when it is first called, and libraries set themselves up. That takes a
+second and more, in which the GPU has next to nothing to do. Reading weights, and encoding a document, hardly need
+Python: so a thread can go through a prefill and a few rounds meanwhile.
 """
 
 import logging
@@ -13,7 +13,7 @@ import torch
 
 from . import memory
 from .config import Sampling, Settings
-from .graphs import Compiler
+from .graphs import SPARE, Compiler
 from .model import ModelConfig, Transformer
 from .parallel import use_device
 from .pilot import default_plan
@@ -23,7 +23,6 @@ from .state import State
 log = logging.getLogger("triforce")
 LENGTH = 5 * 8192  # tokens of the prompt: an attention of few queries and one of many, over several lengths of keys
 ROUNDS = 2  # of each plan: the second follows one that drafted
-SPARE = 8 * 2**30  # bytes of the device that have to be free beside the weights
 
 
 def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype, device: torch.device,
@@ -35,11 +34,11 @@ def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dt
         weight_bytes: that they will take.
     """
     # Neither what ranks do together nor weights in fp8 would be seen in it.
-    alike = device.type == "cuda" and target.num_shards == 1 and target.float8 is None
-    if not alike or (memory.available(device) or 0) - weight_bytes < SPARE:
+    if device.type != "cuda" or target.num_shards > 1 or target.float8 or draft and draft.float8:
         return None
-    thread = threading.Thread(target=_quietly, args=(target, draft, settings, dtype, device), name="warm-up",
-                              daemon=True)  # who made a mistake does not wait for it
+    free = (memory.available(device) or 0) - weight_bytes - SPARE
+    # No daemon: Python would end it in the midst of a call of PyTorch's, and the process with it.
+    thread = threading.Thread(target=_quietly, args=(target, draft, settings, dtype, device, free), name="warm-up")
     thread.start()
     return thread
 
@@ -53,28 +52,35 @@ def _quietly(*args) -> None:
 
 @torch.no_grad()
 def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype,
-            device: torch.device, length: int = LENGTH) -> State:
-    """A prefill of a prompt of so many tokens, and rounds by every plan. Returns the State that went through them."""
+            device: torch.device, free: int, length: int = LENGTH) -> State | None:
+    """A prefill of a prompt of so many tokens, and rounds by every plan. Returns the State that went through them; None
+    if that needs more than so many free bytes, or the process ends meanwhile."""
     use_device(device)
     settings = replace(settings, draft=None)  # a drafter of the user's is none of ours
-    configs = [replace(target, n_layer=1), draft]
+    configs = [None if config is None else replace(config, n_layer=1) for config in (target, draft)]
+    room = 16 * settings.block_size
+    length = min(length, target.max_len - room)
+    sizes = {"batch": 1, "capacity": length + room, "budget": settings.view_tokens(length),
+             "vocab_size": min(config.vocab_size for config in configs if config is not None)}
+    parts = memory.weight_parts(*configs, dtype) + memory.state_parts(*configs, settings, dtype=dtype, device=device,
+                                                                      **sizes)
+    if sum(part.bytes for part in parts) > free:
+        return None
     models = [None if config is None else _blank(config, dtype, device) for config in configs]
-    length = min(length, target.max_len - 16 * settings.block_size)
-    state = State(*models, settings, batch=1, capacity=length + 16 * settings.block_size,
-                  budget=settings.view_tokens(length), compiler=Compiler(device),
-                  vocab_size=min(config.vocab_size for config in configs if config is not None))
+    state = State(*models, settings, compiler=Compiler(device), **sizes)
     state.params.set(specialize=False, **vars(Sampling().with_seed(1, lambda: 0)))
     state.prefill(0, [0] * length)
-    state.begin(8 * settings.block_size)
+    state.begin(room)
     plans = [AUTOREGRESSION, *(Plan(1, source) for source in state.hierarchy.sources)]
     if settings.retrieval:
         plans.append(default_plan(settings, state.hierarchy))
-    for plan in plans:
-        for _ in range(ROUNDS):
-            state.round(plan)
+    for plan in [plan for plan in plans for _ in range(ROUNDS)]:
+        if not threading.main_thread().is_alive():  # the process waits for this thread
+            return None
+        state.round(plan)
     state.hierarchy.rebuild_view(0)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type == "cuda":  # of the device as a whole it would break into what another thread records
+        torch.cuda.current_stream(device).synchronize()
     return state
 
 
