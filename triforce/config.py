@@ -181,7 +181,8 @@ class Settings(Options):
     draft_sink: int = option(4, "first tokens that a streaming draft keeps (default 4)", whole(0, 4), type=int)
     draft_window: int = option(256, "newest tokens that a streaming draft attends to (default 256)", whole(1, 256),
                                type=int)
-    prefill_chunk_size: int | None = option(None, "tokens prefilled at a time (default: 1024, on a GPU 8192)",
+    prefill_chunk_size: int | None = option(None, "tokens prefilled at a time (default: 1024, on a GPU 8192; "
+                                            "multiples of 128 are fastest there)",
                                             whole(1, 2048), type=int)
     piece_tokens: int | None = option(None, "tokens of an offloaded layer copied at a time (default: 64 MiB of them)",
                                       whole(1, 2048), type=int)
