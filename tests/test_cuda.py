@@ -16,9 +16,10 @@ import pytest
 import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
 
-from triforce import attention, coupled, float8, jobs, sampling
+import triforce
+from triforce import attention, coupled, float8, jobs, sampling, warm_up
 from triforce.errors import UserError
-from triforce.graphs import Graphed
+from triforce.graphs import Compiler, Graphed
 from triforce.kv.prefix import STRIDE
 from triforce.model import ModelConfig, Transformer
 from triforce.plan import AUTOREGRESSION
@@ -27,6 +28,7 @@ from triforce.quantize import fp8_copy
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CONTEXT, NEW = 16_384, 512
+TEXT = "It was a dark and stormy night, and the wind was loud. " * 40
 VOCAB = 512
 in_half_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 
@@ -53,8 +55,6 @@ def random_models():
 
 
 def tiny_models(dtype):
-    import triforce
-
     engine = triforce.load("tiny", device="cuda", dtype=dtype)
     ids = engine.encode_prompt(__import__("triforce.cli").cli.default_document())[:CONTEXT]
     return (engine.target, engine.draft), ids, engine.vocab_size
@@ -608,3 +608,45 @@ def test_pinning_refused_and_a_device_that_is_full(random_models, monkeypatch):
     del hog
     torch.cuda.empty_cache()
     assert len(engine.generate(ids, 16, temperature=0).tokens) == 16
+
+
+def test_a_graph_gets_memory_that_the_allocator_keeps():
+    """What was freed in this process is kept for others than a graph's own pool; under a cap there is nothing else."""
+    device, size = torch.device("cuda"), 2**28
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + 3 * size + 2**25
+    out = torch.zeros(size, dtype=torch.uint8, device=device)
+    step = Compiler(device, record=True).level("some").step(lambda: out.copy_(torch.ones_like(out) + 1))
+    try:
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+        for _ in range(3):
+            step()  # first as it is written: its memory is kept from then on
+        assert len(step.graphs) == 1 and int(out[-1]) == 2
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@in_half_precision
+def test_a_warm_up_leaves_no_trace(dtype, monkeypatch):
+    """But that of the kernels that it has loaded: neither in what is said nor in the memory."""
+    said, held = [], []
+    for begin in (warm_up.begin, lambda *args: None):
+        monkeypatch.setattr(warm_up, "begin", begin)
+        engine = triforce.load("tiny", dtype=dtype)
+        thread = engine.caches.warming
+        assert (thread is not None) == (not said)
+        said.append(engine.generate(TEXT, 64, temperature=0, ignore_eos=True).tokens)
+        assert thread is None or not thread.is_alive()
+        engine.release()
+        held.append(torch.cuda.memory_allocated())
+        del engine
+        gc.collect()
+    assert said[0] == said[1] and held[0] == held[1]
+
+
+def test_a_warm_up_ends_well(monkeypatch):
+    """It hides its own errors; here none is hidden."""
+    ended, real = [], warm_up.warm_up
+    monkeypatch.setattr(warm_up, "warm_up", lambda *args: ended.append(real(*args).num_forwards))
+    triforce.load("tiny").generate(TEXT, 4)
+    assert ended and ended[0] >= 8
