@@ -278,8 +278,9 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error, sta
         raise error
 
     monkeypatch.setattr("triforce.state.State.round", fails)
-    with pytest.raises(UserError, match="ran out of memory.*--max-seq-len"):
+    with pytest.raises(UserError, match="ran out of memory.*--max-seq-len") as told:
         engine.generate(prompt, max_new_tokens=20, temperature=0)
+    assert ("out of memory when 9 bytes more were asked for;" in str(told.value)) == ("9 bytes" in str(error))
     assert rounds and len(states) == 1
     monkeypatch.undo()
     assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole

@@ -292,10 +292,10 @@ class Engine:
                 raise UserError(f"last ({last}) must be at most {length}, the number of ids in a row; leave it out for "
                                 "all of them")
         first = 0 if last is None else length - last
-        cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
-                            flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
-        blocks = prefill_blocks(cache, range(1), 0, length, size)
         with self._computing():
+            cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
+                                flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
+            blocks = prefill_blocks(cache, range(1), 0, length, size)
             hidden = (self.target.prefill(row[None], blocks)[:, first:] for row in tokens)  # [1, S or last, dim] each
             return torch.cat([self.target.output(one).float() for one in hidden])
 

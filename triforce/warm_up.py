@@ -79,8 +79,6 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
             return None
         state.round(plan)
     state.hierarchy.rebuild_view(0)
-    if device.type == "cuda":  # of the device as a whole it would break into what another thread records
-        torch.cuda.current_stream(device).synchronize()
     return state
 
 
