@@ -75,6 +75,7 @@ class Caches:
         self._computed = False  # for the present call
         self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
+        self._recorder = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # of all graphs
         self._rests_since = self._busy_since = time.monotonic()
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
 
@@ -356,8 +357,8 @@ class Caches:
             if base and packs_more and packs(self.device, self.target.dtype) and not shared.store.packed:
                 shared.store.pack()
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
-                               compiler=find_compiler(*what, folder, self._pieces, **how), folder=folder,
-                               num_resident_layers=resident, pack=packs_more,
+                               compiler=find_compiler(*what, folder, self._pieces, self._recorder, **how),
+                               folder=folder, num_resident_layers=resident, pack=packs_more,
                                shared=shared.store if base else None, draft_ranks=self.placement.draft_ranks,
                                row_unit=self._row_unit(batch, settings.block_size))
         self.prefix = shared if base else None

@@ -74,13 +74,14 @@ class Compiler:
     All graphs of a State share one pool of memory, which ends with the last of them.
 
     Args:
-        record: steps as CUDA graphs.
+        recorder: the stream on which steps are recorded as CUDA graphs. None: they are not. One stream for all that an
+            engine records: cuBLAS takes 32 MiB for each stream that it is called on, and never gives them back.
         pieces: compiled ones, see `pieces.Pieces`. None: every function runs as it is written.
     """
 
-    def __init__(self, device: torch.device, *, record: bool = False, pieces=None):
-        self.device, self.record, self.pieces = device, record and device.type == "cuda", pieces
-        self.pool = torch.cuda.graph_pool_handle() if self.record else None
+    def __init__(self, device: torch.device, *, recorder: torch.cuda.Stream | None = None, pieces=None):
+        self.device, self.recorder, self.pieces = device, recorder, pieces
+        self.pool = None if recorder is None else torch.cuda.graph_pool_handle()
         self.num_recorded = 0  # calls of steps that were no replay of a graph
         self.seconds = 0.0  # that they took the host
 
@@ -135,7 +136,9 @@ class Level:
             warm_up: calls with the same arguments before a graph is recorded. More than 1 for what is made of steps
                 that are graphs already, and may not be called again.
         """
-        return Graphed(function, self.compiler, num_lengths, warm_up) if self.compiler.record else function
+        if self.compiler.recorder is None:
+            return function
+        return Graphed(function, self.compiler, num_lengths, warm_up)
 
 
 class Graphed:
@@ -190,7 +193,7 @@ class Graphed:
         # torch.cuda.graph() would empty the allocator's cache and collect garbage each time. Here garbage waits: what
         # an engine that is gone has left, its graphs above all, cannot be freed while this one records.
         make_room(self.compiler.device)
-        graph, stream, collects = torch.cuda.CUDAGraph(), torch.cuda.Stream(), gc.isenabled()
+        graph, stream, collects = torch.cuda.CUDAGraph(), self.compiler.recorder, gc.isenabled()
         stream.wait_stream(torch.cuda.current_stream())
         gc.disable()
         try:

@@ -95,10 +95,12 @@ def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dic
 
 
 def find_compiler(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder,
-                  known: dict[Path, Pieces], base: int = 0, streams: bool = False) -> Compiler:
+                  known: dict[Path, Pieces], recorder: torch.cuda.Stream | None, base: int = 0,
+                  streams: bool = False) -> Compiler:
     """What runs the steps of a State: as graphs, where there are any, of the pieces that were compiled for it.
 
     Args:
+        recorder: the stream to record graphs on; None on a CPU.
         known: pieces that this engine has met, by their folder: they are loaded once. One more is added.
     """
     target, device = models.target, models.target.device
@@ -117,7 +119,7 @@ def find_compiler(models: Models, settings: Settings, place: Placement, sizes: d
             pieces.look()
     if wait:
         pieces.load()
-    return Compiler(device, record=True, pieces=pieces)
+    return Compiler(device, recorder=recorder, pieces=pieces)
 
 
 def make_job(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder,
