@@ -16,6 +16,7 @@ from triforce.config import Settings
 from triforce.float8 import Float8
 from triforce.graphs import SPARE
 from triforce.model import ModelConfig
+from triforce.parallel import Group, shard_config
 from triforce.state import State
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -53,11 +54,23 @@ def started(monkeypatch, target=TARGET, draft=DRAFT, device=GPU):
     return ran
 
 
-def test_it_begins_on_one_gpu(monkeypatch):
+def test_it_begins_on_a_gpu(monkeypatch):
     assert started(monkeypatch) == [19 * 2**30 - SPARE] == started(monkeypatch, draft=None)
     fp8 = replace(TARGET, float8=Float8(0, 0))
-    for other in ({"device": CPU}, {"target": replace(TARGET, num_shards=2)}, {"target": fp8}, {"draft": fp8}):
+    for other in ({"device": CPU}, {"target": fp8}, {"draft": fp8}):
         assert not started(monkeypatch, **other)
+
+
+def test_a_rank_goes_through_its_own_share(monkeypatch):
+    """Without the others, which may not have come so far."""
+    made, real = [], warm_up._blank
+    monkeypatch.setattr(warm_up, "_blank", lambda *args: made.append(real(*args)) or made[-1])
+    shares = [shard_config(config, Group(1, 2, "")) for config in (TARGET, DRAFT)]
+    settings = Settings().resolve(CPU, query_group=2)
+    assert warm_up.warm_up(*shares, settings, torch.float32, CPU, 2**30, 2000) is not None
+    for model, share in zip(made, shares, strict=True):
+        assert model.group is None and model.layers[0].attention.qkv.weight.shape[0] == 16 * (share.n_head + 2)
+        assert model.output.weight.shape[0] == share.vocab_size // 2 and share.n_kv_head == 1
 
 
 def test_it_leaves_the_weights_their_memory(monkeypatch):

@@ -33,8 +33,7 @@ def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dt
         target, draft: of the models that are read next; settings: resolved.
         weight_bytes: that they will take.
     """
-    # Neither what ranks do together nor weights in fp8 would be seen in it.
-    if device.type != "cuda" or target.num_shards > 1 or target.float8 or draft and draft.float8:
+    if device.type != "cuda" or target.float8 or draft and draft.float8:  # other kernels multiply by weights in fp8
         return None
     free = (memory.available(device) or 0) - weight_bytes - SPARE
     # No daemon: Python would end it in the midst of a call of PyTorch's, and the process with it.
@@ -57,7 +56,7 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
     if that needs more than so many free bytes, or the process ends meanwhile."""
     use_device(device)
     settings = replace(settings, draft=None)  # a drafter of the user's is none of ours
-    configs = [None if config is None else replace(config, n_layer=1) for config in (target, draft)]
+    configs = [None if config is None else _layer(config) for config in (target, draft)]
     room = 16 * settings.block_size
     length = min(length, target.max_len - room)
     sizes = {"batch": 1, "capacity": length + room, "budget": settings.view_tokens(length),
@@ -80,6 +79,11 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
         state.round(plan)
     state.hierarchy.rebuild_view(0)
     return state
+
+
+def _layer(config: ModelConfig) -> ModelConfig:
+    """A model of its own, of one layer. Of a model that ranks share: what one of them computes, without the others."""
+    return replace(config, n_layer=1, vocab_size=config.vocab_rows, num_shards=1)
 
 
 def _blank(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
