@@ -133,8 +133,7 @@ def run(args) -> None:
                     base.release()  # what the engine of this way left
                     for row in rows:
                         title = f"{row['way']} {row['plan']}, {batch} x {context:,} tokens, budget {row['budget']}"
-                        if group is None or group.rank == 0:
-                            report(title, row, common, args.out)
+                        report(title, row, common, args.out)
 
 
 def by_size(rows: list[dict]) -> list[tuple[tuple, dict[tuple[int, str], dict]]]:

@@ -3,6 +3,7 @@ at their sides, or by trees.
 
     python benchmarks/coupled.py --text book.txt --context 8192 --seeds 8 --out results.jsonl
     python benchmarks/coupled.py --checkpoint DIR --draft DIR2 --text book.txt --context 122880
+    torchrun --nproc-per-node 2 benchmarks/coupled.py --checkpoint DIR --draft DIR2 --text book.txt --context 122880
     python benchmarks/coupled.py --checkpoint DIR --draft DIR2 --text book.txt --context 122880 --offload \
         --gammas auto --ways rejection "coupled, tree" --tree-size 512 --same 8 --no-draws
 
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 
 import triforce
+from triforce.parallel import from_environment
 from triforce.tape import FULL
 from triforce.tree import Chances, likeliest
 
@@ -42,12 +44,14 @@ WAYS = {"rejection": {"sampling": "rejection"},
 
 def run(args) -> None:
     args.contexts, args.quote = [args.context], 0
+    group, args.device = from_environment(args.device)
     machine = {"date": str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint,
-               "context": args.context, "device": args.device or platform.machine(), "samples": args.samples,
+               "context": args.context, "device": device_name(args.device),
+               "gpus": 1 if group is None else group.size, "offload": args.offload, "samples": args.samples,
                "batch": args.batch, "block_size": args.block_size, "side_by_side": args.side_by_side}
     for gamma in args.gammas:
         for ways in [args.ways] if args.side_by_side else [[way] for way in args.ways]:
-            engines = {way: load(way, gamma, args) for way in ways}
+            engines = {way: load(way, gamma, args, group) for way in ways}
             prompts = read_batch(engines[ways[0]].tokenizer, args)
             for temperature, top_p in ((0.6, 0.9), (1.0, 1.0)):
                 law = {"temperature": temperature, "top_p": top_p, "ignore_eos": True}
@@ -61,10 +65,14 @@ def run(args) -> None:
                 engine.release()
 
 
-def load(way: str, gamma, args):
+def device_name(device: str | None) -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() and device != "cpu" else platform.machine()
+
+
+def load(way: str, gamma, args, group):
     settings = WAYS[way] | ({"tree_size": args.tree_size} if "tree" in way else {}) | {"block_size": args.block_size}
-    return triforce.load(args.checkpoint, **({"draft": args.draft} if args.draft else {}), gamma=gamma, **settings,
-                         device=args.device, dtype=args.dtype, offload=args.offload, compile=args.compile,
+    return triforce.load(args.checkpoint, **({"draft": args.draft} if args.draft else {}), group=group, gamma=gamma,
+                         **settings, device=args.device, dtype=args.dtype, offload=args.offload, compile=args.compile,
                          max_batch_size=max(args.batch, args.samples))
 
 

@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from harness import pyplot, read_rows, read_text, report, run_or_plot, save  # noqa: E402
+from harness import pyplot, read_rows, read_text, report, run_or_plot, save, starter  # noqa: E402
 
 PARTS = ("load", "prefill", "preparing", "decode")
 PATIENCE = 180  # seconds for the processes that compile
@@ -34,11 +34,8 @@ def generate(args, context: int, gpus: int, cache: str, *more: str) -> dict:
     """One command: its statistics, and the wall clock from the start of the process to its end."""
     text = ["--prompt-file", args.text] if args.text else []
     draft = ["--draft", args.draft] if args.draft else []
-    starter = [sys.executable]
-    if gpus > 1:
-        starter += ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus)]
-    command = [*starter, str(ROOT / "generate.py"), "--checkpoint", args.checkpoint, *draft, *text, "--prompt-len",
-               str(context), "--ignore-eos", "--json", "--seed", str(args.seed), *args.flags, *more]
+    command = [*starter(gpus), str(ROOT / "generate.py"), "--checkpoint", args.checkpoint, *draft, *text,
+               "--prompt-len", str(context), "--ignore-eos", "--json", "--seed", str(args.seed), *args.flags, *more]
     begun = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRIFORCE_CACHE": cache},
                           stdin=subprocess.DEVNULL)

@@ -28,16 +28,19 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from first_run import wait_for_compiling  # noqa: E402
-from harness import append, read_rows, read_text, run_or_plot  # noqa: E402
+from harness import append, read_rows, read_text, run_or_plot, starter  # noqa: E402
 
 from triforce.start import ALLOCATOR, GROWING  # noqa: E402
 
 PROCESS = """
 import json, sys, time
-job = json.load(sys.stdin)
+job = json.load(open(sys.argv[1]))
+sys.path.insert(0, job["root"])
 import torch
 import triforce
-engine = triforce.load(job["checkpoint"], **job["options"])
+from triforce.parallel import from_environment, leave
+group, device = from_environment()
+engine = triforce.load(job["checkpoint"], group=group, device=device, **job["options"])
 if job["wrong"]:  # the draft proposes what it finds least likely
     with torch.no_grad():
         engine.draft.norm.weight.neg_()
@@ -47,19 +50,25 @@ loaded, rounds = time.time() - job["begun"], []
 out = engine.generate(ids[first : first + job["context"]], job["new"], seed=0, ignore_eos=True,
                       speculate=job["speculate"], one_row=not job["speculate"],
                       on_decode=lambda count: rounds.append((count, time.time() - job["begun"])))
-print(json.dumps({"load": loaded, "prefill": out.stats.prefill, "preparing": out.stats.recording, "rounds": rounds,
-                  "tokens_a_verify": out.stats.block_efficiency}))
+if group is None or group.rank == 0:
+    print(json.dumps({"load": loaded, "prefill": out.stats.prefill, "preparing": out.stats.recording, "rounds": rounds,
+                      "tokens_a_verify": out.stats.block_efficiency}))
+del engine  # recorded graphs hold on to the group
+leave()
 """
 
 
-def process(args, text: str, share: float, speculate: bool, cache: str) -> dict:
+def process(args, text: Path, share: float, speculate: bool, cache: str) -> dict:
     """A fresh process, and when so many tokens were there: seconds from its start, and from the end of its prefill."""
-    options = {"draft": args.draft} if args.draft else {}
+    options = {"offload": args.offload} | ({"draft": args.draft} if args.draft else {})
     options |= {"retrieval": False} if args.wrong else {}
-    job = {"checkpoint": args.checkpoint, "text": text, "context": args.context, "new": max(args.new), "share": share,
-           "speculate": speculate, "options": options, "wrong": args.wrong, "begun": time.time()}
-    done = subprocess.run([sys.executable, "-c", PROCESS], input=json.dumps(job), capture_output=True, text=True,
-                          cwd=ROOT, env={**os.environ, ALLOCATOR: GROWING, "TRIFORCE_CACHE": cache})
+    script, told = text.with_name("process.py"), text.with_name("job.json")
+    script.write_text(PROCESS)
+    told.write_text(json.dumps({"root": str(ROOT), "checkpoint": args.checkpoint, "text": str(text), "context":
+                                args.context, "new": max(args.new), "share": share, "speculate": speculate,
+                                "options": options, "wrong": args.wrong, "begun": time.time()}))
+    done = subprocess.run([*starter(args.gpus), str(script), str(told)], capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, env={**os.environ, ALLOCATOR: GROWING, "TRIFORCE_CACHE": cache})
     if done.returncode:
         raise SystemExit(f"a process ended with {done.returncode}: {done.stderr[-600:]}")
     row = json.loads(done.stdout.splitlines()[-1])
@@ -72,11 +81,11 @@ def process(args, text: str, share: float, speculate: bool, cache: str) -> dict:
 def run(args) -> None:
     machine = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "date":
                str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint, "context": args.context,
-               "wrong": args.wrong, "empty": args.empty}
+               "wrong": args.wrong, "empty": args.empty, "offload": args.offload, "gpus": args.gpus}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        text, cache = os.path.join(folder, "text.txt"), args.cache or os.path.join(folder, "cache")
-        Path(text).write_text(read_text(args.text), encoding="utf-8")
+        text, cache = Path(folder, "text.txt"), args.cache or os.path.join(folder, "cache")
+        text.write_text(read_text(args.text), encoding="utf-8")
         if not args.empty:
             process(args, text, 0.0, True, cache)
             if torch.cuda.is_available():
@@ -85,6 +94,8 @@ def run(args) -> None:
             for speculate in (True, False) if i % 2 else (False, True):  # neither is always the first
                 own = os.path.join(folder, f"{i}-{speculate}") if args.empty else cache
                 rows.append({"text": i, **process(args, text, i / max(args.texts - 1, 1), speculate, own)})
+                print(f"text {i}, {'with' if speculate else 'without'} speculation: {rows[-1]['from_start'][-1]:.1f} s",
+                      flush=True)
                 if args.out:
                     append(args.out, {**machine, **rows[-1]})
                 if args.empty and torch.cuda.is_available():
@@ -117,6 +128,8 @@ def main() -> None:
     p.add_argument("--texts", type=int, default=10)
     p.add_argument("--new", type=int, nargs="+", default=[32, 64, 128, 256], help="new tokens")
     p.add_argument("--wrong", action="store_true", help="a draft alone, which proposes what it finds least likely")
+    p.add_argument("--offload", action="store_true")
+    p.add_argument("--gpus", type=int, default=1)
     p.add_argument("--empty", action="store_true", help="each process finds an empty cache of compiled steps")
     p.add_argument("--cache", help="where compiled steps are kept (default: a folder that is deleted at the end)")
     p.add_argument("--out", help="append rows to this file of JSON lines")

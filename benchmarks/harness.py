@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -51,6 +52,11 @@ def check(args) -> None:
         raise SystemExit("--peers needs transformers, which is not installed; pip install transformers")
 
 
+def starter(gpus: int) -> list[str]:
+    """The beginning of a command: Python, on several GPUs by torchrun."""
+    return [sys.executable] + ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus)] * (gpus > 1)
+
+
 def cap_memory(gib: float | None) -> None:
     """Lets this process allocate no more of the GPU. None: all of it."""
     if gib:
@@ -85,7 +91,9 @@ def report(title: str, row: dict, machine: dict, out: str | None) -> None:
 
 
 def append(out: str, row: dict) -> None:
-    """A line of JSON at a file's end."""
+    """A line of JSON at a file's end; under torchrun that of the first rank."""
+    if int(os.environ.get("RANK", 0)):
+        return
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     with open(out, "a") as file:
         file.write(json.dumps(row) + "\n")

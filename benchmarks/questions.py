@@ -26,6 +26,9 @@ from triforce.engine import Engine
 from triforce.parallel import from_environment
 from triforce.quantize import fp8_copy
 
+PARTS = ("questions", "autoregression", "samples", "single", "chat", "file")
+DOTS = {"questions again": "o", "autoregression": "^", "32 samples again": "s", "32 samples, autoregression": "v",
+        "one by one": "D", "one by one, autoregression": "<", "transformers": "X"}  # of a plot
 QUESTIONS = [
     "Who tells this story, and why does he say that he went to sea in the first place? Answer briefly.",
     "What is the name of the ship, who is its captain, and what does he want more than anything else?",
@@ -91,6 +94,7 @@ def rows_of(engine: Engine, tokenizer, ids: list[int], args):
         first = answered(*ask(asked))
         yield "questions", {**first, **plan()}
         yield "questions again", {**answered(*ask(asked, seed=100)), **plan()}
+    if "autoregression" in args.parts:
         yield "autoregression", answered(*ask(asked, speculate=False, one_row=True))
     if "samples" in args.parts:
         for count in args.samples:
@@ -102,6 +106,7 @@ def rows_of(engine: Engine, tokenizer, ids: list[int], args):
         single = [answered([result], seconds) for result, seconds in (ask(one, seed=i) for i, one in
                                                                        enumerate(asked[: args.singles]))]
         yield "one by one", {name: median(one[name] for one in single) for name in single[0]} | plan()
+    if "autoregression" in args.parts:
         result, seconds = ask(asked[1], tokens=min(new, 48), speculate=False, one_row=True)
         yield "one by one, autoregression", answered([result], seconds)
     if "chat" in args.parts:
@@ -190,18 +195,27 @@ def run(args) -> None:
 
 
 def plot(path: str) -> None:
-    rows, plt = [row for row in read_rows(path) if "ms_a_token" in row], pyplot()
-    figure, axes = plt.subplots(figsize=(9, 0.34 * len(rows) + 1.6))
-    labels = [f"{row['shape'] or row['checkpoint']}{', offloaded' if row['offload'] else ''}"
-              f"{', 2 GPUs' if row['gpus'] == 2 else ''}{', compiled' if row.get('compile') else ''}: {row['what']}"
-              f"{', blocks of ' + str(row['block']) if row.get('block') else ''}"
-              for row in rows]
-    bars = axes.barh(range(len(rows)), [row["ms_a_token"] for row in rows], 0.7)
-    axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    """A line a setting, a dot a way of asking: the last row of each."""
+    rows, plt = [row for row in read_rows(path) if row["what"] in DOTS], pyplot()
+    settings: dict[str, dict[str, float]] = {}
+    for row in rows:
+        name = "".join((row["shape"] or row["checkpoint"], ", offloaded" if row["offload"] else "",
+                        f", {row['memory_cap_gib']:.0f} GiB" if row.get("memory_cap_gib") else "",
+                        ", 2 GPUs" if row["gpus"] == 2 else "", "" if row.get("compile") else ", not compiled"))
+        settings.setdefault(name, {})[row["what"]] = row["ms_a_token"]
+    settings = dict(sorted(settings.items()))
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(settings) + 2.2))
+    for what, marker in DOTS.items():
+        shown = [(times[what], y) for y, times in enumerate(settings.values()) if what in times]
+        for ms, y in shown:
+            axes.annotate(f"{ms:.2g}" if ms < 100 else f"{ms:.0f}", (ms, y), (0, 7), fontsize=7,
+                          textcoords="offset points", ha="center")
+        axes.plot(*zip(*shown, strict=True), marker, ms=7, label=what.replace(" again", ""))
     axes.set_xscale("log")
-    axes.set_yticks(range(len(rows)), labels, fontsize=8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.margins(x=0.15)
+    axes.set_yticks(range(len(settings)), settings, fontsize=8)
+    axes.set_ylim(len(settings) - 0.4, -0.8)
+    axes.grid(axis="y", lw=0.3)
+    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.16))
     axes.set_xlabel("milliseconds a token, all answers together (decoding)")
     save(figure, path, rows)
 
@@ -227,7 +241,7 @@ def main() -> None:
     p.add_argument("--offload", nargs="?", const=True, default=False)
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="wait for compiled steps, or have none")
     p.add_argument("--memory-cap", type=float, help="GiB of GPU memory that this process may allocate")
-    p.add_argument("--parts", nargs="+", default=["questions", "samples", "single", "chat", "file"])
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     p.add_argument("--folder", help="where the file is written (default: the system's for temporary files)")
     p.add_argument("--peers", action="store_true", help="transformers, too")
     p.add_argument("--peer-tokens", type=int, default=12)

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args) -> None:
     group, args.device = from_environment(args.device)
-    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    size = 1 if group is None else group.size
     if not torch.cuda.is_available() and (args.offload or args.profile):
         raise SystemExit("--offload and --profile measure a GPU, and there is none; drop them")
     if args.offload and args.peers:
@@ -98,8 +98,7 @@ def run(args) -> None:
                 continue
             else:
                 row = on_chip.measure_context(engine, ids, args)
-            if rank == 0:
-                report(f"{args.shape or args.checkpoint}, {len(ids):,} tokens, {size} GPUs", row, common, args.out)
+            report(f"{args.shape or args.checkpoint}, {len(ids):,} tokens, {size} GPUs", row, common, args.out)
 
 
 def ranks(row: dict) -> int:
