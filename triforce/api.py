@@ -13,16 +13,16 @@ _kept: dict[str, Engine] = {}  # at most one engine, under the description of ho
 
 
 def generate(prompt, checkpoint="tiny", **options):
-    """Loads what is needed and continues the prompt.
+    """Continues a prompt. Loads an engine, unless the last call's does.
 
     Args:
-        prompt, and every option of `Engine.generate` and `Engine.stream`; those that `load` knows go there.
+        prompt, checkpoint, options: those of `load`, `Engine.generate` and `Engine.stream`.
 
     Returns:
         a Generation, or a list of them for a list of prompts.
 
     Raises:
-        UserError: an option is unknown or out of range, before anything is loaded; or see `load` and `Engine.generate`.
+        UserError: see `load` and `Engine.generate`; wrong options are found before anything is loaded.
     """
     loads = names_of(Settings, Placement) | {"group"}
     [sampling, *_], rest = split(options, Sampling, Settings, Placement, what="option",

@@ -42,11 +42,11 @@ class Chat:
         self._open: Turn | None = None
 
     def stream(self, text: str, **options) -> "Turn":
-        """Says something, and gives the answer piece by piece. Whatever has been given when the iteration ends, or is
-        closed, or the next turn begins, is the answer.
+        """Says something, and gives the answer piece by piece. The answer is what was given before the iteration
+        ends or is closed, or the next turn begins.
 
         Args:
-            options: see `Engine.stream`; they go before those of `Engine.chat`.
+            options: see `Engine.stream`; they override those of `Engine.chat`.
         """
         if not isinstance(text, str) or not text.strip():
             raise UserError("the message is empty; say something")

@@ -79,14 +79,14 @@ def parser() -> Parser:
     prompt.add_argument("--questions", metavar="FILE", help="questions about the document, one a line or as JSON, "
                         "answered side by side")
     prompt.add_argument("--num-samples", type=int, metavar="N",
-                        help="so many answers, with the seeds seed, seed + 1, ...")
+                        help="number of answers, with the seeds seed, seed + 1, ...")
     prompt.add_argument("--interactive", action="store_true",
-                        help="a conversation about the document, or about nothing")
+                        help="a conversation, about the document if there is one")
     prompt.add_argument("--system", help="a system message before the document")
-    prompt.add_argument("--save-prefix", metavar="FILE", help="keep the document with its keys and values")
-    prompt.add_argument("--save-every", metavar="N", type=int, help="with --save-prefix: keep it after every N tokens, "
-                        "too; a run that was broken off goes on from there")
-    prompt.add_argument("--prefix", metavar="FILE", help="a document that was kept, instead of a prompt")
+    prompt.add_argument("--save-prefix", metavar="FILE", help="save the document with its keys and values")
+    prompt.add_argument("--save-every", metavar="N", type=int, help="with --save-prefix: save after every N tokens, "
+                        "too; the same command continues an interrupted run")
+    prompt.add_argument("--prefix", metavar="FILE", help="open a saved document, instead of a prompt")
     prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
     prompt.add_argument("--chat-template-kwargs", metavar="JSON", help="what the template reads besides the messages: "

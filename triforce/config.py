@@ -124,10 +124,10 @@ class Settings(Options):
     """How a hierarchy is built. Shapes follow from these, so a change builds new caches."""
 
     draft: str | Path | bool | Callable | None = option(
-        None, "the draft model: a folder, a repository id, or 'tiny'; 'ngram': no model, but what followed the newest "
-        "tokens where they stood before; False ('none' on the command line): nothing; in Python also a "
-        "function that makes a `Drafter` of a `Tape`. Default: the pair's own for 'tiny', else no model; with gamma "
-        "'auto' n-grams are one of the ways to draft")
+        None, "the draft model: a folder, a repository id, or 'tiny'; 'ngram': no model, but the tokens that followed "
+        "the newest ones earlier in the text; False ('none' on the command line): nothing; in Python also a function "
+        "that makes a `Drafter` of a `Tape`. Default: the pair's own for 'tiny', else no model; with gamma 'auto' "
+        "n-grams may draft, too")
     retrieval: bool = option(
         True, "a middle level, which checks drafts over a part of the cache; without it (--no-retrieval) the full "
         "cache checks them directly",
@@ -136,9 +136,9 @@ class Settings(Options):
         None, "tokens of the view that drafts, or a fraction of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
         "of 256, between 1024 and 4096; with offload 1/16, up to 8192", _check_budget, type=_budget)
     gamma: int | str = option(
-        "auto", "tokens proposed per verify over the full cache, at most block_size - 1. 'auto' (default): chosen from "
-        "round to round by measured step times and observed acceptance, and so is which levels draft. The output's law "
-        "is the same, but as times vary, a seed gives the same text again only with a number", _check_gamma,
+        "auto", "tokens proposed per verify over the full cache, at most block_size - 1. 'auto' (default): gamma and "
+        "drafting levels are chosen for each round, by step times and acceptance. The output's distribution is the "
+        "same. Times vary, so a seed repeats a text only with a number, or coupled sampling", _check_gamma,
         type=_gamma)
     gamma_inner: int | None = option(
         None, "tokens that the draft proposes per verify over the retrieval view (default: 2; with gamma 'auto' at "
@@ -156,15 +156,15 @@ class Settings(Options):
         None, "the same of the retrieval level (default: 3 on a GPU, for a batch of at most 2; else 0)", whole(0, 3),
         type=int)
     tree_size: int = option(
-        0, "with coupled sampling: rows of a full verify that checks trees, up to 512, the pending token among them, "
-        "in steps of 4. Beside the chain the retrieval level grows branches; no path is longer than block_size - 1. "
-        "With gamma 'auto' they have the shape that keeps the most tokens by what was kept so far. It pays where a "
-        "verify is dear: with offload (default 0: chains, with leaves)", whole(0, 512), type=int)
+        0, "with coupled sampling: rows of a verify that checks a tree, at most 512, rounded up to a multiple of 4. "
+        "The retrieval level grows branches beside the chain; no path is longer than block_size - 1. With gamma 'auto' "
+        "the shape keeps the most tokens, judged by what was kept so far. It pays where a verify is slow: with offload "
+        "(default 0: chains, with leaves)", whole(0, 512), type=int)
     draft_cache: str | None = option(
-        None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest ones "
-        "attend to, chosen anew again and again; snapkv, those that the prompt's end attends to; streaming, the first "
-        "and the newest. Without a retrieval level, what the draft model keeps: streaming (default); snapkv, a view of "
-        "`budget` tokens; full. The last two need drafts that were trained on texts of this length")
+        None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest tokens "
+        "attend to, chosen again and again; snapkv, those that the prompt's end attends to; streaming, the first and "
+        "the newest. Without a retrieval level, which tokens the draft model keeps: streaming (default); snapkv, "
+        "`budget` of them; full. snapkv and full need a draft that was trained on texts of this length")
     chunk_size: int = option(8, "tokens that are retrieved together (default 8)", whole(1, 8), type=int)
     recent: float = option(
         0.25, "share of the view that goes to the newest tokens (default 0.25)",
@@ -401,8 +401,8 @@ class Placement(Options):
     dtype: str | torch.dtype | None = option(
         None, "float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
     compile: bool | str | None = option(
-        None, "wait until the steps are compiled. Default: on a GPU that is done beside the first run, which does not "
-        "wait, and kept for later ones; on a CPU it is not done. --no-compile: never, and no graphs either",
+        None, "wait until the steps are compiled. Default: on a GPU other processes compile them for later runs, and "
+        "nothing waits; on a CPU nothing is compiled. --no-compile: never compile, and record no graphs",
         one_of(True, False, "beside", wanted="True, False or 'beside'"), action=BooleanOptionalAction)
     max_seq_len: int | None = option(None, "most tokens of prompt and output (default: as needed)", whole(2, 4096),
                                      type=int)
@@ -418,10 +418,10 @@ class Placement(Options):
         None, "memory of the device for layers of an offloaded cache, in bytes or as a text: 20GiB")
     weights: str | None = option(
         None, "'fp8': the target's linear layers are rounded to fp8 as they are read, with a scale for each output "
-        "channel. They take a byte a weight, and the model is then the rounded one: its law and its bits are what is "
-        "promised. A GPU of compute capability 8.9 or later rounds their inputs, too, with a scale for each row, and "
-        "multiplies in fp8; elsewhere weights are widened as they are used. 'wide': weights that a checkpoint has in "
-        "fp8 are widened as they are read, which takes more memory, and less time where products are not in fp8. "
+        "channel. They take a byte a weight, and all promises hold for the rounded model. A GPU of compute capability "
+        "8.9 or later also rounds their inputs, with a scale for each row, and multiplies in fp8; elsewhere weights "
+        "are widened as they are used. 'wide': a checkpoint's fp8 weights are widened as they are read, which takes "
+        "more memory, and less time where products are not in fp8. "
         "Default: as the checkpoint has them", one_of("fp8", "wide", wanted="'fp8', 'wide', or left out"))
     draft_dtype: str | None = option(
         None, "'fp8': the retrieval level drafts with a copy of the target's weights in fp8. The output stays exact. "

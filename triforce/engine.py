@@ -119,10 +119,9 @@ class Engine:
             prompt: text (the tokenizer adds its own bos), a list of ids (taken as they are), a list of messages
                 {"role", "content"} (the chat template applies), or a list of such prompts, answered by a list.
             max_new_tokens: exactly so many, unless the text ends before.
-            prefix: what the prompts are questions about, see `prefill`. Its keys and values are read once for all of
-                them, and only the questions are computed.
-            num_samples: continuations of each prompt, with the seeds seed, seed + 1, ...: a list instead of each
-                result.
+            prefix: the document that the prompts are questions about, see `prefill`. Its keys and values are read once
+                for all prompts, and only the questions are computed.
+            num_samples: continuations of each prompt, with the seeds seed, seed + 1, ...; each result is then a list.
             options: see `stream`; those of `Sampling` may be lists, one value a prompt.
 
         Raises:
@@ -150,14 +149,13 @@ class Engine:
         """Computes the keys and values of a document, for any number of questions, samples or conversations about it.
 
         Args:
-            document: text, ids or a list of messages, as `generate` takes them. With messages, the last one of the
-                user is what the questions are about; what is computed is what the rendered prompts begin with in
-                common, whatever is asked.
-            chat_template, chat_template_kwargs: see `stream`. The questions have the same, unless they bring others.
+            document: text, ids or a list of messages, as `generate` takes them. With messages, a question ends the last
+                message, if it is the user's; the tokens that all rendered prompts begin with are computed.
+            chat_template, chat_template_kwargs: see `stream`. Questions use them; a question may bring other kwargs.
             on_progress: called with the share of the work that is done.
-            keep: a file that the prefix is saved to, each time that about `keep_every` tokens more are computed and at
-                the end. If it is there and has the beginning of this document, the prefill goes on from there: so one
-                that was broken off is not lost, and one of hours may be done in parts.
+            keep: a file that the prefix is saved to after about every `keep_every` tokens, and at the end. If the file
+                exists and has the beginning of this document, the prefill continues from it: so an interrupted one
+                is not lost, and a long one may be done in parts.
 
         Returns:
             a `Prefix`, which holds the memory for as long as it lives.
@@ -229,8 +227,8 @@ class Engine:
                stop_token_ids=None, ignore_eos: bool = False, speculate: bool = True, one_row: bool = False,
                logprobs: int | None = None, keep: str | None = None, chat_template: str | None = None,
                chat_template_kwargs: dict | None = None, on_prefill=None, on_decode=None, **options) -> "Stream":
-        """The same for one prompt, piece by piece: iterate for valid text, then read `.result`. Without a tokenizer
-        pieces are empty, one a round.
+        """Continues one prompt, piece by piece: iterate over the text, then read `.result`. Without a tokenizer pieces
+        are empty, one a round.
 
         Args:
             prefix: what the prompt is a question about; see `prefill`.
@@ -239,15 +237,13 @@ class Engine:
             stop_token_ids: ids that end the text as an end-of-text token does, with ignore_eos too: the token is kept
                 in `tokens`, and is no part of `text`.
             ignore_eos: go on after an end-of-text token.
-            speculate: False: padded steps as speculation has them, one token at a time: the same greedy bits, only
-                slower.
-            one_row: with speculate=False, unpadded steps: the fastest autoregression; the same law, other bits.
-            logprobs: give `Generation.logprobs`, an entry a token, with so many of the most probable tokens; 0: the
-                emitted ones alone. Each round then waits for the device a second time, and runs the output layer once
-                more.
-            keep: of a prompt that is too long for the model or max_seq_len, what is kept so that max_new_tokens fit:
-                the "start", the "end", or "both", half of it each. A bos at its start is kept. Of messages, the
-                template's own tokens are cut as the others are. None: such a prompt is an error.
+            speculate: False: one token at a time, in the padded steps of speculation: the same greedy bits, slower.
+            one_row: with speculate=False: unpadded steps, the fastest autoregression; same distribution, other bits.
+            logprobs: fills `Generation.logprobs`: an entry a token, with so many of the most probable tokens; 0: with
+                none of these. Each round then waits for the device a second time, and runs the output layer once more.
+            keep: which part is kept of a prompt that is too long for the model or max_seq_len beside max_new_tokens:
+                the "start", the "end", or "both", half of it each. A bos at its start is kept. Tokens of a chat
+                template are cut like others. None: such a prompt is an error.
             chat_template: a Jinja template in place of the checkpoint's.
             chat_template_kwargs: what the template reads besides the messages: {"enable_thinking": False} for Qwen3,
                 {"tools": [...]}.

@@ -23,7 +23,7 @@ class Stats:
     ttft: float = 0.0  # from the call to the first token: prefill and the first round
     prefill: float = 0.0  # of that: until the prompts were in the cache
     decode: float = 0.0  # after the first token
-    recording: float = 0.0  # of all: steps were warmed up, compiled pieces read, and graphs recorded
+    recording: float = 0.0  # of all, after the prefill: warming up steps and recording graphs
     tbt: float = 0.0  # `decode` per token emitted after the first round
     acceptance_rate: dict[str, float] = field(default_factory=dict)  # accepted / drafted, by the level that checks
     block_efficiency: float = 0.0  # tokens emitted per forward pass of the target over its full cache

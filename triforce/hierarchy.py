@@ -207,7 +207,7 @@ class Hierarchy:
         self.outer.limit[row].fill_(length)
 
     def close_row(self, row: int, length: int) -> None:
-        """Rounds emit nothing more for a row. Where steps are not recorded, it is not attended for any more, either."""
+        """Rounds emit nothing more for a row. On a CPU, in float32 and uncompiled, attention skips it, too."""
         self.limit(row, length)
         if not self._leaves_out:
             return

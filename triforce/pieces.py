@@ -170,10 +170,10 @@ class Loaded:
 
 
 class Pieces:
-    """The pieces of a folder, once all are compiled and loaded. That takes seconds, in which a short answer would have
-    ended. So a text runs them if they were loaded when it began, and else the next one does: the bits of a text do not
-    change in its midst. They are loaded by a thread, which shares Python's lock with whoever computes: `load` says from
-    when on, and `pause` stops it, before the next piece and not in the import of the compiler. It ends with its Pieces.
+    """The pieces of a folder, once all are compiled and loaded. A text runs them if they were loaded when it began, so
+    its bits do not change midway. A thread loads them. That takes seconds, and the thread shares Python's lock with
+    the computation: `load` says when it may go on, and `pause` stops it before the next piece, but not in the import of
+    the compiler. The thread ends with its Pieces.
 
     Args:
         common: given names that this rank found, says which of them all ranks found: they must compute alike.

@@ -1,7 +1,7 @@
-"""Chooses each round's plan, and says when a view is to be chosen anew: by what rounds brought, never by more.
+"""Chooses each round's plan, and says when to choose a view anew.
 
-What it learns from are tokens that were kept, first rejections, and times that do not depend on discarded tokens: so
-nothing that it decides can bias the output.
+It learns from kept tokens, first rejections, and times that do not depend on discarded tokens. So its decisions cannot
+bias the output.
 """
 
 import statistics

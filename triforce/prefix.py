@@ -45,13 +45,13 @@ class Keeping(NamedTuple):
 
 
 class Prefix:
-    """What `Engine.prefill` and `Engine.open` return, and what `prefix=` takes.
+    """A document with its keys and values: `Engine.prefill` and `Engine.open` return it, `prefix=` takes it.
 
     Attributes:
         tokens: ids of the whole document.
-        messages: what it was made of, if that was a list of messages; questions then go through the chat template.
-        store: keys and values of the first `num_shared` tokens, a whole number of flush intervals. Every conversation
-            computes the few that remain for itself. None: the document is shorter than a flush interval.
+        messages: what it was made of, or None; questions about messages go through the chat template.
+        store: keys and values of the first `num_shared` tokens, whole flush intervals. Each conversation computes the
+            few that remain. None: the document is shorter than a flush interval.
     """
 
     def __init__(self, engine: "Engine", tokens: list[int], store: PrefixStore | None, *,
@@ -127,12 +127,12 @@ class Prefix:
     def ids(self, question, chat_template_kwargs: dict | None = None) -> list[int]:
         """Ids of the document and a question about it.
 
-        Text and ids are encoded apart from the document and joined to it. With messages, the question is the end of
-        the last message of the user, or a message of its own, and the chat template joins them. A list of messages
-        is the whole conversation, which begins with those of the prefix.
+        Text and ids are encoded apart, and follow the document's ids. With messages, the question ends the user's last
+        message, or is a message of its own, and the chat template joins them. A list of messages is the whole
+        conversation, which begins with those of the prefix.
 
         Args:
-            chat_template_kwargs: replaces the prefix's. None: those.
+            chat_template_kwargs: in place of the prefix's. None: the prefix's.
         """
         engine, template = self.engine, self.chat_template
         variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs

@@ -1,5 +1,5 @@
-"""Where the commands begin, before PyTorch is imported. That takes seconds, and who interrupts it wants no traceback.
-What PyTorch reads from the environment when it is imported is set here."""
+"""Entry point of the commands, before PyTorch is imported. The import takes seconds, and Ctrl-C in it must give no
+traceback. What PyTorch reads from the environment at import is set here."""
 
 import contextlib
 import os
