@@ -219,7 +219,7 @@ def test_dtype(folder):
     edit(folder, torch_dtype=None)
     assert load_model(folder).dtype == torch.float32  # the file's
     edit(folder, torch_dtype="int4")
-    with pytest.raises(UserError, match="'int4' is not supported.*bfloat16"):
+    with pytest.raises(UserError, match="'int4' is unknown.*bfloat16"):
         load_model(folder)
 
 

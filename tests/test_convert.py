@@ -109,7 +109,7 @@ def test_faults(tmp_path):
     (tmp_path / "pytorch_model.bin").write_text("broken")
     with pytest.raises(UserError, match="pytorch_model.bin"):
         convert(tmp_path)
-    with pytest.raises(UserError, match="'int3' is not supported"):
+    with pytest.raises(UserError, match="'int3' is unknown"):
         convert(tmp_path, dtype="int3")
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "file").write_text("")

@@ -85,11 +85,7 @@ def find_draft(checkpoint: str | Path, draft) -> Path | None:
 
 def find_dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.dtype:
     """The dtype asked for; by default the checkpoint's on a GPU, float32 on a CPU."""
-    dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    name = dtype or (checkpoint_dtype or "float32" if device.type == "cuda" else "float32")
-    if name not in ckpt.DTYPES:
-        raise UserError(f"dtype {name!r} is unknown; use float32, float16 or bfloat16")
-    return ckpt.DTYPES[name]
+    return ckpt.parse_dtype(dtype or (checkpoint_dtype if device.type == "cuda" else None) or "float32")
 
 
 def check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig | None) -> ModelConfig | None:

@@ -54,10 +54,10 @@ class Prefix:
             few that remain. None: the document is shorter than a flush interval.
     """
 
-    def __init__(self, engine: "Engine", tokens: list[int], store: PrefixStore | None, *,
-                 messages: list[dict] | None = None, chat_template: str | None = None):
+    def __init__(self, engine: "Engine", tokens: list[int], store: PrefixStore | None):
         self.engine, self.tokens, self.store = engine, tokens, store
-        self.messages, self.chat_template = messages, chat_template
+        self.messages: list[dict] | None = None
+        self.chat_template: str | None = None
         self.chat_template_kwargs: dict | None = None
         self.num_read = 0  # tokens of it that a prefill found in a file
 

@@ -426,8 +426,7 @@ FAULTS = [
 
     # loading.py
     Fault("default-dtype", "loading.py",
-          'name = dtype or (checkpoint_dtype or "float32" if device.type == "cuda" else "float32")',
-          'name = dtype or checkpoint_dtype or "float32"', "test_loading.py", "a CPU computes in bfloat16, slowly"),
+          '(checkpoint_dtype if device.type == "cuda" else None)', "checkpoint_dtype", "test_loading.py", "a CPU computes in bfloat16, slowly"),
     Fault("load-eos", "loading.py", "eos_ids=ckpt.eos_token_ids(folder), folder", "eos_ids=(), folder",
           "test_loading.py",
           "no text ever ends by itself"),

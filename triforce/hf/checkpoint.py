@@ -135,11 +135,9 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """`bfloat16`, `torch.bfloat16` or `bf16` -> torch.bfloat16."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is not supported; choose one of float32, float16, bfloat16")
+        raise UserError(f"dtype {name!r} is unknown; use float32, float16 or bfloat16")
     return DTYPES[name]
 
 
