@@ -293,3 +293,24 @@ def test_a_file_of_prompts(tmp_path, capsys):
         file.write_text(text)
         assert cli.main(flags) == 2 and words in capsys.readouterr().err
     assert cli.main([*flags, "--prompt", "x"]) == 2 and "drop one" in capsys.readouterr().err
+
+
+def test_a_text_that_is_not_utf8_is_read_and_told(tmp_path, capsys):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9 au lait\r\nth\xe9\r\n")
+    assert cli.read_file("--prompt-file", str(path)) == "caf\ufffd au lait\nth\ufffd\n"
+    assert "latin.txt is not UTF-8 from byte 3 on: 2 characters are read as" in capsys.readouterr().err
+    path.write_bytes("\ufeffcaf\xe9\r\n".encode())
+    assert cli.read_file("--prompt-file", str(path)) == "caf\xe9\n" and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["--interactive", "--keep", "end"], "--interactive does not go with --keep; cut the document with --prompt-len"),
+    (["--num-samples", "2", "--compare"], "--num-samples does not go with --compare; drop one of them"),
+    (["--save-prefix", "{book}", "--prompt", "a"], "book.txt is there, and is no prefix file; give another name"),
+])
+def test_flags_that_do_not_go_together_are_named(flags, message, tmp_path, capsys):
+    book = tmp_path / "book.txt"
+    book.write_text("Call me Ishmael.")
+    assert cli.main([flag.format(book=book) for flag in flags]) == 2
+    assert message in capsys.readouterr().err and book.read_text() == "Call me Ishmael."

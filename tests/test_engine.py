@@ -16,6 +16,8 @@ from triforce.generation import RowOutput
 from triforce.hf.checkpoint import TINY
 from triforce.hf.tokenizer import Tokenizer
 
+SMALL = {"flush_interval": 16, "chunk_size": 4, "prefill_chunk_size": 64}
+
 TEXT = "The old man looked at the sea and said nothing. " * 40
 
 
@@ -659,3 +661,34 @@ def test_a_prompt_is_encoded_once_for_all_of_its_samples(tiny_engine, monkeypatc
     assert [one.stats.seed for samples in results for one in samples] == [5, 6, 7, 8, 9, 10]
     with pytest.raises(UserError, match="^the prompt is empty"):
         tiny_engine.generate("", num_samples=2)
+
+
+def test_a_generation_within_on_prefill():
+    """It takes over the caches: the first one is an error, and what comes after is right."""
+    engine, (a, b), inner = make_engine(*random_pair(), **SMALL), (random_prompt(300), random_prompt(300, seed=5)), []
+    expected = make_engine(*random_pair(), **SMALL).generate(a, 20, temperature=0.0).tokens
+
+    def on_prefill(share: float) -> None:
+        if not inner:
+            inner.append(engine.generate(b, 5, temperature=0.0))
+
+    with pytest.raises(UserError, match="within on_prefill"):
+        engine.generate(a, 20, temperature=0.0, on_prefill=on_prefill)
+    assert len(inner[0].tokens) == 5
+    for speculate in (True, False):
+        assert engine.generate(a, 20, temperature=0.0, speculate=speculate).tokens == expected
+
+
+def test_a_stream_that_is_left_behind_keeps_its_statistics():
+    engine = make_engine(*random_pair(), **SMALL)
+    stream = engine.stream(random_prompt(300), 40, temperature=0.0)
+    for _ in range(2):
+        next(stream)
+    before = stream.result.stats
+    for _ in range(2):
+        engine.generate(random_prompt(300, seed=5), 30, temperature=0.0)
+    after = stream.result.stats
+    stream.close()
+    assert stream.result.stats == after and before.target_forwards > 0
+    assert (after.target_forwards, after.flushes, after.new_tokens, after.reused_tokens) == (
+        before.target_forwards, before.flushes, before.new_tokens, before.reused_tokens)

@@ -73,6 +73,8 @@ def test_another_document_is_not_overwritten(pair, tmp_path):
     engine.prefill(DOCUMENT, keep=file)
     with pytest.raises(UserError, match="keeps another document: of its 700 tokens, the first 300 are those"):
         engine.prefill(DOCUMENT[:300] + random_prompt(400, seed=5), keep=file)
+    with pytest.raises(UserError, match="of its 700 tokens, the first 0 are those"):  # without a whole interval
+        engine.prefill(random_prompt(5, seed=5), keep=file)
     with pytest.raises(UserError, match="the first 650 are those"):
         engine.prefill(DOCUMENT[:650], keep=file)
     assert len(engine.open(file)) == 700
@@ -83,6 +85,14 @@ def test_another_document_is_not_overwritten(pair, tmp_path):
         engine.prefill(DOCUMENT, keep=file, keep_every=0)
     with pytest.raises(UserError, match="there is no folder"):
         engine.prefill(DOCUMENT, keep=tmp_path / "no" / "book.prefix")
+
+
+def test_a_file_of_other_intervals(pair, tmp_path):
+    file, wide = tmp_path / "book.prefix", {**SETTINGS, "flush_interval": 64, "budget": 128}
+    kept = make_engine(*pair, **SETTINGS).prefill(DOCUMENT, keep=file)
+    engine = make_engine(*pair, **wide)
+    book = engine.prefill(DOCUMENT, keep=file)
+    assert 0 < book.num_read == book.num_shared < kept.num_shared and len(engine.open(file)) == len(DOCUMENT)
 
 
 def test_the_command_line(tmp_path, capsys):

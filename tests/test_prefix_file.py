@@ -488,3 +488,27 @@ def test_a_living_writers_file_is_left_alone(saved):
 
     save(saved, layers(), source=source)
     assert same(load(saved), layers(seed=1)) and leftovers(saved.parent) == []
+
+
+def test_what_a_file_replaces(tmp_path):
+    """Another prefix file, whole or not, and an empty file; nothing else."""
+    def put(path):
+        write(path, {}, [1, 2, 3], lambda i: torch.zeros(2, 1, 0, 8), num_layers=1, n_kv_head=1, length=0, head_dim=8,
+              dtype=torch.float32, heads=range(1))
+
+    book, pipe, cut = tmp_path / "book.txt", tmp_path / "pipe", tmp_path / "cut.prefix"
+    book.write_text("Call me Ishmael.")
+    with pytest.raises(UserError, match="book.txt is there, and is no prefix file; give another name, or remove it"):
+        put(book)
+    assert book.read_text() == "Call me Ishmael."
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="pipe is no regular file"):
+        put(pipe)
+    assert pipe.is_fifo()
+    (tmp_path / "empty.prefix").touch()
+    put(cut)
+    cut.write_bytes(cut.read_bytes()[:100])
+    for path in (tmp_path / "empty.prefix", cut, cut):
+        put(path)
+        with PrefixReader(path) as reader:
+            assert reader.tokens == [1, 2, 3]

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import assert_view_holds_its_selection, make_engine, random_prompt, slow
+from conftest import assert_view_holds_its_selection, make_engine, random_pair, random_prompt, slow
 
 from triforce import UserError, caches
 from triforce.config import Settings
@@ -554,3 +554,13 @@ def test_messages_are_saved_with_their_document(tiny, tmp_path):
     opened = tiny.open(tmp_path / "book.prefix")
     assert opened.messages == messages and opened.chat_template == TEMPLATE
     assert same(*(tiny.generate("Who?", prefix=one, **LAW) for one in (book, opened)))
+
+
+def test_a_view_is_no_larger_than_a_row_has_room_for():
+    engine = make_engine(*random_pair(), **{**SETTINGS, "budget": 40_000})
+    for _ in range(2):
+        engine.generate(random_prompt(300), 8)
+        assert engine.caches.state.budget == 1024 == engine.caches.state.capacity
+        state = engine.caches.state
+    engine.generate(random_prompt(300, seed=5), 8)
+    assert engine.caches.state is state  # and is used again

@@ -3,9 +3,11 @@
 Knows nothing of tensors: it reads files, calls the engine, and prints.
 """
 
+import itertools
 import json
 from dataclasses import asdict
 
+from . import prefix_file
 from .chat import Chat
 from .config import whole
 from .errors import UserError
@@ -23,9 +25,16 @@ def wanted(args) -> bool:
 
 def check(args, ranks: int) -> None:
     """Raises UserError for flags that do not go together."""
-    if args.prompts is not None or args.compare or args.show_levels or args.keep:
-        raise UserError("--questions, --interactive, --num-samples, --system, --prefix and --save-prefix go with "
-                        "neither --prompts, --compare, --show-levels nor --keep; drop one of them")
+    flags = {"--questions": args.questions, "--interactive": args.interactive, "--num-samples": args.num_samples,
+             "--system": args.system, "--prefix": args.prefix, "--save-prefix": args.save_prefix}
+    others = {"--prompts": args.prompts, "--compare": args.compare, "--show-levels": args.show_levels,
+              "--keep": args.keep}
+    for flag, other in itertools.product(*([name for name, value in some.items() if value not in (None, False)]
+                                           for some in (flags, others))):
+        remedy = "cut the document with --prompt-len" if other == "--keep" else "drop one of them"
+        raise UserError(f"{flag} does not go with {other}; {remedy}")
+    if args.save_prefix:
+        prefix_file.check_target(args.save_prefix)  # before hours of work
     if args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system or args.chat):
         raise UserError("--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file, "
                         "--system and --chat")

@@ -7,6 +7,7 @@ An engine keeps one `State`, and the `Prefix` that its rows share, if they do. T
 - prompts begin with what the State holds or shares, and another State is needed: the new one shares it.
 """
 
+import contextlib
 import gc
 import logging
 import math
@@ -27,7 +28,7 @@ from .kv.offload import Offload
 from .kv.prefix import PrefixStore
 from .kv.target import TargetCache
 from .packed import packs
-from .parallel import agreed
+from .parallel import agreed, together
 from .pieces import Pieces
 from .prefix import Keeping, Prefix, common_length
 from .prefix_file import PrefixReader
@@ -231,16 +232,18 @@ class Caches:
     @torch.inference_mode()
     def compute(self, tokens: list[int], on_progress=None, keeping: Keeping | None = None) -> Prefix:
         """Keys and values of a text, whole intervals of it. keeping: in a file, stretch by stretch."""
-        length = self._whole(len(tokens))
-        if length == 0:
-            return Prefix(self.engine, tokens, None)
-        cache = self._allocate(length)
-        store, start, num_read = cache.prefix, 0, 0
-        if keeping is not None:
-            with keeping.begun(tokens, self.engine.identity(), self.target.group) as reader:
-                if reader is not None and self._whole(reader.length):
-                    self._fill(store, reader)
-                    start = num_read = store.lens[0]
+        length, start, num_read = self._whole(len(tokens)), 0, 0
+        kept = contextlib.nullcontext() if keeping is None else keeping.begun(tokens, self.engine.identity(),
+                                                                              self.target.group)
+        with kept as reader:
+            if length == 0:
+                return Prefix(self.engine, tokens, None)
+            # What a file holds may be more: whole intervals of another engine.
+            cache = self._allocate(length if reader is None else max(length, reader.length))
+            store = cache.prefix
+            if reader is not None and self._whole(reader.length):
+                self._fill(store, reader)
+                start = num_read = store.lens[0]
         # Whole chunks of a prefill: so the numbers are those of one that was done in one go.
         unit = math.lcm(self.settings.prefill_chunk_size, self.settings.flush_interval)
         stretch = length if keeping is None else -(-keeping.every // unit) * unit
@@ -325,7 +328,7 @@ class Caches:
         if state is None or state.batch != len(ids) or state.capacity < needed:
             return False
         same = self.prefix is None if shared is None else shared.is_same(self.prefix)
-        if not same or state.budget == self.engine.resolve_budget(max(map(len, ids))):
+        if not same or state.budget == self._budget(ids, state.capacity):
             return same
         # A view that is not the user's choice need not grow with every turn of a conversation.
         return self.settings.budget is None and (state.base > 0 or self._held(ids) > 0)
@@ -344,7 +347,7 @@ class Caches:
         self.state = None
         if old is None:
             self.release()  # before the new ones are planned
-        budget, resident = self._plan(settings, batch, base, capacity, self.engine.resolve_budget(max(map(len, ids))))
+        budget, resident = self._plan(settings, batch, base, capacity, self._budget(ids, capacity))
         sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.engine.vocab_size}
         # The same bytes a second time: only where they are a small part of what is free.
         config = self.target.config
@@ -372,6 +375,11 @@ class Caches:
             self._row_units[size] = row_unit(self.target, *size, self.placement.compile is not False)
         return self._row_units[size]
 
+    def _budget(self, ids: list[list[int]], capacity: int) -> int:
+        """Tokens of a view, at most as many as a row has room for."""
+        chunk, least = self.settings.chunk_size, self.settings.flush_interval + 2 * self.settings.chunk_size
+        return min(self.engine.resolve_budget(max(map(len, ids))), max(-(-capacity // chunk) * chunk, least))
+
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _plan(self, settings: Settings, batch: int, base: int, capacity: int, budget: int) -> tuple[int, int | None]:
@@ -388,9 +396,10 @@ class Caches:
             least = sum(part.bytes for part in self._parts(settings, batch, base, capacity, VIEWS[0], resident))
             share = max(free - least, 0) / (needed - least)  # all that grows with a view, grows in proportion
             budget = max(view for view in VIEWS if view <= VIEWS[0] + share * (budget - VIEWS[0]))
-            parts = self._parts(settings, batch, base, capacity, budget, resident)
+        budget = agreed(self.target.group, budget)
+        parts = self._parts(settings, batch, base, capacity, budget, resident)
         self._check(parts, capacity, resident, batch, is_shared=base > 0)
-        return agreed(self.target.group, budget), resident
+        return budget, resident
 
     def _check(self, parts: list[memory.Part], capacity: int, resident: int | None, batch: int = 1,
                is_shared: bool = False) -> None:
@@ -399,11 +408,16 @@ class Caches:
         count = 0 if resident is None or is_shared else config.n_layer - resident
         host = memory.host_part(config, count, batch=batch, capacity=capacity, dtype=self.target.dtype)
         of_no_use = ("--batch-size",) if batch == 1 else ()
-        if self.device.type == "cpu":  # the same memory, wherever a layer lies
-            memory.check([host, *parts], self.device, (*of_no_use, "--offload", "--num-resident-layers"))
-        else:
-            memory.check(parts, self.device, of_no_use)
-            memory.check([host], torch.device("cpu"), of_no_use)
+
+        def check() -> None:
+            if self.device.type == "cpu":  # the same memory, wherever a layer lies
+                memory.check([host, *parts], self.device, (*of_no_use, "--offload", "--num-resident-layers"))
+            else:
+                memory.check(parts, self.device, of_no_use)
+                memory.check([host], torch.device("cpu"), of_no_use)
+
+        with together(self.target.group) as do:  # one GPU may have less memory free than another
+            do(check)
         if resident is not None and not is_shared:
             log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", resident, config.n_layer, self.device,
                      host.bytes / 2**30)

@@ -6,6 +6,7 @@ Knows nothing of tensors: it reads flags and files, calls the engine, and prints
 import argparse
 import dataclasses
 import importlib
+import io
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from .show import as_ansi, legend
 
 DEFAULT_PROMPT_LEN = 16_384
 LONG_DOCUMENT = 200_000  # characters
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CHECKED_TOKENS = 64  # of the greedy comparison
 ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",
            "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
@@ -111,7 +113,7 @@ def parser() -> Parser:
                       "proposed it (elsewhere with FORCE_COLOR=1)")
     text.add_argument("--logprobs", type=int, metavar="K", help="with --json or --prompts: log-probabilities of each "
                       "token, and of the K most probable ones in its place")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    p.add_argument("--json", action="store_true", help="print JSON instead of the text: an object for each answer")
     return p
 
 
@@ -277,15 +279,26 @@ def _is_piped() -> bool:
 
 
 def _read_stdin() -> str:
-    sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")  # as a file is read
-    return sys.stdin.read()
+    return decoded("standard input", sys.stdin.buffer.read())
 
 
 def read_file(flag: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig", errors="replace")
+        data = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
+    return decoded(f"{flag} {path}", data)
+
+
+def decoded(what: str, data: bytes) -> str:
+    """A text, with line ends as Python reads them. Says so if it is not UTF-8."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        text = data.decode("utf-8-sig", errors="replace")
+        print(f"{what} is not UTF-8 from byte {error.start:,} on: {text.count(REPLACEMENT):,} characters are read as "
+              f"{REPLACEMENT}; convert it with iconv", file=sys.stderr)
+    return io.StringIO(text, newline=None).read()
 
 
 def read_prompts(path: str) -> list[dict]:

@@ -85,6 +85,7 @@ class Engine:
         self.caches = Caches(self, Models(target, draft, drafting), settings)
         self.threads = Threads(target.device, interval=self.settings.flush_interval)
         self._serving: Session | None = None  # whom the state belongs to
+        self._num_prepared = 0  # calls of `prepare`
         self._lock = threading.RLock()  # held by the thread that computes
         self._folder, self._identity = folder, None
 
@@ -403,6 +404,8 @@ class Engine:
     def _decode(self, session: Session, request: "Request") -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
         with self._lock, self.threads.working():
+            if self._serving is not None:
+                self._serving.close()  # a stream that is left behind: its statistics are those of its own rounds
             self._serving = session
             on_prefill = self.threads.between(request.on_prefill)
             session.state = state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
@@ -433,6 +436,7 @@ class Engine:
             prefix: what the prompts begin with.
             sampling: the fields of `Sampling`.
         """
+        self._num_prepared = mine = self._num_prepared + 1
         self.caches.begin()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -446,6 +450,10 @@ class Engine:
             state.reused = min(map(len, ids)) - 1
             return state
         self.caches.fill(state, ids, max_new_tokens, on_prefill)
+        if self._num_prepared != mine:
+            state.reset()  # it has tokens of two prompts
+            raise UserError("another generation has begun on this engine within on_prefill; begin it afterwards, or "
+                            "load a second engine")
         state.begin(max_new_tokens, plan, padding)
         state.prompts = ids
         return state

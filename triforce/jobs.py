@@ -15,6 +15,7 @@ from .config import Placement, Settings
 from .graphs import Compiler
 from .kept import Folder, machine
 from .model import ModelConfig, Transformer
+from .parallel import together
 from .pieces import Pieces
 from .state import tape_length
 from .tape import Tape
@@ -114,7 +115,8 @@ def find_compiler(models: Models, settings: Settings, place: Placement, sizes: d
     if not pieces.complete:
         if wait:
             log.info("compiling the steps, once for this machine (kept in %s) ...", folder.path)
-        start(make_job(models, settings, place, sizes, folder, base, streams), wait)
+        with together(target.group) as do:  # ranks compile for themselves, and one may have more to do
+            do(lambda: start(make_job(models, settings, place, sizes, folder, base, streams), wait))
         if wait:
             pieces.look()
     if wait:

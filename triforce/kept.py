@@ -78,7 +78,8 @@ class Folder:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._say(f"cannot read {self.path / name}: {error.strerror}")
+            self._say(f"cannot read {self.path / name}: {error.strerror}; set TRIFORCE_CACHE to a folder that can be "
+                      "read and written")
             return None
         if hashlib.sha256(data[DIGEST:]).digest() != data[:DIGEST]:
             self._say(f"{self.path / name} is damaged; it will be made anew")

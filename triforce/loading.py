@@ -11,7 +11,7 @@ from .errors import UserError
 from .hf import checkpoint as ckpt
 from .hf.tokenizer import Tokenizer
 from .model import ModelConfig
-from .parallel import Group, shard_config, subgroup
+from .parallel import Group, shard_config, subgroup, together
 from .quantize import check_fp8, fp8_bytes, fp8_copy
 
 
@@ -50,7 +50,8 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     if place.draft_dtype:
         check_fp8(config, device)
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))
-    memory.check(parts, device)
+    with together(group) as do:  # one GPU may have less memory free than another
+        do(lambda: memory.check(parts, device))
     warming = warm_up.begin(local, draft_config, resolved, dtype, device, sum(part.bytes for part in parts))
 
     tokenizer = Tokenizer(folder)

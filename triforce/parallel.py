@@ -60,7 +60,7 @@ class Group:
 
     def common(self, names: set[str]) -> set[str]:
         """The names that all ranks have. Waits for all of them."""
-        boxes: list = [None] * self.size
+        boxes: list = [None] * dist.get_world_size()
         dist.all_gather_object(boxes, names)
         return set.intersection(*boxes)
 
@@ -158,7 +158,8 @@ def read_first(group: Group | None, read):
 
 @contextlib.contextmanager
 def together(group: Group | None) -> Iterator[Callable[[Callable], list]]:
-    """For work that each rank does at its own pace, on files say: gives a function that runs it on every rank.
+    """For work that may take or fail on each rank as it will: files, free memory. Gives a function that runs it on
+    every rank.
 
     The function returns the results of all ranks, in their order, and waits for them however long they take. If the
     work fails on one rank, all raise: that one its error, the others a UserError or RuntimeError with the same text.
@@ -173,7 +174,7 @@ def together(group: Group | None) -> Iterator[Callable[[Callable], list]]:
             result = work()
         except Exception as found:
             error = found
-        boxes: list = [None] * group.size
+        boxes: list = [None] * dist.get_world_size(waiting)
         failure = None if error is None else (isinstance(error, UserError), f"{error}" or type(error).__name__)
         dist.all_gather_object(boxes, (result, failure), group=waiting)
         if error is not None:
