@@ -62,7 +62,7 @@ def test_questions_are_answered_over_one_document(folder, capsys):
     (["--prefix", "no-such"], "no-such"),
     (["--prefix", "no-such", "--prompt-len", "100"], "--prompt-len (100) cuts a text"),
     (["--interactive", "--question", "x"], "asks for the questions itself"),
-    (["--prompts", "x", "--num-samples", "2"], "neither --prompts"),
+    (["--prompts", "x", "--num-samples", "2"], "--num-samples does not go with --prompts"),
     (["--prompt", "x", "--system", "Be brief."], "no chat template"),
 ])
 def test_what_does_not_go_together(flags, error, capsys):
