@@ -31,6 +31,10 @@ def test_budgets_that_are_given(pair):
     engine = engine_of(pair, budget=0.25)
     assert [engine.resolve_budget(length) for length in (8, 1000, 1001, 10_000)] == [24, 252, 252, 2500]
     assert make_engine(pair[0], retrieval=False).resolve_budget(1000) == 0
+    for budget in (5000, 0.9):  # no more than a row has room for, in whole chunks
+        settings = make_engine(*pair, budget=budget).settings
+        chunk = settings.chunk_size
+        assert settings.view_tokens(5000, room=1001) == -(-1001 // chunk) * chunk < settings.view_tokens(5000)
 
 
 def test_buffers_are_those_of_the_budget(pair):

@@ -376,9 +376,8 @@ class Caches:
         return self._row_units[size]
 
     def _budget(self, ids: list[list[int]], capacity: int) -> int:
-        """Tokens of a view, at most as many as a row has room for."""
-        chunk, least = self.settings.chunk_size, self.settings.flush_interval + 2 * self.settings.chunk_size
-        return min(self.engine.resolve_budget(max(map(len, ids))), max(-(-capacity // chunk) * chunk, least))
+        """Tokens of a view."""
+        return self.settings.view_tokens(max(map(len, ids)), self.placement.offload, capacity)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

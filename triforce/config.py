@@ -357,20 +357,22 @@ class Settings(Options):
             raise UserError(f"tree_size ({size}) must be at least twice block_size ({block}), so that branches have "
                             f"room beside the chain; try {wanted}a block_size of {max(size // 8, 4)}")
 
-    def view_tokens(self, prompt_len: int, offload: bool | str = False) -> int:
-        """Tokens of the view that drafts, for a prompt; 0 without one."""
+    def view_tokens(self, prompt_len: int, offload: bool | str = False, room: int | None = None) -> int:
+        """Tokens of the view that drafts, for a prompt; 0 without one. room: tokens that a row can hold; a view that
+        holds them all is large enough."""
         if not self.has_view:
             return 0
         chunk, smallest = self.chunk_size, self.flush_interval + 2 * self.chunk_size
+        whole = math.inf if room is None else max(-(-room // chunk) * chunk, smallest)
         if isinstance(self.budget, int):
-            return self.budget
+            return min(self.budget, whole)
         if self.budget is None:
             # Beside a verify that streams from the host, a dearer step that is right more often pays.
             share, most = (16, 8192) if offload else (32, 4096)
             budget = min(max(-(-prompt_len // share // 256) * 256, 1024), most)
         else:
             budget = int(self.budget * prompt_len)
-        return max(-(-budget // chunk) * chunk, smallest)
+        return min(max(-(-budget // chunk) * chunk, smallest), whole)
 
 
 def split_view(budget: int, chunk_size: int, flush_interval: int, recent: float = 0.25) -> tuple[int, int]:

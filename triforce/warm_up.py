@@ -59,7 +59,7 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
     configs = [None if config is None else _layer(config) for config in (target, draft)]
     room = 16 * settings.block_size
     length = min(length, target.max_len - room)
-    sizes = {"batch": 1, "capacity": length + room, "budget": settings.view_tokens(length),
+    sizes = {"batch": 1, "capacity": length + room, "budget": settings.view_tokens(length, room=length),
              "vocab_size": min(config.vocab_size for config in configs if config is not None)}
     parts = memory.weight_parts(*configs, dtype) + memory.state_parts(*configs, settings, dtype=dtype, device=device,
                                                                       **sizes)

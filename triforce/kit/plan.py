@@ -112,7 +112,7 @@ def way(job: Job, machine: Machine, ranks: int = 1, offload: bool | str = False,
         parts.append(Part("fp8 copy for drafting", fp8_bytes(target), ("no --draft-dtype",)))
     needed = needed_tokens(job.prompt_len + job.max_new_tokens, resolved, place.max_seq_len)
     capacity = usual_capacity(needed, place.max_seq_len)
-    budget = resolved.view_tokens(job.prompt_len, offload)
+    budget = resolved.view_tokens(job.prompt_len, offload, capacity)
     vocab_size = min(config.vocab_size for config in (job.target, job.draft) if config is not None)
     sizes = {"batch": job.rows, "capacity": capacity}
 
