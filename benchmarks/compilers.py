@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from harness import read_text, report, run_or_plot  # noqa: E402
+from harness import device_name, read_text, report, run_or_plot  # noqa: E402
 from steps import milliseconds  # noqa: E402
 
 import triforce  # noqa: E402
@@ -50,7 +50,7 @@ def run(args) -> None:
         with tempfile.TemporaryDirectory() as cache:
             for process in ("first", "later"):
                 row = start(way, cache)
-                machine = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "date":
+                machine = {"device": device_name(), "date":
                            str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint,
                            "context": args.context}
                 report(f"{way}, {process} process", {"way": way, "process": process, **row}, machine, args.out)

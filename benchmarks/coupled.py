@@ -16,7 +16,6 @@ embedded pair by default: its acceptance is that of a small model which was trai
 """
 
 import argparse
-import platform
 import statistics
 import sys
 from collections import Counter
@@ -32,7 +31,7 @@ from triforce.tape import FULL
 from triforce.tree import Chances, likeliest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from harness import read_prompts, report, run_or_plot  # noqa: E402
+from harness import device_name, read_prompts, report, run_or_plot  # noqa: E402
 from steps import milliseconds  # noqa: E402
 
 LEAVES = {"leaves": 1, "leaves_inner": 3}
@@ -63,10 +62,6 @@ def run(args) -> None:
                     row = {"rule": way, "gamma": gamma, **draws(engine, prompts[0])}
                     report(f"{way}, gamma {gamma}: a draw", row, machine, args.out)
                 engine.release()
-
-
-def device_name(device: str | None) -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() and device != "cpu" else platform.machine()
 
 
 def load(way: str, gamma, args, group):

@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from harness import pyplot, read_rows, read_text, report, run_or_plot, save, starter  # noqa: E402
+from harness import device_name, pyplot, read_rows, read_text, report, run_or_plot, save, starter  # noqa: E402
 
 PARTS = ("load", "prefill", "preparing", "decode")
 PATIENCE = 180  # seconds for the processes that compile
@@ -104,7 +104,7 @@ def peer(args, context: int, new: int, folder: str) -> dict:
 
 
 def run(args) -> None:
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    where = device_name()
     machine = {"device": where, "torch": torch.__version__, "date": str(date.today()), "checkpoint": args.checkpoint,
                "widened": args.widened, "flags": " ".join(args.flags)}
     for gpus in args.gpus:

@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from first_run import wait_for_compiling  # noqa: E402
-from harness import append, read_rows, read_text, run_or_plot, starter  # noqa: E402
+from harness import append, device_name, read_rows, read_text, run_or_plot, starter  # noqa: E402
 
 from triforce.start import ALLOCATOR, GROWING  # noqa: E402
 
@@ -62,12 +62,12 @@ def process(args, text: Path, share: float, speculate: bool, cache: str) -> dict
     """A fresh process, and when so many tokens were there: seconds from its start, and from the end of its prefill."""
     options = {"offload": args.offload} | ({"draft": args.draft} if args.draft else {})
     options |= {"retrieval": False} if args.wrong else {}
-    script, told = text.with_name("process.py"), text.with_name("job.json")
+    script, order = text.with_name("process.py"), text.with_name("job.json")
     script.write_text(PROCESS)
-    told.write_text(json.dumps({"root": str(ROOT), "checkpoint": args.checkpoint, "text": str(text), "context":
+    order.write_text(json.dumps({"root": str(ROOT), "checkpoint": args.checkpoint, "text": str(text), "context":
                                 args.context, "new": max(args.new), "share": share, "speculate": speculate,
                                 "options": options, "wrong": args.wrong, "begun": time.time()}))
-    done = subprocess.run([*starter(args.gpus), str(script), str(told)], capture_output=True, text=True,
+    done = subprocess.run([*starter(args.gpus), str(script), str(order)], capture_output=True, text=True,
                           stdin=subprocess.DEVNULL, env={**os.environ, ALLOCATOR: GROWING, "TRIFORCE_CACHE": cache})
     if done.returncode:
         raise SystemExit(f"a process ended with {done.returncode}: {done.stderr[-600:]}")
@@ -79,7 +79,7 @@ def process(args, text: Path, share: float, speculate: bool, cache: str) -> dict
 
 
 def run(args) -> None:
-    machine = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "date":
+    machine = {"device": device_name(), "date":
                str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint, "context": args.context,
                "wrong": args.wrong, "empty": args.empty, "offload": args.offload, "gpus": args.gpus}
     rows = []

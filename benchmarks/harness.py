@@ -57,6 +57,11 @@ def starter(gpus: int) -> list[str]:
     return [sys.executable] + ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus)] * (gpus > 1)
 
 
+def device_name(device: str | None = None) -> str:
+    """Of the GPU, unless there is none or `device` is "cpu"."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() and device != "cpu" else "CPU"
+
+
 def cap_memory(gib: float | None) -> None:
     """Lets this process allocate no more of the GPU. None: all of it."""
     if gib:

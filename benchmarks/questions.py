@@ -207,6 +207,8 @@ def plot(path: str) -> None:
     figure, axes = plt.subplots(figsize=(9, 0.5 * len(settings) + 2.2))
     for what, marker in DOTS.items():
         shown = [(times[what], y) for y, times in enumerate(settings.values()) if what in times]
+        if not shown:
+            continue
         for ms, y in shown:
             axes.annotate(f"{ms:.2g}" if ms < 100 else f"{ms:.0f}", (ms, y), (0, 7), fontsize=7,
                           textcoords="offset points", ha="center")

@@ -1,5 +1,6 @@
 """Benchmarks that have no tests of their own run on the embedded pair, and write the rows that they promise."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -37,6 +38,19 @@ def test_it_writes_its_rows(command, key, expected, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row.get(key) for row in rows} == expected
+
+
+def test_a_plot_of_questions_shows_what_was_asked(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    questions, figures = importlib.import_module("questions"), []
+    monkeypatch.setattr(questions, "save", lambda figure, *_: figures.append(figure))
+    row = {"ms_a_token": 2.0, "shape": None, "checkpoint": "tiny", "offload": False, "gpus": 1}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"what": what, **row}) + "\n" for what in ("prefill", "one by one")))
+    questions.plot(path)
+    [axes] = figures[0].axes
+    assert [line.get_label() for line in axes.lines] == ["one by one"]
 
 
 @pytest.mark.slow

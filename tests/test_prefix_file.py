@@ -501,6 +501,9 @@ def test_what_a_file_replaces(tmp_path):
     with pytest.raises(UserError, match="book.txt is there, and is no prefix file; give another name, or remove it"):
         put(book)
     assert book.read_text() == "Call me Ishmael."
+    book.write_text("Ahab")  # shorter than what tells a prefix file
+    with pytest.raises(UserError, match="book.txt is there, and is no prefix file"):
+        put(book)
     os.mkfifo(pipe)
     with pytest.raises(UserError, match="pipe is no regular file"):
         put(pipe)

@@ -3,7 +3,6 @@
 Knows nothing of tensors: it reads files, calls the engine, and prints.
 """
 
-import itertools
 import json
 from dataclasses import asdict
 
@@ -23,14 +22,17 @@ def wanted(args) -> bool:
                 or args.system)
 
 
+def first_given(args, *names: str) -> str | None:
+    """The first of these flags that was given."""
+    given = (name for name in names if getattr(args, name) is not None and getattr(args, name) is not False)
+    return next((f"--{name.replace('_', '-')}" for name in given), None)
+
+
 def check(args, ranks: int) -> None:
     """Raises UserError for flags that do not go together."""
-    flags = {"--questions": args.questions, "--interactive": args.interactive, "--num-samples": args.num_samples,
-             "--system": args.system, "--prefix": args.prefix, "--save-prefix": args.save_prefix}
-    others = {"--prompts": args.prompts, "--compare": args.compare, "--show-levels": args.show_levels,
-              "--keep": args.keep}
-    for flag, other in itertools.product(*([name for name, value in some.items() if value not in (None, False)]
-                                           for some in (flags, others))):
+    other = first_given(args, "prompts", "compare", "show_levels", "keep")
+    if other is not None:
+        flag = first_given(args, "questions", "interactive", "num_samples", "system", "prefix", "save_prefix")
         remedy = "cut the document with --prompt-len" if other == "--keep" else "drop one of them"
         raise UserError(f"{flag} does not go with {other}; {remedy}")
     if args.save_prefix:

@@ -328,7 +328,7 @@ class Caches:
         if state is None or state.batch != len(ids) or state.capacity < needed:
             return False
         same = self.prefix is None if shared is None else shared.is_same(self.prefix)
-        if not same or state.budget == self._budget(ids, state.capacity):
+        if not same or state.budget == self.engine.resolve_budget(max(map(len, ids)), state.capacity):
             return same
         # A view that is not the user's choice need not grow with every turn of a conversation.
         return self.settings.budget is None and (state.base > 0 or self._held(ids) > 0)
@@ -347,7 +347,8 @@ class Caches:
         self.state = None
         if old is None:
             self.release()  # before the new ones are planned
-        budget, resident = self._plan(settings, batch, base, capacity, self._budget(ids, capacity))
+        budget = self.engine.resolve_budget(max(map(len, ids)), capacity)
+        budget, resident = self._plan(settings, batch, base, capacity, budget)
         sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.engine.vocab_size}
         # The same bytes a second time: only where they are a small part of what is free.
         config = self.target.config
@@ -374,10 +375,6 @@ class Caches:
         if size not in self._row_units:
             self._row_units[size] = row_unit(self.target, *size, self.placement.compile is not False)
         return self._row_units[size]
-
-    def _budget(self, ids: list[list[int]], capacity: int) -> int:
-        """Tokens of a view."""
-        return self.settings.view_tokens(max(map(len, ids)), self.placement.offload, capacity)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import glob
 import json
 import os
 import secrets
-import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -74,16 +73,18 @@ def write(path: str | Path, about: dict, tokens: list[int], source: Callable[[in
 
 
 def check_target(path: str | Path) -> None:
-    """Raises UserError if the name belongs to something that a prefix may not replace: all but a prefix file, whole or
-    not, and an empty file."""
+    """Raises UserError if there is no folder for the name, or if it belongs to something that a prefix may not replace:
+    all but a prefix file, whole or cut, and an empty file."""
     path = Path(path).expanduser()
-    with contextlib.suppress(OSError):  # nothing is there, or nothing that can be read: see `write`
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise UserError(f"{path} is no regular file; give another name")
-        with open(path, "rb") as file:
-            begin = file.read(8 + len(form.MAGIC))
-        if begin and not form.MAGIC.startswith(begin[8:]):
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give the name of a file in it, such as {path / 'document.prefix'}")
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no regular file; give another name")
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # nothing is there, or `write` meets the same
+        begin = file.read(8 + len(form.MAGIC))
+        if begin and (len(begin) <= 8 or not form.MAGIC.startswith(begin[8:])):
             raise UserError(f"{path} is there, and is no prefix file; give another name, or remove it")
 
 
@@ -113,10 +114,6 @@ def _beside(path: Path, needed: int) -> Iterator[Path]:
 
     Its writer holds a lock on it, which the system takes from a dead one: so leftovers are known, and removed.
     """
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give the name of a file in it, such as {path / 'document.prefix'}")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}; make it first")
     check_target(path)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(OSError), open(left, "rb") as file:
