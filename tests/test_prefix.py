@@ -24,7 +24,9 @@ DOCUMENT = random_prompt(200)
 PROMPTS = [DOCUMENT + random_prompt(count, seed=seed) for seed, count in enumerate((3, 40, 12))]
 BASE = 192  # of flush intervals of 16
 KINDS = {"resident": {}, "offloaded": {"num_resident_layers": 1, "piece_tokens": 48}, "packed": {"pack": True},
+         "packed in part": {"pack": True, "num_resident_layers": 1, "piece_tokens": 48},
          "snapkv": {"draft_cache": "snapkv"}, "draft alone": {"retrieval": False}}
+FAST = {"packed", "offloaded", "packed in part"}
 
 
 def digest(store) -> str:
@@ -47,7 +49,7 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("kind", ["packed", "offloaded", *slow(*sorted(KINDS.keys() - {"packed", "offloaded"}))])
+@pytest.mark.parametrize("kind", [*FAST, *slow(*sorted(KINDS.keys() - FAST))])
 def test_greedy_bits_of_rows_over_a_shared_prefix(pair, kind, calls, monkeypatch):
     """The same with speculation on and off; the tokens are those of rows that share nothing; the document's keys and
     values stay what they were. Rows flush, at different times."""
@@ -55,7 +57,9 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(pair, kind, calls, monkeypatch
     made = {"keep_logits": True, "max_new_tokens": 60, **KINDS[kind]}
     state = make_state(*pair, PROMPTS, base=BASE, **made)
     shared = state.cache.prefix.shared
-    assert (shared.packed is not None) == (kind == "packed") and (shared.offload is not None) == (kind == "offloaded")
+    num_packed = None if shared.packed is None else len(shared.packed)
+    assert num_packed == {"packed": 2, "packed in part": 1}.get(kind)
+    assert (shared.offload is not None) == ("num_resident_layers" in KINDS[kind])
     before, state_before = digest(shared), state.num_flushes
     on = bits_of_rows(state, 36)
     assert calls and min(calls) >= len(PROMPTS) and state.num_flushes > state_before

@@ -215,9 +215,9 @@ def over_shared(prefix: PrefixStore, i: int, q: Tensor, compiled=eager, on_piece
     on_piece: see `TargetBlock`.
     """
     shared, base, merged = prefix.shared, prefix.base, compiled(attention.merge_parts)
-    if shared.packed is not None and len(q) * q.shape[2] >= MIN_ROWS:
-        return [attention.of_batch(shared.packed[i].partial, q)]
     if i < shared.num_resident:
+        if shared.packed is not None and len(q) * q.shape[2] >= MIN_ROWS:
+            return [attention.of_batch(shared.packed[i].partial, q)]
         return [attention.over_shared(q, *prefix.before(i), merged)]
     state = None
     for number, kv in shared.offload.pieces(i, base):
