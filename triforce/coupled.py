@@ -20,7 +20,7 @@ from .sampling import GOLDEN, key_of, mix, shift
 # -ln(1 - w / 2) / w, in units of 2**-29, as a polynomial of w that is right to 2**-24 of it over [0, 1].
 _COEFFICIENTS = (268435461, 67108030, 22391560, 8169348, 4434652, -1515173, 5044765, -3412989, 1474894)
 _LN2 = 762123384786  # in units of 2**-40
-_STRETCHES = 64  # that the words are cut into, so that a GPU looks for the winner in many places at once
+_LANES = 64  # that the words run in, so that a GPU looks for the winner in many places at once
 
 
 def exponential(key: Tensor, words: Tensor) -> Tensor:
@@ -48,8 +48,8 @@ def draw(law: Tensor, seed: Tensor, position: Tensor) -> Tensor:
 def ranking(law: Tensor, seed: Tensor, position: Tensor, count: int) -> Tensor:
     """The winners, and after each the runners-up, of which a few may be missing: [B, n, count].
 
-    Of a whole vocabulary the runners-up are the first of other stretches of words than the winner's: nearly always the
-    next to arrive, without a search for them. Where fewer words can arrive at all, others stand in their place.
+    Of a whole vocabulary the runners-up are the first of other lanes than the winner's: nearly always the next to
+    arrive, without a search for them. Where fewer words can arrive at all, others stand in their place.
     """
     key = key_of(seed, position)[..., None]
     if law.device.type == "cpu" and not is_traced():
@@ -71,12 +71,16 @@ def _possible(law: Tensor, least: int) -> Tensor | None:
 
 
 def _first(times: Tensor, count: int) -> Tensor:
-    """The place of the least of times [..., V], then of the least of other stretches: [..., count]."""
-    size = -(-times.shape[-1] // _STRETCHES)
-    padded = torch.nn.functional.pad(times, (0, size * _STRETCHES - times.shape[-1]), value=float("inf"))
-    best, place = padded.unflatten(-1, (_STRETCHES, size)).min(-1)
-    stretches = _ascending(best, count)
-    return (stretches * size + place.gather(-1, stretches)).clamp(max=times.shape[-1] - 1)
+    """The place of the least of times [..., V], then of the least of other lanes: [..., count].
+
+    Word v runs in lane v modulo `_LANES`. Vocabularies often list words by frequency, so neighbours are rivals: were a
+    lane a stretch of the list, most of the probable words would share one.
+    """
+    rounds = -(-times.shape[-1] // _LANES)
+    padded = torch.nn.functional.pad(times, (0, rounds * _LANES - times.shape[-1]), value=float("inf"))
+    best, place = padded.unflatten(-1, (rounds, _LANES)).min(-2)
+    lanes = _ascending(best, count)
+    return (place.gather(-1, lanes) * _LANES + lanes).clamp(max=times.shape[-1] - 1)
 
 
 def _ascending(times: Tensor, count: int) -> Tensor:

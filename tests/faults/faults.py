@@ -1103,8 +1103,16 @@ FAULTS = [
           "noise has nearly its law"),
     Fault("coupled-race", "coupled.py", "return words.gather(-1, _ascending(times, count))",
           "return _ascending(times, count)", "test_coupled.py -k race", "the winner's place is taken for its id"),
-    Fault("coupled-stretch", "coupled.py", "(stretches * size + place", "(stretches * _STRETCHES + place",
-          "test_coupled.py -k race", "a word of another stretch wins"),
+    Fault("coupled-lane", "coupled.py", "* _LANES + lanes)", "* rounds + lanes)",
+          "test_coupled.py -k race", "a word of another lane wins"),
+    Fault("coupled-lanes-by-stretches", "coupled.py",
+          """padded.unflatten(-1, (rounds, _LANES)).min(-2)
+    lanes = _ascending(best, count)
+    return (place.gather(-1, lanes) * _LANES + lanes)""",
+          """padded.unflatten(-1, (_LANES, rounds)).min(-1)
+    lanes = _ascending(best, count)
+    return (lanes * rounds + place.gather(-1, lanes))""",
+          "test_coupled.py -k winner", "runners-up are missed where probable words stand side by side"),
     Fault("leaf-not-moved", "speculator.py", "first + verdict.rows.gather(1, place)",
           "first + place", "test_seeded.py -k leaves", "a leaf's keys and values stay in its own slot"),
     Fault("leaf-known-to-draft", "speculator.py", "self.length - self.beside if tree.branches else self.length",
