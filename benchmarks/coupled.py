@@ -28,7 +28,6 @@ import torch
 import triforce
 from triforce.parallel import from_environment
 from triforce.tape import FULL
-from triforce.tree import Chances, likeliest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import device_name, read_prompts, report, run_or_plot  # noqa: E402
@@ -124,12 +123,8 @@ def expected(engine) -> dict:
     row = {"plan": str(replace(plan, shape=None))}
     if not plan.branches:
         return row
-    chances = Chances(controller.rates["retrieval"].value, tuple(one.value for one in controller.followers.values()))
-    tree = engine.settings.tree
-    _, kept = likeliest(chances, plan.gamma, plan.branches, rows=tree.rows, depth=tree.spine - 1,
-                        width=engine.settings.tree_width)
-    return {**row, "rows": plan.shape.rows, "chances": [chances.first, *chances.others],
-            "expected_tokens_a_verify": kept}
+    chances = [controller.rates["retrieval"].value, *(one.value for one in controller.followers.values())]
+    return {**row, "rows": plan.shape.rows, "chances": chances, "expected_tokens_a_verify": controller.tree_tokens}
 
 
 def draws(engine, ids: list[int]) -> dict:

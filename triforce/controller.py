@@ -85,7 +85,7 @@ class Controller:
     """
 
     PRIORS = {"retrieval": 0.9}  # of all others one half; the chances of "ngram" are told from round to round
-    FOLLOWERS = Chances(0.9, (0.05, 0.02, 0.01))  # priors of the rows of a tree
+    FOLLOWERS = Chances(0.9, (0.07, 0.015, 0.005))  # priors of the rows of a tree
     TREE_FOR = 2000.0  # milliseconds of rounds that a tree is kept for: to find the best takes some 50, for 512 rows
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
@@ -102,7 +102,8 @@ class Controller:
         self._names = levels
         # The chance that a leaf is drawn where the drafted token is not, where the levels have such.
         self.leaves = {name: Rate(0.5) for name, has in zip((LEAVES, INNER_LEAVES), leaves, strict=True) if has}
-        self._trees, self._tree, self._tree_age = trees, None, self.TREE_FOR
+        self._trees, self._tree, self._tree_age, self._tree_known = trees, None, 0.0, -1
+        self.tree_tokens = 0.0  # that a verify of the present tree is expected to emit
         self.followers = dict(zip(FOLLOWER[1:], map(Rate, self.FOLLOWERS.others), strict=True)) if trees else {}
         self.plans = list(self._candidates(max_gamma, max_inner))
         self._now = 0  # no speculation
@@ -206,12 +207,14 @@ class Controller:
         return self.plan
 
     def _renew_tree(self, times: np.ndarray, rate: float) -> None:
-        """Looks for a tree from time to time. times, rate: see `_best_tree`."""
+        """Looks for a tree from time to time, and when a cost has become known. times, rate: see `_best_tree`."""
         if not self._trees:
             return
         self._tree_age += self._round[self._now]
-        if self._tree_age >= self.TREE_FOR:
-            self._tree, self._tree_age = self._best_tree(times, rate, times[self._now]), 0.0
+        known = int((self.learned.seen > 0).sum())
+        if self._tree_age >= self.TREE_FOR or known != self._tree_known:
+            self._tree, self.tree_tokens = self._best_tree(times, rate, times[self._now])
+            self._tree_age, self._tree_known = 0.0, known
 
     def _chain_of(self, plan: Plan) -> int:
         """The number of the plan without branches."""
@@ -221,27 +224,38 @@ class Controller:
         """How often a round with such branches pays for each part more than without."""
         return self.learned.weights(growing(branches))
 
-    def _best_tree(self, times: np.ndarray, rate: float, chain: float) -> Plan | None:
+    def _best_tree(self, times: np.ndarray, rate: float, chain: float) -> tuple[Plan | None, float]:
         """The plan with branches of least expected time per token, if that is below a chain's: beside the best chain of
-        each length. times: of `plans`, per token. rate: of the retrieval level."""
-        others = tuple(round(follower.value, 2) for follower in self.followers.values())
-        first = round(max(min(rate, 1 - sum(others)), 0.0), 2)
+        each length; and the tokens that it is expected to emit. times: of `plans`, per token. rate: of the retrieval
+        level."""
+        first, others = round(rate, 3), [follower.value for follower in self.followers.values()]
+        share = min(1.0, (1 - first) / sum(others))  # each has the benefit of the doubt, and one draw decides them all
+        chances = Chances(first, tuple(round(share * other, 3) for other in others))
         known = self.learned.seen[self.learned.number["growth", 0]] > 0
-        found, least = None, self.STAY * chain
+        found, least, expected = None, self.STAY * chain, 0.0
         for gamma, which in self._spines.items():
             i = int(which[times[which].argmin()])
             if not np.isfinite(times[i]):  # too long for what no round has shown yet
                 continue
+            drafted = self._drafted(self.plans[i])
             for length in BRANCHES if known else [one for one in BRANCHES if one <= self.SHORT]:
-                shape, kept = likeliest(Chances(first, others), gamma, length, rows=self._trees[0],
-                                        depth=self._sizes[1], width=self._trees[1])
-                tokens = self._round[i] / times[i] + kept - emitted(first, gamma)
+                shape, tokens = likeliest(chances, gamma, length, rows=self._trees[0], depth=self._sizes[1],
+                                          width=self._trees[1], drafted=drafted)
                 time = (self._round[i] + self._growing(shape.length) @ self.learned.values) / tokens
                 if time < least and shape.parents:
                     found, least = replace(self.plans[i], branches=shape.length, shape=shape), time
+                    expected = tokens
                 if shape.length < length:  # with longer branches it is the same tree
                     break
-        return found
+        return found, expected
+
+    def _drafted(self, plan: Plan) -> tuple[float, ...]:
+        """The chances that the retrieval level drafts 0, 1, ..., gamma tokens, or more."""
+        if plan.source is None:
+            return (1.0,) * (plan.gamma + 1)
+        leaf = round(self.leaves[INNER_LEAVES].value, 1) if INNER_LEAVES in self.leaves else 0.0
+        table = at_least(round(self.rates[plan.source].value, 2), *self._sizes, leaf)
+        return tuple(table[plan.gamma_inner - 1, plan.rounds, : plan.gamma + 1].round(3).tolist())
 
     @property
     def plan(self) -> Plan:

@@ -138,7 +138,8 @@ class Chances(NamedTuple):
 
 
 @lru_cache(maxsize=128)
-def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: int, width: int) -> tuple[Shape, float]:
+def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: int, width: int,
+              drafted: tuple[float, ...] | None = None) -> tuple[Shape, float]:
     """The tree of which the most tokens are kept, and how many that is, the one of the level that checks included.
 
     A path is kept with the product of the chances of its rows, and the best tree has the rows of the likeliest paths.
@@ -151,13 +152,17 @@ def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: in
             takes a step of drafting.
         rows: of all, at most, with the pending token's. depth: how far behind that a row may stand.
         width: rows that a step can draft after, at most.
+        drafted: the chances that 0, 1, ..., `spine` rows of the spine, or more, are drafted at all. None: all are.
     """
-    kept = [chances.first**row for row in range(spine + 1)]  # the chance of each row's path
+    drafted = drafted or (1.0,) * (spine + 1)
+    kept = [chances.first**row * drafted[row] for row in range(spine + 1)]  # the chance of each row's path
     depths = list(range(spine + 1))
     distances, followers = [0] * len(depths), [0] * len(depths)  # from the spine; how many rows follow each
     parents, ranks = [], []
     drafting = [0] * (length + 1)  # rows of each distance that a step drafts after
-    waiting = [(-kept[row] * chances.of(1), row, 1) for row in range(spine)]  # (chance, what it follows, rank)
+    # Beside a row of the spine only where that was drafted. (chance, what it follows, rank)
+    besides = [chances.first**row * drafted[row + 1] for row in range(spine)]
+    waiting = [(-besides[row] * chances.of(1), row, 1) for row in range(spine)]
     heapq.heapify(waiting)
     while waiting and len(kept) < rows:
         chance, parent, rank = heapq.heappop(waiting)
@@ -175,5 +180,6 @@ def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: in
         followers[parent] += 1
         heapq.heappush(waiting, (chance * chances.of(0), row, 0))
         if rank < len(chances.others):
-            heapq.heappush(waiting, (-kept[parent] * chances.of(rank + 1), parent, rank + 1))
+            before = besides[parent] if parent < spine else kept[parent]
+            heapq.heappush(waiting, (-before * chances.of(rank + 1), parent, rank + 1))
     return Shape(spine, tuple(parents), tuple(ranks)), sum(kept)

@@ -23,7 +23,7 @@ from ..model import ModelConfig
 # From 8 MB on, copies run at the full speed of the bus (measured on an H200). To pick tokens for a view out of a piece
 # takes as long for a small one as for a large one.
 PIECE_BYTES = 64 * 2**20
-STAGING_BUFFERS = 3
+STAGING_BUFFERS = 8
 
 
 def piece_tokens(bytes_per_token: int, interval: int, capacity: int, wanted: int | None = None) -> int:

@@ -60,7 +60,7 @@ class RetrievalView(View):
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
         self._offload, self._awaited = cache.prefix.streams, [False] * batch
         self._wanted = torch.zeros(batch, dtype=torch.bool, device=device)  # the same on the device
-        self._at: Tensor | None = None  # of the layer that streams past: positions of each row's selection
+        self._piece = self._place = torch.empty(0)  # of the layer that streams past: see `_locate`
         rebuild = compiler.level("rebuild")
         self._steps = [rebuild.step(self._select_and_copy) for _ in range(batch)]
 
@@ -146,21 +146,30 @@ class RetrievalView(View):
 
     def gather(self, i: int, number: int, piece: Tensor) -> None:
         """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it. All rows of
-        a batch have the one row of a shared prefix."""
+        a batch have the one row of a shared prefix. The pieces of a layer come in order."""
         if number == 0:
-            self._at = self._positions(self._chunks[:, i], self._prefix_len)  # [B, K, held]
-        start, base = number * self._offload.piece, self.cache.prefix.base
-        stop = min(start + piece.shape[2], base) if base else start + piece.shape[2]  # what follows a base is not in it
-        here = (self._at >= start) & (self._at < stop) & self._wanted[:, None, None]
-        at = (self._at - start).clamp(0, piece.shape[2] - 1)
+            self._locate(i)
+        here, at = (self._piece == number)[..., None], self._place  # [B, K, held, 1], [B, K, held]
+        if piece.shape[2] < self._offload.piece:
+            at = at.clamp(max=piece.shape[2] - 1)
         heads = torch.arange(at.shape[1], device=at.device)[:, None]
         count = max(GATHERED // (self.k[i][0].numel() or 1), 1)  # rows at a time
         for first in range(0, len(at), count):
             rows = slice(first, first + count)
             whose = torch.arange(len(at), device=at.device)[rows, None, None] if piece.shape[1] > 1 else 0
             for tokens, view in zip(piece, (self.k[i], self.v[i]), strict=True):
-                view = view[rows, :, : at.shape[2]]
-                torch.where(here[rows, ..., None], tokens[whose, at[rows], heads], view, out=view)
+                tokens, view = _in_words(tokens), _in_words(view[rows, :, : at.shape[2]])
+                torch.where(here[rows], tokens[whose, at[rows], heads], view, out=view)
+
+    def _locate(self, i: int) -> None:
+        """Of the tokens that layer i's views hold: in which piece each comes (-1: in none, or nobody awaits it), and at
+        which place of it."""
+        at = self._positions(self._chunks[:, i], self._prefix_len)
+        size, base = self._offload.piece, self.cache.prefix.base
+        comes = self._wanted[:, None, None]
+        if base:  # what follows a shared prefix does not stream past
+            comes = comes & (at < base)
+        self._piece, self._place = torch.where(comes, at // size, -1), at % size
 
     def _scores(self, row: int, i: int, keys: list[Tensor] | None = None) -> Tensor:
         """[K, chunks or tokens] of one layer, -inf for what is not to choose.
@@ -286,3 +295,9 @@ def _token_index(chunks: Tensor, prefix_len: Tensor, window_size: int, num_sink:
 def _pick(tokens: Tensor, index: Tensor) -> Tensor:
     """[K, S, D] at index [K, n] -> [K, n, D]: whole tokens, five times faster on a GPU than by `gather`."""
     return tokens[torch.arange(len(index), device=index.device)[:, None], index]
+
+
+def _in_words(x: Tensor) -> Tensor:
+    """The same memory [..., D] in elements of 8 bytes, where D numbers fill such: to pick one takes a GPU as long as to
+    pick one of 2 bytes."""
+    return x.view(torch.int64) if x.shape[-1] * x.itemsize % 8 == 0 else x
