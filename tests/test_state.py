@@ -9,7 +9,7 @@ from conftest import bits_of_rows, hashes_of, make_engine, make_state, random_pa
 from triforce import attention, jobs
 from triforce.controller import INNER_LEAVES, LEAVES, Controller
 from triforce.drafting.ngram import NgramMeter
-from triforce.kv.blocks import _runs
+from triforce.kv.store import runs
 from triforce.pilot import Pilot, RebuildPolicy, Tally
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.speculator import RowRound, Speculator
@@ -324,7 +324,7 @@ def test_rows_that_have_ended_are_not_attended_for(pair, monkeypatch, how):
 
 
 def test_numbers_of_rows_as_runs():
-    assert _runs([0, 1, 4, 6, 7, 8]) == [slice(0, 2), slice(4, 5), slice(6, 9)] and _runs([3]) == [slice(3, 4)]
+    assert runs([0, 1, 4, 6, 7, 8]) == [slice(0, 2), slice(4, 5), slice(6, 9)] and runs([3]) == [slice(3, 4)]
 
 
 @pytest.mark.parametrize("compile,dtype", [("beside", torch.float32), (False, torch.bfloat16)])

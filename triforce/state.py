@@ -100,11 +100,11 @@ class State:
         self.last_round: Round | None = None
 
     def _usual_rebuild_interval(self) -> int:
-        """The newest selection drafts best. Offloaded, it takes no time: it is gathered beside the next verify's
-        copies. On a GPU it takes the longer the more chunks there are. Of many rows each is rebuilt on its own, and on
-        a CPU a rebuild takes as long as a token."""
+        """The newest selection drafts best. Offloaded, it takes one row no time: it is gathered beside the next
+        verify's copies. On a GPU it takes the longer the more chunks there are. Of many rows each is rebuilt on its
+        own, and on a CPU a rebuild takes as long as a token."""
         if self.cache.prefix.streams is not None and (self.batch == 1 or self.base):
-            return 1
+            return 1 if self.batch == 1 else 32
         if self.batch == 1 and self.target.device.type == "cuda":
             return max(16, 256 // self.settings.chunk_size)
         return 64

@@ -943,7 +943,7 @@ FAULTS = [
           "compiled steps are called with rows that they were not compiled for"),
     Fault("ended-other-dtypes", "hierarchy.py", "= packs(target.device, target.dtype) and", "=",
           "test_state.py -k all_rows", "in bf16, a row that ends changes its neighbours' bits"),
-    Fault("ended-run-too-long", "kv/blocks.py", "slice(rows[a], rows[b - 1] + 1)", "slice(rows[a], rows[b - 1] + 2)",
+    Fault("ended-run-too-long", "kv/store.py", "slice(rows[a], rows[b - 1] + 1)", "slice(rows[a], rows[b - 1] + 2)",
           "test_state.py -k runs", "a row that has ended is attended for"),
     Fault("ended-neighbours", "kv/blocks.py", "[(out[going], lse[going])] = states",
           "[(out[: len(going)], lse[: len(going)])] = states", "test_state.py -k not_attended",
@@ -1103,15 +1103,17 @@ FAULTS = [
           "noise has nearly its law"),
     Fault("coupled-race", "coupled.py", "return words.gather(-1, _ascending(times, count))",
           "return _ascending(times, count)", "test_coupled.py -k race", "the winner's place is taken for its id"),
-    Fault("coupled-lane", "coupled.py", "* _LANES + lanes)", "* rounds + lanes)",
-          "test_coupled.py -k race", "a word of another lane wins"),
+    Fault("coupled-stretch", "coupled.py", "return stretch * size + place", "return stretch * _LANES + place",
+          "test_coupled.py -k race", "a word of another stretch wins"),
+    Fault("coupled-lane", "coupled.py", "* _LANES + lanes)", "* size + lanes)",
+          "test_coupled.py -k winner", "a word of another lane wins"),
     Fault("coupled-lanes-by-stretches", "coupled.py",
-          """padded.unflatten(-1, (rounds, _LANES)).min(-2)
+          """padded.unflatten(-1, (size, _LANES)).min(-2)
     lanes = _ascending(best, count)
     return (place.gather(-1, lanes) * _LANES + lanes)""",
-          """padded.unflatten(-1, (_LANES, rounds)).min(-1)
+          """padded.unflatten(-1, (_LANES, size)).min(-1)
     lanes = _ascending(best, count)
-    return (lanes * rounds + place.gather(-1, lanes))""",
+    return (lanes * size + place.gather(-1, lanes))""",
           "test_coupled.py -k winner", "runners-up are missed where probable words stand side by side"),
     Fault("leaf-not-moved", "speculator.py", "first + verdict.rows.gather(1, place)",
           "first + place", "test_seeded.py -k leaves", "a leaf's keys and values stay in its own slot"),
@@ -1624,12 +1626,13 @@ FAULTS = [
     Fault("view-gather-rows", "kv/views.py", "tokens[whose, at[rows], heads]",
           "tokens[whose, at[: len(at[rows])], heads]", "test_offload.py -k few_rows_at_a_time",
           "of many rows, only the first ones get what they selected"),
-    Fault("view-gather-wanted", "kv/views.py", "comes = self._wanted[:, None, None]", "comes = at >= 0",
+    Fault("view-gather-wanted", "kv/views.py", "enumerate(self._awaited) if awaited]", "enumerate(self._awaited)]",
           "test_offload.py -k gathers_its_own", "views change of rows that chose nothing"),
-    Fault("view-gather-behind", "kv/views.py", "comes = comes & (at < base)", "comes = comes & (at >= 0)",
+    Fault("view-gather-behind", "kv/views.py", "torch.where(at < base, self._piece, -1)", "self._piece",
           "test_reuse.py -k gathered_from",
           "a question's own tokens in a view are overwritten by what a buffer held before"),
-    Fault("view-gather-start", "kv/views.py", "torch.where(comes, at // size, -1)", "torch.where(comes, 0 * at, -1)",
+    Fault("view-gather-start", "kv/views.py", "self._piece, self._place = at // size",
+          "self._piece, self._place = 0 * at",
           "test_offload.py -k gathering_takes", "selections are gathered from the wrong pieces"),
     Fault("view-hot-length", "kv/views.py",
           "        self._prefix_len[row] = prefix_len\n"

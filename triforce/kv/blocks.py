@@ -14,7 +14,7 @@ from ..model import ModelConfig, RotaryEmbedding, eager, rotate
 from ..packed import MIN_ROWS
 from . import prefix
 from .prefix import PrefixStore
-from .store import Extent, View
+from .store import Extent, View, runs
 from .target import TargetCache
 
 
@@ -70,7 +70,7 @@ class TargetBlock:
         rows = tree.rows
         self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
-        self.going, self.runs = going, None if going is None else _runs(going)
+        self.going, self.runs = going, None if going is None else runs(going)
         tail = cache.tail
         self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
         self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
@@ -84,12 +84,6 @@ class TargetBlock:
 
     def layer(self, i: int) -> "TargetLayer":
         return TargetLayer(self, i)
-
-
-def _runs(rows: list[int]) -> list[slice]:
-    """Ascending numbers as runs of consecutive ones."""
-    edges = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
-    return [slice(rows[a], rows[b - 1] + 1) for a, b in zip(edges, edges[1:], strict=False)]
 
 
 class TargetLayer:

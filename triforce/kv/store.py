@@ -135,3 +135,9 @@ class View(Store):
     @property
     def extent(self) -> Extent:
         return Extent(min(self.lens), max(self.lens))
+
+
+def runs(rows: list[int]) -> list[slice]:
+    """Ascending numbers as runs of consecutive ones."""
+    edges = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
+    return [slice(rows[a], rows[b - 1] + 1) for a, b in zip(edges, edges[1:], strict=False)]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..config import split_view
 from ..graphs import Compiler
-from .store import Extent, View
+from .store import Extent, View, runs
 from .target import TargetCache, aligned
 
 SMOOTHED = 7  # tokens over which "snapkv" averages attention
@@ -59,7 +59,6 @@ class RetrievalView(View):
                                    dtype=torch.int64, device=device)
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
         self._offload, self._awaited = cache.prefix.streams, [False] * batch
-        self._wanted = torch.zeros(batch, dtype=torch.bool, device=device)  # the same on the device
         self._piece = self._place = torch.empty(0)  # of the layer that streams past: see `_locate`
         rebuild = compiler.level("rebuild")
         self._steps = [rebuild.step(self._select_and_copy) for _ in range(batch)]
@@ -94,22 +93,18 @@ class RetrievalView(View):
         self._steps[row](row)
         if self._offload is None:
             return
-        self._await(row, True)
+        self._awaited[row] = True
         if at_once:
             for i in self._offload.layers:
                 for number, kv in self._offload.pieces(i, self.cache.prefix.base or self.cache.lens[row]):
                     self.gather(i, number, kv)
-            self._await(row, False)
-
-    def _await(self, row: int, awaited: bool) -> None:
-        self._awaited[row] = awaited
-        self._wanted[row].fill_(awaited)
+            self._awaited[row] = False
 
     def fit(self, row: int) -> None:
         """Sets the length of a row's view by that of its prefix."""
         prefix_len = self.cache.lens[row]
         self.selected[row] = prefix_len > self.budget
-        self._await(row, False)
+        self._awaited[row] = False
         self.truncate(row, self.held if self.selected[row] else prefix_len)
 
     def rebuild_layer(self, i: int, row: int) -> None:
@@ -142,7 +137,6 @@ class RetrievalView(View):
     def gathered(self) -> None:
         """All pieces of all offloaded layers have been given to `gather`."""
         self._awaited = [False] * len(self._awaited)
-        self._wanted.zero_()
 
     def gather(self, i: int, number: int, piece: Tensor) -> None:
         """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it. All rows of
@@ -153,23 +147,26 @@ class RetrievalView(View):
         if piece.shape[2] < self._offload.piece:
             at = at.clamp(max=piece.shape[2] - 1)
         heads = torch.arange(at.shape[1], device=at.device)[:, None]
-        count = max(GATHERED // (self.k[i][0].numel() or 1), 1)  # rows at a time
-        for first in range(0, len(at), count):
-            rows = slice(first, first + count)
+        for rows in self._together():
             whose = torch.arange(len(at), device=at.device)[rows, None, None] if piece.shape[1] > 1 else 0
             for tokens, view in zip(piece, (self.k[i], self.v[i]), strict=True):
                 tokens, view = _in_words(tokens), _in_words(view[rows, :, : at.shape[2]])
                 torch.where(here[rows], tokens[whose, at[rows], heads], view, out=view)
 
+    def _together(self) -> Iterator[slice]:
+        """The rows that await pieces, as many at a time as are picked together."""
+        count = max(GATHERED // (self.held * self._chunks.shape[2] * self.cache.config.head_dim), 1)
+        for run in runs([row for row, awaited in enumerate(self._awaited) if awaited]):
+            for first in range(run.start, run.stop, count):
+                yield slice(first, min(first + count, run.stop))
+
     def _locate(self, i: int) -> None:
-        """Of the tokens that layer i's views hold: in which piece each comes (-1: in none, or nobody awaits it), and at
-        which place of it."""
+        """Of the tokens that layer i's views hold: in which piece each comes (-1: in none), and where in it."""
         at = self._positions(self._chunks[:, i], self._prefix_len)
         size, base = self._offload.piece, self.cache.prefix.base
-        comes = self._wanted[:, None, None]
+        self._piece, self._place = at // size, at % size
         if base:  # what follows a shared prefix does not stream past
-            comes = comes & (at < base)
-        self._piece, self._place = torch.where(comes, at // size, -1), at % size
+            self._piece = torch.where(at < base, self._piece, -1)
 
     def _scores(self, row: int, i: int, keys: list[Tensor] | None = None) -> Tensor:
         """[K, chunks or tokens] of one layer, -inf for what is not to choose.
@@ -298,6 +295,6 @@ def _pick(tokens: Tensor, index: Tensor) -> Tensor:
 
 
 def _in_words(x: Tensor) -> Tensor:
-    """The same memory [..., D] in elements of 8 bytes, where D numbers fill such: to pick one takes a GPU as long as to
-    pick one of 2 bytes."""
-    return x.view(torch.int64) if x.shape[-1] * x.itemsize % 8 == 0 else x
+    """The same memory [..., D] in elements of 16 bytes, where D numbers fill such: to pick one takes a GPU hardly
+    longer than to pick one of 2 bytes."""
+    return x.view(torch.complex128) if x.shape[-1] * x.itemsize % 16 == 0 else x
