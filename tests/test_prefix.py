@@ -118,6 +118,14 @@ def test_what_streams_past_is_gathered_for_all_rows(pair):
         assert_view_holds_its_selection(state, row)
 
 
+@pytest.mark.parametrize("rows,interval", [(1, 1), (2, 32)])
+def test_views_of_what_streams_past_are_renewed_now_and_then(pair, rows, interval):
+    """Of one row with every verify, which takes no time beside the copies. Of several rows gathering would."""
+    state = make_state(*pair, PROMPTS[:rows], base=BASE, num_resident_layers=0, piece_tokens=48, rebuild_interval=None,
+                       flush_interval=16, max_new_tokens=200)
+    assert {policy.interval for policy in state.pilot.rebuilds} == {interval}
+
+
 def test_parts_of_the_keys_merge_to_the_whole():
     q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (5, 64, 64))
     whole = partial(q, k, v)
