@@ -3,6 +3,7 @@
 Of cli.py, with the library behind it; test_cli_flags.py has it without.
 """
 
+import itertools
 import json
 import os
 import runpy
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 
 from triforce import acceptance, cli
+from triforce.engine import Stream
 from triforce.errors import UserError
 from triforce.hf.tokenizer import Tokenizer
 
@@ -270,6 +272,28 @@ def test_ctrl_c_ends_cleanly():
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130 and b"interrupted" in errors and b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("pieces", [0, 3])
+def test_ctrl_c_leaves_what_was_said(capsys, monkeypatch, pieces):
+    """With --json, too: as an object that says so. Nothing where no text had begun."""
+    whole, following, count = Stream.__next__, itertools.count(), pieces
+
+    def interrupted(stream):
+        if next(following) == count:
+            raise KeyboardInterrupt
+        return whole(stream)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    assert cli.main([*SMALL, "--json", "--compare", "--ignore-eos", "--max-new-tokens", "400"]) == 130
+    out, errors = capsys.readouterr()
+    assert errors.endswith("interrupted\n") and "comparing" not in errors
+    if pieces:
+        report = json.loads(out)
+        assert report["finish_reason"] == "interrupted" and 3 <= len(report["tokens"]) < 400 and report["text"]
+        assert "tokens per second" in errors and "compare" not in report
+    else:
+        assert not out
 
 
 def test_a_file_of_prompts(tmp_path, capsys):

@@ -382,7 +382,7 @@ def load_engine(args, group):
 
 
 def stream_text(engine, ids, args, sampling):
-    """Generates, printing text as it comes unless --json. Returns the Generation."""
+    """Generates, printing text as it comes unless --json. Returns the Generation; after Ctrl-C, what there is of it."""
     stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, on_prefill=Bar("prefill", len(ids)),
                            ignore_eos=args.ignore_eos, **sampling)
     shown, coloured = "", args.show_levels and wants_colours(sys.stdout)
@@ -394,6 +394,9 @@ def stream_text(engine, ids, args, sampling):
             if not args.json:
                 sys.stdout.write(as_ansi(stream.spans) if coloured else shown)
                 sys.stdout.flush()
+    except KeyboardInterrupt:
+        if stream.result is None or not stream.result.tokens:
+            raise
     finally:
         stream.close()
         if shown and not args.json:
@@ -531,7 +534,8 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
     report = {"checkpoint": args.checkpoint, **asdict(result)}
     identical = True
-    if wants_comparison:
+    interrupted = result.finish_reason == "interrupted"
+    if wants_comparison and not interrupted:
         print("comparing with autoregression ...", file=sys.stderr)
         lines, report["compare"] = compare(engine, ids, args, sampling, result)
         identical = all(report["compare"].get(f"{name}_first_difference") is None for name in ("greedy", "drawn"))
@@ -540,7 +544,9 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
         print(f"\n{result.stats}", file=sys.stderr)
     print("\n" + "\n".join(result.stats.NOTES), file=sys.stderr)
     if args.json:
-        print(json.dumps(report))
+        print(json.dumps(report), flush=True)
+    if interrupted:
+        raise KeyboardInterrupt
     return 0 if identical else 1
 
 
