@@ -205,12 +205,12 @@ def plot(path: str) -> None:
         settings.setdefault(name, {})[row["what"]] = row["ms_a_token"]
     settings = dict(sorted(settings.items()))
     figure, axes = plt.subplots(figsize=(9, 0.5 * len(settings) + 2.2))
-    for what, marker in DOTS.items():
+    for number, (what, marker) in enumerate(DOTS.items()):
         shown = [(times[what], y) for y, times in enumerate(settings.values()) if what in times]
         if not shown:
             continue
         for ms, y in shown:
-            axes.annotate(f"{ms:.2g}" if ms < 100 else f"{ms:.0f}", (ms, y), (0, 7), fontsize=7,
+            axes.annotate(f"{ms:.2g}" if ms < 100 else f"{ms:.0f}", (ms, y), (0, -14 if number % 2 else 7), fontsize=7,
                           textcoords="offset points", ha="center")
         axes.plot(*zip(*shown, strict=True), marker, ms=7, label=what.replace(" again", ""))
     axes.set_xscale("log")

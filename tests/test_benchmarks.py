@@ -28,6 +28,8 @@ ROOT = Path(__file__).parent.parent
     (["first_tokens", "--context", "600", "--texts", "1", "--new", "2", "6"], "speculate", {True, False}),
     (["first_tokens", "--context", "600", "--texts", "1", "--new", "6", "--wrong", "--gpus", "2"], "wrong",
      {True}),
+    (["replay", "--starts", "0", "--context", "256", "--window", "128", "--positions", "256", "--new-tokens", "64"],
+     "rule", {None, "rejection", "coupled", "tree", "fixed tree"}),
     (["compilers", "--context", "600", "--block-size", "4", "--ways", "written"], "process", {"first", "later"}),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_it_writes_its_rows(command, key, expected, tmp_path):
