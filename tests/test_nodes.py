@@ -277,15 +277,27 @@ def test_branches_stand_where_the_spine_is_drafted(monkeypatch):
         (chances, drafted)) or likeliest(chances, *args, drafted=drafted, **kw))
     costs = Costs({64: 1000.0}, {3: 5.0}, {"model": (0.2, 0.2)}, growth=6.0)
     controller = Controller(costs, 63, 2, trees=(128, 16))
-    drafted = controller._drafted(Plan(40, "model", True, 2, 10))
+    drafted = controller._drafted(Plan(40, "model", True, 2, 10), {"model": 0.56})
     assert len(drafted) == 41 and drafted[10] == 1.0 and drafted[15] > 0.8 and drafted[25] < 0.2 and drafted[31] == 0.0
     assert list(drafted) == sorted(drafted, reverse=True)
-    assert controller._drafted(Plan(4, None, True, 0, 4)) == (1.0,) * 5
+    assert controller._drafted(Plan(4, None, True, 0, 4), {}) == (1.0,) * 5
     controller.rates["retrieval"].update(95, 100)
     tree = controller.choose()
     assert tree.branches and tree.source == "model"
-    assert controller._drafted(tree) in [one for _, one in asked] and controller._drafted(tree)[-1] < 1
+    told = [one for _, one in asked]
+    assert controller._drafted(tree, {"model": controller.rates["model"].value}) in told and min(map(min, told)) < 1
     assert all(chances.first > 0.94 and sum(chances.others) + chances.first <= 1.002 for chances, _ in asked)
+
+
+def test_a_tree_stands_beside_what_n_grams_draft():
+    """Their rate is told from round to round."""
+    costs = Costs({64: 1000.0}, {3: 5.0}, {"ngram": (0.1, 0.0)}, growth=6.0)
+    controller = Controller(costs, 63, 2, trees=(128, 16))
+    controller.rates["retrieval"].update(95, 100)
+    plans = [controller.choose(ngram=0.9), controller.choose(ngram=0.0)]
+    controller._tree_age = Controller.TREE_FOR
+    plans.append(controller.choose(ngram=0.9))
+    assert any(plan.branches and plan.source == "ngram" for plan in plans), plans
 
 
 def test_a_tree_is_looked_for_when_a_cost_has_become_known():

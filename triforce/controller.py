@@ -196,7 +196,7 @@ class Controller:
         if times[best] > self.STAY * times[self._now]:
             best = self._now
         self._now = best
-        self._renew_tree(times, rates["retrieval"] if self._trees else 0.0)
+        self._renew_tree(times, rates)
         used = best if self._tree is None else self._chain_of(self._tree)
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
             if rate.age >= self.PROBE_AFTER and not self._uses[name][used]:
@@ -206,14 +206,14 @@ class Controller:
                     return self.plans[int(np.where(worth, self._round, np.inf).argmin())]
         return self.plan
 
-    def _renew_tree(self, times: np.ndarray, rate: float) -> None:
-        """Looks for a tree from time to time, and when a cost has become known. times, rate: see `_best_tree`."""
+    def _renew_tree(self, times: np.ndarray, rates: dict[str, float]) -> None:
+        """Looks for a tree from time to time, and when a cost has become known. times, rates: see `_best_tree`."""
         if not self._trees:
             return
         self._tree_age += self._round[self._now]
         known = int((self.learned.seen > 0).sum())
         if self._tree_age >= self.TREE_FOR or known != self._tree_known:
-            self._tree, self.tree_tokens = self._best_tree(times, rate, times[self._now])
+            self._tree, self.tree_tokens = self._best_tree(times, rates, times[self._now])
             self._tree_age, self._tree_known = 0.0, known
 
     def _chain_of(self, plan: Plan) -> int:
@@ -224,11 +224,10 @@ class Controller:
         """How often a round with such branches pays for each part more than without."""
         return self.learned.weights(growing(branches))
 
-    def _best_tree(self, times: np.ndarray, rate: float, chain: float) -> tuple[Plan | None, float]:
+    def _best_tree(self, times: np.ndarray, rates: dict[str, float], chain: float) -> tuple[Plan | None, float]:
         """The plan with branches of least expected time per token, if that is below a chain's: beside the best chain of
-        each length; and the tokens that it is expected to emit. times: of `plans`, per token. rate: of the retrieval
-        level."""
-        first, others = round(rate, 3), [follower.value for follower in self.followers.values()]
+        each length; and the tokens that it is expected to emit. times: of `plans`, per token. rates: of all levels."""
+        first, others = round(rates["retrieval"], 3), [follower.value for follower in self.followers.values()]
         share = min(1.0, (1 - first) / sum(others))  # each has the benefit of the doubt, and one draw decides them all
         chances = Chances(first, tuple(round(share * other, 3) for other in others))
         known = self.learned.seen[self.learned.number["growth", 0]] > 0
@@ -237,7 +236,7 @@ class Controller:
             i = int(which[times[which].argmin()])
             if not np.isfinite(times[i]):  # too long for what no round has shown yet
                 continue
-            drafted = self._drafted(self.plans[i])
+            drafted = self._drafted(self.plans[i], rates)
             for length in BRANCHES if known else [one for one in BRANCHES if one <= self.SHORT]:
                 shape, tokens = likeliest(chances, gamma, length, rows=self._trees[0], depth=self._sizes[1],
                                           width=self._trees[1], drafted=drafted)
@@ -249,12 +248,12 @@ class Controller:
                     break
         return found, expected
 
-    def _drafted(self, plan: Plan) -> tuple[float, ...]:
+    def _drafted(self, plan: Plan, rates: dict[str, float]) -> tuple[float, ...]:
         """The chances that the retrieval level drafts 0, 1, ..., gamma tokens, or more."""
         if plan.source is None:
             return (1.0,) * (plan.gamma + 1)
         leaf = round(self.leaves[INNER_LEAVES].value, 1) if INNER_LEAVES in self.leaves else 0.0
-        table = at_least(round(self.rates[plan.source].value, 2), *self._sizes, leaf)
+        table = at_least(round(rates[plan.source], 2), *self._sizes, leaf)
         return tuple(table[plan.gamma_inner - 1, plan.rounds, : plan.gamma + 1].round(3).tolist())
 
     @property
