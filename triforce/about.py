@@ -4,6 +4,7 @@ Knows nothing of tensors: it reads files, calls the engine, and prints.
 """
 
 import json
+import random
 from dataclasses import asdict
 
 from . import prefix_file
@@ -12,6 +13,7 @@ from .config import whole
 from .errors import UserError
 from .generation import Generation
 from .interactive import Conversation, say
+from .parallel import agreed
 from .prefix import Prefix
 from .progress import Bar
 
@@ -57,6 +59,8 @@ def read_questions(text: str, path: str) -> list[dict]:
     and perhaps a "seed"."""
     try:
         found = json.loads(text)
+        if not isinstance(found, (list, dict, str)):
+            raise ValueError  # a line of text that happens to be a number
         items = found if isinstance(found, list) else [found]
     except (ValueError, RecursionError):
         items = []
@@ -75,6 +79,14 @@ def read_questions(text: str, path: str) -> list[dict]:
     if not questions:
         raise UserError(f"--questions {path} holds no question; write one a line")
     return questions
+
+
+def seeds_of(items: list[dict], first: int | None, group, count: int = 1) -> list[int]:
+    """Of `count` samples of each: those from its own "seed" on, else those of its place after `first`. first: None:
+    drawn."""
+    first = agreed(group, random.getrandbits(31)) if first is None else first
+    begun = [first + i * count if item.get("seed") is None else item["seed"] for i, item in enumerate(items)]
+    return [seed + sample for seed in begun for sample in range(count)]
 
 
 def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | None:
@@ -118,15 +130,12 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
         return 0
     if args.question:
         questions = [{"question": args.question}, *questions]
-    if not questions and args.save_prefix:
+    if not questions and args.save_prefix and args.num_samples is None:
         say(f"ask about it with --question, or later with --prefix {args.save_prefix}")
         return 0
     texts = [said(book, item["question"]) for item in questions] or [""]
-    seeds = [item.get("seed") for item in questions]
-    if any(seed is not None for seed in seeds):
-        count, first = args.num_samples or 1, options.get("seed") or 0
-        options["seed"] = [(first + i * count if seed is None else seed) + sample for i, seed in enumerate(seeds)
-                           for sample in range(count)]
+    if any(item.get("seed") is not None for item in questions):
+        options["seed"] = seeds_of(questions, options.get("seed"), engine.target.group, args.num_samples or 1)
     bar = Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1))
     try:
         results = engine.generate(texts, prefix=book, num_samples=args.num_samples or 1, on_decode=bar.count, **options)

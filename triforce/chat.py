@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .errors import UserError
 from .generation import Generation
-from .prefix import Prefix, asked
+from .prefix import Prefix, asked, check_prefix
 
 if TYPE_CHECKING:
     from .engine import Engine, Stream
@@ -30,6 +30,10 @@ class Chat:
         if system is not None and prefix is not None:
             raise UserError("system and prefix were both given; begin the prefix's messages with one of the role "
                             "\"system\"")
+        if prefix is not None:
+            check_prefix(prefix, engine)
+        if system is not None and not isinstance(system, str):
+            raise UserError(f"system ({system!r}) must be a text")
         self.engine, self.prefix, self.options = engine, prefix, options
         self.chat_template = prefix.chat_template if prefix is not None else chat_template
         tokenizer = engine.tokenizer_or_raise()

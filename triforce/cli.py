@@ -428,13 +428,15 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
             raise UserError(f"prompt {index} of --prompts {args.prompts}: {error}") from None
     print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
           f"{sum(map(len, prompts)):,} tokens, {min(args.batch_size, len(prompts))} side by side", file=sys.stderr)
-    begun, tokens = time.perf_counter(), 0
+    begun, tokens, own = time.perf_counter(), 0, None
+    if any(item.get("seed") is not None for item in request.prompts):
+        own = about.seeds_of(request.prompts, sampling.get("seed"), engine.target.group)
+        Sampling(seed=own).columns(len(own))
     for first in range(0, len(prompts), args.batch_size):
         ids = prompts[first : first + args.batch_size]
         seeds = {"seed": sampling["seed"] + first} if "seed" in sampling else {}
-        own = [item.get("seed") for item in request.prompts[first : first + args.batch_size]]
-        if any(seed is not None for seed in own):
-            seeds = {"seed": [seeds.get("seed", 0) + i if seed is None else seed for i, seed in enumerate(own)]}
+        if own is not None:
+            seeds = {"seed": own[first : first + args.batch_size]}
         prefill, decode = Bar("prefill", sum(map(len, ids))), Bar("decode", args.max_new_tokens * len(ids))
         try:
             results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
@@ -524,6 +526,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if about.wanted(args):
         text = request.document
         ids = None if text is None else first_tokens(args, engine.tokenizer, text, request)
+        check_before_prefill(engine, args, ids, list(request.questions), sampling)
         book = about.document_of(engine, args, ids, request.chat)
         return about.answer(engine, args, book, list(request.questions), request.chat, sampling)
     ids, dropped = encode(args, engine, request.document, request, args.question)
@@ -548,6 +551,14 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if interrupted:
         raise KeyboardInterrupt
     return 0 if identical else 1
+
+
+def check_before_prefill(engine, args, ids: list[int] | None, questions: list[dict], sampling: dict) -> None:
+    """Raises UserError for what a generation over a document would refuse, before hours of prefill."""
+    engine.stream([0], stop=args.stop, **sampling)  # checks, and computes nothing until it is iterated over
+    engine.check_len(len(ids or [0]), args.max_new_tokens)
+    for item in questions:
+        Sampling(seed=item.get("seed")).columns(1)
 
 
 def wishes(args) -> dict:

@@ -130,7 +130,7 @@ class Settings(Options):
         "n-grams may draft, too")
     retrieval: bool = option(
         True, "a middle level, which checks drafts over a part of the cache; without it (--no-retrieval) the full "
-        "cache checks them directly",
+        "cache checks them directly", one_of(True, False, wanted="True or False"),
         flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
         None, "tokens of the view that drafts, or a fraction of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
@@ -189,6 +189,7 @@ class Settings(Options):
     reuse: bool = option(
         True, "keep what was computed: prompts of a call share the tokens that they begin with in common, and a prompt "
         "that begins with what the last call holds computes only the rest (--no-reuse: neither)",
+        one_of(True, False, wanted="True or False"),
         flag="--no-reuse", action="store_false")
     keep_logits: bool = option(False, "keep the logits of the last round, for tests", flag=None)
     auto: bool = option(False, "resolved from gamma", flag=None)

@@ -46,7 +46,7 @@ from .logprobs import check_logprobs
 from .model import Transformer
 from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
-from .prefix import Keeping, Prefix, asked, common_length, is_messages
+from .prefix import Keeping, Prefix, asked, check_prefix, common_length, is_messages
 from .prefix_file import PrefixReader
 from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
@@ -251,8 +251,8 @@ class Engine:
             on_prefill: called with the share of the prefill that is done.
             on_decode: called after each round with the number of new tokens, of all prompts together.
         """
-        if _is_batch(prompt):
-            raise UserError("stream takes one prompt; generate takes a list")
+        if _is_batch(prompt) or "num_samples" in options:
+            raise UserError("stream gives one answer to one prompt; generate takes a list, and num_samples")
         if on_prefill is None and in_notebook():
             on_prefill = Bar("prefill", 100, "%", late=True)
         return Stream(*self._serve([prompt], max_new_tokens, prefix=prefix, stop=stop, stop_token_ids=stop_token_ids,
@@ -273,14 +273,15 @@ class Engine:
         Raises:
             UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S.
         """
-        if isinstance(tokens, str) or not all(hasattr(row, "__iter__") for row in tokens):
+        rows = tokens if hasattr(tokens, "__iter__") and getattr(tokens, "ndim", 1) else [tokens]
+        if isinstance(tokens, str) or not all(hasattr(row, "__iter__") and getattr(row, "ndim", 1) for row in rows):
             raise UserError("logits takes [B, S] ids, a list of rows; put the ids of one text into a list of their "
                             "own: [[5, 6, 7]], or [engine.encode_prompt(text)]")
         rows = [_as_ids(row) for row in tokens]
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
             raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
+        self._check_ids([token for row in rows for token in row])
         tokens = torch.tensor(rows, device=self.device)
-        self._check_ids(tokens.flatten().tolist())
         self.check_len(tokens.shape[1], 0)
         size, length = self.settings.prefill_chunk_size, tokens.shape[1]
         if last is not None:
@@ -335,13 +336,12 @@ class Engine:
         stops = stop_strings(stop)
         if stops:
             self.tokenizer_or_raise()
-        check_logprobs(logprobs, self.vocab_size)
+        check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
         ends = stop_ids(stop_token_ids)
         if ends:
             self._check_ids(ends, "stop_token_ids: ")
-        if prefix is not None and (not isinstance(prefix, Prefix) or prefix.engine is not self):
-            raise UserError("prefix must be what this engine's `prefill` or `open` returned")
         if prefix is not None:
+            check_prefix(prefix, self)
             ids = [prefix.ids(prompt, chat_template_kwargs) for prompt in prompts]
         else:
             ids = []

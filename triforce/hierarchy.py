@@ -19,6 +19,7 @@ from .drafting.model import ModelDrafter
 from .drafting.ngram import NgramDrafter
 from .drafting.protocol import Drafter
 from .drafting.ranks import SharedDrafter
+from .errors import UserError
 from .graphs import Compiler
 from .kv.store import Extent
 from .kv.streaming import StreamingCache
@@ -239,7 +240,9 @@ def make_sources(target: Transformer, draft: Transformer | None, tape: Tape, set
     if drafter is not None:
         sources["model"] = drafter
     if callable(settings.draft):
-        sources["custom"] = settings.draft(tape)
+        sources["custom"] = made = settings.draft(tape)
+        if not isinstance(made, Drafter):
+            raise UserError(f"draft must make a Drafter of a Tape, and made {made!r}; see docs/extending.md")
     if settings.ngram:
         sources["ngram"] = NgramDrafter(tape, max_drafted=settings.block_size - 1, compiler=compiler)
     return sources
@@ -254,6 +257,6 @@ def _memory(draft: Transformer, tape: Tape, settings: Settings, *, capacity: int
                           chunk_size=settings.chunk_size, recent=settings.recent, compiler=compiler,
                           prefill_chunk_size=settings.prefill_chunk_size, runs_on=runs_on)
     cache = StreamingCache(draft.config, draft.rope, batch=len(tape.tokens), num_sink=settings.draft_sink,
-                           window_size=settings.draft_window, slack=max(64, 2 * settings.block_size),
+                           window_size=min(settings.draft_window, capacity), slack=max(64, 2 * settings.block_size),
                            device=draft.device, dtype=draft.dtype)
     return StreamingMemory(draft, tape.tokens, cache)

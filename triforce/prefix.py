@@ -180,3 +180,9 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Where two texts part; None where one of them begins with the other."""
     length = common_length(one, other)
     return None if length == min(len(one), len(other)) else length
+
+
+def check_prefix(prefix, engine: "Engine") -> None:
+    """Raises UserError for what is no prefix of this engine's."""
+    if not isinstance(prefix, Prefix) or prefix.engine is not engine:
+        raise UserError("prefix must be what this engine's `prefill` or `open` returned; give a text to `prefill`")

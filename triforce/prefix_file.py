@@ -48,7 +48,7 @@ def write(path: str | Path, about: dict, tokens: list[int], source: Callable[[in
     """
     row = head_dim * dtype.itemsize
     layout = Layout(len(tokens), num_layers, n_kv_head, length, head_dim, dtype, max(form.CHUNK_BYTES // row, 1))
-    path = Path(os.path.realpath(Path(path).expanduser()))  # a link stays one
+    path = Path(os.path.realpath(as_path(path)))  # a link stays one
     first = group is None or group.rank == 0
     start = len(form.header(layout, about, [0] * layout.num_checksums))
     needed = start + layout.nbytes
@@ -72,10 +72,17 @@ def write(path: str | Path, about: dict, tokens: list[int], source: Callable[[in
         do(finish)
 
 
+def as_path(path) -> Path:
+    """Raises UserError for what is no file's name."""
+    if not isinstance(path, (str, Path)) or "\0" in str(path) or not str(path):
+        raise UserError(f"{path!r} is no name of a file; give one such as 'document.prefix'")
+    return Path(path).expanduser()
+
+
 def check_target(path: str | Path) -> None:
     """Raises UserError if there is no folder for the name, or if it belongs to something that a prefix may not replace:
     all but a prefix file, whole or cut, and an empty file."""
-    path = Path(path).expanduser()
+    path = as_path(path)
     if path.is_dir():
         raise UserError(f"{path} is a folder; give the name of a file in it, such as {path / 'document.prefix'}")
     if not path.parent.is_dir():
@@ -204,7 +211,7 @@ class PrefixReader:
     """
 
     def __init__(self, path: str | Path):
-        self.path = path = Path(path).expanduser()
+        self.path = path = as_path(path)
         with self._readable():
             self._file = open(path, "rb", buffering=0)
         try:

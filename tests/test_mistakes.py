@@ -1,0 +1,91 @@
+"""Mistakes in Python that were tracebacks, or passed without a word: a line each, before anything is computed."""
+
+import json
+import time
+
+import pytest
+import torch
+from conftest import make_engine, random_pair, random_prompt
+
+import triforce
+from triforce import UserError, about, cli
+from triforce.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return triforce.load("tiny", device="cpu")
+
+
+@pytest.mark.parametrize("call,message", [
+    (lambda engine: engine.chat("a document"), "prefix must be what this engine's `prefill` or `open` returned"),
+    (lambda engine: engine.chat(system=5), "system .5. must be a text"),
+    (lambda engine: engine.stream("a", 3, num_samples=4), "stream gives one answer to one prompt"),
+    (lambda engine: engine.chat().send("x", num_samples=4), "stream gives one answer to one prompt"),
+    (lambda engine: engine.open(None), "None is no name of a file"),
+    (lambda engine: engine.open("a\0b"), "is no name of a file"),
+    (lambda engine: engine.prefill([1, 2, 3]).save(5), "5 is no name of a file"),
+    (lambda engine: engine.logits(None), "logits takes .B, S. ids"),
+    (lambda engine: engine.logits(torch.tensor(5)), "logits takes .B, S. ids"),
+    (lambda engine: engine.logits(torch.tensor([5, 6])), "logits takes .B, S. ids"),
+    (lambda engine: engine.logits([[10**30]]), "outside the vocabulary of 4096"),
+    (lambda engine: triforce.load("tiny", device="cpu", retrieval="no"), "retrieval .'no'. must be True or False"),
+    (lambda engine: triforce.load("tiny", device="cpu", reuse="no"), "reuse .'no'. must be True or False"),
+])
+def test_it_is_told_in_a_line(tiny, call, message):
+    with pytest.raises(UserError, match=message):
+        call(tiny)
+
+
+def test_what_makes_no_drafter_is_told():
+    engine = make_engine(*random_pair(), draft=lambda tape: None)
+    with pytest.raises(UserError, match="draft must make a Drafter of a Tape, and made None; see docs/extending.md"):
+        engine.generate(random_prompt(40), 4)
+
+
+def test_a_window_is_no_larger_than_its_row():
+    """A draft's cache of a billion tokens would take minutes to plan; a row of some thousand has no more of them."""
+    state = make_engine(*random_pair(), draft_window=10**9).prepare([random_prompt(100)], 8, temperature=0.0)
+    [drafter] = state.hierarchy.sources.values()
+    assert 100 < drafter.memory.cache.window_size <= state.capacity < 10_000
+
+
+def test_lines_without_a_seed_differ_between_batches(tmp_path, capsys):
+    """Where another line has one: they are drawn, or count from --seed."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "seed": 5}\n"the same"\n{"prompt": "b", "seed": 5}\n"the same"\n')
+    flags = ["--prompts", str(file), "--batch-size", "2", "--max-new-tokens", "2", "--device", "cpu"]
+    found = []
+    for more in ([], [], ["--seed", "7"]):
+        assert cli.main([*flags, *more]) == 0
+        found.append([json.loads(line)["stats"]["seed"] for line in capsys.readouterr().out.splitlines()])
+    assert found[2] == [5, 8, 5, 10]
+    assert all(seeds[0] == seeds[2] == 5 and seeds[1] != seeds[3] for seeds in found)
+    assert found[0][1] != found[1][1]
+    assert about.seeds_of([{"seed": 3}, {}], 10, None, count=2) == [3, 4, 12, 13]
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["--logit-bias", "99999999=1"], "99999999"), (["--stop-token-ids", "99999999"], "outside the vocabulary"),
+    (["--logprobs", "99999999", "--json"], "logprobs"), (["--max-new-tokens", "5000", "--max-seq-len", "5100"], "5100"),
+    (["--questions", "{file}"], "seed"),
+])
+def test_what_a_question_may_not_ask_is_told_before_the_prefill(flags, message, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"question": "who?", "seed": 99999999999999999999999}\n{"question": "where?"}\n')
+    monkeypatch.setattr(Engine, "prefill", lambda *args, **options: pytest.fail("prefilled"))
+    flags = [flag.format(file=file) for flag in flags]
+    begun = time.perf_counter()
+    assert cli.main(["--device", "cpu", "--prompt-len", "300", "--question", "hi", "--num-samples", "2", *flags]) == 2
+    assert message in capsys.readouterr().err and time.perf_counter() - begun < 30
+
+
+def test_a_question_may_be_a_number():
+    assert about.read_questions("42\n", "q.txt") == [{"question": "42"}]
+    assert about.read_questions("42\n7\n", "q.txt") == [{"question": "42"}, {"question": "7"}]
+
+
+def test_samples_are_given_where_the_document_is_saved_too(tmp_path, capsys):
+    flags = ["--prompt-len", "300", "--device", "cpu", "--max-new-tokens", "3", "--num-samples", "2", "--json"]
+    assert cli.main([*flags, "--save-prefix", str(tmp_path / "book.prefix")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 and (tmp_path / "book.prefix").stat().st_size > 1000
