@@ -1,6 +1,7 @@
 """Every option that a user can set, each written down once: its name, default, check and help.
 
-`Settings` say how a hierarchy is built, `Placement` where and how it runs, `Sampling` which law tokens are drawn from.
+`Settings` say how a hierarchy is built, `Placement` where and how it runs, `Sampling` from which distribution tokens are
+drawn.
 `load`, `Engine.generate`, the command line's flags and their help are made from these fields. A field of None is
 decided by `resolve`, once, when the model and the device are known.
 """
@@ -532,7 +533,7 @@ class _AddBias(Action):
 
 @dataclass(frozen=True)
 class Sampling:
-    """The law that tokens are drawn from. Each field is one value, or a list of one a prompt."""
+    """The distribution that tokens are drawn from. Each field is one value, or a list of one a prompt."""
 
     temperature: float = per_row(0.6, None, torch.float32, "0 is greedy (alias --temp; default 0.6)",
                                  lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number", float)
@@ -549,7 +550,8 @@ class Sampling:
 
     logit_bias: dict | None = option(
         None, "numbers added to the logits of tokens, before the temperature: {id: number} (on the command line "
-        "ID=BIAS, may be repeated); -inf forbids a token. Greedy output and drawn tokens follow the biased law exactly",
+        "ID=BIAS, may be repeated); -inf forbids a token. Greedy output and drawn tokens follow the biased distribution "
+        "exactly",
         _check_bias, more={"neutral": {}, "dtype": None}, action=_AddBias, metavar="ID=BIAS")
 
     def with_seed(self, rows: int, draw: Callable[[], int]) -> "Sampling":
