@@ -1,7 +1,6 @@
 """Every option that a user can set, each written down once: its name, default, check and help.
 
-`Settings` say how a hierarchy is built, `Placement` where and how it runs, `Sampling` from which distribution tokens are
-drawn.
+`Settings` say how a hierarchy is built, `Placement` where and how it runs, `Sampling` from which distribution it draws.
 `load`, `Engine.generate`, the command line's flags and their help are made from these fields. A field of None is
 decided by `resolve`, once, when the model and the device are known.
 """
@@ -550,8 +549,8 @@ class Sampling:
 
     logit_bias: dict | None = option(
         None, "numbers added to the logits of tokens, before the temperature: {id: number} (on the command line "
-        "ID=BIAS, may be repeated); -inf forbids a token. Greedy output and drawn tokens follow the biased distribution "
-        "exactly",
+        "ID=BIAS, may be repeated); -inf forbids a token. Greedy output and drawn tokens follow the biased "
+        "distribution exactly",
         _check_bias, more={"neutral": {}, "dtype": None}, action=_AddBias, metavar="ID=BIAS")
 
     def with_seed(self, rows: int, draw: Callable[[], int]) -> "Sampling":
