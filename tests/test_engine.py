@@ -336,7 +336,7 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
     (lambda e: e.generate("a", 5, logit_bias=[{1: 2.0}, {}]), "logit_bias has 2 values for 1 prompts"),
     (lambda e: e.generate("a", 5, one_row=True), "one_row needs speculate=False"),
     (lambda e: e.generate(["a", "b"], 5, temperature=[0.1, 0.2, 0.3]), "temperature has 3 values for"),
-    (lambda e: e.stream(["a", "b"]), "stream takes one prompt"),
+    (lambda e: e.stream(["a", "b"]), "stream gives one answer to one prompt"),
     (lambda e: e.stream("a", 0), "max_new_tokens (0)"),
     (lambda e: e.generate("a", 2.5), "max_new_tokens (2.5) must be a whole number"),
     (lambda e: e.generate([1.5, 2.7]), "a list of whole numbers (ids)"),

@@ -199,6 +199,10 @@ def test_sizes_and_plans():
     config = ModelConfig(64, 32, 4, 4, 2, 8, 48)
     assert piece_tokens(16384, 128, 10**6) * 16384 == PIECE_BYTES
     assert piece_tokens(10**9, 128, 10**6) == 128 and piece_tokens(1, 128, 1000) == 1000
+    for capacity, buffers in ((128, 3), (512, 5), (4096, 8)):  # of a layer in pieces of 128 tokens
+        on_gpu = Offload(config, 1, batch=1, capacity=capacity, interval=128, piece=128, device="meta",
+                         dtype=torch.float32, runs_on=torch.device("cuda"))
+        assert len(on_gpu.staging) == buffers
     layer = memory.host_part(config, 1, batch=1, capacity=1000, dtype=torch.float32).bytes
     assert layer == 1000 * 2 * 2 * 8 * 4
     fit = {"batch": 1, "capacity": 1000, "dtype": torch.float32}

@@ -23,7 +23,8 @@ from ..model import ModelConfig
 # From 8 MB on, copies run at the full speed of the bus (measured on an H200). To pick tokens for a view out of a piece
 # takes as long for a small one as for a large one.
 PIECE_BYTES = 64 * 2**20
-STAGING_BUFFERS = 8
+# The bus runs ahead by so many pieces while the device does the rest of a layer's work, and by no more than a layer.
+STAGING_BUFFERS = 3, 8  # at least, and at most
 
 
 def piece_tokens(bytes_per_token: int, interval: int, capacity: int, wanted: int | None = None) -> int:
@@ -62,11 +63,12 @@ class Offload:
         # Two tensors: compiled code that writes to two views of one would mistake where they begin.
         self._work: tuple[Tensor, Tensor] | None = None
         self._stored: dict[int, torch.cuda.Event] = {}
-        self.staging = [torch.zeros(2, batch, self.piece, *token, dtype=dtype, device=device)
-                        for _ in range(STAGING_BUFFERS if streams else 0)]
+        fewest, most = STAGING_BUFFERS
+        buffers = min(max(-(-capacity // self.piece) + 1, fewest), most) if streams else 0
+        self.staging = [torch.zeros(2, batch, self.piece, *token, dtype=dtype, device=device) for _ in range(buffers)]
         if self.on_cuda:
             self.copy_stream = torch.cuda.Stream(self.device)
-            self._free: list[torch.cuda.Event | None] = [None] * STAGING_BUFFERS
+            self._free: list[torch.cuda.Event | None] = [None] * buffers
             self._next = 0
 
     @property
@@ -89,7 +91,7 @@ class Offload:
     def _fetch(self, i: int, start: int, tokens: int):
         """Enqueues a copy, and has the compute stream wait for it."""
         compute, slot = torch.cuda.current_stream(self.device), self._next
-        buffer, self._next = self.staging[slot], (slot + 1) % STAGING_BUFFERS
+        buffer, self._next = self.staging[slot], (slot + 1) % len(self.staging)
         # This buffer's last reader was enqueued before the next buffer was asked for: nothing younger is waited for.
         self._free[slot - 1] = compute.record_event()
         if self._free[slot] is not None:
