@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
+from controller import kept
 from harness import read_text, report, run_or_plot
 from torch import Tensor
 
@@ -71,16 +72,16 @@ def one_round(dice: random.Random, plan: Plan, text: Text, at: int, rule: str, a
     """A round whose pending token stands at `at`."""
     origins: list[int] = []
     for _ in range(plan.rounds):
-        kept = next((i for i in range(plan.gamma_inner) if dice.random() >= args.draft_kept), plan.gamma_inner)
-        origins += [ACCEPTED] * kept
-        if kept == plan.gamma_inner:
+        right = kept(dice, args.draft_kept, plan.gamma_inner)
+        origins += [ACCEPTED] * right
+        if right == plan.gamma_inner:
             origins.append(BONUS)
         else:
             origins += [LEAF, BONUS] if rule != "rejection" and dice.random() < args.leaf_kept else [MISSED]
     drafted = min(len(origins), plan.gamma)
     fits = text.kept if rule == "rejection" else [rank == 0 for rank in text.ranks]
-    kept = next((i for i in range(drafted) if not fits[at + 1 + i]), drafted)
-    path = list(range(kept + 1))
+    accepted = next((i for i in range(drafted) if not fits[at + 1 + i]), drafted)
+    path = list(range(accepted + 1))
     while plan.branches and not (path[-1] <= plan.shape.spine and path[-1] >= drafted):
         rank, here = text.ranks[at + len(path)], path[-1]
         beside = [row for row in plan.shape.followers[here] if plan.shape.rank(row) == rank
@@ -89,7 +90,7 @@ def one_round(dice: random.Random, plan: Plan, text: Text, at: int, rule: str, a
             break
         path.append(beside[0])
     padded = (origins + [0] * BLOCK)[: BLOCK - 1]
-    return RowRound([0] * len(path), padded, kept, drafted, False, len(path) - 1 - kept, path)
+    return RowRound([0] * len(path), padded, accepted, drafted, False, len(path) - 1 - accepted, path)
 
 
 def replay(rule: str, costs: Costs, corpus: list[Text], args, plan: Plan | None = None) -> dict[str, float]:
@@ -133,8 +134,8 @@ def run(args) -> None:
         corpus = [text_of(one, law) for one in logits]
         ranks = [rank for text in corpus for rank in text.ranks]
         shares = {"first": ranks.count(0), "second": ranks.count(1), "third": ranks.count(2)}
-        kept = fmean(one for text in corpus for one in text.kept)
-        report("choices", {**law, "kept_by_rejection": kept, **{name: n / len(ranks) for name, n in shares.items()}},
+        share = fmean(one for text in corpus for one in text.kept)
+        report("choices", {**law, "kept_by_rejection": share, **{name: n / len(ranks) for name, n in shares.items()}},
                machine, args.out)
         for shape, (chain, tree) in VERIFY.items():
             for rule in ("rejection", "coupled", "tree"):

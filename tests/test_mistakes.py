@@ -37,6 +37,17 @@ def test_it_is_told_in_a_line(tiny, call, message):
         call(tiny)
 
 
+def test_whatever_names_a_file_does(tiny, tmp_path):
+    class Name:
+        def __fspath__(self):
+            return str(tmp_path / "book.prefix")
+
+        __str__ = __fspath__
+
+    tiny.prefill(list(range(3, 200))).save(Name())
+    assert len(tiny.open(Name())) == 197
+
+
 def test_what_makes_no_drafter_is_told():
     engine = make_engine(*random_pair(), draft=lambda tape: None)
     with pytest.raises(UserError, match="draft must make a Drafter of a Tape, and made None; see docs/extending.md"):

@@ -130,11 +130,10 @@ class Controller:
     def _tokens(self, rates: dict[str, float]) -> np.ndarray:
         """How many tokens a round of each plan is expected to emit."""
         chance = np.array([*(rates[name] for name in self._names), 0.0])
-        outer, inner = (round(self.leaves[name].value, 1) if name in self.leaves else 0.0
-                        for name in (LEAVES, INNER_LEAVES))
+        outer = self._leaf(LEAVES)
         tokens = emitted(chance[self._checker], self._gamma, outer)  # if all of gamma is drafted
         for name, (which, *entry) in self._hierarchies.items():  # the level in between may draft fewer
-            known = at_least(round(rates[name], 2), *self._sizes, inner)
+            known = self._reached(name, rates)
             # Token j + 1 is emitted if j or more are drafted, and all of them kept; or by a leaf, if all but the last.
             kept, rate = known * rates["retrieval"] ** np.arange(known.shape[2]), rates["retrieval"]
             kept[..., 1:] *= 1 + outer * (1 - rate) / rate
@@ -248,13 +247,20 @@ class Controller:
                     break
         return found, expected
 
+    def _leaf(self, name: str) -> float:
+        """The chance of a leaf where the drafted token is not kept; 0 where the level has none."""
+        return round(self.leaves[name].value, 1) if name in self.leaves else 0.0
+
+    def _reached(self, source: str, rates: dict[str, float]) -> np.ndarray:
+        """`at_least` of the retrieval level, where this source drafts for it."""
+        return at_least(round(rates[source], 2), *self._sizes, self._leaf(INNER_LEAVES))
+
     def _drafted(self, plan: Plan, rates: dict[str, float]) -> tuple[float, ...]:
         """The chances that the retrieval level drafts 0, 1, ..., gamma tokens, or more."""
         if plan.source is None:
             return (1.0,) * (plan.gamma + 1)
-        leaf = round(self.leaves[INNER_LEAVES].value, 1) if INNER_LEAVES in self.leaves else 0.0
-        table = at_least(round(rates[plan.source], 2), *self._sizes, leaf)
-        return tuple(table[plan.gamma_inner - 1, plan.rounds, : plan.gamma + 1].round(3).tolist())
+        chances = self._reached(plan.source, rates)[plan.gamma_inner - 1, plan.rounds, : plan.gamma + 1]
+        return tuple(chances.round(3).tolist())
 
     @property
     def plan(self) -> Plan:

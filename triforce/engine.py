@@ -273,8 +273,7 @@ class Engine:
         Raises:
             UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S.
         """
-        rows = tokens if hasattr(tokens, "__iter__") and getattr(tokens, "ndim", 1) else [tokens]
-        if isinstance(tokens, str) or not all(hasattr(row, "__iter__") and getattr(row, "ndim", 1) for row in rows):
+        if isinstance(tokens, str) or not _is_sequence(tokens) or not all(map(_is_sequence, tokens)):
             raise UserError("logits takes [B, S] ids, a list of rows; put the ids of one text into a list of their "
                             "own: [[5, 6, 7]], or [engine.encode_prompt(text)]")
         rows = [_as_ids(row) for row in tokens]
@@ -565,6 +564,11 @@ def _is_batch(prompt) -> bool:
     if isinstance(prompt, (list, tuple)):
         return len(prompt) > 0 and (isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) == 1)
     return getattr(prompt, "ndim", 0) == 2
+
+
+def _is_sequence(x) -> bool:
+    """Whether it has elements. A tensor or array of no dimension claims to have some, and does not."""
+    return hasattr(x, "__iter__") and getattr(x, "ndim", 1) > 0
 
 
 def generate_options() -> frozenset[str]:

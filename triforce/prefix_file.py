@@ -74,7 +74,7 @@ def write(path: str | Path, about: dict, tokens: list[int], source: Callable[[in
 
 def as_path(path) -> Path:
     """Raises UserError for what is no file's name."""
-    if not isinstance(path, (str, Path)) or "\0" in str(path) or not str(path):
+    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path) or not str(path):
         raise UserError(f"{path!r} is no name of a file; give one such as 'document.prefix'")
     return Path(path).expanduser()
 

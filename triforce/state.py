@@ -100,11 +100,14 @@ class State:
         self.last_round: Round | None = None
 
     def _usual_rebuild_interval(self) -> int:
-        """The newest selection drafts best. Offloaded, it takes one row no time: it is gathered beside the next
-        verify's copies. On a GPU it takes the longer the more chunks there are. Of many rows each is rebuilt on its
-        own, and on a CPU a rebuild takes as long as a token."""
-        if self.cache.prefix.streams is not None and (self.batch == 1 or self.base):
-            return 1 if self.batch == 1 else 32
+        """The newest selection drafts best. Offloaded, that of one row takes no time: it is gathered beside the next
+        verify's copies. To gather those of many rows takes longer than the copies. On a GPU a rebuild takes the longer
+        the more chunks there are. Of many rows each is rebuilt on its own, and on a CPU it takes as long as a token."""
+        streams = self.cache.prefix.streams is not None
+        if streams and self.batch == 1:
+            return 1
+        if streams and self.base:
+            return 32
         if self.batch == 1 and self.target.device.type == "cuda":
             return max(16, 256 // self.settings.chunk_size)
         return 64
