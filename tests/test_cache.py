@@ -215,6 +215,7 @@ def test_a_draft_that_was_left_out_catches_up(pair):
     # Nothing; the last 59 tokens; so far back that it begins anew.
     for known, computed in ((699, 0), (640, 59), (30, 64 + 64)):
         drafter.prefill(0, known)
+        drafter.open(1024)
         drafter.leave_out()
         seen = []
         hook = draft.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].shape[1]))

@@ -62,3 +62,23 @@ def test_a_snapkv_drafts_view_takes_in_what_is_flushed(pair):
         end = full.lens[0]
         found = torch.cdist(view.k[0][0, :, : view.held].double(), full.k[0][0, :, :end].double()).argmin(-1)
         assert all(set(range(end - view.window_size, end)) <= set(head) for head in found.tolist())
+
+
+def test_rows_are_taken_in_side_by_side(pair):
+    """Those of the same stretches in one go; each then drafts as it does alone."""
+    target, draft = pair
+    prompts = [random_prompt(length, seed=length) for length in (300, 170, 20, 260)]
+
+    def laws(prompts) -> list:
+        batches = []
+        hook = draft.register_forward_pre_hook(lambda _, args: batches.append(len(args[0])))
+        state = make_state(target, draft, prompts, retrieval=False, gamma=3, sampling={"temperature": 0.8},
+                           draft_window=32)
+        hook.remove()
+        state.round()
+        return batches, state.hierarchy.outer.draft_probs[:, 0]  # what follows a drawn token depends on the row
+
+    batches, together = laws(prompts)
+    assert batches == [2, 2, 1, 1, 1]  # sink and window of two rows and of the last one; a text that fits the window
+    alone = [laws([prompt])[1][0] for prompt in prompts]
+    torch.testing.assert_close(together, torch.stack(alone), atol=1e-6, rtol=1e-4)

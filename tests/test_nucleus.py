@@ -5,8 +5,10 @@ from fractions import Fraction
 import pytest
 import torch
 
-from triforce import nucleus
-from triforce.nucleus import ranked, searched
+from conftest import make_state, random_pair, random_prompt, run_rounds
+
+from triforce import nucleus, sampling
+from triforce.nucleus import nearly_kept, ranked, searched
 
 
 def laws(words: int) -> torch.Tensor:
@@ -57,3 +59,53 @@ def test_many_words_on_a_gpu_are_searched(monkeypatch):
     for words, dtype in ((2**22, torch.float32), (2**22 - 1, torch.float32), (2**22, torch.float64)):
         nucleus.smallest_kept(torch.empty(1, 1, words, device="meta", dtype=dtype), None, torch.ones(1))
     assert asked[2:] == ["searched", "ranked", "ranked"]
+
+
+@pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 40, 0]], ids=str)
+def test_borders_are_found_nearly(top_k, monkeypatch):
+    """All that survives does, and next to nothing else; every word, where every word survives."""
+    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
+    probs, top_p = laws(700), torch.tensor([0.9, 1.0, 0.37], dtype=torch.float64)
+    given = None if top_k is None else torch.tensor(top_k)
+    exact = ranked(probs, None if given is None else given[:, None, None], top_p[:, None, None])
+    near = nearly_kept(probs, given, top_p)
+    assert near.shape == (3, 4, 1) and (near <= exact).all()
+    more = torch.where((probs >= near) & (probs < exact), probs, 0.0).sum(-1)
+    assert (more < torch.tensor([0.07, 0.02, 0.02, 0.02])).all()  # the first laws are flat
+    assert (near[exact == 0] == 0).all() and (near[exact > 1e-4] > 0.8 * exact[exact > 1e-4]).all()
+
+
+def test_many_words_and_those_on_a_cpu_are_ranked(monkeypatch):
+    asked = []
+    monkeypatch.setattr(nucleus, "smallest_kept", lambda probs, *more: asked.append(probs.shape[-1]))
+    nearly_kept(torch.ones(1, 1, 9), None, torch.ones(1))
+    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
+    nearly_kept(torch.ones(1, 1, 8) / 8, None, torch.ones(1))
+    nearly_kept(torch.empty(1, 1, nucleus.NEARLY + 1), None, torch.ones(1))
+    assert asked == [9, nucleus.NEARLY + 1]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_border_is_inexact_only_where_a_law_only_drafts(rule, monkeypatch):
+    """What is drafted changes with it, and nothing that is emitted."""
+    pair, texts, seen = random_pair(std=0.3), [], []
+
+    def keep_all(probs, top_k, top_p):
+        seen.append(probs.shape[1])
+        return torch.zeros_like(probs[..., :1])
+
+    for exact in (True, False):
+        if not exact:
+            monkeypatch.setattr(sampling, "nearly_kept", keep_all)
+        state = make_state(*pair, [random_prompt(100)], rule=rule, gamma=3, gamma_inner=2,
+                           sampling={"temperature": 1.0, "top_p": 0.3, "seed": [4]})
+        if rule == "rejection":
+            laws, own = [], state.tape.law
+            monkeypatch.setattr(state.tape, "law", lambda logits, drafts=False, laws=laws, own=own: laws.append(
+                (drafts, logits.shape[1])) or own(logits, drafts))
+        texts.append(run_rounds(state, 20))
+    assert {1, 3} <= set(seen) and len(seen) > 40  # drafts, and the level between
+    if rule == "coupled":
+        assert texts[0] == texts[1]
+    else:
+        assert {drafts for drafts, rows in laws if rows > 3} == {False} and (True, 1) in laws

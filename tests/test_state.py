@@ -257,8 +257,8 @@ def test_a_draft_reads_what_is_new(pair, draft_cache):
         read.clear()
         prefill.clear()
         state.prefill(0, random_prompt(10, seed=3))
-        assert 10 <= sum(read) + sum(prefill) <= 10 + 8 + tail
         state.begin(200)
+        assert 10 <= sum(read) + sum(prefill) <= 10 + 8 + tail
         run_rounds(state, 20)
         for _ in range(2):
             state.round(AUTOREGRESSION)

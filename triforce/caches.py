@@ -397,7 +397,7 @@ class Caches:
         self._check(parts, capacity, resident, batch, is_shared=base > 0)
         return budget, resident
 
-    def _check(self, parts: list[memory.Part], capacity: int, resident: int | None, batch: int = 1,
+    def _check(self, parts: tuple[memory.Part, ...], capacity: int, resident: int | None, batch: int = 1,
                is_shared: bool = False) -> None:
         """Raises UserError if the parts, and what is kept on the host, do not fit."""
         config = self.target.config
@@ -419,19 +419,19 @@ class Caches:
                      host.bytes / 2**30)
 
     def _parts(self, settings: Settings, batch: int, base: int, capacity: int, budget: int,
-               resident: int | None = None) -> list[memory.Part]:
+               resident: int | None = None) -> tuple[memory.Part, ...]:
         """Of a State."""
         draft = None if self.models.draft is None else self.models.draft.config
         return memory.state_parts(self.target.config, draft, settings, batch=batch, capacity=capacity, budget=budget,
                                   vocab_size=self.engine.vocab_size, dtype=self.target.dtype, device=self.device,
                                   num_resident_layers=resident, base=base)
 
-    def _prefix_parts(self, length: int, resident: int | None) -> list[memory.Part]:
+    def _prefix_parts(self, length: int, resident: int | None) -> tuple[memory.Part, ...]:
         """Of a prefix that is to be computed."""
         return memory.prefix_parts(self.target.config, self.settings, capacity=length, dtype=self.target.dtype,
                                    device=self.device, num_resident_layers=resident)
 
-    def _resident(self, capacity: int, parts: list[memory.Part], batch: int = 1) -> int | None:
+    def _resident(self, capacity: int, parts: tuple[memory.Part, ...], batch: int = 1) -> int | None:
         """How many layers of a prefix stay on the device, beside these parts. None: all."""
         place = self.placement
         if not place.offload:

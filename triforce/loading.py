@@ -46,7 +46,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     local = shard_config(config, group)
     if place.draft_ranks is not None:
         draft_config = check_draft_ranks(place.draft_ranks, group, draft_config)
-    parts = memory.weight_parts(local, draft_config, dtype)
+    parts = list(memory.weight_parts(local, draft_config, dtype))
     if place.draft_dtype:
         check_fp8(config, device)
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))

@@ -1,5 +1,6 @@
 """What a run will need, part by part: its caches are built on the meta device, without memory, and added up."""
 
+import functools
 import os
 import re
 import resource
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from . import nucleus
 from .config import Settings
 from .errors import UserError
 from .float8 import LAYERS, work_bytes
@@ -22,28 +24,29 @@ from .start import ALLOCATOR, ALLOCATORS, GROWING
 from .state import State
 
 
-@dataclass
+@dataclass(frozen=True)
 class Part:
     name: str
     bytes: int
     remedies: tuple[str, ...] = ()  # what makes it smaller: flags, or names of settings
 
 
-def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype) -> list[Part]:
+def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype) -> tuple[Part, ...]:
     remedies = ("--dtype",) if target.float8 is not None else ("--dtype", "--weights fp8")
     parts = [Part("target weights", _weight_bytes(target, dtype), remedies)]
     if draft is not None:
         parts.append(Part("draft weights", _weight_bytes(draft, dtype), ("--draft none",)))
-    return parts
+    return tuple(parts)
 
 
 def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    return sum(x.nbytes for x in Transformer.empty(config, "meta", dtype).parameters())
+    return sum(x.nbytes for x in _meta_model(config, dtype).parameters())
 
 
+@functools.lru_cache(maxsize=64)  # a call asks several times, and the next call for the same
 def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, batch: int, capacity: int,
                 budget: int, vocab_size: int, dtype: torch.dtype, device: torch.device,
-                num_resident_layers: int | None = None, base: int = 0) -> list[Part]:
+                num_resident_layers: int | None = None, base: int = 0) -> tuple[Part, ...]:
     """Caches of a State, built on the meta device, and what a prefill and a step hold besides at their widest point.
 
     Args:
@@ -65,10 +68,11 @@ def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
              ("--prefill-chunk-size",)),
         Part("attention along the paths of a tree", _path_bytes(target, settings, batch),
              ("--tree-size", "block_size")),
-        Part("logits and probabilities", _law_bytes(target, settings, batch, 1 if draft is None else 2),
+        Part("logits and probabilities", _law_bytes(target, settings, batch, 1 if draft is None else 2, device),
              ("--batch-size",)),
         Part("chunk keys", chunk_keys, ("--chunk-size",)),
-        Part("choice of the retrieval view", _choice_bytes(target, settings, state.capacity, dtype),
+        Part("choice of the retrieval view", _choice_bytes(target, settings, state.capacity, dtype,
+                                                           copied=batch > 1 and not base),
              ("--chunk-size", "block_size"))]
     if view is not None:
         parts.append(Part("retrieval view", view.nbytes, ("--budget",)))
@@ -81,13 +85,14 @@ def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
                           () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",)))
     if settings.draft_cache == "snapkv":  # scores, their softmax and what of it counts, one layer at a time
         chooser = target if settings.retrieval else draft
-        parts.append(Part("choice of the SnapKV view", 3 * chooser.n_head * settings.block_size * capacity * 4,
-                          ("--draft-cache",)))
-    return [part for part in parts if part.bytes]
+        scores = 3 * chooser.n_head * settings.block_size * capacity * 4
+        copied = chooser.n_kv_head * chooser.head_dim * capacity * dtype.itemsize if batch > 1 else 0
+        parts.append(Part("choice of the SnapKV view", scores + copied, ("--draft-cache",)))
+    return tuple(part for part in parts if part.bytes)
 
 
 def prefix_parts(config: ModelConfig, settings: Settings, *, capacity: int, dtype: torch.dtype, device: torch.device,
-                 num_resident_layers: int | None = None) -> list[Part]:
+                 num_resident_layers: int | None = None) -> tuple[Part, ...]:
     """Of a prefix that rows are to share, and of its prefill. num_resident_layers: see `state_parts`."""
     offload = None
     if num_resident_layers is not None and num_resident_layers < config.n_layer:
@@ -104,7 +109,7 @@ def prefix_parts(config: ModelConfig, settings: Settings, *, capacity: int, dtyp
         work = offload.nbytes // len(offload.layers)
         parts.append(Part("a layer's KV during prefill", work, ("a shorter document",)))
         parts.append(Part("staging buffers", sum(x.nbytes for x in offload.staging), ("piece_tokens",)))
-    return [part for part in parts if part.bytes]
+    return tuple(part for part in parts if part.bytes)
 
 
 def _on_meta(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, dtype: torch.dtype,
@@ -114,8 +119,13 @@ def _on_meta(target: ModelConfig, draft: ModelConfig | None, settings: Settings,
     Some functions (`arange` and `zeros_like` among them) are Python on the meta device, and import half of PyTorch's
     compiler. That would take a quarter of a second of every first answer: what a State is built with does without them.
     """
-    models = [None if config is None else Transformer.empty(config, "meta", dtype) for config in (target, draft)]
+    models = [None if config is None else _meta_model(config, dtype) for config in (target, draft)]
     return State(*models, settings, compiler=Compiler(torch.device("cpu")), runs_on=device, **sizes)
+
+
+@functools.lru_cache(maxsize=4)
+def _meta_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
+    return Transformer.empty(config, "meta", dtype)
 
 
 def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype: torch.dtype) -> int:
@@ -139,18 +149,25 @@ def _float8_bytes(config: ModelConfig, chunk: int, block: int, itemsize: int) ->
     return max(sizes)
 
 
-def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int) -> int:
+def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int, device: torch.device) -> int:
     """Logits and laws of a step, sorted and summed up; and the laws that are passed from level to level, or the noise
-    of levels that share it: ten whole numbers of 64 bits a word while it is made."""
-    return batch * config.vocab_size * settings.tree.rows * (16 + (80 if settings.coupled else 4 * levels))
+    of levels that share it: ten whole numbers of 64 bits a word while it is made. On a GPU, what drafts holds for each
+    word whether it lies above each border, and its share of the mass there."""
+    nearly = nucleus.NEARLY * nucleus.EDGES * 5 if device.type == "cuda" else 0
+    return nearly + batch * config.vocab_size * settings.tree.rows * (16 + (80 if settings.coupled else 4 * levels))
 
 
-def _choice_bytes(config: ModelConfig, settings: Settings, tokens: int, dtype: torch.dtype) -> int:
-    """Scores of all chunks by the newest queries, as products and twice in float32: of so many layers at a time."""
+def _choice_bytes(config: ModelConfig, settings: Settings, tokens: int, dtype: torch.dtype, copied: bool) -> int:
+    """Scores of all chunks by the newest queries, as products and twice in float32: of so many layers at a time.
+
+    copied: these layers' mean keys, too, since the row is one of several.
+    """
     if not settings.scores_chunks:
         return 0
-    layer = config.n_head * settings.block_size * (tokens // settings.chunk_size)
-    return layer * scored_together(layer, config.n_layer) * (dtype.itemsize + 8)
+    chunks = tokens // settings.chunk_size
+    layer = config.n_head * settings.block_size * chunks
+    keys = config.n_kv_head * config.head_dim * chunks * dtype.itemsize if copied else 0
+    return (layer * (dtype.itemsize + 8) + keys) * scored_together(layer, config.n_layer)
 
 
 def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:
@@ -171,13 +188,13 @@ def host_part(config: ModelConfig, num_layers: int, **sizes) -> Part:
                 ("--num-resident-layers", "--max-seq-len", "--batch-size"))
 
 
-def fitting_layers(config: ModelConfig, parts: list[Part], device: torch.device, resident_memory: int | None,
+def fitting_layers(config: ModelConfig, parts: Collection[Part], device: torch.device, resident_memory: int | None,
                    **sizes) -> int:
     """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes."""
     return layers_within(config, parts, available(device), resident_memory, **sizes)
 
 
-def layers_within(config: ModelConfig, parts: list[Part], free: int | None, resident_memory: int | None,
+def layers_within(config: ModelConfig, parts: Collection[Part], free: int | None, resident_memory: int | None,
                   **sizes) -> int:
     """The same of so many free bytes; None: nobody knows how many."""
     room = [] if free is None else [int(0.95 * free) - sum(part.bytes for part in parts)]
@@ -244,7 +261,7 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def check(parts: list[Part], device: torch.device, of_no_use: Collection[str] = ()) -> None:
+def check(parts: Collection[Part], device: torch.device, of_no_use: Collection[str] = ()) -> None:
     """Raises UserError, with every part and its remedies but those of no use, if the parts do not fit the device."""
     free, needed = available(device), sum(part.bytes for part in parts)
     if free is None or needed <= free:

@@ -3,7 +3,8 @@
 There are two ways to the same number. Few words are **ranked**. Of many words in many rows on a GPU the number is
 **searched for**, bit by bit: a probability survives if the more probable ones are fewer than k and have less mass than
 p, so each pass over the words says on which side of a few candidates it lies. A pass reads the words once; a sort reads
-and writes them again and again.
+and writes them again and again. A law that only drafts need not be exact: for a few rows on a GPU, one pass finds the
+border **nearly**.
 
 Shapes: B batch, n positions, V vocabulary.
 """
@@ -18,6 +19,8 @@ SEARCHED = 2**22  # probabilities from which on a GPU searches (measured on an H
 BITS = 2  # that a pass decides: of 3, a pass takes twice as long
 PATTERN_BITS = 30  # of float32 numbers from 0 to 1: in the order of the numbers, as whole numbers
 UNIT = 2.0**56  # of masses
+NEARLY = 2**18  # probabilities up to which a GPU looks for a border nearly
+EDGES, HALVINGS = 128, 16  # borders that are tried then, from the largest probability down to so many halvings of it
 
 
 def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
@@ -26,6 +29,26 @@ def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     searches = _on_gpu(probs) and probs.numel() >= SEARCHED and probs.dtype == torch.float32
     top_k = None if top_k is None else top_k[:, None, None]
     return (searched if searches else ranked)(probs, top_k, top_p[:, None, None].double())
+
+
+def nearly_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
+    """`smallest_kept`, or up to 9% less, for laws that only draft: an H100 takes 21 us for 32,000 words, and 75 us to
+    rank them."""
+    if not _on_gpu(probs) or probs.numel() > NEARLY:
+        return smallest_kept(probs, top_k, top_p)
+    top_p = top_p[:, None, None].to(probs.dtype)
+    steps = torch.arange(EDGES, device=probs.device) * (HALVINGS / EDGES)
+    edges = probs.amax(-1, keepdim=True) * torch.exp2(-steps)  # [B, n, EDGES], descending
+    above, every = probs[..., None, :] >= edges[..., None], EDGES  # [B, n, EDGES, V]
+    mass = torch.where(above, probs[..., None, :], 0.0).sum(-1)
+    total, by_count = torch.ones_like(mass[..., :1]), torch.full_like(mass[..., :1], every, dtype=torch.int64)
+    if top_k is not None:
+        top_k = top_k[:, None, None]
+        by_count = torch.where(top_k == 0, every, (above.sum(-1) < top_k).sum(-1, keepdim=True))
+        total = torch.where(top_k == 0, 1.0, mass.gather(-1, by_count.clamp(max=every - 1)))
+    by_mass = torch.where(top_p == 1, every, (mass < top_p * total).sum(-1, keepdim=True))
+    place = torch.minimum(by_count, by_mass)
+    return torch.where(place == every, 0.0, edges.gather(-1, place.clamp(max=every - 1)))
 
 
 def ranked(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:

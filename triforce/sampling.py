@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .config import Sampling, check_biases
 from .graphs import is_traced
-from .nucleus import running_sum, smallest_kept
+from .nucleus import nearly_kept, running_sum, smallest_kept
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
@@ -84,7 +84,7 @@ class SamplingParams:
                     list(bias.values()), dtype=row.dtype, device=row.device)
 
 
-def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+def probabilities(logits: Tensor, params: SamplingParams, drafts: bool = False) -> Tensor:
     """The law that tokens are drawn from: bias, then temperature, then top-k, top-p and min-p, renormalised.
 
     A token as probable as the least probable one kept is kept too, so ties do not depend on an order. Rows of
@@ -92,6 +92,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
     Args:
         logits: [B, n, V].
+        drafts: the law only drafts, so its borders need not be exact.
 
     Returns:
         [B, n, V], float32 or wider.
@@ -111,7 +112,8 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     probs = torch.softmax(logits / temperature, dim=-1)
     thresholds = []
     if uses.top_k or uses.top_p:
-        thresholds.append(smallest_kept(probs, params.top_k if uses.top_k else None, params.top_p))
+        kept = nearly_kept if drafts else smallest_kept
+        thresholds.append(kept(probs, params.top_k if uses.top_k else None, params.top_p))
     if uses.min_p:
         thresholds.append(params.min_p.to(wide)[:, None, None] * probs.amax(-1, keepdim=True))
     if thresholds:

@@ -309,7 +309,7 @@ class Speculator(Drafter):
     def _verify(self, logits: Tensor, tokens: Tensor, num_drafted: Tensor, position: Tensor):
         """By rejection: logits [B, n + 1, V], tokens [B, n], position [B, n + 1] -> the verdict, and the law."""
         tape, n = self.tape, tokens.shape[1]
-        law = tape.law(logits)
+        law = tape.law(logits, drafts=self.level != FULL)
         sample_u = tape.uniform(position, self.level, SAMPLE)
         accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
         draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]

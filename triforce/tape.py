@@ -43,8 +43,9 @@ class Tape:
         origin = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         return cls(tokens, origin, runners_up, SamplingParams(batch, device, vocab_size), vocab_size, coupled, nodes)
 
-    def law(self, logits: Tensor) -> Tensor:
-        return sampling.probabilities(logits[..., : self.vocab_size], self.params)
+    def law(self, logits: Tensor, drafts: bool = False) -> Tensor:
+        """drafts: see `sampling.probabilities`."""
+        return sampling.probabilities(logits[..., : self.vocab_size], self.params, drafts)
 
     def uniform(self, position: Tensor, level: int, purpose: int) -> Tensor:
         return sampling.uniform(self.params.seed, position, level, purpose)
@@ -56,8 +57,9 @@ class Tape:
         return sampling.sample(law, self.uniform(position, level, SAMPLE))
 
     def rank(self, logits: Tensor, position: Tensor) -> Tensor:
-        """With coupled sampling, what is drawn by logits [B, n, V], and its runners-up: [B, n, 1 + k]."""
-        law, count = self.law(logits), 1 + self.runners_up.shape[2]
+        """With coupled sampling, what a level that drafts draws by logits [B, n, V], and its runners-up:
+        [B, n, 1 + k]."""
+        law, count = self.law(logits, drafts=True), 1 + self.runners_up.shape[2]
         if self.params.uses.greedy and count > 1:
             # All but the winner would never arrive. They come long after it, and nearly always the likeliest first:
             # noise is between 1e-13 and 18.

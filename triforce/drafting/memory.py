@@ -6,6 +6,7 @@ the model attends to.
 Shapes: B batch.
 """
 
+from collections import defaultdict
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..graphs import Compiler
 from ..kv.blocks import TargetBlock, prefill_blocks
-from ..kv.store import Extent
+from ..kv.store import Extent, runs
 from ..kv.streaming import StreamingBlock, StreamingCache
 from ..kv.target import TargetCache
 from ..kv.views import RetrievalView
@@ -28,11 +29,11 @@ class DraftMemory(Protocol):
     def open(self, max_len: int) -> None:
         """Called once all prompts are in: no row's prefix will outgrow max_len."""
 
-    def rewind(self, row: int, length: int) -> None:
-        """Back to the first `length` tokens, where `open` was called."""
+    def rewind(self, row: int, length: int) -> bool:
+        """Back to the first `length` tokens, where `open` was called. False: they are to be taken in once more."""
 
-    def take_in(self, row: int, length: int, known: int = 0) -> None:
-        """The first `length` tokens of a row of the tape are settled, and the first `known` of them not new."""
+    def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
+        """By row of the tape: so many tokens are settled, and the first so many of them not new. Rows ascend."""
 
     def flush(self, row: int, length: int) -> bool:
         """The target has just flushed at `length`. Returns whether all tokens before are taken in now."""
@@ -55,25 +56,35 @@ class StreamingMemory:
     def open(self, max_len: int) -> None:
         """It never grows."""
 
-    def take_in(self, row: int, length: int, known: int = 0) -> None:
+    def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
+        chunks = {row: self._chunks(*lengths) for row, lengths in rows.items()}
+        for row, (anew, _) in chunks.items():
+            for tensor in (*self.cache.k, *self.cache.v) if anew else ():  # what is drafted depends on this tape alone
+                tensor[row].zero_()
+        alike = defaultdict(list)  # rows side by side whose chunks have the same sizes
+        for row, (_, edges) in chunks.items():
+            alike[tuple(stop - start for start, stop in edges)].append(row)
+        for sizes, members in alike.items():
+            for run in runs(members):
+                cache, tape = self.cache.part(run), self.tokens[run]
+                starts = [[start for start, _ in chunks[row][1]] for row in range(run.start, run.stop)]
+                for size, start in zip(sizes, torch.tensor(starts, device=tape.device).unbind(1), strict=True):
+                    tokens = tape.gather(1, start[:, None] + torch.arange(size, device=tape.device))
+                    self.model(tokens, StreamingBlock(cache, start, size))
+
+    def _chunks(self, length: int, known: int) -> tuple[bool, list[tuple[int, int]]]:
+        """Whether all is to be taken in anew, and [start, stop) of what is computed for that, in order."""
         # A window's worth of context per layer reaches as far as attention over the window can look back.
         span = min(self.model.config.n_layer, 4) * self.cache.window_size
-        cache, rows = self.cache.row(row), self.PREFILL_ROWS
         anew = known == 0 or known < length - span
         first = max(length - span, 0) if anew else known
-        starts = list(range(first, length, rows))
-        if anew:
-            for tensor in (*cache.k, *cache.v):  # so that what is drafted depends on this tape alone
-                tensor.zero_()
+        starts = list(range(first, length, self.PREFILL_ROWS))
         if anew and first > 0:
             starts.insert(0, 0)  # the attention sinks
-        for start in starts:
-            tokens = self.tokens[row, None, start : min(start + rows, length)]
-            position = torch.full((1,), start, device=tokens.device)
-            self.model(tokens, StreamingBlock(cache, position, tokens.shape[1]))
+        return anew, [(start, min(start + self.PREFILL_ROWS, length)) for start in starts]
 
-    def rewind(self, row: int, length: int) -> None:
-        self.take_in(row, length)
+    def rewind(self, row: int, length: int) -> bool:
+        return False
 
     def flush(self, row: int, length: int) -> bool:
         return False
@@ -111,9 +122,13 @@ class LongMemory:
         self.cache.prefix.open(max_len)
         self._opened = [tail.clone() for tail in self.cache.tail.kv]
 
-    def take_in(self, row: int, length: int, known: int = 0) -> None:
+    def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
         """Computes anew what lies in the tail: the model is small, and its last tokens may not have been settled. What
         lies in the prefix was."""
+        for row, (length, known) in rows.items():
+            self._take_in(row, length, known)
+
+    def _take_in(self, row: int, length: int, known: int) -> None:
         cache, interval = self.cache, self.cache.flush_interval
         start = cache.lens[row] if known else 0
         if length > start:
@@ -130,15 +145,16 @@ class LongMemory:
         if self.choice and start == 0:
             self.choice.rebuild(row)
 
-    def rewind(self, row: int, length: int) -> None:
+    def rewind(self, row: int, length: int) -> bool:
         self.cache.prefix.truncate(row, self.cache.whole(length))
         for i, opened in enumerate(self._opened):
             self.cache.tail.store(i, row, 0, opened[:, row])
         if self.choice:
             self.choice.rebuild(row)  # from the prompt's queries: the same selection
+        return True
 
     def flush(self, row: int, length: int) -> bool:
-        self.take_in(row, length, length)
+        self._take_in(row, length, length)
         return True
 
     def block(self, start: Tensor, rows: int, extent: Extent, compiled):

@@ -38,29 +38,38 @@ class ModelDrafter(Drafter):
         self.levels = {rows: compiler.level(f"draft{rows}") for rows in (1, self.CATCH_UP_ROWS)}
         self.steps = {rows: level.step(self._step, num_lengths=2) for rows, level in self.levels.items()}
         self._seen = [0] * len(tape.tokens)  # tokens of each row that it has taken in for certain
+        self._awaited: dict[int, tuple[int, int]] = {}  # by row: tokens to take in at `open`, and those it knows
         self._left_out = False  # of the last round
         self._departed: set[int] = set()  # rows whose text went another way in the last round
 
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
-        self._take_in(row, length, 0 if fresh else self._seen[row])
-
-    def _take_in(self, row: int, length: int, known: int) -> None:
-        self.memory.take_in(row, length, known)
-        self.length[row].fill_(length)
-        self._seen[row] = length
+        self._awaited[row] = length, 0 if fresh else self._seen[row]
 
     def rewind(self, row: int, length: int) -> None:
-        self.memory.rewind(row, length)
+        if self.memory.rewind(row, length):
+            self._is_at(row, length)
+        else:
+            self._awaited[row] = length, 0
+
+    def open(self, max_len: int) -> None:
+        self._take_in(self._awaited)
+        self._awaited = {}
+        self.memory.open(max_len)
+
+    def _take_in(self, rows: dict[int, tuple[int, int]]) -> None:
+        """By row: its length, and how many of these tokens are known."""
+        if rows:
+            self.memory.take_in(rows)
+        for row, (length, _) in rows.items():
+            self._is_at(row, length)
+
+    def _is_at(self, row: int, length: int) -> None:
         self.length[row].fill_(length)
         self._seen[row] = length
 
-    def open(self, max_len: int) -> None:
-        self.memory.open(max_len)
-
     def catch_up(self, lengths: list[int]) -> None:
-        for row, (length, known) in enumerate(zip(lengths, self._seen, strict=True)):
-            if length > known and (self._left_out or row in self._departed):
-                self._take_in(row, length, known)
+        self._take_in({row: (length, known) for row, (length, known) in enumerate(zip(lengths, self._seen, strict=True))
+                       if length > known and (self._left_out or row in self._departed)})
         self._seen, self._left_out = list(lengths), False
         self._departed.clear()
 
@@ -109,7 +118,7 @@ class ModelDrafter(Drafter):
         if self.noise is None:
             token = tape.note(position, tape.rank(logits, position))  # [B, 1]
         else:
-            law = tape.law(logits)  # [B, 1, V]
+            law = tape.law(logits, drafts=True)  # [B, 1, V]
             token = sampling.sample(law, self.noise.gather(1, at))
             if probs is not None:
                 put(probs, at, law)

@@ -131,7 +131,7 @@ def way(job: Job, machine: Machine, ranks: int = 1, offload: bool | str = False,
     offloaded = 0 if resident is None else target.n_layer - resident
     host = memory.host_part(target, offloaded, **sizes, dtype=dtype)
     host = replace(host, bytes=host.bytes * ranks)
-    parts = parts + of_state(resident)
+    parts += of_state(resident)
     room, host_room = machine.memory, machine.host
     if device.type == "cpu":  # the same memory, wherever a layer or a rank lies
         parts, host_room = parts + [host] * bool(host.bytes), None

@@ -44,11 +44,11 @@ class StreamingCache(Store):
             yield f"k.{i}", k
             yield f"v.{i}", v
 
-    def row(self, row: int) -> "StreamingCache":
-        """The same storage, seen as a batch of one."""
+    def part(self, rows: slice) -> "StreamingCache":
+        """The same storage, seen as a batch of some of its rows."""
         view = object.__new__(StreamingCache)
         view.__dict__.update(self.__dict__)
-        view.k, view.v = [k[row, None] for k in self.k], [v[row, None] for v in self.v]
+        view.k, view.v = [k[rows] for k in self.k], [v[rows] for v in self.v]
         return view
 
 

@@ -113,11 +113,9 @@ class TargetCache(Store):
         for row, length in enumerate(self.lens):  # on the device, too
             self.prefix.truncate(row, length)
 
-    def newest_queries(self, row: int, layer: int | None = None) -> tuple[Tensor, Tensor]:
-        """What a row's view is chosen by: queries [L, H, m, D], or [H, m, D] of one layer, and their weights [m]. Of a
+    def newest_queries(self, queries: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """What a row's view is chosen by, of its queries [..., M, D] and their weights [M]: [..., m, D] and [m]. Of a
         tree, those of the tokens that were kept, and as many others, of weight 0, as are missing."""
-        weight = self.query_weight[row]
-        queries = self.all_queries[:, row] if layer is None else self.queries[layer][row]
         if len(weight) == self.newest:
             return queries, weight
         kept = weight.topk(self.newest).indices

@@ -60,8 +60,8 @@ class RetrievalView(View):
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
         self._offload, self._awaited = cache.prefix.streams, [False] * batch
         self._piece = self._place = torch.empty(0)  # of the layer that streams past: see `_locate`
-        rebuild = compiler.level("rebuild")
-        self._steps = [rebuild.step(self._select_and_copy) for _ in range(batch)]
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)  # that is chosen for: one graph serves all rows
+        self._select = compiler.level("rebuild").step(self._select_and_copy)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors()
@@ -90,7 +90,8 @@ class RetrievalView(View):
                 k[row, :, :length], v[row, :, :length] = self.cache.prefix.load(i, row, 0, length)
             return
         self.num_rebuilds += 1
-        self._steps[row](row)
+        self._row.fill_(row)
+        self._select()
         if self._offload is None:
             return
         self._awaited[row] = True
@@ -114,14 +115,13 @@ class RetrievalView(View):
             length = self.lens[row]
             self.k[i][row, :, :length], self.v[i][row, :, :length] = k[:, :length], v[:, :length]
             return
-        cache = self.cache
-        prefix_len = cache.prefix.len[row]
+        self._row.fill_(row)
         if self.num_selected:
-            self._chunks[row, i] = self._scores(row, i, [k]).topk(self.num_selected, dim=-1, sorted=False).indices
-        self._prefix_len[row] = prefix_len
+            self._chunks[row, i] = self._scores(i, [k]).topk(self.num_selected, dim=-1, sorted=False).indices
+        self._prefix_len[row] = self.cache.prefix.len[row]
         at = self.positions(row, i)
         for tokens, view in ((k, self.k[i][row]), (v, self.v[i][row])):
-            view[:, : at.shape[1]] = _pick(tokens, at)
+            _in_words(view[:, : at.shape[1]]).copy_(_pick(_in_words(tokens)[None], at))
 
     def positions(self, row: int, i: int) -> Tensor:
         """Where in the prefix the tokens of layer i's selection stand: [K, held]."""
@@ -168,71 +168,84 @@ class RetrievalView(View):
         if base:  # what follows a shared prefix does not stream past
             self._piece = torch.where(at < base, self._piece, -1)
 
-    def _scores(self, row: int, i: int, keys: list[Tensor] | None = None) -> Tensor:
+    def _of_row(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Of a tensor in which `dim` counts the rows of the batch, the row that is chosen for. A copy, of several."""
+        return x.select(dim, 0) if x.shape[dim] == 1 else x.index_select(dim, self._row).squeeze(dim)
+
+    def _set_row(self, x: Tensor, value: Tensor) -> None:
+        """Writes the row that is chosen for, the first dimension of x being that of the rows."""
+        if len(x) == 1:
+            x[0].copy_(value)
+        else:
+            torch.ops.aten.index_put_(x, [self._row], value[None].to(x.dtype))
+
+    def _scores(self, i: int, keys: list[Tensor] | None = None) -> Tensor:
         """[K, chunks or tokens] of one layer, -inf for what is not to choose.
 
         keys: [K, S, D] each, those of all tokens. None: the resident ones.
         """
         cache, prefix = self.cache, self.cache.prefix
         if self.kind == "retrieval":
-            keys, smoothed = [x[i] for x in self._chunk_keys(row)], 0
+            keys, smoothed = self._chunk_keys(slice(i, i + 1)), 0
+            keys = [x[0] for x in keys]
         else:
             before = [] if prefix.shared is None else [prefix.before(i)[0][0]]
-            keys, smoothed = keys or [*before, prefix.k[i][row]], SMOOTHED
-        mask = self._mask(row, sum(x.shape[1] for x in keys))
-        queries, weight = cache.newest_queries(row, i)
+            keys, smoothed = keys or [*before, self._of_row(prefix.k[i])], SMOOTHED
+        mask = self._mask(sum(x.shape[1] for x in keys))
+        queries, weight = cache.newest_queries(self._of_row(cache.queries[i]), self._of_row(cache.query_weight))
         return chunk_scores(queries, keys, weight, mask, smoothed)
 
-    def _chunk_keys(self, row: int) -> list[Tensor]:
-        """Mean keys of all chunks of a row, of all layers: [L, K, C, D] each, the shared prefix's first."""
+    def _chunk_keys(self, layers: slice) -> list[Tensor]:
+        """Mean keys of all chunks of the row, of some layers: [L, K, C, D] each, the shared prefix's first."""
         prefix = self.cache.prefix
-        own = [prefix.all_chunk_keys[:, row]]
+        own = [self._of_row(prefix.all_chunk_keys[layers], 1)]
         if prefix.shared is None:
             return own
-        return [prefix.shared.all_chunk_keys[:, 0, :, : prefix.base // self.chunk_size], *own]
+        return [prefix.shared.all_chunk_keys[layers, 0, :, : prefix.base // self.chunk_size], *own]
 
-    def _mask(self, row: int, count: int) -> Tensor:
+    def _mask(self, count: int) -> Tensor:
         """Of so many chunks or tokens, what there is to choose from; see `_choice_mask`."""
-        end = (self.cache.prefix.len[row] - self.window_size) // self.select_size  # from here on lies the window
+        end = (self._of_row(self.cache.prefix.len) - self.window_size) // self.select_size  # from here on: the window
         return _choice_mask(self.chunk_size // self.select_size, end, count)
 
-    def _all_scores(self, row: int) -> Tensor:
+    def _all_scores(self) -> Tensor:
         """`_scores` of all layers, [L, K, chunks or tokens]; several layers at a time, where keys are few enough."""
         cache = self.cache
         if self.kind != "retrieval":
-            return torch.stack([self._scores(row, i) for i in range(cache.config.n_layer)])
-        keys, (queries, weight) = self._chunk_keys(row), cache.newest_queries(row)
-        mask = self._mask(row, sum(x.shape[2] for x in keys))
-        together = scored_together(queries.shape[1] * queries.shape[2] * len(mask), len(queries))
-        layers = zip(queries.split(together), *(x.split(together) for x in keys), strict=True)
-        return torch.cat([chunk_scores(q, k, weight, mask) for q, *k in layers])
+            return torch.stack([self._scores(i) for i in range(cache.config.n_layer)])
+        queries, weight = cache.newest_queries(self._of_row(cache.all_queries, 1), self._of_row(cache.query_weight))
+        prefix = cache.prefix
+        count = prefix.base // self.chunk_size + prefix.all_chunk_keys.shape[3]
+        mask = self._mask(count)
+        together = scored_together(queries.shape[1] * queries.shape[2] * count, len(queries))
+        layers = [slice(first, first + together) for first in range(0, len(queries), together)]
+        return torch.cat([chunk_scores(queries[some], self._chunk_keys(some), weight, mask) for some in layers])
 
-    def _select_and_copy(self, row: int) -> None:
-        """One row's selection, in static shapes: what lies beyond the prefix is masked, so a graph can replay it."""
-        cache = self.cache
-        prefix_len = cache.prefix.len[row]
+    def _select_and_copy(self) -> None:
+        """The selection of a row, in static shapes: what lies beyond its prefix is masked, so a graph can replay it."""
+        prefix, chunks = self.cache.prefix, self._of_row(self._chunks)
+        prefix_len = self._of_row(prefix.len)
         if self.num_selected:
             # One call for all layers: ten times faster on a GPU than one a layer.
-            chosen = self._all_scores(row).topk(self.num_selected, dim=-1, sorted=False).indices
-            self._chunks[row] = chosen  # [L, K, num_selected]
-        chunks = self._chunks[row]
-        self._prefix_len[row] = prefix_len
-        prefix = cache.prefix
+            chunks = self._all_scores().topk(self.num_selected, dim=-1, sorted=False).indices
+            self._set_row(self._chunks, chunks)  # [L, K, num_selected]
+        self._set_row(self._prefix_len, prefix_len)
         if prefix.num_resident == 0:
             return
-        index = self._positions(chunks[: prefix.num_resident], prefix_len)
-        for i, at in enumerate(index):  # [K, held]
-            for half, view in enumerate((self.k[i], self.v[i])):
-                view = view[row, :, : at.shape[1]]
-                own = (prefix.k, prefix.v)[half][i][row]
-                if prefix.shared is None:
-                    view.copy_(_pick(own, at))
-                    continue
-                # Of a shared layer that streams past, the tokens are gathered, and until then stay what they were.
-                resident = i < prefix.shared.num_resident
-                before = _pick(prefix.before(i)[half][0], at.clamp(max=prefix.base - 1)) if resident else view
-                behind = _pick(own, (at - prefix.base).clamp(min=0))
-                view.copy_(torch.where((at < prefix.base)[..., None], before, behind))
+        at = self._positions(chunks[: prefix.num_resident], prefix_len)  # [L, K, held]
+        own, shared, base = at, prefix.shared, prefix.base
+        if shared is not None:
+            is_before, before, own = (at < base)[..., None], at.clamp(max=base - 1), (at - base).clamp(min=0)
+        for i in range(prefix.num_resident):
+            for half, (tokens, view) in enumerate(((prefix.k[i], self.k[i]), (prefix.v[i], self.v[i]))):
+                view = _in_words(view[:, :, : at.shape[2]])
+                picked = _pick(_in_words(tokens), own[i], self._row)
+                if shared is not None:
+                    # Of a shared layer that streams past, the tokens are gathered, and until then stay what they were.
+                    others = (_pick(_in_words(prefix.before(i)[half]), before[i]) if i < shared.num_resident
+                              else self._of_row(view))
+                    picked = torch.where(is_before[i], others, picked)
+                self._set_row(view, picked)
 
     def flush(self, row: int) -> None:
         """Takes in the interval that the cache has just flushed, so that drafting never loses the newest tokens."""
@@ -289,9 +302,11 @@ def _token_index(chunks: Tensor, prefix_len: Tensor, window_size: int, num_sink:
     return torch.cat([part.expand(*tokens.shape[:2], -1) for part in (sink, recent, tokens)], 2)
 
 
-def _pick(tokens: Tensor, index: Tensor) -> Tensor:
-    """[K, S, D] at index [K, n] -> [K, n, D]: whole tokens, five times faster on a GPU than by `gather`."""
-    return tokens[torch.arange(len(index), device=index.device)[:, None], index]
+def _pick(tokens: Tensor, index: Tensor, row: Tensor | None = None) -> Tensor:
+    """Of tokens [B, K, S, D] those of a row [1] at index [K, n] -> [K, n, D]: whole tokens, five times faster on a GPU
+    than by `gather`."""
+    heads = torch.arange(len(index), device=index.device)[:, None]
+    return tokens[0][heads, index] if len(tokens) == 1 else tokens[row[:, None], heads, index]
 
 
 def _in_words(x: Tensor) -> Tensor:
