@@ -102,6 +102,25 @@ def test_masked_keys_contribute_exactly_nothing():
     assert (nothing[0] == 0).all() and (nothing[1] == float("-inf")).all()
 
 
+def test_keys_that_are_cut_off_go_to_one_kernel_of_a_gpu(monkeypatch):
+    """It says 0 for a row that sees nothing, which must then weigh nothing."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 2, n, 8, dtype=torch.bfloat16) for n in (4, 16, 16))
+    seen = torch.arange(16) < torch.tensor([0, 5, 16])[:, None]
+    bias = attention.fold_mask(seen[:, None].expand(-1, 4, -1), 1).bfloat16()
+    expected, asked = attention.cut_off(q, k, v, bias), []
+
+    def kernel(q, k, v, is_causal, bias):
+        asked.append(bias.shape)
+        return expected[0], torch.where(expected[1].isinf(), 0.0, expected[1])
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(attention, "_efficient_cuda", kernel)
+    found = attention.cut_off(q, k, v, bias)
+    assert asked == [(3, 2, 4, 16)] and torch.equal(found[1], expected[1])
+    assert found[1][0].isinf().all() and not found[1][1:].isinf().any()
+
+
 def test_many_sequences_are_given_to_the_kernel_in_parts_that_it_splits():
     """132 processors: it splits the keys of up to 211 heads, and parts occupy each processor once."""
     assert attention.sequences_a_call(26, 8, 16, 132) == 26

@@ -17,7 +17,7 @@ import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
 
 import triforce
-from triforce import attention, coupled, float8, jobs, sampling, warm_up
+from triforce import attention, coupled, float8, jobs, nucleus, sampling, warm_up
 from triforce.errors import UserError
 from triforce.graphs import Compiler, Graphed
 from triforce.kv.prefix import STRIDE
@@ -453,6 +453,38 @@ def test_compiled_noise_is_the_same_noise(random_models):
             torch._dynamo.reset()
             on_gpu = torch.compile(sampling.uniform, dynamic=False)(seed.cuda(), position.cuda(), level, purpose)
             assert torch.equal(on_gpu.cpu(), sampling.uniform(seed, position, level, purpose))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_keys_that_are_cut_off(dtype):
+    """One kernel: nearly what plain products give, nothing for rows that see nothing, and in any place the same bits."""
+    torch.manual_seed(0)
+    for kv_heads, group, rows, keys in ((8, 4, 4, 256), (32, 1, 8, 128), (4, 4, 2, 1024)):
+        shape = [(4, kv_heads, n, 128) for n in (group * rows, 2048, 2048)]
+        q, k, v = (torch.randn(one, device="cuda", dtype=dtype) for one in shape)
+        k, v = k[:, :, 128 : 128 + keys], v[:, :, 128 : 128 + keys]
+        seen = torch.arange(keys, device="cuda") < torch.tensor([0, 5, keys // 2, keys], device="cuda")[:, None]
+        bias = attention.fold_mask(seen[:, None].expand(-1, rows, -1), group).to(dtype)
+        out, lse = attention.cut_off(q, k, v, bias)
+        expected = attention._plain(q.double(), k.double(), v.double(), bias.double())
+        torch.testing.assert_close(out[1:].double(), expected[0][1:], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(lse.double(), expected[1], atol=1e-4, rtol=1e-4)
+        assert lse[0].isinf().all() and (out[0] == 0).all()
+        alone = attention.cut_off(q[2:3, :, 1:2], k[2:3], v[2:3], bias[2:3, :, 1:2])
+        assert torch.equal(alone[0][0, :, 0], out[2, :, 1]) and torch.equal(alone[1][0, :, 0], lse[2, :, 1])
+
+
+def test_a_drafts_border_is_nearly_the_exact_one():
+    """As it is written, and compiled."""
+    generator = torch.Generator().manual_seed(0)
+    law = (4 * torch.randn(1, 4, 32_000, generator=generator)).softmax(-1).cuda()
+    top_p = torch.tensor([0.9], device="cuda")
+    for top_k in (torch.tensor([0], device="cuda"), torch.tensor([20], device="cuda")):
+        exact = nucleus.smallest_kept(law, top_k, top_p)
+        torch._dynamo.reset()
+        for call in (nucleus.nearly_kept, torch.compile(nucleus.nearly_kept, dynamic=False, options=OPTIONS)):
+            near = call(law, top_k, top_p)
+            assert (near <= exact * 1.0001).all() and (near >= 0.85 * exact).all()
 
 
 @pytest.mark.parametrize("words", [32_000, 128_256])

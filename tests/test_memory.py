@@ -132,6 +132,13 @@ def test_the_peak_is_in_bytes():
     assert memory.peak(CPU) == pytest.approx(int(line.split()[1]) * 1024, rel=0.1)
 
 
+def test_the_same_caches_are_planned_for_once(monkeypatch):
+    made, on_meta = [], memory._on_meta
+    monkeypatch.setattr(memory, "_on_meta", lambda *args, **sizes: made.append(sizes) or on_meta(*args, **sizes))
+    first = [parts(batch=batch, capacity=4096 + 128) for batch in (1, 2, 1)]
+    assert first[0] == first[2] != first[1] and len(made) == 2
+
+
 def test_tied_weights_are_planned_once():
     tied = memory.weight_parts(replace(TARGET, tie_word_embeddings=True), None, torch.float16)[0].bytes
     assert memory.weight_parts(TARGET, None, torch.float16)[0].bytes - tied == 64 * 32 * 2

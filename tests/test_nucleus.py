@@ -4,7 +4,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-
 from conftest import make_state, random_pair, random_prompt, run_rounds
 
 from triforce import nucleus, sampling

@@ -71,15 +71,8 @@ def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
     """Also by one of one row, in a round without drafts, or it would bring what was newest before a flush."""
     state = state_of(models, num_resident_layers=0, sampling={"temperature": 0.8})
 
-    class DraftsUntilDue:
-        def choose(self, **known):
-            return ONE_ROW if state.hierarchy.view.awaits_pieces else Plan(3, "model", True, 1, 2)
-
-        def timed(self, plan, drafting, checking): ...
-
-        def update(self, num_tokens, **observed): ...
-
-    state.pilot.controller, plain = DraftsUntilDue(), 0
+    state.pilot.think, plain = lambda: None, 0
+    state.pilot.choose = lambda: (ONE_ROW if state.hierarchy.view.awaits_pieces else Plan(3, "model", True, 1, 2))
     for _ in range(80):
         awaited, flushes = state.hierarchy.view.awaits_pieces, state.num_flushes
         (tokens,) = state.round()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import assert_view_holds_its_selection, make_state, random_prompt, run_rounds
 
+from triforce.kv import views
 from triforce.kv.views import chunk_scores
 
 
@@ -63,6 +64,17 @@ def test_a_view_goes_by_what_was_kept_and_holds_what_it_chose(pair):
             state.hierarchy.view.rebuild(row)
             assert_view_holds_its_selection(state, row)
     assert len(counts) > 2
+
+
+@pytest.mark.parametrize("prompts", [[300], [300, 250]], ids=["one", "several"])
+def test_a_few_layers_scored_at_a_time_choose_alike(prompts, pair, monkeypatch):
+    def chunks() -> list:
+        state = make_state(*pair, [random_prompt(length, seed=length) for length in prompts])
+        return state.hierarchy.view._chunks.sort(-1).values.tolist()
+
+    expected = chunks()
+    monkeypatch.setattr(views, "SCORES", 1)
+    assert chunks() == expected and expected[0][0] != expected[0][1]
 
 
 def held(view, full, row: int = 0) -> list[set[int]]:

@@ -7,8 +7,9 @@
 Which of them take part in a round is the plan's to say.
 """
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,7 @@ class Clock:
 
     def __init__(self, compiler: Compiler, device: torch.device):
         self.compiler, self.on_gpu, self.recorded = compiler, device.type == "cuda", compiler.num_recorded
-        self.begun = time.perf_counter()
+        self.begun, self.apart = time.perf_counter(), 0.0
         if self.on_gpu:
             self.start, self.middle = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.start.record()
@@ -69,9 +70,16 @@ class Clock:
         if self.on_gpu:
             self.middle.record()
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Within, the host does what takes a GPU's round no time. On a CPU it does not count, either."""
+        begun = time.perf_counter()
+        yield
+        self.apart = 0.0 if self.on_gpu else time.perf_counter() - begun
+
     def read(self, plan: Plan) -> Timing | None:
         """After the host has read what the round brought."""
-        total = (time.perf_counter() - self.begun) * 1e3
+        total = (time.perf_counter() - self.begun - self.apart) * 1e3
         drafting = self.start.elapsed_time(self.middle) if self.on_gpu else (self.between - self.begun) * 1e3
         if self.compiler.num_recorded != self.recorded:
             return None
@@ -114,12 +122,14 @@ class Hierarchy:
     def levels(self) -> list[Speculator]:
         return [level for level in (self.outer, self.inner) if level is not None]
 
-    def round(self, plan: Plan, lengths: list[int], next_extent: Extent | None = None) -> Round:
+    def round(self, plan: Plan, lengths: list[int], next_extent: Extent | None = None,
+              meanwhile: Callable[[], None] | None = None) -> Round:
         """One verify and all that is drafted for it; the one host sync is at its end.
 
         Args:
             lengths: settled tokens of each row.
             next_extent: of the prefix, if that is about to grow: graphs for it are recorded while the device works.
+            meanwhile: called while the device works.
         """
         self._check(plan)
         clock = Clock(self.compiler, self.outer.length.device)
@@ -139,6 +149,9 @@ class Hierarchy:
             self.view.gathered()
         if next_extent is not None:
             self.outer.look_ahead(plan, next_extent)
+        if meanwhile is not None:
+            with clock.beside():
+                meanwhile()
         rows, told = self.outer.outbox.read()
         timing = clock.read(plan)
         for row, brought in enumerate(rows):

@@ -49,7 +49,8 @@ class Pilot:
         self._begins = self.auto  # no round has been chosen yet
         self._name: tuple = ()  # of the costs on the shelf
         self._fixed: Plan | None = None
-        self._chosen: Plan | None = None  # by the controller, for the present round
+        self._next: Plan | None = None  # of the round after the present one, if that is known
+        self._unseen: list[Round] = []  # that followed what was chosen, and have not been learned from yet
 
     def open(self, plan: Plan | None, padding: Padding, lengths: list[int],
              texts: Callable[[int], list[list[int]]]) -> None:
@@ -62,6 +63,7 @@ class Pilot:
                 one among them.
         """
         self._fixed, self.padding = plan, padding
+        self._next, self._unseen = None, []
         self.controller, self.meters = None, []
         self.rebuilds = [RebuildPolicy(self.rebuild_interval) for _ in lengths]
         if plan is None and self.auto:
@@ -88,20 +90,39 @@ class Pilot:
 
     def choose(self) -> Plan:
         """The next round's plan. The very first is plain: so the first token waits for nothing that drafts."""
+        plan, self._next = self._next, None
+        return plan or self._choose()
+
+    def _choose(self) -> Plan:
         if self._fixed is not None:
             return self._fixed
         if self.controller is None:
             return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
                            padded_inner=self.padding.inner)
         if self._begins:
-            self._begins, self._chosen = False, Plan(padded=self.padding.plain)
-        else:
-            rates = [meter.rate for meter in self.meters if meter is not None]
-            self._chosen = self.controller.choose(ngram=statistics.fmean(rates or [0.0]))
-        return self._chosen
+            self._begins = False
+            return Plan(padded=self.padding.plain)
+        rates = [meter.rate for meter in self.meters if meter is not None]
+        return self.controller.choose(ngram=statistics.fmean(rates or [0.0]))
+
+    def think(self) -> None:
+        """While the device works: takes in what the rounds before showed, and chooses what the next one follows."""
+        self._learn()
+        self._next = self._choose()
+
+    def _learn(self) -> None:
+        for result in self._unseen:
+            if result.timing is not None:
+                self.controller.timed(result.timing.plan, result.timing.drafting, result.timing.checking)
+            seen = Tally(result.plan)
+            for row in result.rows:
+                seen.add(row)
+            self.controller.update(seen.tokens_a_row, **seen.counts)
+        self._unseen = []
 
     def keep(self) -> None:
         """The generation has ended: what it showed of the costs is kept."""
+        self._learn()
         if self.controller is not None and (self.group is None or self.group.rank == 0):
             self.shelf.put(self._name, self.controller.learned)
 
@@ -110,15 +131,14 @@ class Pilot:
         if self.meters:
             self.meters[row] = None
 
-    def observe(self, result: "Round") -> list[bool]:
-        """Takes in a round. Returns for each row whether its view is due to be chosen anew."""
-        if self.controller is not None and result.plan is self._chosen:
-            if result.timing is not None:
-                self.controller.timed(result.timing.plan, result.timing.drafting, result.timing.checking)
-            seen = Tally(result.plan)
-            for row in result.rows:
-                seen.add(row)
-            self.controller.update(seen.tokens_a_row, **seen.counts)
+    def observe(self, result: "Round", was_chosen: bool) -> list[bool]:
+        """Takes a round in. Returns for each row whether its view is due to be chosen anew.
+
+        Args:
+            was_chosen: it followed what `choose` gave.
+        """
+        if self.controller is not None and was_chosen:
+            self._unseen.append(result)
         for i, meter in enumerate(self.meters):
             if meter is not None:
                 meter.update(result.rows[i].tokens)

@@ -304,12 +304,13 @@ class State:
         Args:
             plan: what to follow, instead of what is chosen.
         """
-        if plan is None:
+        chosen = plan is None
+        if chosen:
             plan = self.pilot.choose()
-        result = self.hierarchy.round(plan, self.lens, self._next_extent())
+        result = self.hierarchy.round(plan, self.lens, self._next_extent(), self.pilot.think if chosen else None)
         self.num_forwards += 1
         self.last_round = result
-        return self._settle(result)
+        return self._settle(result, chosen)
 
     def _next_extent(self) -> Extent | None:
         """The prefix's extent after the next flush, if that is near, and something will come after it."""
@@ -318,7 +319,7 @@ class State:
                    for start, now, end in zip(prefix.lens, self.lens, self._ends, strict=True))
         return prefix.extent_after(interval) if near else None
 
-    def _settle(self, result: Round) -> list[list[int]]:
+    def _settle(self, result: Round, chosen: bool) -> list[list[int]]:
         """Takes in what a round brought: lengths, flushes, and views that are to be chosen anew."""
         self.is_whole = False
         for row, brought in enumerate(result.rows):
@@ -327,7 +328,7 @@ class State:
                                    "or settings differ, or a device miscalculates")
             self.lens[row] += len(brought.tokens)
             self.known[row] = self.lens[row] + 1
-        due = self.pilot.observe(result)
+        due = self.pilot.observe(result, chosen)
         for row, brought in enumerate(result.rows):
             if brought.tokens and self.lens[row] - self.cache.lens[row] == self.settings.flush_interval:
                 self._flush(row)

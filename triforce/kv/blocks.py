@@ -79,8 +79,9 @@ class TargetBlock:
         self.ragged_bias = None
         if not view.joined and extent.longest > extent.dense:
             first = 0 if extent.starts else extent.dense
-            self.ragged_bias = _view_bias(view.own_len - view.starts if extent.starts else view.own_len, first,
-                                          first + extent.longest - extent.dense, rows, cache.group)
+            bias = _view_bias(view.own_len - view.starts if extent.starts else view.own_len, first,
+                              first + extent.longest - extent.dense, rows, cache.group)
+            self.ragged_bias = bias.to(cache.tail.whole.dtype)
 
     def layer(self, i: int) -> "TargetLayer":
         return TargetLayer(self, i)
@@ -178,7 +179,7 @@ class TargetLayer:
             end = min(begin + prefix.GROWTH, longest - dense)
             seen = [torch.stack([x[row, :, start + begin : start + end] for row, start in enumerate(starts)])
                     if starts else x[:, :, dense + begin : dense + end] for x in (k, v)]
-            state = attention.of_some(attention.masked, block.runs, q, *seen, block.ragged_bias[..., begin:end])
+            state = attention.of_some(attention.cut_off, block.runs, q, *seen, block.ragged_bias[..., begin:end])
             merged = state if merged is None else block.compiled(attention.merge)(merged, state)
         return merged
 
@@ -196,7 +197,7 @@ class TargetLayer:
                 merged = merge(merged or attention.empty(q), state)
             if split < k.shape[2]:
                 bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
-                state = attention.masked(q, k[:, :, split:], v[:, :, split:], bias)
+                state = attention.cut_off(q, k[:, :, split:], v[:, :, split:], bias)
                 merged = merge(merged or attention.empty(q), state)
             if block.on_piece is not None:
                 block.on_piece(self._i, number, kv)

@@ -1,0 +1,60 @@
+"""When the pilot learns and chooses: while the device works."""
+
+import time
+
+from conftest import make_state, random_prompt
+
+from triforce.costs import Shelf
+from triforce.pilot import Pilot
+from triforce.plan import AUTOREGRESSION, Plan
+
+
+def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(pair, monkeypatch):
+    """Between the verify that is enqueued and the host's read."""
+    state, order = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), []
+    outer, think = state.hierarchy.outer, Pilot.think
+    check, read = outer.check, outer.outbox.read
+    monkeypatch.setattr(outer, "check", lambda *args: (order.append("check"), check(*args))[1])
+    monkeypatch.setattr(outer.outbox, "read", lambda: (order.append("read"), read())[1])
+    monkeypatch.setattr(Pilot, "think", lambda self: (order.append("think"), think(self))[1])
+    for _ in range(6):
+        chosen = state.pilot._next or Plan(padded=state.pilot.padding.plain)
+        state.round()
+        assert state.last_round.plan is chosen or state.last_round.plan == AUTOREGRESSION
+    assert order == ["check", "think", "read"] * 6
+    assert sum(state.pilot.controller.learned.seen) > 0
+
+
+def test_a_new_text_begins_with_a_plan_of_its_own(pair):
+    """And learns nothing from the last round of the text before."""
+    state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)
+    for _ in range(4):
+        state.round()
+    state.pilot._next = Plan(3, "model")
+    state.rewind(400, AUTOREGRESSION)
+    assert state.round() and state.last_round.plan == AUTOREGRESSION
+    state.rewind(400)
+    assert not state.pilot._unseen
+
+
+def test_the_last_round_of_a_text_is_learned_from(pair):
+    kept = []
+
+    class Listening(Shelf):
+        def put(self, name, learned):
+            kept.append(learned.seen.copy())
+
+    state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)
+    state.pilot.shelf = Listening(None)
+    state.round()
+    assert not state.pilot.controller.learned.seen.any()
+    state.pilot.keep()
+    assert kept[0].any()
+
+
+def test_thinking_does_not_count_as_the_rounds_time(pair, monkeypatch):
+    state, think = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), Pilot.think
+    monkeypatch.setattr(Pilot, "think", lambda self: (time.sleep(0.3), think(self))[1])
+    for _ in range(2):
+        state.round()
+        assert state.last_round.timing.checking < 250
