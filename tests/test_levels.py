@@ -45,9 +45,9 @@ def observed(monkeypatch):
     """The counts of all rounds, as the device reports them: accepted by the full level, and how many rounds emitted."""
     seen, settle = [], State._settle
 
-    def settled(self, result):
+    def settled(self, result, *more):
         seen.append([(len(row.tokens), row.num_accepted) for row in result.rows])
-        return settle(self, result)
+        return settle(self, result, *more)
 
     monkeypatch.setattr(State, "_settle", settled)
     return seen

@@ -209,7 +209,7 @@ def test_choosing_plans_does_not_bias(models, monkeypatch):
         state.pilot.meters = [NgramMeter(state.tape.tokens[0, : state.known[0]].tolist())]
 
     found, _, _ = distances(models, gamma=3, gamma_inner=2, ngram=True, batch=1, prompts=PROMPTS[:1], prepare=steer,
-                            horizon=3, sampling={"top_k": 2})
+                            horizon=4, sampling={"top_k": 2})
     assert max(found) < 1e-6
     assert len(seen) >= 3, seen  # it did change its mind
 
@@ -273,7 +273,7 @@ def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
     def steer(state):
         state.pilot.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=2)
 
-    found, _, _ = distances(models, gamma=3, gamma_inner=2, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=3,
+    found, _, _ = distances(models, gamma=3, gamma_inner=2, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=4,
                             sampling={"top_k": 2})
     assert len(seen) == 3
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6

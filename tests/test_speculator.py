@@ -50,9 +50,9 @@ def test_where_rows_cost_steps_have_those_that_are_needed(pair):
     for gamma, gamma_inner in ((3, 1), (5, 2)):
         state = make_state(target, draft, [random_prompt(100)], drafting=pair[0], gamma=gamma, gamma_inner=gamma_inner,
                            sampling={"temperature": 0.8})
-        state.pilot.padding = Padding(plain=False, drafts=False)
+        state.rewind(500, padding=Padding(plain=False, drafts=False))
         assert rows_of_passes(target, lambda state=state: state.round()) == [gamma + 1]
-        state.pilot.padding = PADDED
+        state.rewind(500, padding=PADDED)
         for plan, rows in ((None, 4 if gamma == 3 else 8), (AUTOREGRESSION, 4), (ONE_ROW, 1)):
             assert rows_of_passes(target, lambda state=state, plan=plan: state.round(plan)) == [rows]
 

@@ -19,7 +19,7 @@ SEARCHED = 2**22  # probabilities from which on a GPU searches (measured on an H
 BITS = 2  # that a pass decides: of 3, a pass takes twice as long
 PATTERN_BITS = 30  # of float32 numbers from 0 to 1: in the order of the numbers, as whole numbers
 UNIT = 2.0**56  # of masses
-NEARLY = 2**18  # probabilities up to which a GPU looks for a border nearly
+NEARLY = 5 * 2**15  # probabilities up to which a GPU looks for a border nearly
 EDGES, HALVINGS = 128, 16  # borders that are tried then, from the largest probability down to so many halvings of it
 
 
