@@ -1787,7 +1787,7 @@ FAULTS = [
     Fault("nearly-never", "drafting/model.py", "tape.law(logits, drafts=True)", "tape.law(logits)",
           "test_nucleus.py -k only_drafts", "a draft sorts all words"),
     Fault("parts-kept-by-size", "memory.py", "@functools.lru_cache(maxsize=64)  # a call asks several times",
-          "@functools.lru_cache(maxsize=0)  # a call asks several times", "test_memory.py -k planned_once",
+          "@functools.lru_cache(maxsize=0)  # a call asks several times", "test_memory.py -k planned_for_once",
           "each call plans the same caches anew"),
     Fault("costs-between", "costs.py", "share = (rows - low) / (high - low)", "share = 0.0", "test_costs.py",
           "rows between two sizes cost nothing"),
