@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_engine
 
 from triforce import memory
 from triforce.config import Settings
+from triforce.drafting.ngram import NgramDrafter
 from triforce.errors import UserError
+from triforce.graphs import Compiler
 from triforce.memory import Part, check, fitting_layers, layer_bytes, state_parts
 from triforce.model import ModelConfig
 
@@ -132,10 +135,19 @@ def test_the_peak_is_in_bytes():
     assert memory.peak(CPU) == pytest.approx(int(line.split()[1]) * 1024, rel=0.1)
 
 
-def test_the_same_caches_are_planned_for_once(monkeypatch):
+def test_the_same_caches_are_planned_for_once(pair, monkeypatch):
+    """By an engine, also where a drafter of the user's cannot be hashed."""
     made, on_meta = [], memory._on_meta
     monkeypatch.setattr(memory, "_on_meta", lambda *args, **sizes: made.append(sizes) or on_meta(*args, **sizes))
-    first = [parts(batch=batch, capacity=4096 + 128) for batch in (1, 2, 1)]
+
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, tape):
+            return NgramDrafter(tape, max_drafted=3, compiler=Compiler(CPU))
+
+    caches = make_engine(*pair, draft=Unhashable()).caches
+    first = [caches._parts(caches.settings, batch, 0, 4096, 256) for batch in (1, 2, 1)]
     assert first[0] == first[2] != first[1] and len(made) == 2
 
 

@@ -79,6 +79,7 @@ class Caches:
         self._recorder = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # of all graphs
         self._rests_since = self._busy_since = time.monotonic()
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
+        self._planned: dict[tuple, tuple[memory.Part, ...]] = {}  # by what `_parts` was asked
 
     @property
     def placement(self) -> Placement:
@@ -421,10 +422,14 @@ class Caches:
     def _parts(self, settings: Settings, batch: int, base: int, capacity: int, budget: int,
                resident: int | None = None) -> tuple[memory.Part, ...]:
         """Of a State."""
-        draft = None if self.models.draft is None else self.models.draft.config
-        return memory.state_parts(self.target.config, draft, settings, batch=batch, capacity=capacity, budget=budget,
-                                  vocab_size=self.engine.vocab_size, dtype=self.target.dtype, device=self.device,
-                                  num_resident_layers=resident, base=base)
+        key = repr(settings), batch, base, capacity, budget, resident
+        if key not in self._planned:  # a call asks several times, and the next call for the same
+            draft = None if self.models.draft is None else self.models.draft.config
+            self._planned[key] = memory.state_parts(
+                self.target.config, draft, settings, batch=batch, capacity=capacity, budget=budget, base=base,
+                vocab_size=self.engine.vocab_size, dtype=self.target.dtype, device=self.device,
+                num_resident_layers=resident)
+        return self._planned[key]
 
     def _prefix_parts(self, length: int, resident: int | None) -> tuple[memory.Part, ...]:
         """Of a prefix that is to be computed."""

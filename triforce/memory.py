@@ -43,7 +43,6 @@ def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return sum(x.nbytes for x in _meta_model(config, dtype).parameters())
 
 
-@functools.lru_cache(maxsize=64)  # a call asks several times, and the next call for the same
 def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, batch: int, capacity: int,
                 budget: int, vocab_size: int, dtype: torch.dtype, device: torch.device,
                 num_resident_layers: int | None = None, base: int = 0) -> tuple[Part, ...]:

@@ -186,8 +186,7 @@ class RetrievalView(View):
         """
         cache, prefix = self.cache, self.cache.prefix
         if self.kind == "retrieval":
-            keys, smoothed = self._chunk_keys(slice(i, i + 1)), 0
-            keys = [x[0] for x in keys]
+            keys, smoothed = [x[0] for x in self._chunk_keys(slice(i, i + 1))], 0
         else:
             before = [] if prefix.shared is None else [prefix.before(i)[0][0]]
             keys, smoothed = keys or [*before, self._of_row(prefix.k[i])], SMOOTHED
