@@ -5,6 +5,7 @@ Knows nothing of models.
 
 import json
 import random
+import threading
 
 import pytest
 from tokenizer_folders import STRINGS, make_folders, write_json
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 import triforce.hf.tokenizer
 from triforce.errors import UserError
+from triforce.hf.checkpoint import TINY
 
 NAMES = ["sentencepiece, legacy", "sentencepiece, new", "sentencepiece, silent config", "sentencepiece, eos, no prefix",
          "sentencepiece, user-defined pieces", "sentencepiece, tokens by id", "sentencepiece, old token files",
@@ -224,3 +226,23 @@ def test_tokenizer_faults(folders, tmp_path):
         triforce.hf.tokenizer.Tokenizer(tmp_path)
     with pytest.raises(UserError, match="surrogate"):
         triforce.hf.tokenizer.Tokenizer(folders["Qwen"]).encode("a\ud800")
+
+
+def test_other_threads_run_while_a_book_is_encoded():
+    """As reading weights and the warm-up do, in the command line."""
+    tokenizer, began, ended = triforce.hf.tokenizer.Tokenizer(TINY / "target"), threading.Event(), threading.Event()
+    text = "It is a truth universally acknowledged. " * 20_000
+
+    def encode():
+        began.set()
+        tokenizer.encode(text)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    began.wait()
+    turns = 0
+    while not ended.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 10
