@@ -4,6 +4,7 @@ import time
 
 from conftest import make_state, random_prompt
 
+from triforce.controller import Controller
 from triforce.costs import Shelf
 from triforce.pilot import Pilot
 from triforce.plan import AUTOREGRESSION, Plan
@@ -50,6 +51,26 @@ def test_the_last_round_of_a_text_is_learned_from(pair):
     assert not state.pilot.controller.learned.seen.any()
     state.pilot.keep()
     assert kept[0].any()
+
+
+def test_the_controller_is_told_what_is_recorded_and_what_may_come(pair, monkeypatch):
+    """Rounds that draft are counted over the texts of a State, whose graphs stay; the tokens that may come are each
+    text's own."""
+    state, told = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), []
+    monkeypatch.setattr(Controller, "choose", lambda self, remaining, **known: (
+        told.append((remaining, state.known[0], dict(self.rounds_with))), Plan(3, "model"))[1])
+    counted = 0
+    for max_new_tokens in (512, 300):
+        told.clear()
+        if max_new_tokens == 300:
+            state.rewind(max_new_tokens)
+        first = state.known[0]
+        for _ in range(8):
+            state.round()
+        assert all(remaining == max_new_tokens - (known - first) for remaining, known, _ in told)
+        assert told[0][2].get("drafts", 0) == counted
+        counted = state.pilot._rounds_with["drafts"]
+    assert counted > 0
 
 
 def test_thinking_does_not_count_as_the_rounds_time(pair, monkeypatch):

@@ -6,6 +6,8 @@ acceptance is exact whatever was drafted.
 """
 
 import functools
+import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -46,14 +48,15 @@ def at_least(rate: float, max_inner: int, max_gamma: int, leaf: float = 0.0) -> 
 
 
 class Rate:
-    """An acceptance rate over about the last hundred tests. At first a prior counts as ten tests.
+    """An acceptance rate over about the last hundred tests. At first a prior counts as four tests: of a draft that is
+    never right, 256 tokens then cost 3 or 4% more (`benchmarks/controller.py`), and with a prior of ten 5 to 7.
 
     It is given the benefit of the doubt, half of a standard deviation: by an estimate that chance made too low a level
     would be left alone, and nothing would set it right. What lies idle returns to its prior, token by token, so that
     what did badly once gets another chance.
     """
 
-    MEMORY, IDLE_MEMORY, PRIOR_WEIGHT, DOUBT = 0.99, 0.998, 10.0, 0.5
+    MEMORY, IDLE_MEMORY, PRIOR_WEIGHT, DOUBT = 0.99, 0.998, 4.0, 0.5
 
     def __init__(self, prior: float):
         self.prior, self.hits, self.tests, self.age = prior, self.PRIOR_WEIGHT * prior, self.PRIOR_WEIGHT, 0
@@ -82,8 +85,12 @@ class Controller:
         max_gamma, max_inner: the most tokens that the full level, and the retrieval level, can check.
         padding: of the steps that plans take.
         trees: rows of a tree, and rows that a step drafts after, if the full level checks trees of any shape.
+        rounds_with: how many rounds there were with each of PREPARATIONS. It is read, and counted on by the caller.
     """
 
+    # What is recorded in the first rounds that draft, and in the first with a retrieval level: so many steps of all
+    # layers. A short text may end before they have paid.
+    PREPARATIONS, PREPARED_AFTER = {"drafts": 2, "retrieval": 8}, 4
     PRIORS = {"retrieval": 0.9}  # of all others one half; the chances of "ngram" are told from round to round
     FOLLOWERS = Chances(0.9, (0.07, 0.015, 0.005))  # priors of the rows of a tree
     TREE_FOR = 2000.0  # milliseconds of rounds that a tree is kept for: to find the best takes some 50, for 512 rows
@@ -94,8 +101,9 @@ class Controller:
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
                  seen: list[int] | None = None, leaves: tuple[bool, bool] = (False, False),
-                 trees: tuple[int, int] | None = None):
+                 trees: tuple[int, int] | None = None, rounds_with: Counter[str] | None = None):
         self.learned, self.padding = Learned(costs, seen), padding
+        self.rounds_with, self._step_prepared = Counter() if rounds_with is None else rounds_with, costs.preparing
         self._sources, self._has_view = list(costs.sources), bool(costs.retrieval)
         levels = ["retrieval"] * self._has_view + self._sources
         self.rates = {name: Rate(self.PRIORS.get(name, 0.5)) for name in levels if name != "ngram"}
@@ -158,7 +166,7 @@ class Controller:
             which = [i for i, plan in enumerate(plans) if plan.retrieval and plan.source == name]
             entries = [(plans[i].gamma_inner - 1, plans[i].rounds, plans[i].gamma) for i in which]
             self._hierarchies[name] = np.array(which), *np.array(entries).T
-        hierarchies = np.array([plan.retrieval for plan in plans])
+        self._has_level = hierarchies = np.array([plan.retrieval for plan in plans])
         spines = {min(gamma, max_gamma) for gamma in SPINES} if self._trees else ()
         self._spines = {gamma: np.flatnonzero(hierarchies & (self._gamma == gamma)) for gamma in sorted(spines)}
         self._number = {plan: i for i, plan in enumerate(plans)}
@@ -184,12 +192,18 @@ class Controller:
         self.learned.observe(self._checking[i], checking)
         self._add_up()
 
-    def choose(self, **known: float) -> Plan:
-        """known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source."""
+    def choose(self, remaining: float = math.inf, **known: float) -> Plan:
+        """The next round's plan.
+
+        Args:
+            remaining: tokens of a row that may come yet.
+            known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source.
+        """
         if not self.learned.seen.any():  # not even a verify's time is known
             return self.plans[0]
         rates = {name: rate.value for name, rate in self.rates.items()} | known
-        times = np.where(self._too_long, np.inf, self.times_per_token(rates))
+        preparing = self._preparing() / max(remaining, 1.0)
+        times = np.where(self._too_long, np.inf, self.times_per_token(rates) + preparing)
         times[0] *= self.CERTAIN
         best = int(times.argmin())
         if times[best] > self.STAY * times[self._now]:
@@ -199,11 +213,17 @@ class Controller:
         used = best if self._tree is None else self._chain_of(self._tree)
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
             if rate.age >= self.PROBE_AFTER and not self._uses[name][used]:
-                hopes = np.where(self._uses[name], self.times_per_token(rates | {name: 0.95}), np.inf)
+                hopes = np.where(self._uses[name], self.times_per_token(rates | {name: 0.95}) + preparing, np.inf)
                 worth = hopes < 0.9 * times[best]
                 if worth.any():  # by the shortest round that could
                     return self.plans[int(np.where(worth, self._round, np.inf).argmin())]
         return self.plan
+
+    def _preparing(self) -> np.ndarray:
+        """Milliseconds that are yet to be spent on the steps of each plan, before it is as fast as it will be."""
+        to_come = {name: count * max(1 - self.rounds_with[name] / self.PREPARED_AFTER, 0.0)
+                   for name, count in self.PREPARATIONS.items()}
+        return self._step_prepared * (to_come["drafts"] * (self._gamma > 0) + to_come["retrieval"] * self._has_level)
 
     def _renew_tree(self, times: np.ndarray, rates: dict[str, float]) -> None:
         """Looks for a tree from time to time, and when a cost has become known. times, rates: see `_best_tree`."""

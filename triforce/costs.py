@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .speculator import Speculator
 
 ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
+# Milliseconds that a layer takes the host where a step is run for the first time, or recorded: on an H100's host 1.7.
+PREPARING = 1.7
 SIZES = (1, 2, 3, 4, 6, 8, 16, 32)  # rows whose steps have times of their own, where steps have so many
 
 
@@ -34,6 +36,7 @@ class Costs:
     plain: float | None = None  # of a step that checks nothing, where that is not one of `verify`
     growth: float | None = None  # of a step that grows the branches of a tree, if there are such
     row_unit: int = 1  # a verify has a multiple of so many rows, or as many as the largest of `verify`
+    preparing: float = 0.0  # of running a step of all layers for the first time, and of recording it
 
     def parts(self) -> dict[tuple, float]:
         """By name: (what, which)."""
@@ -54,7 +57,7 @@ class Costs:
         names = [what for what, which in parts if which == "first"]
         return Costs(rows["verify"], rows["retrieval"],
                      {name: (parts[name, "first"], parts[name, "further"]) for name in names}, parts.get(("plain", 0)),
-                     parts.get(("growth", 0)), self.row_unit)
+                     parts.get(("growth", 0)), self.row_unit, self.preparing)
 
     def drafting(self, plan: Plan) -> dict[tuple, float]:
         """How often a round of the plan pays for each part before its verify."""
@@ -254,7 +257,8 @@ def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs
         return {rows: cost(rows) for rows in sizes(level, padded)}
 
     plain = verify(1) if padding.drafts and not padding.plain else None
-    costs = Costs(by_rows(outer, padding.drafts, verify), plain=plain, row_unit=outer.row_unit if padding.drafts else 1)
+    costs = Costs(by_rows(outer, padding.drafts, verify), plain=plain, row_unit=outer.row_unit if padding.drafts else 1,
+                  preparing=0.0 if hierarchy.compiler.recorder is None else PREPARING * config.n_layer)
     if inner is not None:
         first = (inner.model.weight_bytes + min(hierarchy.view.nbytes, shared + own)) / rate
         costs.retrieval = by_rows(inner, padding.inner, lambda rows: first * (1 + ROW * (rows - 1) * on_cpu))

@@ -5,6 +5,7 @@ bias the output.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -47,22 +48,24 @@ class Pilot:
         self.rebuilds = [RebuildPolicy(rebuild_interval) for _ in range(batch)]
         self._shared_meter: NgramMeter | None = None
         self._begins = self.auto  # no round has been chosen yet
+        self._rounds_with: Counter[str] = Counter()  # by what the controller's PREPARATIONS name: its graphs stay
+        self._remaining = 0.0  # tokens of a row that may come yet
         self._name: tuple = ()  # of the costs on the shelf
         self._fixed: Plan | None = None
         self._next: Plan | None = None  # of the round after the present one, if that is known
         self._unseen: list[Round] = []  # that followed what was chosen, and have not been learned from yet
 
-    def open(self, plan: Plan | None, padding: Padding, lengths: list[int],
+    def open(self, plan: Plan | None, padding: Padding, lengths: list[int], max_new_tokens: int,
              texts: Callable[[int], list[list[int]]]) -> None:
         """Decoding begins.
 
         Args:
             plan: what all rounds follow; None: chosen, or what the settings say.
             padding: of the steps of plans that are not given.
-            lengths: settled tokens of each row. texts: gives each row's tokens from a position on, the pending
-                one among them.
+            lengths: settled tokens of each row. max_new_tokens: of a row, at most.
+            texts: gives each row's tokens from a position on, the pending one among them.
         """
-        self._fixed, self.padding = plan, padding
+        self._fixed, self.padding, self._remaining = plan, padding, max_new_tokens
         self._next, self._unseen = None, []
         self.controller, self.meters = None, []
         self.rebuilds = [RebuildPolicy(self.rebuild_interval) for _ in lengths]
@@ -75,7 +78,7 @@ class Pilot:
             inner = self.hierarchy.inner
             leaves = self.hierarchy.outer.tree.leaves > 0, inner is not None and inner.tree.leaves > 0
             self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, padding,
-                                         seen, leaves, self._trees)
+                                         seen, leaves, self._trees, self._rounds_with)
             if "ngram" in self.hierarchy.sources:
                 self.meters = self._meters(texts)
 
@@ -103,7 +106,7 @@ class Pilot:
             self._begins = False
             return Plan(padded=self.padding.plain)
         rates = [meter.rate for meter in self.meters if meter is not None]
-        return self.controller.choose(ngram=statistics.fmean(rates or [0.0]))
+        return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
 
     def think(self) -> None:
         """While the device works: takes in what the rounds before showed, and chooses what the next one follows."""
@@ -118,6 +121,8 @@ class Pilot:
             for row in result.rows:
                 seen.add(row)
             self.controller.update(seen.tokens_a_row, **seen.counts)
+            self._remaining -= seen.tokens_a_row
+            self._rounds_with.update(drafts=result.plan.gamma > 0, retrieval=result.plan.retrieval)
         self._unseen = []
 
     def keep(self) -> None:

@@ -278,7 +278,7 @@ class State:
         self.hierarchy.open(min(-(-max(self._ends) // interval) * interval, self.capacity))
         for row in range(self.batch):
             self.hierarchy.limit(row, self.cache.lens[row] + interval)
-        self.pilot.open(plan, padding or self.pilot.padding, self.lens, self.texts)
+        self.pilot.open(plan, padding or self.pilot.padding, self.lens, max_new_tokens, self.texts)
         self.num_forwards, self.num_flushes, self._recorded = 0, 0, self.compiler.seconds
 
     @property
