@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import triforce
-from triforce import cli, memory
+from triforce import cli, memory, request
 from triforce.config import Placement, Settings
 from triforce.kit import check, plan
 from triforce.loading import find_dtype
@@ -81,9 +81,9 @@ def measure(engine, args, ids: list[int], count: int) -> dict:
 
 def run(own) -> None:
     args = own.args
-    device = Placement(**cli.given(args, Placement)).resolve().device
+    device = Placement(**request.given(args, Placement)).resolve().device
     longest = max(own.tokens) + own.new
-    engine = triforce.load(args.checkpoint, **cli.given(args, Settings, Placement))
+    engine = triforce.load(args.checkpoint, **request.given(args, Settings, Placement))
     ids, repeated = check.read_ids(engine.tokenizer, own.text, longest)
     machine = {"date": str(date.today()), "torch": torch.__version__, "checkpoint": args.checkpoint, "widened": True,
                "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

@@ -27,7 +27,8 @@ import triforce
 from triforce.config import Placement, Settings
 from triforce.controller import Controller
 from triforce.engine import Engine
-from triforce.hf.checkpoint import TINY, read_config
+from triforce.hf.checkpoint import read_config
+from triforce.hf.folders import TINY
 from triforce.loading import check_draft_ranks
 from triforce.model import Transformer
 from triforce.parallel import subgroup

@@ -25,7 +25,7 @@ import torch
 
 from triforce import cli
 from triforce.errors import UserError
-from triforce.hf.checkpoint import resolve
+from triforce.hf.folders import resolve
 from triforce.hf.tokenizer import Tokenizer
 from triforce.kit import plan
 from triforce.kit.tables import broken, paragraph, table

@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import save_file
 
 from triforce.errors import UserError
-from triforce.hf.checkpoint import TINY, load_model, parse_dtype, tiny_draft
+from triforce.hf.checkpoint import load_model, parse_dtype
+from triforce.hf.folders import TINY, tiny_draft
 from triforce.hf.places import places, shard
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group

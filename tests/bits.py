@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import triforce
-from triforce.cli import default_document
 from triforce.plan import AUTOREGRESSION
+from triforce.request import default_document
 
 NEW = 48
 LENGTHS = {"one": [700], "batch": [700, 300, 40]}

@@ -16,7 +16,7 @@ from triforce.costs import Learned, Shelf
 from triforce.engine import Engine
 from triforce.float8 import MADE
 from triforce.graphs import Compiler
-from triforce.hf.checkpoint import TINY
+from triforce.hf.folders import TINY
 from triforce.hf.places import places, put
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer

@@ -33,7 +33,8 @@ from widen import SHAPES, widen  # noqa: E402
 import triforce  # noqa: E402
 from triforce import cli  # noqa: E402
 from triforce.engine import Engine  # noqa: E402
-from triforce.hf.checkpoint import TINY, load_model, tiny_draft  # noqa: E402
+from triforce.hf.checkpoint import load_model  # noqa: E402
+from triforce.hf.folders import TINY, tiny_draft  # noqa: E402
 from triforce.hf.places import shard  # noqa: E402
 from triforce.model import ModelConfig, Transformer  # noqa: E402
 from triforce.parallel import from_environment, subgroup  # noqa: E402

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from triforce import about, interactive
+from triforce import interactive, request
 from triforce.cli import main
 from triforce.errors import UserError
 
@@ -72,7 +72,7 @@ def test_what_does_not_go_together(flags, error, capsys):
 
 def test_files_of_questions():
     def read(text):
-        return [(item["question"], item.get("seed")) for item in about.read_questions(text, "q")]
+        return [(item["question"], item.get("seed")) for item in request.read_questions(text, "q")]
 
     assert read("a?\n\n b? \n") == [("a?", None), ("b?", None)]
     assert read('["a?", {"question": "b?", "seed": 1}]') == [("a?", None), ("b?", 1)]
@@ -80,7 +80,7 @@ def test_files_of_questions():
     for text, error in (("", "no question"), ("[3]", "question 1"), ('{"question": ""}', "no text"),
                         ('{"question": "a", "seed": "x"}', "seed")):
         with pytest.raises(UserError, match=error):
-            about.read_questions(text, "q")
+            request.read_questions(text, "q")
 
 
 def test_prompts_with_questions_messages_and_seeds(folder, capsys):
@@ -157,7 +157,7 @@ def test_a_conversation_about_the_embedded_document(monkeypatch, capsys):
     """--prompt-len says that there is one, although the questions come from standard input."""
     lines = iter(["What is this?", "/stats"])
     monkeypatch.setattr(interactive, "ask", lambda: next(lines, None) or (_ for _ in ()).throw(EOFError))
-    monkeypatch.setattr("triforce.cli._is_piped", lambda: True)
+    monkeypatch.setattr("triforce.request._is_piped", lambda: True)
     assert main(["--interactive", "--prompt-len", "1024", *FEW]) == 0
     shown = capsys.readouterr()
     assert "a document of 1,024 tokens" in shown.err and "prompt tokens                      1,0" in shown.err

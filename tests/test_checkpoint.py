@@ -18,9 +18,10 @@ from tokenizer_folders import sentencepiece_folder
 from transformers import AutoConfig
 
 from triforce.errors import UserError
-from triforce.hf import checkpoint
-from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config, resolve
+from triforce.hf import checkpoint, folders
+from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config
 from triforce.hf.fingerprint import model_fingerprint
+from triforce.hf.folders import resolve
 from triforce.hf.places import places
 from triforce.model import ModelConfig, RopeScaling, RotaryEmbedding, Transformer
 
@@ -317,7 +318,7 @@ def test_eos_token_ids(folder):
 def test_resolve(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert resolve("tiny") == checkpoint.TINY / "target" and checkpoint.tiny_draft() == checkpoint.TINY / "draft"
+    assert resolve("tiny") == folders.TINY / "target" and folders.tiny_draft() == folders.TINY / "draft"
     assert resolve(folder) == resolve(str(folder)) == folder
     assert resolve("checkpoint").resolve() == folder
     for absent in ("./nowhere", "nowhere", str(tmp_path / "nowhere"), "a/b/c", "../owner/name", tmp_path / "nowhere"):

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from triforce import acceptance, cli
+from triforce import acceptance, answers, cli, request
 from triforce.engine import Stream
 from triforce.errors import UserError
 from triforce.hf.tokenizer import Tokenizer
@@ -50,12 +50,12 @@ def test_json(capsys):
 
 
 def test_a_long_document_is_encoded_beside_the_weights(tmp_path, capsys, monkeypatch):
-    document, events, encode, load = tmp_path / "book.txt", [], Tokenizer.encode, cli.load_engine
+    document, events, encode, load = tmp_path / "book.txt", [], Tokenizer.encode, answers.load_engine
     document.write_text("It was a dark and stormy night. " * 20)
     weights_read = threading.Event()
 
     def loaded(*args):
-        assert len(document.read_text()) < cli.LONG_DOCUMENT or encoding.wait(5)  # else nothing was begun
+        assert len(document.read_text()) < request.LONG_DOCUMENT or encoding.wait(5)  # else nothing was begun
         engine = load(*args)
         weights_read.set()
         return engine
@@ -67,13 +67,13 @@ def test_a_long_document_is_encoded_beside_the_weights(tmp_path, capsys, monkeyp
             events.append(len(text))
         return encode(self, text, **more)
 
-    monkeypatch.setattr(cli, "load_engine", loaded)
+    monkeypatch.setattr(answers, "load_engine", loaded)
     monkeypatch.setattr(Tokenizer, "encode", encoded)
     said = []
     for long in (1000, 100):  # in a thread of its own the second time
         encoding = threading.Event()
         weights_read.clear()
-        monkeypatch.setattr(cli, "LONG_DOCUMENT", long)
+        monkeypatch.setattr(request, "LONG_DOCUMENT", long)
         flags = ["--prompt-len", "90", "--question", "Was it?", "--max-new-tokens", "4", "--temperature", "0",
                  "--json"]
         assert cli.main(["--checkpoint", "tiny", "--prompt-file", str(document), *flags]) == 0
@@ -85,7 +85,7 @@ def test_a_long_document_is_encoded_beside_the_weights(tmp_path, capsys, monkeyp
 def test_who_made_a_mistake_does_not_wait_for_a_long_document(tmp_path, capsys, monkeypatch):
     document, encode, goes_on = tmp_path / "book.txt", Tokenizer.encode, threading.Event()
     document.write_text("It was a dark and stormy night. " * 20)
-    monkeypatch.setattr(cli, "LONG_DOCUMENT", 100)
+    monkeypatch.setattr(request, "LONG_DOCUMENT", 100)
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text: goes_on.wait(20) and encode(self, text))
     flags = ["--checkpoint", "tiny", "--prompt-file", str(document), "--offload", "--num-resident-layers", "99"]
     assert cli.main(flags) == 2 and "num_resident_layers (99)" in capsys.readouterr().err
@@ -117,10 +117,10 @@ def test_prompts_from_files_and_stdin(tmp_path, capsys):
     assert piped.returncode == 0 and piped.stdout
     document.write_bytes("\ufeffOnce upon\r\na time\rthere".encode())
     with open(document) as stdin, mock.patch.object(sys, "stdin", stdin):
-        assert cli.read_document(cli.parser().parse_args(["--prompt-file", "-"])) == "Once upon\na time\nthere"
-    assert cli.read_document(cli.parser().parse_args(["--prompt-file", str(document)])) == "Once upon\na time\nthere"
+        assert request.read_document(cli.parse(["--prompt-file", "-"])) == "Once upon\na time\nthere"
+    assert request.read_document(cli.parse(["--prompt-file", str(document)])) == "Once upon\na time\nthere"
     with mock.patch.object(sys, "stdin", None), pytest.raises(UserError, match="standard input, and that is closed"):
-        cli.read_document(cli.parser().parse_args(["--prompt-file", "-"]))
+        request.read_document(cli.parser().parse_args(["--prompt-file", "-"]))
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
     chat = ["--prompt", "Hello", "--chat", "--chat-template", str(template), *common]
@@ -159,7 +159,7 @@ def test_the_demo_says_what_it_is(capsys):
     shown = capsys.readouterr()
     assert "toy of 7.5 million" in shown.err and "drafts read 1,024 of these tokens" in shown.err
     end = shown.err.split("It ends:")[1].split("\n\n")[0].split("... ")[1]
-    assert " ".join(end.split())[-30:] in " ".join(cli.default_document().split())
+    assert " ".join(end.split())[-30:] in " ".join(request.default_document().split())
     assert "acceptance: of the tokens" in shown.err and "target forward: " in shown.err
     assert all(len(line) <= 80 for line in shown.err.splitlines())
 
@@ -202,7 +202,7 @@ def test_commands_and_their_modules(capsys, monkeypatch):
     (["--prompt", "a", "--chat", "--chat-template", "/no/such"], "cannot read --chat-template"),
 ])
 def test_mistakes_are_found_before_a_model_is_loaded(argv, text, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "load_engine", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr(answers, "load_engine", lambda *args: pytest.fail("loaded"))
     assert cli.main(argv) == 2
     shown = capsys.readouterr()
     assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
@@ -215,7 +215,7 @@ def test_a_prompt_that_looks_like_a_flag_is_left_alone(monkeypatch):
         seen.append(args)
         raise cli.UserError("enough")
 
-    monkeypatch.setattr(cli, "load_engine", stop_here)
+    monkeypatch.setattr(answers, "load_engine", stop_here)
     cli.main(["--prompt", "--snake_case is a style of_names", "--max_new_tokens", "5", "--stop=--x_y"])
     assert seen[0].prompt == "--snake_case is a style of_names" and seen[0].max_new_tokens == 5
     assert seen[0].stop == ["--x_y"]
@@ -323,10 +323,10 @@ def test_a_file_of_prompts(tmp_path, capsys):
 def test_a_text_that_is_not_utf8_is_read_and_told(tmp_path, capsys):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"caf\xe9 au lait\r\nth\xe9\r\n")
-    assert cli.read_file("--prompt-file", str(path)) == "caf\ufffd au lait\nth\ufffd\n"
+    assert request.read_file("--prompt-file", str(path)) == "caf\ufffd au lait\nth\ufffd\n"
     assert "latin.txt is not UTF-8 from byte 3 on: 2 characters are read as" in capsys.readouterr().err
     path.write_bytes("\ufeffcaf\xe9\r\n".encode())
-    assert cli.read_file("--prompt-file", str(path)) == "caf\xe9\n" and not capsys.readouterr().err
+    assert request.read_file("--prompt-file", str(path)) == "caf\xe9\n" and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags,message", [

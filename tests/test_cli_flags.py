@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from triforce import cli
+from triforce import answers, cli, request
 from triforce.errors import UserError
 from triforce.generation import Generation, Stats
-from triforce.hf.checkpoint import TINY
+from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 
 TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I thought I would sail about a little."
@@ -56,7 +56,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch):
     made = Engine()
-    monkeypatch.setattr(cli, "load_engine", lambda args, group: made)
+    monkeypatch.setattr(answers, "load_engine", lambda args, group: made)
     return made
 
 
@@ -73,7 +73,7 @@ def test_a_prompt_is_cut_behind_and_asked_about(engine, tmp_path):
 
 def test_only_the_document_that_nobody_chose_is_cut_unasked(engine, tmp_path):
     file = tmp_path / "long.txt"
-    file.write_text(cli.default_document())
+    file.write_text(request.default_document())
     lengths = {}
     for name, flags in (("file", ["--prompt-file", str(file)]), ("default", [])):
         assert cli.main([*flags, "--device", "cpu", "--no-compare"]) == 0
@@ -151,9 +151,9 @@ def test_how_to_load(monkeypatch):
         asked.append({"checkpoint": checkpoint, **options})
         raise UserError("enough")
 
-    monkeypatch.setattr(cli, "load", load)
+    monkeypatch.setattr(answers, "load", load)
     for look_for in ("resolve", "find_draft"):  # the folders, which are not there
-        monkeypatch.setattr(cli, look_for, lambda *args: None)
+        monkeypatch.setattr(request, look_for, lambda *args: None)
     flags = {"checkpoint": "a", "draft": "b", "device": "cpu", "dtype": "float16", "max_seq_len": 100, "budget": 64,
              "chunk_size": 4, "gamma": 5, "gamma_inner": 3, "block_size": 12, "draft_dtype": "fp8", "weights": "wide",
              "draft_cache": "snapkv", "offload": "auto", "num_resident_layers": 2, "resident_memory": "1GB",

@@ -13,7 +13,7 @@ from conftest import VOCAB, make_engine, random_pair, random_prompt, slow
 import triforce
 from triforce.errors import UserError
 from triforce.generation import RowOutput
-from triforce.hf.checkpoint import TINY
+from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 
 SMALL = {"flush_interval": 16, "chunk_size": 4, "prefill_chunk_size": 64}

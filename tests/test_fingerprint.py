@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from triforce.errors import UserError
 from triforce.hf import fingerprint
-from triforce.hf.checkpoint import TINY
 from triforce.hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
+from triforce.hf.folders import TINY
 from triforce.hf.places import shard
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group

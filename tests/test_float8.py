@@ -18,9 +18,10 @@ from triforce import cli, float8, memory
 from triforce.errors import UserError
 from triforce.float8 import FP8, ScaledLinear, quantize
 from triforce.hf import fingerprint
-from triforce.hf.checkpoint import TINY, load_model, read_config
+from triforce.hf.checkpoint import load_model, read_config
 from triforce.hf.convert import convert
 from triforce.hf.fingerprint import model_fingerprint, weights_fingerprint
+from triforce.hf.folders import TINY
 from triforce.hf.places import shard
 from triforce.model import Linear
 from triforce.parallel import Group

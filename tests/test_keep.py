@@ -6,7 +6,7 @@ import pytest
 from conftest import make_engine, random_prompt
 
 import triforce
-from triforce import cli
+from triforce import answers, cli
 from triforce.keep import cut, fit
 
 SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "max_seq_len": 100}
@@ -81,7 +81,7 @@ def test_the_command_line_keeps_the_question(chat, tmp_path, capsys, monkeypatch
         lengths.append(len(ids))
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "stream_text", stopped)
+    monkeypatch.setattr(answers, "stream_text", stopped)
     flags = [*FLAGS, "--question", "Which word is the last?", *(["--chat", "--chat-template", str(template)] * chat)]
     for keep, there in (("start", "word0 "), ("end", "word399"), ("both", "word0 "), ("both", "word399")):
         with pytest.raises(ZeroDivisionError):

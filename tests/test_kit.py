@@ -12,10 +12,11 @@ import torch
 from conftest import make_engine, random_prompt, slow
 
 import triforce
-from triforce import acceptance, cli, memory
+from triforce import acceptance, cli, memory, request
 from triforce.config import Placement, Sampling, Settings
 from triforce.errors import UserError
-from triforce.hf.checkpoint import TINY, open_tensors, read_config
+from triforce.hf.checkpoint import open_tensors, read_config
+from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 from triforce.kit import agreement, check, report, trials
 from triforce.plan import Plan
@@ -140,7 +141,7 @@ def test_mistakes_get_one_line(argv, text, capsys):
 @pytest.mark.parametrize("setup", published.SETUPS, ids=lambda setup: setup.name)
 def test_the_papers_set_ups_are_commands(setup):
     args = cli.parse(setup.command(argparse.Namespace(stand_in=None, prompt_len=None)))
-    settings, placement = (one(**cli.given(args, one)) for one in (Settings, Placement))
+    settings, placement = (one(**request.given(args, one)) for one in (Settings, Placement))
     resolved = settings.resolve("cuda", has_model=setup.draft is not None, offload=placement.offload,
                                 max_batch_size=setup.rows)
     assert args.checkpoint == setup.target and args.prompt_len == setup.prompt_len
@@ -153,13 +154,13 @@ def test_a_set_up_runs_with_and_without_speculation(tmp_path, monkeypatch):
 
     def generate(setup, flags):
         args = cli.parse(flags)
-        asked.append((args.no_speculation, len(cli.read_prompts(args.prompts))))
+        asked.append((args.no_speculation, len(request.read_prompts(args.prompts))))
         return {"tbt": 0.4 if args.no_speculation else 0.1, "prefill": 1.0, "acceptance_rate": {"full": 0.5},
                 "block_efficiency": 2.0}
 
     monkeypatch.setattr(published, "_generate", generate)
     file = tmp_path / "book.txt"
-    file.write_text(cli.default_document()[:8000])
+    file.write_text(request.default_document()[:8000])
     args = argparse.Namespace(stand_in="tiny", prompt_len=400, text=str(file), new=4)
     [setup] = [setup for setup in published.SETUPS if setup.name == "self-8b"]
     assert published.obstacle(setup, args) is None
@@ -262,7 +263,7 @@ def folders(tmp_path_factory):
 
 
 def first_ids(count: int) -> list[int]:
-    return Tokenizer(TINY / "target").encode(cli.default_document()[: 16 * count])[:count]
+    return Tokenizer(TINY / "target").encode(request.default_document()[: 16 * count])[:count]
 
 
 def test_a_damaged_layer_is_named(folders, brief, capsys, tmp_path):

@@ -11,7 +11,8 @@ from triforce import memory
 from triforce.config import Placement, Settings
 from triforce.engine import Engine
 from triforce.errors import UserError
-from triforce.hf.checkpoint import TINY, read_config
+from triforce.hf.checkpoint import read_config
+from triforce.hf.folders import TINY
 from triforce.kit.plan import Job, Machine, way
 
 

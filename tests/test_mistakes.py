@@ -8,7 +8,7 @@ import torch
 from conftest import make_engine, random_pair, random_prompt
 
 import triforce
-from triforce import UserError, about, cli
+from triforce import UserError, about, cli, request
 from triforce.engine import Engine
 
 
@@ -92,8 +92,8 @@ def test_what_a_question_may_not_ask_is_told_before_the_prefill(flags, message, 
 
 
 def test_a_question_may_be_a_number():
-    assert about.read_questions("42\n", "q.txt") == [{"question": "42"}]
-    assert about.read_questions("42\n7\n", "q.txt") == [{"question": "42"}, {"question": "7"}]
+    assert request.read_questions("42\n", "q.txt") == [{"question": "42"}]
+    assert request.read_questions("42\n7\n", "q.txt") == [{"question": "42"}, {"question": "7"}]
 
 
 def test_samples_are_given_where_the_document_is_saved_too(tmp_path, capsys):

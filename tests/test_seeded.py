@@ -20,7 +20,7 @@ from triforce import UserError
 from triforce.config import Settings
 from triforce.controller import Controller
 from triforce.costs import Costs
-from triforce.hf.checkpoint import TINY
+from triforce.hf.folders import TINY
 from triforce.plan import AUTOREGRESSION, Plan
 from triforce.tape import ACCEPTED, MISSED, Tape
 from triforce.tree import Chances, likeliest

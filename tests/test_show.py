@@ -3,7 +3,7 @@
 import re
 from html.parser import HTMLParser
 
-from triforce import cli, show
+from triforce import answers, cli, show
 from triforce.generation import Generation, Stats
 from triforce.levels import LEVELS
 from triforce.logprobs import Logprob
@@ -114,7 +114,7 @@ def plain(text: str) -> str:
 def test_a_terminal_shows_levels(capsys, monkeypatch):
     assert cli.main(FLAGS) == 0
     expected = capsys.readouterr().out
-    monkeypatch.setattr(cli, "wants_colours", lambda file: True)
+    monkeypatch.setattr(answers, "wants_colours", lambda file: True)
     assert cli.main([*FLAGS, "--show-levels"]) == 0
     shown = capsys.readouterr()
     assert plain(shown.out) == expected

@@ -49,7 +49,7 @@ def test_an_import_that_swallows_interrupts_is_interrupted(tmp_path, ignored):
     """As PyTorch's, where it imports NumPy. Who has Ctrl-C ignored keeps that."""
     (tmp_path / "torch.py").write_text(SWALLOWS)
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " * ignored
-    code += "from triforce.start import main; main(['--version'])"
+    code += "from triforce.start import main; main([])"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     try:
@@ -70,3 +70,16 @@ def test_what_ctrl_c_did_before_comes_back():
     with start.interruptible():
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("argv,said", [
+    (["--help"], "usage: triforce"), (["--checkpoint", "./nowhere"], "no such folder"),
+    (["--prompt", " "], "the prompt is empty"), (["--gamma", "x"], "gamma")])
+def test_flags_and_mistakes_do_not_wait_for_pytorch(argv, said, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('PyTorch is imported')")
+    code = "import sys; from triforce.start import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=Path(__file__).parent.parent, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdin=subprocess.DEVNULL,
+                          capture_output=True)
+    assert said in done.stdout + done.stderr and "PyTorch is imported" not in done.stderr

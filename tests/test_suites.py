@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from triforce.errors import UserError
-from triforce.hf.checkpoint import TINY
+from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import triforce.hf.tokenizer
 from triforce.errors import UserError
-from triforce.hf.checkpoint import TINY
+from triforce.hf.folders import TINY
 
 NAMES = ["sentencepiece, legacy", "sentencepiece, new", "sentencepiece, silent config", "sentencepiece, eos, no prefix",
          "sentencepiece, user-defined pieces", "sentencepiece, tokens by id", "sentencepiece, old token files",

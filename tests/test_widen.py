@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from widen import PADDING_LOGIT, SHAPES, save, widen  # noqa: E402
 
 import triforce  # noqa: E402
-from triforce.hf.checkpoint import TINY, load_model, tiny_draft  # noqa: E402
+from triforce.hf.checkpoint import load_model  # noqa: E402
+from triforce.hf.folders import TINY, tiny_draft  # noqa: E402
 
 
 @pytest.mark.parametrize("part,shape", [

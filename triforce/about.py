@@ -7,78 +7,12 @@ import json
 import random
 from dataclasses import asdict
 
-from . import prefix_file
 from .chat import Chat
-from .config import whole
-from .errors import UserError
 from .generation import Generation
 from .interactive import Conversation, say
 from .parallel import agreed
 from .prefix import Prefix
 from .progress import Bar
-
-
-def wanted(args) -> bool:
-    """Whether the flags ask for any of it."""
-    return bool(args.questions or args.interactive or args.prefix or args.save_prefix or args.num_samples is not None
-                or args.system)
-
-
-def first_given(args, *names: str) -> str | None:
-    """The first of these flags that was given."""
-    given = (name for name in names if getattr(args, name) is not None and getattr(args, name) is not False)
-    return next((f"--{name.replace('_', '-')}" for name in given), None)
-
-
-def check(args, ranks: int) -> None:
-    """Raises UserError for flags that do not go together."""
-    other = first_given(args, "prompts", "compare", "show_levels", "keep")
-    if other is not None:
-        flag = first_given(args, "questions", "interactive", "num_samples", "system", "prefix", "save_prefix")
-        remedy = "cut the document with --prompt-len" if other == "--keep" else "drop one of them"
-        raise UserError(f"{flag} does not go with {other}; {remedy}")
-    if args.save_prefix:
-        prefix_file.check_target(args.save_prefix)  # before hours of work
-    if args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system or args.chat):
-        raise UserError("--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file, "
-                        "--system and --chat")
-    if args.prefix and args.prompt_len is not None:
-        raise UserError(f"--prompt-len ({args.prompt_len}) cuts a text, and --prefix opens a document that was "
-                        "computed whole; drop one of them")
-    if args.interactive and (args.questions or args.question or args.num_samples or args.json):
-        raise UserError("--interactive asks for the questions itself; drop --questions, --question, --num-samples and "
-                        "--json")
-    if args.interactive and ranks > 1:
-        raise UserError(f"--interactive runs in one process, and torchrun started {ranks}; use --questions")
-    if args.num_samples is not None:
-        whole(1, 4)("--num-samples", args.num_samples)
-
-
-def read_questions(text: str, path: str) -> list[dict]:
-    """Questions of a file: one a line, or lines of JSON, or one JSON list; of strings, or of objects with a "question"
-    and perhaps a "seed"."""
-    try:
-        found = json.loads(text)
-        if not isinstance(found, (list, dict, str)):
-            raise ValueError  # a line of text that happens to be a number
-        items = found if isinstance(found, list) else [found]
-    except (ValueError, RecursionError):
-        items = []
-        for line in filter(str.strip, text.splitlines()):
-            try:
-                items.append(json.loads(line) if line.lstrip()[:1] in '{"' else line.strip())
-            except ValueError:
-                items.append(line.strip())
-    questions = [item if isinstance(item, dict) else {"question": item} for item in items]
-    for number, item in enumerate(questions, 1):
-        if not isinstance(item.get("question"), str) or not item["question"].strip():
-            raise UserError(f"question {number} of --questions {path} is no text; write one a line, or "
-                            '{"question": "...", "seed": 1}')
-        if not isinstance(item.get("seed", 0), int):
-            raise UserError(f"the seed of question {number} of --questions {path} must be a whole number")
-    if not questions:
-        raise UserError(f"--questions {path} holds no question; write one a line")
-    return questions
 
 
 def seeds_of(items: list[dict], first: int | None, group, count: int = 1) -> list[int]:

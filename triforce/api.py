@@ -2,12 +2,11 @@
 
 import gc
 
-from .config import Placement, Sampling, Settings, check_max_new_tokens, names_of, split
+from .config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, names_of, split
 from .engine import Engine, generate_options
 from .generation import stop_ids, stop_strings
 from .keep import check_keep
 from .loading import load
-from .logprobs import check_logprobs
 
 _kept: dict[str, Engine] = {}  # at most one engine, under the description of how it was loaded
 

@@ -3,6 +3,8 @@
 `Settings` say how a hierarchy is built, `Placement` where and how it runs, `Sampling` from which distribution it draws.
 `load`, `Engine.generate`, the command line's flags and their help are made from these fields. A field of None is
 decided by `resolve`, once, when the model and the device are known.
+
+The command line reads its flags by this before PyTorch is imported, which takes seconds.
 """
 
 import dataclasses
@@ -16,11 +18,13 @@ from argparse import Action, ArgumentError, ArgumentTypeError, BooleanOptionalAc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from .errors import UserError, not_known
 from .tree import FOLLOWERS, TokenTree
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_ROWS = 512  # of a block with leaves, or of a tree
 QUERIES = 64  # of a KV head, that a GPU's attention takes at a time; and rows that weights are read once for
@@ -241,7 +245,7 @@ class Settings(Options):
         """Whether there is a view of `budget` tokens."""
         return self.retrieval or self.draft_attends_to == "snapkv"
 
-    def resolve(self, device: torch.device | str = "cpu", *, has_model: bool = True, offload: bool | str = False,
+    def resolve(self, device: "torch.device | str" = "cpu", *, has_model: bool = True, offload: bool | str = False,
                 max_batch_size: int = 1, query_group: int = 1, shared: bool = False) -> "Settings":
         """With every field decided.
 
@@ -253,7 +257,7 @@ class Settings(Options):
         Raises:
             UserError: fields do not fit each other.
         """
-        cuda, auto = torch.device(device).type == "cuda", self.auto or self.gamma == "auto"
+        cuda, auto = str(device).startswith("cuda"), self.auto or self.gamma == "auto"
         ngram = self.ngram or self.draft == "ngram"
         drafts = self.retrieval or ngram or has_model or callable(self.draft)
         if self.draft_cache is not None and not self.retrieval and not has_model and self.draft_cache in MEMORIES:
@@ -400,8 +404,8 @@ def split_view(budget: int, chunk_size: int, flush_interval: int, recent: float 
 class Placement(Options):
     """Where a model runs, in what, and how much memory it may have."""
 
-    device: str | torch.device | None = option(None, "cpu, cuda, cuda:1 (default: cuda if there is one)")
-    dtype: str | torch.dtype | None = option(
+    device: "str | torch.device | None" = option(None, "cpu, cuda, cuda:1 (default: cuda if there is one)")
+    dtype: "str | torch.dtype | None" = option(
         None, "float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
     compile: bool | str | None = option(
         None, "wait until the steps are compiled. Default: on a GPU other processes compile them for later runs, and "
@@ -453,8 +457,10 @@ class Placement(Options):
                        resident_memory=None if size is None else parse_size(size, "resident_memory"))
 
 
-def find_device(device) -> torch.device:
+def find_device(device) -> "torch.device":
     """Raises UserError where there is no such device."""
+    import torch
+
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -481,7 +487,7 @@ def parse_size(size: int | str, name: str) -> int:
     return int(float(amount) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
 
 
-def per_row(default, neutral, dtype: torch.dtype, help: str, in_range, wanted: str, type: type):
+def per_row(default, neutral, dtype: str, help: str, in_range, wanted: str, type: type):
     """A field of `Sampling`. neutral: what None stands for; None: nothing, a number must be given."""
     return option(default, help, number(in_range, wanted), more={"neutral": neutral, "dtype": dtype}, type=type)
 
@@ -534,16 +540,16 @@ class _AddBias(Action):
 class Sampling:
     """The distribution that tokens are drawn from. Each field is one value, or a list of one a prompt."""
 
-    temperature: float = per_row(0.6, None, torch.float32, "0 is greedy (alias --temp; default 0.6)",
+    temperature: float = per_row(0.6, None, "float32", "0 is greedy (alias --temp; default 0.6)",
                                  lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number", float)
-    top_p: float | None = per_row(0.9, 1.0, torch.float32, "keep the most probable tokens of this mass (default 0.9)",
+    top_p: float | None = per_row(0.9, 1.0, "float32", "keep the most probable tokens of this mass (default 0.9)",
                                   lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token", float)
-    top_k: int | None = per_row(None, 0, torch.int64, "keep so many tokens, the most probable",
+    top_k: int | None = per_row(None, 0, "int64", "keep so many tokens, the most probable",
                                 lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token",
                                 int)
-    min_p: float | None = per_row(None, 0.0, torch.float32, "keep tokens at least so probable, relative to the best",
+    min_p: float | None = per_row(None, 0.0, "float32", "keep tokens at least so probable, relative to the best",
                                   lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token", float)
-    seed: int | None = per_row(None, 0, torch.int64, "row i of a batch uses seed + i (default: drawn, and told in "
+    seed: int | None = per_row(None, 0, "int64", "row i of a batch uses seed + i (default: drawn, and told in "
                                "the statistics)", lambda x: -(2**63) <= x < 2**63 and int(x) == x,
                                "a whole number of at most 64 bits", int)
 
@@ -631,6 +637,19 @@ def takes(*classes: type):
         return wrapped
 
     return decorate
+
+
+def check_logprobs(k, vocab_size: int | None = None) -> None:
+    """Of the option: None, or how many of the most probable tokens are told, from 0 to the vocabulary.
+
+    Raises:
+        UserError: it is not.
+    """
+    if k is None:
+        return
+    whole(0, 5)("logprobs", k)
+    if vocab_size is not None and k > vocab_size:
+        raise UserError(f"logprobs ({k}) must be at most {vocab_size}, the size of the vocabulary; try 5")
 
 
 def check_max_new_tokens(value) -> int:

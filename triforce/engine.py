@@ -28,6 +28,7 @@ from .config import (
     Settings,
     as_numbers,
     check_biases,
+    check_logprobs,
     check_max_new_tokens,
     split,
     takes,
@@ -36,17 +37,16 @@ from .config import (
 from .errors import UserError
 from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
-from .hf.tokenizer import Tokenizer
+from .hf.tokenizer import Tokenizer, is_messages
 from .jobs import Models
 from .keep import check_keep, cut
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
 from .levels import Spans
-from .logprobs import check_logprobs
 from .model import Transformer
 from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
-from .prefix import Keeping, Prefix, asked, check_prefix, common_length, is_messages
+from .prefix import Keeping, Prefix, asked, check_prefix, common_length
 from .prefix_file import PrefixReader
 from .progress import Bar, NotebookBars, in_notebook
 from .session import Session

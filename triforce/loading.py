@@ -9,6 +9,7 @@ from .config import Placement, Settings, split, takes
 from .engine import Engine
 from .errors import UserError
 from .hf import checkpoint as ckpt
+from .hf.folders import find_draft, resolve
 from .hf.tokenizer import Tokenizer
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup, together
@@ -31,7 +32,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     [settings, place], _ = split(options, Settings, Placement, what="setting")
     place = place.resolve()
     device = place.device
-    folder, draft_folder = ckpt.resolve(checkpoint), find_draft(checkpoint, settings.draft)
+    folder, draft_folder = resolve(checkpoint), find_draft(checkpoint, settings.draft)
     config, longest = ckpt.read_config(folder, place.max_seq_len, place.weights), place.max_seq_len
     resolved = settings.resolve(device, has_model=draft_folder is not None, offload=place.offload,
                                 max_batch_size=place.max_batch_size, query_group=config.query_group)
@@ -73,15 +74,6 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
                     settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder)
     engine.caches.warming = warming
     return engine
-
-
-def find_draft(checkpoint: str | Path, draft) -> Path | None:
-    """The folder of the draft model, if one is to draft."""
-    if draft == "ngram" or draft is False or callable(draft):
-        return None
-    if draft is None or draft is True:
-        return ckpt.tiny_draft() if checkpoint == "tiny" else None
-    return ckpt.resolve(draft)
 
 
 def find_dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.dtype:

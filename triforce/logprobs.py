@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .config import whole
-from .errors import UserError
 from .speculator import Speculator
 
 
@@ -24,19 +22,6 @@ class Logprob:
     logprob: float  # of the token, by the law that it was drawn from: after bias, temperature, top-p and the like
     model_logprob: float  # of the token, by the model's own law: temperature 1, nothing cut, no bias
     top: list[tuple[int, float]]  # the k most probable tokens by the model's own law: (id, log-probability)
-
-
-def check_logprobs(k, vocab_size: int | None = None) -> None:
-    """Of the option: None, or how many of the most probable tokens are told, from 0 to the vocabulary.
-
-    Raises:
-        UserError: it is not.
-    """
-    if k is None:
-        return
-    whole(0, 5)("logprobs", k)
-    if vocab_size is not None and k > vocab_size:
-        raise UserError(f"logprobs ({k}) must be at most {vocab_size}, the size of the vocabulary; try 5")
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import prefix_file
 from .errors import UserError
+from .hf.tokenizer import is_messages
 from .kv.prefix import PrefixStore
 from .parallel import Group, agreed
 from .prefix_file import PrefixReader
@@ -147,12 +148,6 @@ class Prefix:
         if not isinstance(question, str):
             raise UserError("the prefix was made of messages; give the question as text")
         return engine.encode_prompt(asked(self.messages, question), template, variables)
-
-
-def is_messages(prompt) -> bool:
-    """Whether it is a conversation, {"role", "content"} by {"role", "content"}, rather than text or ids."""
-    return (isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)) and len(prompt) > 0
-            and all(isinstance(item, dict) for item in prompt))
 
 
 def asked(messages: list[dict], question: str) -> list[dict]:

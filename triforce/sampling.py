@@ -47,7 +47,8 @@ class SamplingParams:
             if field.metadata["dtype"] is None:
                 continue
             value = field.metadata["neutral"] if field.metadata["neutral"] is not None else 1
-            setattr(self, field.name, torch.full((batch,), value, dtype=field.metadata["dtype"], device=device))
+            dtype = getattr(torch, field.metadata["dtype"])
+            setattr(self, field.name, torch.full((batch,), value, dtype=dtype, device=device))
         self.uses = Uses()
         self.greedy = False  # any row
 

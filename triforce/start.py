@@ -1,5 +1,5 @@
-"""Entry point of the commands, before PyTorch is imported. The import takes seconds, and Ctrl-C in it must give no
-traceback. What PyTorch reads from the environment at import is set here."""
+"""Entry point of the commands. What PyTorch reads from the environment at import is set here. The import takes seconds,
+and Ctrl-C in it must give no traceback."""
 
 import contextlib
 import os

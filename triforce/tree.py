@@ -16,10 +16,10 @@ Shapes: B batch, S rows of the spine, k leaves a drafted token, M rows, P rows o
 
 import heapq
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FOLLOWERS = 4  # of a row of a tree of any shape, at most
 
@@ -27,12 +27,12 @@ FOLLOWERS = 4  # of a row of a tree of any shape, at most
 class Layout(NamedTuple):
     """Where the rows of a block stand in the tail, and what each sees of it. Slots count from the pending token's."""
 
-    depths: Tensor  # [M]: how far behind the pending token each row's token stands
-    slots: Tensor  # [M]: where its keys and values are written
-    before: Tensor  # [M]: each row sees all slots before this one
+    depths: "Tensor"  # [M]: how far behind the pending token each row's token stands
+    slots: "Tensor"  # [M]: where its keys and values are written
+    before: "Tensor"  # [M]: each row sees all slots before this one
     # [M, P]: the slots of a row's token and of those that it follows, from the newest to the oldest, as far as the
     # tail goes back. None: `before` says it all.
-    path: Tensor | None = None
+    path: "Tensor | None" = None
     apart: bool = False  # a row attends to its path apart from what lies before; else in one call with it
 
 
@@ -63,8 +63,10 @@ class TokenTree(NamedTuple):
         """With so many rows on its spine. A tree of any shape has all its rows, or is a chain."""
         return self if rows == self.spine else TokenTree(rows, self.leaves)
 
-    def depths(self, device) -> Tensor:
+    def depths(self, device) -> "Tensor":
         """How far behind the pending token each row's token stands: [M]. Of a chain with leaves."""
+        import torch
+
         depths = torch.arange(self.spine, device=device)
         if not self.num_leaves:
             return depths
@@ -73,19 +75,23 @@ class TokenTree(NamedTuple):
 
     def layout(self, device) -> Layout:
         """Of a chain with leaves. A row of a tree sees itself apart: only the spine lies where positions say."""
+        import torch
+
         depths, slots = self.depths(device), torch.arange(self.rows, device=device)
         if not self.num_leaves:
             return Layout(depths, slots, depths + 1)
         return Layout(depths, slots, depths, slots[:, None], apart=True)
 
-    def arrange(self, spine: Tensor, runners_up: Tensor) -> Tensor:
+    def arrange(self, spine: "Tensor", runners_up: "Tensor") -> "Tensor":
         """The tokens of all rows: spine [B, S] and runners_up [B, S - 1, k or more] -> [B, M]."""
+        import torch
+
         if not self.num_leaves:
             return spine
         unused = spine[:, :1].expand(-1, self.rows - self.spine - self.num_leaves)
         return torch.cat([spine, runners_up[..., : self.leaves].flatten(1), unused], 1)
 
-    def leaves_of(self, rows: Tensor) -> Tensor:
+    def leaves_of(self, rows: "Tensor") -> "Tensor":
         """Of [B, M], one number a row, those of the leaves: [B, S - 1, k]."""
         return rows[:, self.spine : self.spine + self.num_leaves].unflatten(1, (self.spine - 1, self.leaves))
 

@@ -1,11 +1,10 @@
-"""Hugging Face folders in: finds a checkpoint, reads its config and end tokens, and loads its weights into the model.
+"""Hugging Face folders in: reads a checkpoint's config and end tokens, and loads its weights into the model.
 
 It knows nothing of caches, sampling or text, and it never uses the network: `download.py` does. Which family a folder
 is comes from its config.json, never from its name.
 """
 
 import functools
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,51 +16,13 @@ from ..errors import UserError
 from ..float8 import FP8, has_nan
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config, use_device
+from .folders import SINGLE_FILES, find_weights
 from .places import SCALE, is_derived, places, put, scale_of, separate
 from .tokenizer import Tokenizer
 from .vocabulary import read_json
 
-TINY = Path(__file__).parents[1] / "tiny"  # the embedded pair: target/ and draft/
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # each has a sharded twin, named by NAME.index.json
-
-
-def resolve(checkpoint: str | Path) -> Path:
-    """The folder of a checkpoint: `tiny`, an existing folder, or a repository id that was downloaded before.
-
-    A repository id is looked for under `checkpoints/` of the working directory, then in the Hugging Face cache.
-
-    Raises:
-        UserError: nothing is there; for a repository id the text holds the command that downloads it.
-    """
-    if checkpoint == "tiny":
-        return TINY / "target"
-    if not isinstance(checkpoint, (str, Path)) or not str(checkpoint):
-        raise UserError(f"no such checkpoint: {checkpoint!r}; give a folder, a repository id (owner/name) or 'tiny'")
-    path = Path(checkpoint).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise UserError(f"{path} is a file; give the folder that holds config.json and the weights")
-    if isinstance(checkpoint, Path) or not REPO_ID.fullmatch(checkpoint):
-        raise UserError(f"no such folder: {checkpoint}; give a folder, a repository id (owner/name) or 'tiny'")
-    local = Path("checkpoints") / checkpoint
-    if local.is_dir():
-        return local
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(checkpoint, "config.json")
-    if isinstance(cached, str) and find_weights(Path(cached).parent):
-        return Path(cached).parent
-    raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
-                    f"download it: triforce download --repo-id {checkpoint}")
-
-
-def tiny_draft() -> Path:
-    """The embedded draft model, trained for the embedded target."""
-    return TINY / "draft"
 
 
 def read_config(folder: Path, max_seq_len: int | None = None, weights: str | None = None) -> ModelConfig:
@@ -86,27 +47,6 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
             return tuple(eos) if isinstance(eos, list) else (eos,)
     eos = Tokenizer(folder).eos_id
     return () if eos is None else (eos,)
-
-
-def find_weights(folder: Path) -> list[Path]:
-    """The weight files of a folder, safetensors before .bin; empty if it has none.
-
-    Raises:
-        UserError: an index names a file that is absent.
-    """
-    for name in SINGLE_FILES:
-        if (folder / name).exists():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.exists():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise UserError(f"{index} has no weight_map; download it again")
-            for tensor, file in weight_map.items():
-                if not (folder / file).is_file():
-                    raise UserError(f"{index} places tensor {tensor} in {file}, which is absent; download it again")
-            return [folder / file for file in sorted(set(weight_map.values()))]
-    return []
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:

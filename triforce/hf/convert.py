@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import UserError
-from .checkpoint import find_weights, open_tensors, parse_dtype
+from .checkpoint import open_tensors, parse_dtype
 from .download import TEXTS
+from .folders import find_weights
 from .vocabulary import read_json
 
 MAX_SHARD_BYTES = 4_000_000_000

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..errors import UserError
 from ..model import ModelConfig, Transformer
 from ..parallel import together
-from .checkpoint import SINGLE_FILES, find_weights, open_tensors, read_config
+from .checkpoint import open_tensors, read_config
+from .folders import SINGLE_FILES, find_weights
 from .places import is_derived, places
 from .vocabulary import read_optional_json
 

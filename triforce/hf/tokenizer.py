@@ -6,7 +6,7 @@ It knows nothing of the model: only ids and strings. How a folder's files become
 import codecs
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -160,6 +160,12 @@ class Tokenizer:
     def _usable(self) -> dict[int, str]:
         limit = read_optional_json(self.folder / "config.json").get("vocab_size") or self.vocab_size
         return {i: token for i, token in self.token_of.items() if i < limit}
+
+
+def is_messages(prompt) -> bool:
+    """Whether it is a conversation, {"role", "content"} by {"role", "content"}, rather than text or ids."""
+    return (isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)) and len(prompt) > 0
+            and all(isinstance(item, dict) for item in prompt))
 
 
 class TextStream:

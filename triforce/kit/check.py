@@ -17,14 +17,15 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__, cli, memory
+from .. import __version__, cli, memory, request
 from ..config import Placement, Sampling, Settings, whole
 from ..engine import Engine
 from ..errors import UserError
-from ..hf.checkpoint import find_weights, read_config, resolve
+from ..hf.checkpoint import read_config
+from ..hf.folders import find_draft, find_weights, resolve
 from ..hf.tokenizer import Tokenizer
 from ..kept import root
-from ..loading import find_draft, find_dtype, load
+from ..loading import find_dtype, load
 from ..plan import AUTOREGRESSION, ONE_ROW
 from . import agreement, plan, report, trials
 
@@ -91,7 +92,7 @@ def checkpoint(folder: Path, name: str = "checkpoint") -> dict:
 
 def read_ids(tokenizer: Tokenizer, path: str | None, count: int) -> tuple[list[int], int]:
     """So many tokens of the text, and how often it is begun anew."""
-    text = cli.default_document() if path is None else cli.read_file("--prompt-file", path)
+    text = request.default_document() if path is None else request.read_file("--prompt-file", path)
     if not text.strip():
         raise UserError(f"--prompt-file {path} holds no text; name another file")
     text = text[: 16 * count]  # no tokenizer makes longer tokens on average
@@ -264,7 +265,7 @@ def hushed() -> None:
 
 def examine(engine: Engine, own, args, ids: list[int], lengths: list[int], progress: Progress) -> None:
     """All that a loaded engine shows: adds records."""
-    longest, device, law = lengths[-1], engine.device, Sampling(**cli.given(args, Sampling))
+    longest, device, law = lengths[-1], engine.device, Sampling(**request.given(args, Sampling))
     prompt = ids[:longest]
     most = min(trials.GREEDY, own.new)
     progress.say(f"first run, {longest:,} tokens")
@@ -332,9 +333,9 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
 def main(argv: list[str]) -> int:
     own, args = read(argv)
     folder = resolve(args.checkpoint)
-    Settings(**cli.given(args, Settings))
-    Sampling(**cli.given(args, Sampling)).columns(1)
-    device = Placement(**cli.given(args, Placement)).resolve().device
+    Settings(**request.given(args, Settings))
+    Sampling(**request.given(args, Sampling)).columns(1)
+    device = Placement(**request.given(args, Placement)).resolve().device
     config, draft = read_config(folder), find_draft(args.checkpoint, getattr(args, "draft", None))
     longest = getattr(args, "max_seq_len", None) or config.max_len
     if own.far is not None and own.far > config.max_len:
@@ -358,7 +359,7 @@ def main(argv: list[str]) -> int:
     compiled = root().exists() and any(root().glob("*/complete"))
     progress.say("loading")
     begun = time.perf_counter()
-    engine = load(args.checkpoint, **cli.given(args, Settings, Placement))
+    engine = load(args.checkpoint, **request.given(args, Settings, Placement))
     progress.add({"name": "load", "passed": None, "seconds": time.perf_counter() - begun, "compiled_before": compiled})
     for text in texts:
         progress.say(f"logits beside transformers': {text.name}, {len(text.ids):,} tokens")

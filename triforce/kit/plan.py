@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import cli, memory
+from .. import cli, memory, request
 from ..caches import needed_tokens, usual_capacity
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
 from ..errors import UserError
-from ..hf.checkpoint import read_config, resolve
-from ..loading import find_draft, find_dtype
+from ..hf.checkpoint import read_config
+from ..hf.folders import find_draft, resolve
+from ..loading import find_dtype
 from ..memory import Part
 from ..model import ModelConfig
 from ..parallel import Group, shard_config
@@ -222,8 +223,8 @@ def machine_of(args, device: str | None) -> Machine:
 
 def job_of(args, rows: int | None) -> Job:
     """args: of `triforce`."""
-    settings = Settings(**cli.given(args, Settings))
-    placement = Placement(**cli.given(args, Placement), max_batch_size=args.batch_size)
+    settings = Settings(**request.given(args, Settings))
+    placement = Placement(**request.given(args, Placement), max_batch_size=args.batch_size)
     replace(placement, device="cpu").resolve()  # do they fit each other?
     target = read_config(resolve(args.checkpoint), weights=placement.weights)
     if placement.draft_dtype:
@@ -232,8 +233,8 @@ def job_of(args, rows: int | None) -> Job:
     draft = None if folder is None else read_config(folder)
     new = check_max_new_tokens(args.max_new_tokens)
     longest = placement.max_seq_len or target.max_len
-    length = args.prompt_len if args.prompt_len is not None else min(cli.DEFAULT_PROMPT_LEN, max(longest - new, 1))
-    whole(1, cli.DEFAULT_PROMPT_LEN)("--prompt-len", length)
+    length = args.prompt_len if args.prompt_len is not None else min(request.DEFAULT_PROMPT_LEN, max(longest - new, 1))
+    whole(1, request.DEFAULT_PROMPT_LEN)("--prompt-len", length)
     if length + new > longest:
         raise UserError(f"a prompt of {length} tokens and {new} new ones exceed the {longest} that "
                         f"{'--max-seq-len allows' if placement.max_seq_len else 'the model can attend over'}; use "

@@ -1,0 +1,251 @@
+"""The command line's answers: encodes what was asked, calls the engine, and prints. Text goes to stdout, all else to
+stderr. Knows nothing of tensors.
+"""
+
+import json
+import os
+import sys
+import textwrap
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from . import about
+from .config import Placement, Sampling, Settings
+from .errors import UserError
+from .keep import fit
+from .loading import load
+from .prefix import first_difference
+from .progress import Bar
+from .request import DEFAULT_PROMPT_LEN, Request, about_a_document, given
+from .show import as_ansi, legend
+
+CHECKED_TOKENS = 64  # of the greedy comparison
+
+
+def answer(args, group, request: Request, wants_comparison: bool) -> int:
+    engine = load_engine(args, group)
+    sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}
+    if request.prompts is not None:
+        return answer_prompts(engine, request, args, sampling)
+    if about_a_document(args):
+        text = request.document
+        ids = None if text is None else first_tokens(args, engine.tokenizer, text, request)
+        check_before_prefill(engine, args, ids, list(request.questions), sampling)
+        book = about.document_of(engine, args, ids, request.chat)
+        return about.answer(engine, args, book, list(request.questions), request.chat, sampling)
+    ids, dropped = encode(args, engine, request.document, request, args.question)
+    engine.check_len(len(ids), args.max_new_tokens)
+    introduce(engine, ids, args, request)
+    load_seconds = age()
+    result = stream_text(engine, ids, args, sampling)
+    result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
+    report = {"checkpoint": args.checkpoint, **asdict(result)}
+    identical = True
+    interrupted = result.finish_reason == "interrupted"
+    if wants_comparison and not interrupted:
+        print("comparing with autoregression ...", file=sys.stderr)
+        lines, report["compare"] = compare(engine, ids, args, sampling, result)
+        identical = all(report["compare"].get(f"{name}_first_difference") is None for name in ("greedy", "drawn"))
+        print("\n" + "\n".join(lines), file=sys.stderr)
+    else:
+        print(f"\n{result.stats}", file=sys.stderr)
+    print("\n" + "\n".join(result.stats.NOTES), file=sys.stderr)
+    if args.json:
+        print(json.dumps(report), flush=True)
+    if interrupted:
+        raise KeyboardInterrupt
+    return 0 if identical else 1
+
+
+def first_tokens(args, tokenizer, text: str, request: Request) -> list[int]:
+    """A text's ids, cut to --prompt-len tokens."""
+    ids = tokenizer.encode(text) if request.ids is None else request.ids.result()
+    length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
+    if length is not None and length > len(ids):
+        print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
+    return ids[:length]
+
+
+def encode(args, engine, text: str, request: Request, question: str | None) -> tuple[list[int], int]:
+    """A prompt's ids: the text, cut to --prompt-len tokens, then the question; or both as a user's message.
+
+    Returns:
+        ids, and how many of the text's tokens were dropped to make it fit, by --keep.
+    """
+    tokenizer = engine.tokenizer
+    ids = first_tokens(args, tokenizer, text, request)
+
+    def finish(ids: list[int]) -> list[int]:
+        if args.chat:
+            content = tokenizer.decode(ids) + (f"\n\n{question}" if question else "")
+            return engine.encode_prompt([{"role": "user", "content": content}], **request.chat)
+        return ids + tokenizer.encode(f"\n\n{question}\n", bos=False) if question else ids
+
+    if args.keep is None:
+        return finish(ids), 0
+    room = engine.room(args.max_new_tokens)
+    made, dropped = fit(ids, finish, room, args.keep, tokenizer.bos_id)
+    if dropped:
+        kept = "start and end are" if args.keep == "both" else f"{args.keep} is"
+        note = (f"note: {dropped:,} of the text's {len(ids):,} tokens were dropped, so that prompt and output fit; its "
+                f"{kept} kept (--keep {args.keep})")
+        print(textwrap.fill(note, 78, subsequent_indent="  "), file=sys.stderr)
+    return made, dropped
+
+
+def load_engine(args, group):
+    return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **given(args, Settings, Placement))
+
+
+def stream_text(engine, ids, args, sampling):
+    """Generates, printing text as it comes unless --json. Returns the Generation; after Ctrl-C, what there is of it."""
+    stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, on_prefill=Bar("prefill", len(ids)),
+                           ignore_eos=args.ignore_eos, **sampling)
+    shown, coloured = "", args.show_levels and wants_colours(sys.stdout)
+    if args.show_levels:
+        print(f"{legend(wants_colours(sys.stderr))}\n" if coloured else "note: --show-levels colours a text on a "
+              "terminal, and standard output\n  is none; FORCE_COLOR=1 colours it nevertheless\n", file=sys.stderr)
+    try:
+        for shown in stream:
+            if not args.json:
+                sys.stdout.write(as_ansi(stream.spans) if coloured else shown)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        if stream.result is None or not stream.result.tokens:
+            raise
+    finally:
+        stream.close()
+        if shown and not args.json:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+    if args.show_levels:
+        print("\n" + legend(coloured and wants_colours(sys.stderr), stream.result.levels), file=sys.stderr)
+    return stream.result
+
+
+def wants_colours(file) -> bool:
+    """Whether a file is a terminal, or colours are wanted wherever they go (FORCE_COLOR)."""
+    return file.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+def answer_prompts(engine, request: Request, args, sampling) -> int:
+    """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
+    prompts, dropped = [], []
+    for index, item in enumerate(request.prompts):  # all of them, before hours of work
+        try:
+            if "messages" in item:
+                ids, count = engine.encode_prompt(item["messages"], **request.chat), 0
+            else:
+                ids, count = encode(args, engine, item["prompt"], request, item.get("question", args.question))
+            prompts.append(engine.encode_prompt(ids))
+            dropped.append(count)
+            engine.check_len(len(prompts[-1]), args.max_new_tokens)
+        except UserError as error:
+            raise UserError(f"prompt {index} of --prompts {args.prompts}: {error}") from None
+    print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
+          f"{sum(map(len, prompts)):,} tokens, {min(args.batch_size, len(prompts))} side by side", file=sys.stderr)
+    begun, tokens, own = time.perf_counter(), 0, None
+    if any(item.get("seed") is not None for item in request.prompts):
+        own = about.seeds_of(request.prompts, sampling.get("seed"), engine.target.group)
+        Sampling(seed=own).columns(len(own))
+    for first in range(0, len(prompts), args.batch_size):
+        ids = prompts[first : first + args.batch_size]
+        seeds = {"seed": sampling["seed"] + first} if "seed" in sampling else {}
+        if own is not None:
+            seeds = {"seed": own[first : first + args.batch_size]}
+        prefill, decode = Bar("prefill", sum(map(len, ids))), Bar("decode", args.max_new_tokens * len(ids))
+        try:
+            results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
+                                      ignore_eos=args.ignore_eos, on_prefill=prefill,
+                                      on_decode=decode.count, **{**sampling, **seeds})
+        finally:
+            prefill.close()
+            decode.close()
+        for index, result in enumerate(results, first):
+            result.stats.dropped_tokens = dropped[index]
+            print(json.dumps({"index": index, **asdict(result)}), flush=True)
+            tokens += len(result.tokens)
+        speed = tokens / (time.perf_counter() - begun)
+        print(f"{first + len(ids)} of {len(prompts)} prompts, {tokens:,} new tokens, {speed:.1f} a second, prefill "
+              "included", file=sys.stderr)
+    return 0
+
+
+def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
+    """The same prompt by the fastest autoregression, and tokens with and without speculation: greedy ones, and where
+    levels share their draws, drawn ones."""
+    seeded = {**sampling, "seed": result.stats.seed}
+    plain = engine.generate(ids, speculate=False, one_row=True, ignore_eos=args.ignore_eos, stop=args.stop, **seeded)
+    plain.stats.dropped_tokens = result.stats.dropped_tokens
+    checks = {"greedy": {"temperature": 0.0}}
+    if engine.settings.coupled:
+        checks["drawn"] = seeded
+    speedup = plain.stats.tbt / result.stats.tbt if result.stats.tbt else 0.0
+    # As if it had been run alone: it took over the other's start and prefill.
+    wall = result.stats.load + result.stats.prefill + plain.stats.ttft - plain.stats.prefill + plain.stats.decode
+    over_all = wall / result.stats.wall
+    lines = [f"{'':<26}{'no speculation' if args.no_speculation else 'speculation':>16}{'autoregression':>18}"]
+    for (name, value), (_, other) in zip(_columns(result.stats), _columns(plain.stats), strict=True):
+        if name in ("start and load", "prefill", "time to first token"):
+            other = "-"  # it took over the other's prefill
+        lines.append(f"{name:<26}{value:>16}{other:>18}")
+    lines.append(f"{'speed-up per token':<26}{f'{speedup:.2f}x' if speedup else '-':>16}")
+    lines.append(f"{'speed-up of the whole run':<26}{f'{over_all:.2f}x':>16}")
+    report = {"autoregression": asdict(plain.stats), "speedup": speedup, "speedup_of_run": over_all}
+    for name, law in checks.items():
+        law = {**law, "max_new_tokens": min(CHECKED_TOKENS, args.max_new_tokens), "ignore_eos": True}
+        on, off = (engine.generate(ids, speculate=speculate, **law).tokens for speculate in (True, False))
+        differ = first_difference(on, off)
+        verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"
+        lines.append(f"{name} check, {len(on)} tokens, speculation on and off: {verdict}")
+        report |= {f"{name}_tokens": len(on), f"{name}_first_difference": differ}
+    return lines, report
+
+
+def _columns(stats) -> list[tuple[str, str]]:
+    """The statistics, with a row for each level whether it was used or not, so that two columns line up."""
+    rates = {f"acceptance at {level}": "-" for level in ("retrieval", "full")}
+    rows = dict(stats.rows())
+    names = [name for name in rows if not name.startswith(("acceptance", "  shared", "  held"))]
+    at = names.index("tokens per target forward")
+    names[at:at] = [name for name in rates]
+    return [(name, rows.get(name, "-")) for name in names]
+
+
+def check_before_prefill(engine, args, ids: list[int] | None, questions: list[dict], sampling: dict) -> None:
+    """Raises UserError for what a generation over a document would refuse, before hours of prefill."""
+    engine.stream([0], stop=args.stop, **sampling)  # checks, and computes nothing until it is iterated over
+    engine.check_len(len(ids or [0]), args.max_new_tokens)
+    for item in questions:
+        Sampling(seed=item.get("seed")).columns(1)
+
+
+def wishes(args) -> dict:
+    """Further options of `Engine.generate` for which a flag was given."""
+    names = ("stop_token_ids", "logprobs")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def age() -> float:
+    """Seconds since this process was started."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, AttributeError):  # not Linux
+        return time.process_time()
+
+
+def introduce(engine, ids, args, request: Request) -> None:
+    """What is about to happen: the model, the prompt, and how much of it drafts are read from."""
+    budget = engine.resolve_budget(len(ids))
+    lines = [f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}, {len(ids):,} prompt tokens"]
+    if args.checkpoint == "tiny":
+        lines.append(f"(the embedded pair: a toy of {engine.num_parameters / 1e6:.1f} million parameters "
+                     "that writes what it can)")
+    if budget and not args.no_speculation:
+        lines.append(f"drafts read {min(budget, len(ids)):,} of these tokens (--budget), every check reads all of them")
+    if request.is_demo:
+        end = " ".join(engine.tokenizer.decode(ids[-60:], continues=True).split())
+        lines += ["The prompt is the beginning of CPython's language reference. It ends:", f"  ... {end[-140:]}"]
+    print("\n".join(textwrap.fill(line, 78, subsequent_indent="  ") for line in lines) + "\n", file=sys.stderr)

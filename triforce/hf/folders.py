@@ -1,0 +1,80 @@
+"""Hugging Face folders by name: where a checkpoint lies, and which files have its weights. Reads no tensor.
+
+PyTorch is not imported here, nor by `cli.py`, which needs this before anything is loaded.
+"""
+
+import re
+from pathlib import Path
+
+from ..errors import UserError
+from .vocabulary import read_json
+
+TINY = Path(__file__).parents[1] / "tiny"  # the embedded pair: target/ and draft/
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # each has a sharded twin, named by NAME.index.json
+
+
+def resolve(checkpoint: str | Path) -> Path:
+    """The folder of a checkpoint: `tiny`, an existing folder, or a repository id that was downloaded before.
+
+    A repository id is looked for under `checkpoints/` of the working directory, then in the Hugging Face cache.
+
+    Raises:
+        UserError: nothing is there; for a repository id the text holds the command that downloads it.
+    """
+    if checkpoint == "tiny":
+        return TINY / "target"
+    if not isinstance(checkpoint, (str, Path)) or not str(checkpoint):
+        raise UserError(f"no such checkpoint: {checkpoint!r}; give a folder, a repository id (owner/name) or 'tiny'")
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"{path} is a file; give the folder that holds config.json and the weights")
+    if isinstance(checkpoint, Path) or not REPO_ID.fullmatch(checkpoint):
+        raise UserError(f"no such folder: {checkpoint}; give a folder, a repository id (owner/name) or 'tiny'")
+    local = Path("checkpoints") / checkpoint
+    if local.is_dir():
+        return local
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(checkpoint, "config.json")
+    if isinstance(cached, str) and find_weights(Path(cached).parent):
+        return Path(cached).parent
+    raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
+                    f"download it: triforce download --repo-id {checkpoint}")
+
+
+def tiny_draft() -> Path:
+    """The embedded draft model, trained for the embedded target."""
+    return TINY / "draft"
+
+
+def find_draft(checkpoint: str | Path, draft) -> Path | None:
+    """The folder of the draft model, if one is to draft."""
+    if draft == "ngram" or draft is False or callable(draft):
+        return None
+    if draft is None or draft is True:
+        return tiny_draft() if checkpoint == "tiny" else None
+    return resolve(draft)
+
+
+def find_weights(folder: Path) -> list[Path]:
+    """The weight files of a folder, safetensors before .bin; empty if it has none.
+
+    Raises:
+        UserError: an index names a file that is absent.
+    """
+    for name in SINGLE_FILES:
+        if (folder / name).exists():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise UserError(f"{index} has no weight_map; download it again")
+            for tensor, file in weight_map.items():
+                if not (folder / file).is_file():
+                    raise UserError(f"{index} places tensor {tensor} in {file}, which is absent; download it again")
+            return [folder / file for file in sorted(set(weight_map.values()))]
+    return []

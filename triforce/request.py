@@ -1,0 +1,276 @@
+"""What a command line asks for: reads the files and the standard input that its flags name, and checks all of it.
+
+Everything here is done before PyTorch is imported, which takes seconds: mistakes are told at once, and a long document
+is encoded meanwhile.
+"""
+
+import dataclasses
+import io
+import json
+import os
+import stat
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, names_of, whole
+from .errors import UserError
+from .hf.folders import find_draft, resolve
+from .hf.tokenizer import Tokenizer, is_messages
+
+DEFAULT_PROMPT_LEN = 16_384
+LONG_DOCUMENT = 200_000  # characters
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def given(args, *classes: type) -> dict:
+    """The fields of these classes for which a flag was given."""
+    return {name: getattr(args, name) for name in names_of(*classes) if hasattr(args, name)}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for, read and checked before a model is loaded."""
+
+    document: str | None = None  # the text to continue
+    is_demo: bool = False  # nobody gave one
+    prompts: list[dict] | None = None  # of --prompts, instead: prompt or messages, question, seed
+    questions: tuple[dict, ...] = ()  # of --questions
+    chat: dict = dataclasses.field(default_factory=dict)  # of --chat-template and -kwargs, as `encode_prompt` has them
+    ids: Future | None = None  # of a long document, see `encode_beside`
+
+
+def read_request(args, no_flags: bool = False) -> Request:
+    """Reads the files and standard input that the flags name.
+
+    Args:
+        no_flags: were given. A pipe that brings nothing, as schedulers leave them, is then no mistake.
+
+    Raises:
+        UserError: a file cannot be read, a text is empty, a value is out of range, flags do not go together.
+    """
+    resolve(args.checkpoint)
+    find_draft(args.checkpoint, getattr(args, "draft", None))
+    Settings(**given(args, Settings))
+    Placement(**given(args, Placement))
+    Sampling(**given(args, Sampling)).columns(1)
+    check_max_new_tokens(args.max_new_tokens)
+    if args.logprobs is not None and not args.json and args.prompts is None:
+        raise UserError(f"--logprobs ({args.logprobs}) has no place in a text; add --json, or give --prompts")
+    check_logprobs(args.logprobs)
+    if args.show_levels and (args.json or args.prompts is not None):
+        raise UserError("--show-levels colours a text, and --json and --prompts print none: they have \"levels\"; drop "
+                        "one of them")
+    if args.prompt_len is not None and args.prompt_len < 1:
+        raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
+    chat = read_chat(args)
+    questions: list[dict] = []
+    if args.save_every is not None and not args.save_prefix:
+        raise UserError(f"--save-every ({args.save_every}) says how often a file is written; name it with "
+                        "--save-prefix")
+    asks_alone = args.interactive and args.prompt is None and args.prompt_file is None  # questions come from stdin
+    if about_a_document(args):
+        check_about(args, int(os.environ.get("WORLD_SIZE", 1)))
+        if args.questions:
+            questions = read_questions(read_file("--questions", args.questions), args.questions)
+        if args.prefix or asks_alone and args.prompt_len is None:
+            return Request(questions=tuple(questions), chat=chat)
+    if args.prompts is not None:
+        if args.prompt is not None or args.prompt_file is not None or args.compare:
+            raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
+        return Request(prompts=read_prompts(args.prompts), chat=chat)
+    document = None if asks_alone else read_document(args)
+    if document == "" and args.prompt is None and args.prompt_file is None:
+        if not no_flags:
+            raise UserError("standard input is empty; did the command before the pipe fail? Give a text with --prompt "
+                            "or --prompt-file")
+        document = None
+    if document is None and args.checkpoint != "tiny":
+        raise UserError("there is no prompt; give a text with --prompt or --prompt-file, or pipe one in")
+    if document is not None and not document.strip():
+        raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
+    return Request(document or default_document(), is_demo=document is None, questions=tuple(questions),
+                   chat=chat)
+
+
+def read_chat(args) -> dict:
+    """The chat template, and what it reads besides messages, where they are given."""
+    chats, chat = args.chat or args.system or args.interactive or args.prompts is not None, {}
+    for flag, value in (("--chat-template", args.chat_template), ("--chat-template-kwargs", args.chat_template_kwargs)):
+        if value is not None and not chats:
+            raise UserError(f"{flag} was given without --chat; add --chat")
+    if args.chat_template is not None:
+        chat["chat_template"] = read_file("--chat-template", args.chat_template)
+    if args.chat_template_kwargs is not None:
+        try:
+            chat["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
+        except ValueError:
+            chat["chat_template_kwargs"] = None
+        if not isinstance(chat["chat_template_kwargs"], dict):
+            raise UserError(f"--chat-template-kwargs ({args.chat_template_kwargs}) is not an object in JSON; try "
+                            "'{\"enable_thinking\": false}'")
+    return chat
+
+
+def about_a_document(args) -> bool:
+    """Whether the flags ask for any of it."""
+    return bool(args.questions or args.interactive or args.prefix or args.save_prefix or args.num_samples is not None
+                or args.system)
+
+
+def first_given(args, *names: str) -> str | None:
+    """The first of these flags that was given."""
+    given = (name for name in names if getattr(args, name) is not None and getattr(args, name) is not False)
+    return next((f"--{name.replace('_', '-')}" for name in given), None)
+
+
+def check_about(args, ranks: int) -> None:
+    """Raises UserError for flags that do not go together."""
+    other = first_given(args, "prompts", "compare", "show_levels", "keep")
+    if other is not None:
+        flag = first_given(args, "questions", "interactive", "num_samples", "system", "prefix", "save_prefix")
+        remedy = "cut the document with --prompt-len" if other == "--keep" else "drop one of them"
+        raise UserError(f"{flag} does not go with {other}; {remedy}")
+    if args.save_prefix:
+        from .prefix_file import check_target
+
+        check_target(args.save_prefix)  # before hours of work
+    if args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system or args.chat):
+        raise UserError("--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file, "
+                        "--system and --chat")
+    if args.prefix and args.prompt_len is not None:
+        raise UserError(f"--prompt-len ({args.prompt_len}) cuts a text, and --prefix opens a document that was "
+                        "computed whole; drop one of them")
+    if args.interactive and (args.questions or args.question or args.num_samples or args.json):
+        raise UserError("--interactive asks for the questions itself; drop --questions, --question, --num-samples and "
+                        "--json")
+    if args.interactive and ranks > 1:
+        raise UserError(f"--interactive runs in one process, and torchrun started {ranks}; use --questions")
+    if args.num_samples is not None:
+        whole(1, 4)("--num-samples", args.num_samples)
+
+
+def default_document() -> str:
+    """A long English text that every Python carries: the language reference."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def read_document(args) -> str | None:
+    """The text of --prompt, of --prompt-file, or of a pipe or file behind standard input; None where there is none."""
+    if args.prompt is not None and args.prompt_file is not None:
+        raise UserError("--prompt and --prompt-file were both given; give one")
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file == "-":
+        if sys.stdin is None:
+            raise UserError("--prompt-file - reads standard input, and that is closed; name a file")
+        return _read_stdin()
+    if args.prompt_file is not None:
+        return read_file("--prompt-file", args.prompt_file)
+    if not _is_piped():
+        return None
+    print("reading the prompt from standard input ...", file=sys.stderr)
+    return _read_stdin()
+
+
+def _is_piped() -> bool:
+    """Whether standard input is a pipe or a file, rather than a terminal, nothing or /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _read_stdin() -> str:
+    return decoded("standard input", sys.stdin.buffer.read())
+
+
+def read_file(flag: str, path: str) -> str:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {flag} {path}: {error.strerror}") from None
+    return decoded(f"{flag} {path}", data)
+
+
+def decoded(what: str, data: bytes) -> str:
+    """A text, with line ends as Python reads them. Says so if it is not UTF-8."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        text = data.decode("utf-8-sig", errors="replace")
+        print(f"{what} is not UTF-8 from byte {error.start:,} on: {text.count(REPLACEMENT):,} characters are read as "
+              f"{REPLACEMENT}; convert it with iconv", file=sys.stderr)
+    return io.StringIO(text, newline=None).read()
+
+
+def read_prompts(path: str) -> list[dict]:
+    """The prompts of a file of JSON lines: {"prompt" or "messages", "question", "seed"}."""
+    prompts = []
+    for number, line in enumerate(read_file("--prompts", path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except (ValueError, RecursionError):
+            raise UserError(f"line {number} of --prompts {path} is not JSON; write each prompt as a JSON string, or as "
+                            '{"prompt": "..."}') from None
+        item = item if isinstance(item, dict) else {"prompt": item}
+        text, messages = item.get("prompt"), item.get("messages")
+        if not is_messages(messages) and (not isinstance(text, str) or not text):
+            raise UserError(f"line {number} of --prompts {path} holds no prompt; write each as a JSON string, or as "
+                            '{"prompt": "..."} or {"messages": [...]}')
+        if not isinstance(item.get("question", ""), str) or not isinstance(item.get("seed", 0), int):
+            raise UserError(f"line {number} of --prompts {path}: a question must be a text, and a seed a whole number")
+        prompts.append(item)
+    if not prompts:
+        raise UserError(f"--prompts {path} holds no prompt; write one a line")
+    return prompts
+
+
+def read_questions(text: str, path: str) -> list[dict]:
+    """Questions of a file: one a line, or lines of JSON, or one JSON list; of strings, or of objects with a "question"
+    and perhaps a "seed"."""
+    try:
+        found = json.loads(text)
+        if not isinstance(found, (list, dict, str)):
+            raise ValueError  # a line of text that happens to be a number
+        items = found if isinstance(found, list) else [found]
+    except (ValueError, RecursionError):
+        items = []
+        for line in filter(str.strip, text.splitlines()):
+            try:
+                items.append(json.loads(line) if line.lstrip()[:1] in '{"' else line.strip())
+            except ValueError:
+                items.append(line.strip())
+    questions = [item if isinstance(item, dict) else {"question": item} for item in items]
+    for number, item in enumerate(questions, 1):
+        if not isinstance(item.get("question"), str) or not item["question"].strip():
+            raise UserError(f"question {number} of --questions {path} is no text; write one a line, or "
+                            '{"question": "...", "seed": 1}')
+        if not isinstance(item.get("seed", 0), int):
+            raise UserError(f"the seed of question {number} of --questions {path} must be a whole number")
+    if not questions:
+        raise UserError(f"--questions {path} holds no question; write one a line")
+    return questions
+
+
+def encode_beside(args, request: Request) -> Request:
+    """Begins to encode a long document, beside the weights that are read next: a million characters take a second."""
+    if request.document is None or len(request.document) < LONG_DOCUMENT:
+        return request
+    folder, ids = resolve(args.checkpoint), Future()
+
+    def encode() -> None:
+        try:
+            ids.set_result(Tokenizer(folder).encode(request.document))
+        except BaseException as error:
+            ids.set_exception(error)
+
+    threading.Thread(target=encode, daemon=True).start()  # who has made a mistake does not wait for it
+    return dataclasses.replace(request, ids=ids)
