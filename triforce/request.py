@@ -115,7 +115,7 @@ def read_chat(args) -> dict:
 
 
 def about_a_document(args) -> bool:
-    """Whether the flags ask for any of it."""
+    """Whether the flags ask for more than one answer about a document, or for its file."""
     return bool(args.questions or args.interactive or args.prefix or args.save_prefix or args.num_samples is not None
                 or args.system)
 
@@ -127,7 +127,7 @@ def first_given(args, *names: str) -> str | None:
 
 
 def check_about(args, ranks: int) -> None:
-    """Raises UserError for flags that do not go together."""
+    """Raises UserError for flags of such a document that do not go together."""
     other = first_given(args, "prompts", "compare", "show_levels", "keep")
     if other is not None:
         flag = first_given(args, "questions", "interactive", "num_samples", "system", "prefix", "save_prefix")
