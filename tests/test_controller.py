@@ -120,6 +120,16 @@ def test_what_has_to_be_recorded_first_must_pay():
         assert Controller(costs, 7, 3, rounds_with=rounds_with).choose(remaining) == plans[1]
 
 
+@pytest.mark.parametrize("remaining", [16, 64, 100_000])
+def test_trees_have_to_pay_for_what_they_record(remaining):
+    """They need a retrieval level: where it is not worth its recording, no tree begins it."""
+    costs = Costs({64: 15.0}, {5: 2.2}, {"model": (0.4, 0.3)}, growth=2.5, preparing=54.0)
+    chains, trees = (Controller(costs, 63, 4, trees=trees) for trees in (None, (64, 8)))
+    if remaining < 1000:
+        assert not chains.choose(remaining).retrieval
+    assert trees.choose(remaining).retrieval == chains.choose(remaining).retrieval
+
+
 def test_what_hardly_gains_is_left_alone():
     """Self-speculation where a drafting step takes nearly as long as a verify: it may gain 3%, or lose 15."""
     costs = Costs({4: 6.6}, {1: 5.2}, plain=6.35)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -44,14 +45,16 @@ for _ in range(200):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("ignored", [False, True])
-def test_an_import_that_swallows_interrupts_is_interrupted(tmp_path, ignored):
+@pytest.mark.parametrize("ignored,argv", [(False, []), (True, []), (False, ["plan"]), (False, ["check"]),
+                                          (False, ["convert"])])
+def test_an_import_that_swallows_interrupts_is_interrupted(tmp_path, ignored, argv):
     """As PyTorch's, where it imports NumPy. Who has Ctrl-C ignored keeps that."""
     (tmp_path / "torch.py").write_text(SWALLOWS)
-    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " * ignored
-    code += "from triforce.start import main; main([])"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " * ignored + "import sys; "
+    code += "from triforce.start import main; main(sys.argv[1:])"
+    process = subprocess.Popen([sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, cwd=Path(__file__).parent.parent,
+                               env={**os.environ, "PYTHONPATH": str(tmp_path)})
     try:
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
@@ -72,14 +75,53 @@ def test_what_ctrl_c_did_before_comes_back():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def with_torch(source: str, tmp_path, code: str, *argv: str) -> subprocess.CompletedProcess:
+    """Runs Python code where PyTorch is this source."""
+    (tmp_path / "torch.py").write_text(source)
+    return subprocess.run([sys.executable, "-c", code, *argv], cwd=Path(__file__).parent.parent, text=True, timeout=15,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdin=subprocess.DEVNULL,
+                          capture_output=True)
+
+
+START = "import sys; from triforce.start import main; sys.exit(main(sys.argv[1:]))"
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("argv,said", [
     (["--help"], "usage: triforce"), (["--checkpoint", "./nowhere"], "no such folder"),
-    (["--prompt", " "], "the prompt is empty"), (["--gamma", "x"], "gamma")])
+    (["--prompt", " "], "the prompt is empty"), (["--gamma", "x"], "gamma"),
+    (["--save-prefix", "./nowhere/x"], "there is no folder")])
 def test_flags_and_mistakes_do_not_wait_for_pytorch(argv, said, tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('PyTorch is imported')")
-    code = "import sys; from triforce.start import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=Path(__file__).parent.parent, text=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdin=subprocess.DEVNULL,
-                          capture_output=True)
+    done = with_torch("raise SystemExit('PyTorch is imported')", tmp_path, START, *argv)
     assert said in done.stdout + done.stderr and "PyTorch is imported" not in done.stderr
+
+
+@pytest.mark.quick
+def test_nobody_waits_for_a_document_that_is_not_needed_any_more(tmp_path):
+    """A thread that encodes cannot be stopped. It neither delays the end nor changes the status."""
+    code = ("import sys, time\nfrom triforce import request, start\nfrom triforce.hf.tokenizer import Tokenizer\n"
+            "request.LONG_DOCUMENT = 1\nTokenizer.encode = lambda *args: time.sleep(60)\n"
+            "sys.exit(start.main(['--prompt', 'Once upon a time']))")
+    done = with_torch("from triforce.errors import UserError\nraise UserError('a mistake')", tmp_path, code)
+    assert done.returncode == 2 and "a mistake" in done.stderr
+
+
+@pytest.mark.quick
+def test_a_library_that_is_not_there_is_named(tmp_path):
+    done = with_torch("raise OSError('libcudart.so.12: cannot open it')", tmp_path, START, "--prompt", "a")
+    assert done.returncode == 1 and "libcudart.so.12" in done.stderr
+
+
+@pytest.mark.quick
+def test_a_thread_of_a_program_may_import_pytorch():
+    """Only the first thread of a process may say what Ctrl-C does."""
+    entered = []
+
+    def enter():
+        with start.interruptible():
+            entered.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [signal.default_int_handler]

@@ -246,3 +246,10 @@ def test_other_threads_run_while_a_book_is_encoded():
         turns += 1
     thread.join()
     assert turns > 10
+
+
+def test_a_pair_of_texts_is_none():
+    tokenizer = triforce.hf.tokenizer.Tokenizer(TINY / "target")
+    for pair in (["a", "b"], ("a", "b")):
+        with pytest.raises(UserError):
+            tokenizer.encode(pair)

@@ -1,6 +1,6 @@
 """The command line's ways to use one document more than once: questions, samples, a conversation, a file.
 
-Knows nothing of tensors: it reads files, calls the engine, and prints.
+Knows nothing of tensors: it calls the engine, and prints.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The command line: `python generate.py`, `python -m triforce`, `triforce`. Reads the flags, and says what went wrong.
 
-What they ask for is in `request.py`, and how it is answered in `answers.py`. Only that needs PyTorch.
+What they ask for is in `request.py`, and how it is answered in `answers.py`. Only `answers.py` needs PyTorch.
 """
 
 import argparse
@@ -142,9 +142,9 @@ def run(argv: list[str]) -> int:
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
 
-    alone = "WORLD_SIZE" not in os.environ  # of several ranks one reads first
+    alone = "WORLD_SIZE" not in os.environ  # with several ranks, rank 0 reads for all, once they know each other
     request = encode_beside(args, read_request(args, not argv)) if alone else None
-    with interruptible():  # takes seconds
+    with interruptible():  # imports PyTorch, which takes seconds
         from .answers import answer
         from .parallel import from_environment, leave, read_first
     group, args.device = from_environment(getattr(args, "device", None))
@@ -173,7 +173,9 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         if argv and argv[0] in COMMANDS:
-            return importlib.import_module(f".{COMMANDS[argv[0]]}", __package__).main(argv[1:])
+            with interruptible():  # imports PyTorch
+                command = importlib.import_module(f".{COMMANDS[argv[0]]}", __package__)
+            return command.main(argv[1:])
         return run(argv)
     except UserError as error:
         rank = int(os.environ.get("RANK", 0))
@@ -189,6 +191,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout = None
         return 0
     except OSError as error:  # a full disk behind a redirection
+        if error.errno is None:  # a library that is not there
+            raise
         print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
         sys.stdout = None
         return 2

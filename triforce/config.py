@@ -4,7 +4,8 @@
 `load`, `Engine.generate`, the command line's flags and their help are made from these fields. A field of None is
 decided by `resolve`, once, when the model and the device are known.
 
-The command line reads its flags by this before PyTorch is imported, which takes seconds.
+The command line reads its flags by this before it imports PyTorch, which takes seconds. So neither this module nor
+`tree.py` imports it at its top.
 """
 
 import dataclasses

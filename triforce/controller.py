@@ -49,7 +49,8 @@ def at_least(rate: float, max_inner: int, max_gamma: int, leaf: float = 0.0) -> 
 
 class Rate:
     """An acceptance rate over about the last hundred tests. At first a prior counts as four tests: of a draft that is
-    never right, 256 tokens then cost 3 or 4% more (`benchmarks/controller.py`), and with a prior of ten 5 to 7.
+    never right, 256 tokens then take 3 or 4% more than without drafts, and with a prior of ten 5 to 7
+    (`benchmarks/controller.py`).
 
     It is given the benefit of the doubt, half of a standard deviation: by an estimate that chance made too low a level
     would be left alone, and nothing would set it right. What lies idle returns to its prior, token by token, so that
@@ -85,11 +86,11 @@ class Controller:
         max_gamma, max_inner: the most tokens that the full level, and the retrieval level, can check.
         padding: of the steps that plans take.
         trees: rows of a tree, and rows that a step drafts after, if the full level checks trees of any shape.
-        rounds_with: how many rounds there were with each of PREPARATIONS. It is read, and counted on by the caller.
+        rounds_with: how many rounds there were with each of PREPARATIONS. The caller adds to it after each round.
     """
 
     # What is recorded in the first rounds that draft, and in the first with a retrieval level: so many steps of all
-    # layers. A short text may end before they have paid.
+    # layers. After PREPARED_AFTER such rounds all of it is. A short text may end before it has paid.
     PREPARATIONS, PREPARED_AFTER = {"drafts": 2, "retrieval": 8}, 4
     PRIORS = {"retrieval": 0.9}  # of all others one half; the chances of "ngram" are told from round to round
     FOLLOWERS = Chances(0.9, (0.07, 0.015, 0.005))  # priors of the rows of a tree
@@ -209,7 +210,7 @@ class Controller:
         if times[best] > self.STAY * times[self._now]:
             best = self._now
         self._now = best
-        self._renew_tree(times, rates)
+        self._renew_tree(times, rates, preparing)
         used = best if self._tree is None else self._chain_of(self._tree)
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
             if rate.age >= self.PROBE_AFTER and not self._uses[name][used]:
@@ -225,14 +226,14 @@ class Controller:
                    for name, count in self.PREPARATIONS.items()}
         return self._step_prepared * (to_come["drafts"] * (self._gamma > 0) + to_come["retrieval"] * self._has_level)
 
-    def _renew_tree(self, times: np.ndarray, rates: dict[str, float]) -> None:
-        """Looks for a tree from time to time, and when a cost has become known. times, rates: see `_best_tree`."""
+    def _renew_tree(self, times: np.ndarray, rates: dict[str, float], preparing: np.ndarray) -> None:
+        """Looks for a tree from time to time, and when a cost has become known. All arguments: see `_best_tree`."""
         if not self._trees:
             return
         self._tree_age += self._round[self._now]
         known = int((self.learned.seen > 0).sum())
         if self._tree_age >= self.TREE_FOR or known != self._tree_known:
-            self._tree, self.tree_tokens = self._best_tree(times, rates, times[self._now])
+            self._tree, self.tree_tokens = self._best_tree(times, rates, preparing, times[self._now])
             self._tree_age, self._tree_known = 0.0, known
 
     def _chain_of(self, plan: Plan) -> int:
@@ -243,9 +244,15 @@ class Controller:
         """How often a round with such branches pays for each part more than without."""
         return self.learned.weights(growing(branches))
 
-    def _best_tree(self, times: np.ndarray, rates: dict[str, float], chain: float) -> tuple[Plan | None, float]:
+    def _best_tree(self, times: np.ndarray, rates: dict[str, float], preparing: np.ndarray,
+                   chain: float) -> tuple[Plan | None, float]:
         """The plan with branches of least expected time per token, if that is below a chain's: beside the best chain of
-        each length; and the tokens that it is expected to emit. times: of `plans`, per token. rates: of all levels."""
+        each length; and the tokens that it is expected to emit.
+
+        Args:
+            times, preparing: of `plans`, per token; the second is part of the first. chain: the present one's.
+            rates: of all levels.
+        """
         first, others = round(rates["retrieval"], 3), [follower.value for follower in self.followers.values()]
         share = min(1.0, (1 - first) / sum(others))  # each has the benefit of the doubt, and one draw decides them all
         chances = Chances(first, tuple(round(share * other, 3) for other in others))
@@ -259,7 +266,8 @@ class Controller:
             for length in BRANCHES if known else [one for one in BRANCHES if one <= self.SHORT]:
                 shape, tokens = likeliest(chances, gamma, length, rows=self._trees[0], depth=self._sizes[1],
                                           width=self._trees[1], drafted=drafted)
-                time = (self._round[i] + self._growing(shape.length) @ self.learned.values) / tokens
+                round_time = self._round[i] + self._growing(shape.length) @ self.learned.values
+                time = round_time / tokens + preparing[i]
                 if time < least and shape.parents:
                     found, least = replace(self.plans[i], branches=shape.length, shape=shape), time
                     expected = tokens

@@ -48,7 +48,7 @@ class Pilot:
         self.rebuilds = [RebuildPolicy(rebuild_interval) for _ in range(batch)]
         self._shared_meter: NgramMeter | None = None
         self._begins = self.auto  # no round has been chosen yet
-        self._rounds_with: Counter[str] = Counter()  # by what the controller's PREPARATIONS name: its graphs stay
+        self._rounds_with: Counter[str] = Counter()  # see `Controller`; the recorded steps outlive a text
         self._remaining = 0.0  # tokens of a row that may come yet
         self._name: tuple = ()  # of the costs on the shelf
         self._fixed: Plan | None = None

@@ -25,6 +25,7 @@ from . import prefix_format as form
 from .errors import UserError
 from .parallel import Group, together
 from .prefix_format import Chunk, Layout, Staging, bytes_of, checksum, in_place, read_all, write_all
+from .prefix_path import MAGIC, as_path, check_target
 
 AGAIN = "copy it again, or make it anew"
 
@@ -70,29 +71,6 @@ def write(path: str | Path, about: dict, tokens: list[int], source: Callable[[in
         beside = do(begin)[0]
         parts = do(write_heads)
         do(finish)
-
-
-def as_path(path) -> Path:
-    """Raises UserError for what is no file's name."""
-    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path) or not str(path):
-        raise UserError(f"{path!r} is no name of a file; give one such as 'document.prefix'")
-    return Path(path).expanduser()
-
-
-def check_target(path: str | Path) -> None:
-    """Raises UserError if there is no folder for the name, or if it belongs to something that a prefix may not replace:
-    all but a prefix file, whole or cut, and an empty file."""
-    path = as_path(path)
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give the name of a file in it, such as {path / 'document.prefix'}")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}; make it first")
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no regular file; give another name")
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # nothing is there, or `write` meets the same
-        begin = file.read(8 + len(form.MAGIC))
-        if begin and (len(begin) <= 8 or not form.MAGIC.startswith(begin[8:])):
-            raise UserError(f"{path} is there, and is no prefix file; give another name, or remove it")
 
 
 def _room(path: Path, needed: int) -> tuple[int, str]:
@@ -223,10 +201,10 @@ class PrefixReader:
 
     def _open(self) -> None:
         self.nbytes = os.fstat(self._file.fileno()).st_size
-        begin = self._read(min(8 + len(form.MAGIC), self.nbytes), 0).tobytes()
-        if not begin or not form.MAGIC.startswith(begin[8:]):
+        begin = self._read(min(8 + len(MAGIC), self.nbytes), 0).tobytes()
+        if not begin or not MAGIC.startswith(begin[8:]):
             raise UserError(f"{self.path} is no prefix file; give one that was saved as such")
-        if len(begin) < 8 + len(form.MAGIC):
+        if len(begin) < 8 + len(MAGIC):
             raise self._truncated(form.PAGE)
         self._start = 8 + struct.unpack("<Q", begin[:8])[0]
         if self._start > self.nbytes:
@@ -241,8 +219,8 @@ class PrefixReader:
         if version != form.VERSION:
             raise UserError(f"{self.path} has version {version} of the format, and this library reads version "
                             f"{form.VERSION}; make it anew, or open it with the library that wrote it")
-        digits = len(form.MAGIC) + 8
-        if text[len(form.MAGIC) : digits] != b"%08x" % zlib.crc32(text[digits:]):
+        digits = len(MAGIC) + 8
+        if text[len(MAGIC) : digits] != b"%08x" % zlib.crc32(text[digits:]):
             raise self._altered("the header differs from its checksum")
         # From here on the header is what `write` made.
         [num_tokens], (self.n_kv_head, self.length, self.head_dim) = table["tokens"]["shape"], table["k.0"]["shape"]

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from .parallel import use_device
+from .prefix_path import MAGIC
 
 VERSION = "1"
-MAGIC = b'{"__metadata__":{"format":"triforce.prefix","crc32":"'  # behind it 8 hex digits, of all that follows them
 PAGE = 4096
 CHUNK_BYTES = 4 * 2**20
 THREADS = 8  # one reads from the page cache at 2 to 5 GB/s, and a fast disk wants several requests at a time

@@ -1,7 +1,7 @@
 """What a command line asks for: reads the files and the standard input that its flags name, and checks all of it.
 
-Everything here is done before PyTorch is imported, which takes seconds: mistakes are told at once, and a long document
-is encoded meanwhile.
+A command of one process does this before it imports PyTorch, which takes seconds: mistakes are told at once, and a long
+document is encoded meanwhile. So nothing that this module imports may import PyTorch.
 """
 
 import dataclasses
@@ -19,9 +19,11 @@ from .config import Placement, Sampling, Settings, check_logprobs, check_max_new
 from .errors import UserError
 from .hf.folders import find_draft, resolve
 from .hf.tokenizer import Tokenizer, is_messages
+from .prefix_path import check_target
 
 DEFAULT_PROMPT_LEN = 16_384
 LONG_DOCUMENT = 200_000  # characters
+ENCODER = "encoder"  # the name of the thread
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -134,8 +136,6 @@ def check_about(args, ranks: int) -> None:
         remedy = "cut the document with --prompt-len" if other == "--keep" else "drop one of them"
         raise UserError(f"{flag} does not go with {other}; {remedy}")
     if args.save_prefix:
-        from .prefix_file import check_target
-
         check_target(args.save_prefix)  # before hours of work
     if args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system or args.chat):
         raise UserError("--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file, "
@@ -272,5 +272,5 @@ def encode_beside(args, request: Request) -> Request:
         except BaseException as error:
             ids.set_exception(error)
 
-    threading.Thread(target=encode, daemon=True).start()  # who has made a mistake does not wait for it
+    threading.Thread(target=encode, name=ENCODER, daemon=True).start()  # who has made a mistake does not wait for it
     return dataclasses.replace(request, ids=ids)

@@ -1,9 +1,11 @@
-"""Entry point of the commands. What PyTorch reads from the environment at import is set here. The import takes seconds,
-and Ctrl-C in it must give no traceback."""
+"""Entry point of the commands. What PyTorch reads from the environment at import is set here. `cli.py` imports it: that
+takes seconds, and Ctrl-C in it must give no traceback."""
 
 import contextlib
 import os
 import signal
+import sys
+import threading
 
 ALLOCATOR, GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # PyTorch reads the first that is set
@@ -17,7 +19,16 @@ def main(argv: list[str] | None = None) -> int:
         os.environ[ALLOCATOR] = GROWING
     with interruptible():
         from .cli import main as run
-    return run(argv)
+        from .request import ENCODER
+    status = run(argv)
+    if any(thread.name == ENCODER for thread in threading.enumerate()):
+        # Nobody waits for it any more. It cannot be stopped, and where it meets the end of the interpreter, tokenizers
+        # before 0.23 abort the process.
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(status)
+    return status
 
 
 @contextlib.contextmanager
@@ -25,7 +36,8 @@ def interruptible():
     """Within, Ctrl-C ends the process at once. PyTorch would swallow a KeyboardInterrupt that meets it where it imports
     NumPy, and go on with half of that."""
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # somebody else's, or ignored, as by nohup
+    theirs = before is not signal.default_int_handler  # somebody else's, or ignored, as by nohup
+    if theirs or threading.current_thread() is not threading.main_thread():
         yield
         return
     signal.signal(signal.SIGINT, _end)

@@ -1,6 +1,6 @@
 """Hugging Face folders by name: where a checkpoint lies, and which files have its weights. Reads no tensor.
 
-PyTorch is not imported here, nor by `cli.py`, which needs this before anything is loaded.
+PyTorch is not imported here: `request.py` needs this before it is.
 """
 
 import re

@@ -55,7 +55,9 @@ class Tokenizer:
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Ids of a text. `bos`: with what the tokenizer's own settings put around a text, which may be nothing."""
         try:
-            # Its `encode` would hold Python's lock all the while, a second for a book.
+            if not isinstance(text, str):  # a pair of texts
+                raise TypeError
+            # `backend.encode` would hold Python's lock all the while, a second for a book.
             return self.backend.encode_batch_fast([text], add_special_tokens=bos)[0].ids
         except (TypeError, UnicodeError):
             raise UserError("the text is no valid Unicode (it holds half of a surrogate pair); read it with "
