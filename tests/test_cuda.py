@@ -25,6 +25,7 @@ from triforce.model import ModelConfig, Transformer
 from triforce.plan import AUTOREGRESSION
 from triforce.precompile import OPTIONS
 from triforce.quantize import fp8_copy
+from triforce.request import default_document
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CONTEXT, NEW = 16_384, 512
@@ -56,7 +57,7 @@ def random_models():
 
 def tiny_models(dtype):
     engine = triforce.load("tiny", device="cuda", dtype=dtype)
-    ids = engine.encode_prompt(__import__("triforce.cli").request.default_document())[:CONTEXT]
+    ids = engine.encode_prompt(default_document())[:CONTEXT]
     return (engine.target, engine.draft), ids, engine.vocab_size
 
 
@@ -263,7 +264,7 @@ def test_fp8_drafts_are_accepted(dtype):
     rates = {}
     for draft_dtype in (None, "fp8"):
         engine = triforce.load("tiny", device="cuda", dtype=dtype, draft_dtype=draft_dtype, gamma=6, max_seq_len=24_576)
-        ids = engine.encode_prompt(__import__("triforce.cli").request.default_document())[:CONTEXT]
+        ids = engine.encode_prompt(default_document())[:CONTEXT]
         outs = [engine.generate(ids, 256, temperature=0.6, seed=seed, ignore_eos=True) for seed in range(3)]
         rates[draft_dtype] = statistics.fmean(out.stats.acceptance_rate["full"] for out in outs)
     print(f"{dtype}: accepted at the full level {rates}")
@@ -587,7 +588,7 @@ def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory():
     import triforce
 
     engine = triforce.load("tiny", device="cuda", offload=True, max_seq_len=24_576)
-    ids = engine.encode_prompt(__import__("triforce.cli").request.default_document())[:CONTEXT]
+    ids = engine.encode_prompt(default_document())[:CONTEXT]
 
     class Cut(Exception):
         pass

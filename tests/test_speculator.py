@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_engine, make_state, random_prompt, run_rounds
 
+from triforce.controller import Rate
 from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 
 
@@ -69,8 +70,9 @@ def test_a_plan_says_which_levels_pad_their_steps(pair, outer, inner):
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 1.0, "sampling": "coupled"},
                                  {"temperature": 1.0}])
 @pytest.mark.parametrize("gamma", [4, "auto"])
-def test_what_drafts_on_a_cpu_has_only_the_rows_that_it_needs(pair, eager_to_draft, how, gamma):
+def test_what_drafts_on_a_cpu_has_only_the_rows_that_it_needs(pair, eager_to_draft, monkeypatch, how, gamma):
     """Also where the text is promised to be the same: no bit of a draft is heard in it."""
+    monkeypatch.setattr(Rate, "PRIOR_WEIGHT", 10.0)  # this pair seldom agrees, and many tokens are to be drafted
     drafting, how = copy.deepcopy(pair[0]), dict(how)
     engine = make_engine(*pair, drafting=drafting, gamma=gamma, gamma_inner=3, compile=False, flush_interval=32,
                          budget=96, sampling=how.pop("sampling", "rejection"))
@@ -80,8 +82,7 @@ def test_what_drafts_on_a_cpu_has_only_the_rows_that_it_needs(pair, eager_to_dra
     same = how["temperature"] == 0 or engine.settings.coupled
     verify = rows_of_passes(pair[0], lambda: engine.generate(prompt, 40, seed=1, **how))
     if same or gamma == 4:
-        # Whole units of four rows where bits are promised: of a chosen gamma below 4, one of them.
-        assert set(verify) == ({8} if same else {5}) or gamma == "auto" and set(verify) == {4, 8}
+        assert set(verify) == ({8} if same else {5})
 
 
 def test_where_rows_cost_what_was_not_found_has_none(pair):

@@ -261,7 +261,7 @@ def read_questions(text: str, path: str) -> list[dict]:
 
 
 def encode_beside(args, request: Request) -> Request:
-    """Begins to encode a long document, beside the weights that are read next: a million characters take a second."""
+    """Begins to encode a long document, beside PyTorch's import and the weights: a million characters take a second."""
     if request.document is None or len(request.document) < LONG_DOCUMENT:
         return request
     folder, ids = resolve(args.checkpoint), Future()
