@@ -456,6 +456,19 @@ def test_compiled_noise_is_the_same_noise(random_models):
             assert torch.equal(on_gpu.cpu(), sampling.uniform(seed, position, level, purpose))
 
 
+@in_half_precision
+def test_heads_are_turned_as_on_a_cpu(dtype):
+    """Also into a part of a cache, and nothing beside it."""
+    cos, sin = RotaryEmbedding(ModelConfig(32, 64, 1, 1, 1, 64, 64))(torch.arange(100_000, 100_300))
+    x = torch.randn(2, 300, 6, 64).to(dtype).transpose(1, 2)[:, 1:5]
+    exact = rotate(x.double(), cos.double(), sin.double())
+    cache = torch.full((2, 4, 500, 64), 7.0, dtype=dtype, device="cuda")
+    turned = rotate(x.cuda(), cos.cuda(), sin.cuda())
+    rotate(x.cuda(), cos.cuda(), sin.cuda(), out=cache[:, :, 150:450])
+    torch.testing.assert_close(turned.double().cpu(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert torch.equal(cache[:, :, 150:450], turned) and (cache == 7).sum() == 2 * 4 * 200 * 64
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_keys_that_are_cut_off(dtype):
     """One kernel: nearly what plain products give, nothing for rows that see nothing, the same bits in any place."""

@@ -6,6 +6,7 @@ from conftest import random_prompt
 
 import triforce
 from triforce import attention, memory
+from triforce.kv.prefix import PrefixStore
 from triforce.model import Linear
 from triforce.packed import PackedPrefix, packs
 
@@ -52,3 +53,20 @@ def test_a_long_prompt_is_packed_if_that_takes_little_of_what_is_free(monkeypatc
         assert (state.cache.prefix.packed is not None) == packed
         state = engine.prepare([random_prompt(100)], 8, **LAW)
         assert state.cache.prefix.packed is None
+
+
+def test_a_document_is_packed_when_it_is_computed(monkeypatch):
+    """No question waits for it, and none has it done again."""
+    monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 200)
+    packed, pack = [], PrefixStore.pack
+    monkeypatch.setattr(PrefixStore, "pack", lambda store: packed.append(store.lens) or pack(store))
+    for free, times in ((2**40, 1), (2**20, 0)):
+        monkeypatch.setattr(memory, "available", lambda device, free=free: free)
+        monkeypatch.setattr(memory, "check", lambda *args: None)
+        engine = triforce.load("tiny", device="cpu", gamma=3)
+        document = engine.prefill(random_prompt(600))
+        assert len(packed) == times and (document.store.packed is not None) == bool(times)
+        for _ in range(2):
+            engine.generate([random_prompt(9), random_prompt(12)], 4, prefix=document)
+        assert len(packed) == times
+        packed.clear()

@@ -255,6 +255,7 @@ class Caches:
             if stop < length:
                 Prefix(self.engine, tokens[:stop], store).save(keeping.path)
             start = stop
+        self._pack(store)  # here, so that no question waits for it
         prefix = Prefix(self.engine, tokens, store)
         prefix.num_read = num_read
         return prefix
@@ -351,19 +352,16 @@ class Caches:
         budget = self.engine.resolve_budget(max(map(len, ids)), capacity)
         budget, resident = self._plan(settings, batch, base, capacity, budget)
         sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.engine.vocab_size}
-        # The same bytes a second time: only where they are a small part of what is free.
-        config = self.target.config
-        kv_bytes = config.n_layer * memory.layer_bytes(config, batch=batch, capacity=capacity, dtype=self.target.dtype)
-        streams = shared.store.offload is not None if base else resident is not None and resident < config.n_layer
+        count = self.target.config.n_layer
+        streams = shared.store.offload is not None if base else resident is not None and resident < count
         what, how = (self.models, settings, self.placement, sizes), {"base": base, "streams": streams}
         folder = kept_folder(*what, **how)
-        packs_more = 8 * kv_bytes < (memory.available(self.device) or 0)
+        if base:
+            self._pack(shared.store)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
-            if base and packs_more and packs(self.device, self.target.dtype) and not shared.store.packed:
-                shared.store.pack()
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
                                compiler=find_compiler(*what, folder, self._pieces, self._recorder, **how),
-                               folder=folder, num_resident_layers=resident, pack=packs_more,
+                               folder=folder, num_resident_layers=resident, pack=self._may_pack(batch, capacity),
                                shared=shared.store if base else None, draft_ranks=self.placement.draft_ranks,
                                row_unit=self._row_unit(batch, settings.block_size))
         self.prefix = shared if base else None
@@ -376,6 +374,18 @@ class Caches:
         if size not in self._row_units:
             self._row_units[size] = row_unit(self.target, *size, self.placement.compile is not False)
         return self._row_units[size]
+
+    def _pack(self, store: PrefixStore) -> None:
+        """What rows are to share, a second time in the CPU's own layout."""
+        if store.packed is None and packs(self.device, self.target.dtype) and self._may_pack(1, store.lens[0]):
+            with torch.inference_mode(False):
+                store.pack()
+
+    def _may_pack(self, batch: int, capacity: int) -> bool:
+        """Whether the same bytes once more are a small part of what is free."""
+        config = self.target.config
+        kv_bytes = config.n_layer * memory.layer_bytes(config, batch=batch, capacity=capacity, dtype=self.target.dtype)
+        return 8 * kv_bytes < (memory.available(self.device) or 0)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

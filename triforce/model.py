@@ -379,14 +379,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
     Args:
         out: where to, of the shape and dtype of x. None: a new tensor.
     """
-    if not x.is_cuda or is_traced():
-        y = (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
-        return y if out is None else out.copy_(y)
-    # Three kernels that move less than half as much: on the 8,192 rows of a prefill chunk 0.37 ms instead of 0.79 (H100).
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    own, half = x * cos, x.shape[-1] // 2
-    for mine, other in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
-        torch.addcmul(own[..., mine], x[..., other], sin[..., mine], out=out[..., mine])
+    if x.is_cuda and not is_traced():
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        return _in_three_kernels(x, cos, sin, out)
+    y = (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _in_three_kernels(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    """`rotate` with less than half of its traffic: 0.37 ms instead of 0.79 for 8,192 rows of 32 heads on an H100."""
+    own, (first, second) = x * cos, x.chunk(2, -1)
+    parts = zip(own.chunk(2, -1), (second, first), sin.chunk(2, -1), out.chunk(2, -1), strict=True)
+    for mine, other, share, place in parts:
+        torch.addcmul(mine, other, share, out=place)
     return out
 
 

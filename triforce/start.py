@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def importing():
-    """Within, a command imports PyTorch, and Ctrl-C ends the process at once. Garbage is not searched for meanwhile, and
-    what was imported is no part of later searches: each would take 0.1 s."""
+    """Within, a command imports PyTorch, and Ctrl-C ends the process at once. Garbage is not searched for meanwhile.
+    Later searches, which would take 0.1 s each, leave out what was imported."""
     searches = gc.isenabled() and "torch" not in sys.modules
     if searches:
         gc.disable()
