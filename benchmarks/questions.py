@@ -6,9 +6,10 @@
     python benchmarks/questions.py --plot rows.jsonl
 
 The document is prefilled once (`prefill`). Then: all questions side by side, twice, as graphs are recorded in the first
-call ("questions", "questions again"); autoregression over the same shared prefix ("autoregression"); the questions one
-after the other, by speculation and by autoregression ("one by one", "one by one, autoregression": a few of them);
-samples of one question; a conversation; the document in a file. `--peers` adds transformers on the same weights.
+call ("questions", and "questions again", in another order, so that no row holds its question yet); autoregression over
+the same shared prefix ("autoregression"); the questions one after the other, by speculation and by autoregression ("one
+by one", "one by one, autoregression": a few of them); samples of one question; a conversation; the document in a file.
+`--peers` adds transformers on the same weights.
 """
 
 import argparse
@@ -93,7 +94,7 @@ def rows_of(engine: Engine, tokenizer, ids: list[int], args):
     if "questions" in args.parts:
         first = answered(*ask(asked))
         yield "questions", {**first, **plan()}
-        yield "questions again", {**answered(*ask(asked, seed=100)), **plan()}
+        yield "questions again", {**answered(*ask([*asked[1:], asked[0]], seed=100)), **plan()}
     if "autoregression" in args.parts:
         yield "autoregression", answered(*ask(asked, speculate=False, one_row=True))
     if "samples" in args.parts:

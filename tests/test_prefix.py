@@ -17,6 +17,7 @@ from conftest import (
 from triforce import attention
 from triforce.attention import merge, merge_parts, partial, parts_of_keys
 from triforce.kv import blocks
+from triforce.packed import PackedPrefix
 from triforce.plan import AUTOREGRESSION
 from triforce.prefix import asked, common_length
 
@@ -41,9 +42,9 @@ def calls(monkeypatch):
     """How many queries each attention over a shared prefix had."""
     seen, function = [], blocks.over_shared
 
-    def counted(prefix, i, q, *args):
+    def counted(prefix, i, q, *args, **more):
         seen.append(q.shape[0] * q.shape[2])
-        return function(prefix, i, q, *args)
+        return function(prefix, i, q, *args, **more)
 
     monkeypatch.setattr(blocks, "over_shared", counted)
     return seen
@@ -86,6 +87,26 @@ def test_rows_are_prefilled_side_by_side(pair, calls):
                                        rtol=1e-4)
         assert torch.equal(*(state.cache.query_weight[row] for state in (together, apart)))
     assert together.lens == apart.lens == [len(prompt) - 1 for prompt in PROMPTS]
+
+
+def test_a_packed_prefix_is_for_few_queries(pair, monkeypatch):
+    """Those of a round, not of a prefill, for which the fused kernel is faster."""
+    monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 100)
+    seen, partial, reads, read = [], PackedPrefix.partial, [], blocks.PrefillLayer.read
+    monkeypatch.setattr(PackedPrefix, "partial", lambda prefix, q: seen.append(prefix) or partial(prefix, q))
+
+    def counted(layer, q):
+        before = len(seen)
+        states = read(layer, q)
+        reads.append(len(seen) - before)
+        return states
+
+    monkeypatch.setattr(blocks.PrefillLayer, "read", counted)
+    state = make_state(*pair, PROMPTS, base=BASE, pack=True)
+    assert state.cache.prefix.shared.packed and reads and not any(reads)
+    seen.clear()
+    state.round(AUTOREGRESSION)
+    assert seen == state.cache.prefix.shared.packed
 
 
 def test_a_view_is_chosen_from_all_of_the_prefix(pair):

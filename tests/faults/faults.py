@@ -1971,6 +1971,8 @@ FAULTS = [
           "a command keeps all garbage"),
     Fault("turned-the-wrong-way", "model.py", "(second, first), sin.chunk", "(first, second), sin.chunk",
           "test_model.py -k three_kernels", "on a GPU keys and queries stand at wrong angles"),
+    Fault("packed-for-prefills", "kv/blocks.py", "folded, prefills=True)", "folded)", "test_prefix.py -k few_queries",
+          "questions about a document are prefilled at 0.7 of the speed"),
     Fault("packed-by-a-question", "caches.py", "        self._pack(store)  # here", "        # here",
           "test_packed.py -k document", "the first question waits until a document is packed"),
     Fault("packed-again", "caches.py", "if store.packed is None and packs(", "if packs(",
