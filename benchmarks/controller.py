@@ -4,7 +4,8 @@
 
 Steps take what they took on an H200 or a CPU; levels keep what is drafted with given chances, less in the hard
 stretches that each text has. Prints, for each, the time per token by the controller over that of the best fixed plan;
-and the most that it loses to autoregression.
+and the most that it loses to autoregression. Then the same of a controller that has to learn what steps take, on a
+machine that is busy in the first rounds: over autoregression, of a first text, and of the next.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import random
 from statistics import mean
 
 from triforce.controller import Controller, Costs
-from triforce.plan import Plan
+from triforce.plan import Padding, Plan
 
 COSTS = {
     "7B, 128K, one GPU": Costs({16: 20.5}, {5: 5.5}, {"model": (0.26, 0.225)}, plain=19.9),
@@ -25,6 +26,10 @@ COSTS = {
 }
 RATES = [(0.93, 0.69), (0.95, 0.66), (0.93, 0.4), (0.9, 0.85), (0.96, 0.6), (0.85, 0.3), (0.3, 0.1)]
 MAX_GAMMA, MAX_INNER = 15, 4
+NGRAM, BUSY = 0.1, 3  # of n-grams so many are right; rounds that take twice as long
+SOURCES = {"model": (1.9, 1.4), "ngram": (0.01, 0.0)}
+ON_A_CPU = {"tiny, 6K, a CPU": Costs({1: 10.5, 2: 12, 4: 15, 8: 20}, {1: 5, 3: 6.5, 5: 8}, SOURCES),
+            "tiny, 16K, a CPU": Costs({1: 18, 2: 22, 4: 25, 8: 32}, {1: 6, 3: 7.5, 5: 9}, SOURCES)}
 
 
 def kept(rng: random.Random, rate: float, count: int) -> int:
@@ -54,23 +59,42 @@ def one_round(rng: random.Random, plan: Plan, rates: dict[str, float]) -> tuple[
     return count + 1, seen
 
 
-def time_per_token(costs: Costs, rates: tuple[float, float], tokens: int, seed: int, plan: Plan | None = None) -> float:
-    """Of one text; plan: a fixed one. None: the controller's."""
-    rng, controller = random.Random(seed), None if plan else Controller(costs, MAX_GAMMA, MAX_INNER)
-    spent, emitted, hard = 0.0, 0, 0
+def time_per_token(costs: Costs, rates: tuple[float, float], tokens: int, seed: int, plan: Plan | None = None,
+                   controller: Controller | None = None, busy: int = 0) -> float:
+    """Of one text.
+
+    Args:
+        plan: a fixed one. None: the controller's.
+        controller: which learns what rounds take. None: one that knows it.
+        busy: so many rounds take twice as long.
+    """
+    rng, spent, emitted, hard, rounds = random.Random(seed), 0.0, 0, 0, 0
+    controller = controller or (None if plan else Controller(costs, MAX_GAMMA, MAX_INNER))
     while emitted < tokens:
-        now = plan or controller.choose()
+        now = plan or controller.choose(ngram=NGRAM)
         if hard <= 0 and rng.random() < 0.05:
             hard = rng.randint(5, 20)
         less = 0.25 if hard > 0 else -0.03
-        count, seen = one_round(rng, now, {"retrieval": min(max(rates[0] - 0.6 * less, 0.02), 0.985),
+        count, seen = one_round(rng, now, {"retrieval": min(max(rates[0] - 0.6 * less, 0.02), 0.985), "ngram": NGRAM,
                                            "model": min(max(rates[1] - less, 0.02), 0.97)})
-        spent += sum(costs.milliseconds(now))
-        emitted += count
-        hard -= count
+        took = [one * (1 + (rounds < busy)) for one in costs.milliseconds(now)]
+        spent, emitted, hard, rounds = spent + sum(took), emitted + count, hard - count, rounds + 1
         if controller is not None:
+            controller.timed(now, *took)
             controller.update(count, **seen)
     return spent / emitted
+
+
+def learning(costs: Costs, rates: tuple[float, float], tokens: int, seed: int) -> tuple[float, float]:
+    """Times per token of a first text and of the next one, over those of autoregression."""
+    guess = Costs({n: 6 + 0.5 * n for n in costs.verify}, {n: 2 + 0.2 * n for n in costs.retrieval},
+                  {"model": (0.2, 0.2), "ngram": (0.01, 0.0)})
+    first = Controller(guess, 7, MAX_INNER, Padding(False, False, False), [0] * len(guess.parts()))
+    found = time_per_token(costs, rates, tokens, seed, controller=first, busy=BUSY)
+    then = Controller(first.learned.now(), 7, MAX_INNER, first.padding, first.learned.seen.tolist())
+    plain = time_per_token(costs, rates, tokens, seed, Plan(), busy=BUSY)
+    again = time_per_token(costs, rates, tokens, seed + 1, controller=then)
+    return found / plain, again / sum(costs.milliseconds(Plan()))
 
 
 def main() -> None:
@@ -97,6 +121,11 @@ def main() -> None:
         print(f"{name:<32}" + "".join(f"{ratio:>12.3f}" for ratio in line), flush=True)
         ratios += line
     print(f"mean {mean(ratios):.3f}, worst {max(ratios):.3f}; over autoregression at most {max(over_plain):.3f}")
+    print("\nwhat steps take is learned, on a machine that is busy at first: over autoregression")
+    for name, costs in ON_A_CPU.items():
+        for i, which in enumerate(("first", "next")):
+            line = [mean(learning(costs, rates, args.tokens, seed)[i] for seed in range(args.texts)) for rates in RATES]
+            print(f"{f'{name}: {which}':<32}" + "".join(f"{ratio:>12.3f}" for ratio in line))
 
 
 if __name__ == "__main__":

@@ -12,23 +12,29 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from controller import one_round  # noqa: E402
+from controller import kept, one_round  # noqa: E402
 
 from triforce.controller import Controller, Rate, at_least, emitted  # noqa: E402
-from triforce.costs import Costs  # noqa: E402
+from triforce.costs import Costs, Learned  # noqa: E402
 from triforce.pilot import Tally  # noqa: E402
-from triforce.plan import Plan  # noqa: E402
+from triforce.plan import Padding, Plan  # noqa: E402
 from triforce.speculator import RowRound  # noqa: E402
 
 GPU_128K = Costs({8: 20.1}, {4: 5.0}, {"model": (0.25, 0.2)})
 
 
-def settle(controller: Controller, rates: dict[str, float], rounds: int = 400, seed: int = 0) -> dict[Plan, int]:
-    """Rounds against levels that accept with the given chances; counts the plans of the second half."""
-    rng, chosen = random.Random(seed), {}
+def settle(controller: Controller, rates: dict[str, float], rounds: int = 400, seed: int = 0,
+           is_told: bool = True) -> dict[Plan, int]:
+    """Rounds against levels that accept with the given chances; counts the plans of the second half.
+
+    is_told: what each round takes, which is what the controller knows. Else nothing becomes stale.
+    """
+    rng, chosen, costs = random.Random(seed), {}, controller.learned.now()
     for i in range(rounds):
         plan = controller.choose()
         num_tokens, observed = one_round(rng, plan, rates)
+        if is_told:
+            controller.timed(plan, *costs.milliseconds(plan))
         controller.update(num_tokens, **observed)
         if 2 * i >= rounds:
             chosen[plan] = chosen.get(plan, 0) + 1
@@ -134,7 +140,7 @@ def test_what_hardly_gains_is_left_alone():
     """Self-speculation where a drafting step takes nearly as long as a verify: it may gain 3%, or lose 15."""
     costs = Costs({4: 6.6}, {1: 5.2}, plain=6.35)
     for rate in (0.9, 0.8, 0.5):
-        assert set(settle(Controller(costs, 3, 0), {"retrieval": rate})) == {Plan()}
+        assert set(settle(Controller(costs, 3, 0), {"retrieval": rate}, is_told=False)) == {Plan()}
 
 
 def test_rounds_set_the_times_right():
@@ -151,6 +157,71 @@ def test_rounds_set_the_times_right():
     for _ in range(40):
         controller.timed(first, drafting, checking)
     assert controller.choose() == first
+
+
+HOPELESS = {"model": (0, 1)}  # of one round, what a draft that is never right shows
+
+
+def busy_then_idle(costs: Costs, busy: int, tokens: int, seen=None) -> tuple[Controller, float]:
+    """n-grams of which one in ten is right, and a draft that never is. The machine is busy in the first rounds, which
+    take twice as long. Returns the controller, and the time of all rounds."""
+    controller = Controller(costs, 7, 0, Padding(False, False, False), seen)
+    rng, spent, emitted = random.Random(0), 0.0, 0
+    for i in range(10_000):
+        plan = controller.choose(ngram=0.1)
+        took = [one * (2 if i < busy else 1) for one in TINY.milliseconds(plan)]
+        count = 1 + kept(rng, 0.1, plan.gamma) if plan.source == "ngram" else 1
+        controller.timed(plan, *took)
+        controller.update(count, **(HOPELESS if plan.source == "model" else {}))
+        spent, emitted = spent + sum(took), emitted + count
+        if emitted >= tokens:
+            return controller, spent
+    raise AssertionError("no text")
+
+
+TINY = Costs({1: 10.5, 2: 12.0, 4: 15.0, 8: 20.0}, {}, {"model": (1.9, 1.4), "ngram": (0.01, 0.0)})
+
+
+@pytest.mark.parametrize("busy", [2, 3, 8])
+def test_a_busy_moment_is_not_believed_for_ever(busy):
+    """What a round without speculation takes is not seen while others are chosen. Where that was measured in the
+    moment, it is measured again soon; from then on it is believed."""
+    guess = Costs({n: 6 + 0.5 * n for n in TINY.verify}, {}, {"model": (0.2, 0.2), "ngram": (0.01, 0.0)})
+    controller, spent = busy_then_idle(guess, busy, 256, [0] * len(guess.parts()))
+    assert controller.plan == Plan(padded=False) and controller.learned.now().verify[1] == pytest.approx(10.5, rel=0.05)
+    assert spent < 1.1 * 256 * 10.5 + busy * 20
+
+
+def test_what_has_long_been_known_to_be_slow_is_seen_again():
+    """Costs of an earlier process, on a machine that was busy to its end."""
+    costs = replace(TINY, verify={**TINY.verify, 1: 16.0})
+    controller, _ = busy_then_idle(costs, 0, Controller.PROBE_AFTER + 40)
+    assert controller.plan == Plan(padded=False) and controller.learned.now().verify[1] == pytest.approx(10.5)
+
+
+@pytest.mark.parametrize("rates,preparing,doubted", [((0.92, 0.6), 0.0, False), ((0.5, 0.4), 0.0, True),
+                                                     ((0.5, 0.4), 50.0, False)])
+def test_where_speculation_is_far_better_it_goes_on(rates, preparing, doubted):
+    """And where a step without it would have to be recorded."""
+    costs = Costs({8: 20.1}, {4: 5.0}, {"model": (0.25, 0.2)}, plain=20.0, preparing=preparing)
+    chosen = settle(Controller(costs, 7, 3), dict(zip(("retrieval", "model"), rates, strict=True)), 600)
+    tried = chosen.get(Plan(), 0)
+    assert max(chosen, key=chosen.get).gamma > 0 and tried < 0.05 * sum(chosen.values())
+    assert (tried > 1) == doubted  # once in a while all that is idle is tried
+
+
+def test_a_check_after_a_pause_is_believed_at_once():
+    learned = Learned(TINY)
+    one, other = (learned.weights({("verify", rows): 1.0}) for rows in (1, 4))
+    for after, expected in ((Learned.FORGOTTEN - 1, 10.5 * 2**Learned.SHARE), (Learned.FORGOTTEN, 21.0)):
+        learned = Learned(TINY)
+        learned.pass_by(after)
+        learned.observe(other, 15.0, checks=True)
+        learned.observe(one, 21.0, checks=True)
+        assert learned.now().verify == pytest.approx({**TINY.verify, 1: expected})
+    learned.pass_by(Learned.FORGOTTEN)
+    learned.observe(learned.weights({("model", "first"): 1.0}), 5.0)  # a draft that catches up
+    assert learned.now().sources["model"][0] < 3
 
 
 def test_many_rows_try_what_lies_idle_no_oftener_than_one():

@@ -97,6 +97,7 @@ class Controller:
     TREE_FOR = 2000.0  # milliseconds of rounds that a tree is kept for: to find the best takes some 50, for 512 rows
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
+    PLAIN_HOPE = 0.6  # of what a round without speculation takes at most: where that would win, it is tried
     PROBE_AFTER = 64  # tokens of a row; what has not been tried for so long may have become better
     SHORT = 4  # tokens, and half as many rounds of the level between: the most for what no round has shown yet
 
@@ -190,7 +191,7 @@ class Controller:
             return
         i = self._chain_of(plan)
         self.learned.observe(self._drafting[i] + self._growing(plan.branches), drafting)
-        self.learned.observe(self._checking[i], checking)
+        self.learned.observe(self._checking[i], checking, checks=True)
         self._add_up()
 
     def choose(self, remaining: float = math.inf, **known: float) -> Plan:
@@ -211,6 +212,8 @@ class Controller:
             best = self._now
         self._now = best
         self._renew_tree(times, rates, preparing)
+        if self._doubts_plain(times):
+            return self.plans[0]
         used = best if self._tree is None else self._chain_of(self._tree)
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
             if rate.age >= self.PROBE_AFTER and not self._uses[name][used]:
@@ -219,6 +222,17 @@ class Controller:
                 if worth.any():  # by the shortest round that could
                     return self.plans[int(np.where(worth, self._round, np.inf).argmin())]
         return self.plan
+
+    def _doubts_plain(self, times: np.ndarray) -> bool:
+        """Whether a round without speculation is to show anew what it takes. While others are chosen it is not seen, so
+        a time that is too long by chance, as on a busy machine, would be believed to the end. Not where its step would
+        have to be recorded again and again, on a GPU, which measures well. times: see `choose`."""
+        if self.plan.gamma == 0 or self._step_prepared:
+            return False
+        step, learned = self._checking[0] > 0, self.learned
+        wait = self.PROBE_AFTER if learned.seen[step].min() >= learned.WELL else self.PROBE_AFTER / 4
+        most = min(times[0], float(self._checking[self._now] @ learned.values))  # a step of more rows takes longer
+        return learned.age[step].min() >= wait and self.PLAIN_HOPE * most < times[self._now]
 
     def _preparing(self) -> np.ndarray:
         """Milliseconds that are yet to be spent on the steps of each plan, before it is as fast as it will be."""

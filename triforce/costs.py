@@ -122,6 +122,7 @@ class Learned:
     SHARE = 0.25  # of a correction, in the long run
     RECENT = 3  # sums of the same parts: their median counts, since one may be a hiccup of the machine
     STALE, HOPE = 256, 0.9  # what was not seen for so many tokens may have become faster by so much
+    FORGOTTEN = 16  # tokens: a check that was not seen for so long is believed at once, whatever it took before
 
     def __init__(self, costs: Costs, seen: list[int] | None = None):
         self._costs, parts = costs, costs.parts()
@@ -139,15 +140,19 @@ class Learned:
             row[self.number[part]] = weight
         return row
 
-    def observe(self, weights: np.ndarray, milliseconds: float) -> None:
-        """So often each part was paid for, and all of it took so long."""
+    def observe(self, weights: np.ndarray, milliseconds: float, checks: bool = False) -> None:
+        """So often each part was paid for, and all of it took so long. checks: it is a verify, or the step of a round
+        that drafts nothing. (The first drafts after a pause take longer than others: a draft catches up.)"""
         used = weights > 0
         if not used.any():
             return
         recent = self._recent[tuple(np.flatnonzero(used))]
+        forgotten = checks and self.age[used].min() >= self.FORGOTTEN
+        if forgotten:
+            recent.clear()
         recent.append((weights, milliseconds))
         factor = statistics.median(max(took, 1e-6) / float(row @ self.values) for row, took in recent)
-        share = np.maximum(1 / (self.seen + 1.0), self.SHARE)
+        share = 1.0 if forgotten else np.maximum(1 / (self.seen + 1.0), self.SHARE)
         along = self._like(used)
         self.values = np.where(used, self.values * factor**share, np.where(along, self.values * factor, self.values))
         self.seen[used] += 1
