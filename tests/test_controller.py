@@ -159,6 +159,17 @@ def test_rounds_set_the_times_right():
     assert controller.choose() == first
 
 
+def test_what_lies_idle_is_tried_once_before_its_round_is_seen():
+    controller = Controller(Costs({4: 10.0}, {4: 3.0}, {"model": (0.3, 0.3)}), 3, 3)
+    controller.update(1, model=(0, 60), retrieval=(0, 60))
+    assert controller.choose() == Plan()
+    controller.update(Controller.PROBE_AFTER)
+    plans = [controller.choose() for _ in range(4)]
+    assert [plan.gamma > 0 for plan in plans].count(True) <= 2 and plans[0].gamma > 0  # one for each level at most
+    names = [plan.drafter for plan in plans if plan.gamma]
+    assert len(names) == len(set(names))
+
+
 HOPELESS = {"model": (0, 1)}  # of one round, what a draft that is never right shows
 
 

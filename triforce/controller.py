@@ -220,7 +220,11 @@ class Controller:
                 hopes = np.where(self._uses[name], self.times_per_token(rates | {name: 0.95}) + preparing, np.inf)
                 worth = hopes < 0.9 * times[best]
                 if worth.any():  # by the shortest round that could
-                    return self.plans[int(np.where(worth, self._round, np.inf).argmin())]
+                    tried = int(np.where(worth, self._round, np.inf).argmin())
+                    for other in self.rates:  # once: the next plan is chosen before this one's round is seen
+                        if self._uses[other][tried]:
+                            self.rates[other].age = 0.0
+                    return self.plans[tried]
         return self.plan
 
     def _doubts_plain(self, times: np.ndarray) -> bool:

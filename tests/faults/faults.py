@@ -1971,6 +1971,8 @@ FAULTS = [
           "a command keeps all garbage"),
     Fault("turned-the-wrong-way", "model.py", "(second, first), sin.chunk", "(first, second), sin.chunk",
           "test_model.py -k three_kernels", "on a GPU keys and queries stand at wrong angles"),
+    Fault("tried-twice", "controller.py", "self.rates[other].age = 0.0", "pass", "test_controller.py -k tried_once",
+          "a draft that is no good is tried twice each time"),
     Fault("plain-never-doubted", "controller.py", "        if self._doubts_plain(times):", "        if False:",
           "test_controller.py -k busy_moment", "what a busy machine showed in the first rounds is believed to the end"),
     Fault("plain-doubted-alone", "controller.py", "most = min(times[0], float(", "most = max(times[0], float(",
