@@ -1,14 +1,18 @@
 """What config.json says and the model does with it, where loading whole checkpoints does not show it."""
 
+import contextlib
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import make_engine
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce.errors import UserError
+from triforce.graphs import traced
 from triforce.kv.blocks import chunk_edges, prefill_blocks
 from triforce.model import (
     ModelConfig,
@@ -196,3 +200,22 @@ def test_heads_are_turned_in_three_kernels(dtype):
     assert _in_three_kernels(x, cos, sin, place) is place and (cache == 7).sum() == 2 * 4 * 20 * 64
     exact = rotate(x.double(), cos.double(), sin.double())
     torch.testing.assert_close(place.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("device,how,operations", [
+    ("cuda", contextlib.nullcontext, ["mul", "addcmul", "addcmul"]), ("cuda", traced, ["mul", "roll", "mul", "add"]),
+    ("cpu", contextlib.nullcontext, ["mul", "roll", "mul", "add"])])
+def test_where_heads_are_turned_in_three_kernels(device, how, operations):
+    """On a GPU, but not where the compiler notes the operations down, which makes one kernel of them."""
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.overloadpacket._qualified_op_name.split("::")[1])
+            return function(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        x, cos, sin = (torch.empty(shape, device=device) for shape in ((1, 4, 3, 64), (3, 64), (3, 64)))
+        with how(), Seen():
+            out = rotate(x, cos, sin)
+    assert out.shape == x.shape and [name for name in seen if name in ("mul", "roll", "add", "addcmul")] == operations

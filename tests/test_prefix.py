@@ -89,9 +89,11 @@ def test_rows_are_prefilled_side_by_side(pair, calls):
     assert together.lens == apart.lens == [len(prompt) - 1 for prompt in PROMPTS]
 
 
-def test_a_packed_prefix_is_for_few_queries(pair, monkeypatch):
-    """Those of a round, not of a prefill, for which the fused kernel is faster."""
+@pytest.mark.parametrize("many,packed", [(10_000, True), (3, False)])
+def test_a_packed_prefix_is_for_few_queries_of_a_prefill(pair, many, packed, monkeypatch):
+    """And for all of a round: see test_packed.py."""
     monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 100)
+    monkeypatch.setattr(blocks, "MANY_ROWS", many)
     seen, partial, reads, read = [], PackedPrefix.partial, [], blocks.PrefillLayer.read
     monkeypatch.setattr(PackedPrefix, "partial", lambda prefix, q: seen.append(prefix) or partial(prefix, q))
 
@@ -103,7 +105,7 @@ def test_a_packed_prefix_is_for_few_queries(pair, monkeypatch):
 
     monkeypatch.setattr(blocks.PrefillLayer, "read", counted)
     state = make_state(*pair, PROMPTS, base=BASE, pack=True)
-    assert state.cache.prefix.shared.packed and reads and not any(reads)
+    assert reads and any(reads) == packed
     seen.clear()
     state.round(AUTOREGRESSION)
     assert seen == state.cache.prefix.shared.packed

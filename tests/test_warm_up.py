@@ -15,7 +15,7 @@ from triforce import warm_up
 from triforce.config import Settings
 from triforce.float8 import Float8
 from triforce.graphs import SPARE
-from triforce.model import ModelConfig
+from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group, shard_config
 from triforce.state import State
 
@@ -36,11 +36,24 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
     drafters = {plan.drafter for plan in rounds}
     expected = {"model": draft is not None, "ngram": settings.ngram, "retrieval": settings.retrieval}
     assert drafters == {None, *(name for name, drafts in expected.items() if drafts)}
-    assert all(plan.rounds <= 1 and plan.gamma_inner <= 1 for plan in rounds)  # more of them run nothing else
+    # More rounds of the retrieval level, and more than two drafted tokens, run nothing else.
+    for plan in rounds:
+        if plan.retrieval:
+            assert plan.rounds == 1 and plan.gamma_inner == (0 if plan.source is None else min(settings.gamma_inner, 2))
     assert not settings.retrieval or state.hierarchy.view.num_rebuilds == state.hierarchy.view.renews
     gone = weakref.ref(state)
     del state
     assert gone() is None  # at once: the weights need the memory
+
+
+def test_it_goes_through_every_step_of_a_draft(monkeypatch):
+    """Its first token's, which takes in what is new, and a further one's; and those of the level between."""
+    settings, seen, real = Settings().resolve(CPU, query_group=2), set(), Transformer.forward
+    monkeypatch.setattr(Transformer, "forward", lambda model, tokens, kv: seen.add((model.config.dim, tokens.shape[1]))
+                        or real(model, tokens, kv))
+    state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, 2**30, 2000)
+    assert settings.gamma_inner > 1 and {rows for dim, rows in seen if dim == DRAFT.dim} >= {1, 4}
+    assert {rows for dim, rows in seen if dim == TARGET.dim} >= {state.hierarchy.outer.rows, state.hierarchy.inner.rows}
 
 
 def started(monkeypatch, target=TARGET, draft=DRAFT, device=GPU):

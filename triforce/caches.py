@@ -255,7 +255,6 @@ class Caches:
             if stop < length:
                 Prefix(self.engine, tokens[:stop], store).save(keeping.path)
             start = stop
-        self._pack(store)  # here, so that no question waits for it
         prefix = Prefix(self.engine, tokens, store)
         prefix.num_read = num_read
         return prefix
@@ -357,7 +356,7 @@ class Caches:
         what, how = (self.models, settings, self.placement, sizes), {"base": base, "streams": streams}
         folder = kept_folder(*what, **how)
         if base:
-            self._pack(shared.store)
+            self.pack(shared.store)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
                                compiler=find_compiler(*what, folder, self._pieces, self._recorder, **how),
@@ -375,8 +374,9 @@ class Caches:
             self._row_units[size] = row_unit(self.target, *size, self.placement.compile is not False)
         return self._row_units[size]
 
-    def _pack(self, store: PrefixStore) -> None:
-        """What rows are to share, a second time in the CPU's own layout."""
+    def pack(self, store: PrefixStore) -> None:
+        """What rows are to share, a second time in the CPU's own layout. Plans of memory do not count it: so it is made
+        after them, and before those that see how much is free."""
         if store.packed is None and packs(self.device, self.target.dtype) and self._may_pack(1, store.lens[0]):
             with torch.inference_mode(False):
                 store.pack()

@@ -137,7 +137,7 @@ def _spell(argument: str, known) -> str:
     return spelt + equals + value if spelt in known else argument  # else it is a text that begins so
 
 
-def run(argv: list[str]) -> int:
+def run(argv: list[str], owns_process: bool) -> int:
     args = parse(argv)
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
@@ -145,7 +145,7 @@ def run(argv: list[str]) -> int:
     alone = "WORLD_SIZE" not in os.environ  # with several ranks, rank 0 reads for all, once they know each other
     request = encode_beside(args, read_request(args, not argv)) if alone else None
     begin_gpu(getattr(args, "device", None))
-    with importing():
+    with importing(owns_process):
         from .answers import answer
         from .parallel import from_environment, leave, read_first
     group, args.device = from_environment(getattr(args, "device", None))
@@ -164,8 +164,11 @@ def run(argv: list[str]) -> int:
     return status
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command line. Exit status: 0; 1 if a check fails; 2 for a user's mistake; 130 for Ctrl-C."""
+def main(argv: list[str] | None = None, owns_process: bool = False) -> int:
+    """Runs the command line. Exit status: 0; 1 if a check fails; 2 for a user's mistake; 130 for Ctrl-C.
+
+    owns_process: see `start.importing`.
+    """
     argv = sys.argv[1:] if argv is None else argv
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
@@ -174,10 +177,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         if argv and argv[0] in COMMANDS:
-            with importing():
+            with importing(owns_process):
                 command = importlib.import_module(f".{COMMANDS[argv[0]]}", __package__)
             return command.main(argv[1:])
-        return run(argv)
+        return run(argv, owns_process)
     except UserError as error:
         rank = int(os.environ.get("RANK", 0))
         if rank > 0:  # what all of them find, rank 0 says, which ends the others

@@ -178,6 +178,8 @@ class Engine:
         with self._computing(), self.threads.working():
             prefix = self.caches.compute(ids, self.threads.between(on_progress),
                                          None if keep is None else Keeping(keep, keep_every))
+            if prefix.store is not None:
+                self.caches.pack(prefix.store)  # here, so that no question waits for it
         prefix.messages, prefix.chat_template = messages, chat_template
         prefix.chat_template_kwargs = chat_template_kwargs
         if keep is not None and not prefix.is_kept(keep):

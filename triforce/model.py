@@ -389,6 +389,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
 def _in_three_kernels(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     """`rotate` with less than half of its traffic: 0.37 ms instead of 0.79 for 8,192 rows of 32 heads on an H100."""
     own, (first, second) = x * cos, x.chunk(2, -1)
+    assert own.shape == out.shape, (own.shape, out.shape)
     parts = zip(own.chunk(2, -1), (second, first), sin.chunk(2, -1), out.chunk(2, -1), strict=True)
     for mine, other, share, place in parts:
         torch.addcmul(mine, other, share, out=place)

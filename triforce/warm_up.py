@@ -71,9 +71,9 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
     state.prefill(0, [0] * length)
     state.begin(room)
     plans = [AUTOREGRESSION, *(Plan(1, source) for source in state.hierarchy.sources)]
-    if settings.retrieval:  # one round of it runs what seven do
+    if settings.retrieval:  # one round of it, and two tokens of its draft, run what more of them do
         plan = default_plan(settings, state.hierarchy)
-        plans.append(replace(plan, rounds=1, gamma_inner=min(plan.gamma_inner, 1)))
+        plans.append(replace(plan, rounds=1, gamma_inner=min(plan.gamma_inner, 2)))
     for plan in [plan for plan in plans for _ in range(ROUNDS)]:
         if not threading.main_thread().is_alive():  # the process waits for this thread
             return None

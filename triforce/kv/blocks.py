@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import attention
 from ..graphs import is_traced, put
 from ..model import ModelConfig, RotaryEmbedding, eager, rotate
-from ..packed import MIN_ROWS
+from ..packed import MANY_ROWS, MIN_ROWS
 from . import prefix
 from .prefix import PrefixStore
 from .store import Extent, View, runs
@@ -210,12 +210,13 @@ def over_shared(prefix: PrefixStore, i: int, q: Tensor, compiled=eager, on_piece
 
     Args:
         on_piece: see `TargetBlock`.
-        prefills: there are hundreds of rows. For these the fused kernel is faster than a packed prefix: 512 took 68 ms
-            on two cores, and 93 (16,384 keys).
+        prefills: the kernel may depend on the number of rows. In a round it may not: rows that end would change the
+            bits of the others.
     """
     shared, base, merged = prefix.shared, prefix.base, compiled(attention.merge_parts)
     if i < shared.num_resident:
-        if shared.packed is not None and not prefills and len(q) * q.shape[2] >= MIN_ROWS:
+        rows = len(q) * q.shape[2]
+        if shared.packed is not None and rows >= MIN_ROWS and not (prefills and rows >= MANY_ROWS):
             return [attention.of_batch(shared.packed[i].partial, q)]
         return [attention.over_shared(q, *prefix.before(i), merged)]
     state = None
