@@ -103,10 +103,26 @@ def run(args) -> None:
     print_table(rows)
 
 
+SAME = ("device", "checkpoint", "context", "wrong", "offload", "gpus", "empty", "code")  # of the rows of one run
+
+
+def print_tables(rows: list[dict]) -> None:
+    """One for each run that a file has rows of."""
+    runs: dict[tuple, list[dict]] = {}
+    for row in rows:
+        runs.setdefault(tuple(row.get(name) for name in SAME), []).append(row)
+    for run, own in runs.items():
+        print("\n" + ", ".join(f"{name} {value}" for name, value in zip(SAME, run, strict=True) if value is not None))
+        print_table(own)
+
+
 def print_table(rows: list[dict]) -> None:
     """Medians over the texts of which there are both rows."""
     ways = [{row["text"]: row for row in rows if row["speculate"] == speculate} for speculate in (True, False)]
     pairs = [(ways[0][text], ways[1][text]) for text in sorted(ways[0].keys() & ways[1].keys())]
+    if not pairs:
+        print("no text has both rows")
+        return
     for name in ("load", "prefill", "preparing", "tokens_a_verify"):
         ours, plain = (median(pair[i][name] for pair in pairs) for i in (0, 1))
         print(f"{name:<18}{ours:8.2f}, autoregression {plain:.2f}")
@@ -140,11 +156,11 @@ def main() -> None:
     p.add_argument("--empty", action="store_true", help="each process finds an empty cache of compiled steps")
     p.add_argument("--cache", help="where compiled steps are kept (default: a folder that is deleted at the end)")
     p.add_argument("--out", help="append rows to this file of JSON lines")
-    p.add_argument("--table", help="print the table of such a file")
+    p.add_argument("--table", help="print the tables of such a file")
     p.set_defaults(plot=None)
     args = p.parse_args()
     if args.table:
-        print_table(read_rows(args.table))
+        print_tables(read_rows(args.table))
     else:
         run_or_plot(run, None, args)
 

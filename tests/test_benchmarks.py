@@ -55,6 +55,23 @@ def test_a_plot_of_questions_shows_what_was_asked(tmp_path, monkeypatch):
     assert [line.get_label() for line in axes.lines] == ["one by one"]
 
 
+def test_tables_of_first_tokens_say_what_was_saved(tmp_path, monkeypatch, capsys):
+    """Run by run, and text by text: half a second of five is lost in the one run, and saved in the other."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    first_tokens = importlib.import_module("first_tokens")
+    rows = []
+    for code, took in (("a", 1.5), ("b", 0.5)):
+        for speculate, after in ((True, took), (False, 1.0)):
+            rows += [{"code": code, "text": text, "speculate": speculate, "load": 3.0 + text, "prefill": 1.0,
+                      "preparing": 0.0, "tokens_a_verify": 1.0, "tokens": [32], "from_prefill": [after],
+                      "from_start": [4.0 + text + after]} for text in (0, 0, 1, -1)]
+    first_tokens.print_tables([*rows, {**rows[0], "code": "c"}])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines if " tokens " in line and "%" in line] == ["-10.0%", "+10.0%"]
+    assert [line for line in lines if "code" in line] == ["code a", "code b", "code c"]
+    assert sum("3 texts" in line for line in lines) == 2 and "no text has both rows" in lines
+
+
 @pytest.mark.slow
 def test_of_several_ranks_the_first_one_writes(tmp_path):
     out = tmp_path / "rows.jsonl"
