@@ -242,6 +242,9 @@ def test_binary_input_is_read_as_text(capsys):
     (["--prompt", "a", "--prompt-len", "0"], "--prompt-len (0)"),
     (["--prompt", "a", "--chat", "--chat-template", "/no/such"], "cannot read --chat-template"),
     (["--prompt", "a", "--device", "cuda:99"], "use --device cpu"),
+    (["plna"], "plna is not a known command; did you mean triforce plan?"),
+    (["some text"], "put quotes around"),
+    (["--prompt", "a", "--resident-memory", "24", "--offload", "auto"], "write '24GiB'"),
     (["--prompt", "a", "--seed", "9" * 20], "seed (99999999999999999999)"),
     (["--prompt", "a", "--chat-template", "x"], "add --chat"),
     (["--prompt", "a", "--chat-template-kwargs", "{}"], "add --chat"),
@@ -295,6 +298,61 @@ def test_ctrl_c_leaves_what_was_said(capsys, monkeypatch, pieces):
         assert "tokens per second" in errors and "compare" not in report
     else:
         assert not out
+
+
+@pytest.mark.parametrize("pieces", [0, 3])
+@pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["text", "json"])
+def test_a_single_answer_about_a_document_comes_as_it_is_said(capsys, monkeypatch, pieces, json_too):
+    """And Ctrl-C leaves what there is of it."""
+    whole, following, shown = Stream.__next__, itertools.count(), []
+
+    def interrupted(stream):
+        shown.append(capsys.readouterr().out)
+        if next(following) == pieces:
+            raise KeyboardInterrupt
+        return whole(stream)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    flags = ["--prompt-len", "300", "--device", "cpu", "--num-samples", "1", "--question", "Who?", "--seed", "3"]
+    assert cli.main([*flags, "--ignore-eos", "--max-new-tokens", "400", *json_too]) == 130
+    rest, errors = capsys.readouterr()
+    out = "".join(shown) + rest
+    assert errors.endswith("interrupted\n")
+    if json_too:
+        assert not any(shown) and len(rest.splitlines()) == bool(pieces)
+        if pieces:
+            report = json.loads(rest)
+            assert report["finish_reason"] == "interrupted" and report["question"] == "Who?" and report["stats"]["load"]
+    else:
+        assert shown[0] == "> Who?\n" and out.endswith("\n\n")
+        assert bool(out.removeprefix("> Who?\n").strip()) == bool(pieces) and (len("".join(shown)) > 10) == bool(pieces)
+
+
+def test_a_document_says_how_long_it_took(tmp_path, capsys):
+    file = tmp_path / "book.prefix"
+    flags = ["--device", "cpu", "--max-new-tokens", "3", "--question", "Who?"]
+    assert cli.main([*flags, "--prompt-len", "300", "--save-prefix", str(file)]) == 0
+    assert "a document of 300 tokens, computed in " in capsys.readouterr().err
+    assert cli.main([*flags, "--prefix", str(file)]) == 0
+    said = capsys.readouterr().err
+    assert "a document of 300 tokens, opened in " in said and "start and load                     -" not in said
+
+
+def test_fields_that_nothing_reads_are_named(tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "sed": 5}\n"b"\n')
+    assert cli.main(["--prompts", str(file), "--max-new-tokens", "2", "--device", "cpu"]) == 0
+    assert "fields that are not read: sed; those that are: messages, prompt" in capsys.readouterr().err
+    assert request.read_questions('[{"question": "a", "seed": 1}]', "q") and not capsys.readouterr().err
+
+
+def test_bars_begin_when_work_is_reported(capsys, monkeypatch):
+    """Before that, other lines may be printed."""
+    made, real = [], answers.Bar.__init__
+    monkeypatch.setattr(answers.Bar, "__init__", lambda bar, *args, **more: real(bar, *args, **more) or
+                        made.append(bar.bar is None))
+    assert cli.main([*SMALL]) == 0
+    assert made and all(made)
 
 
 def test_a_file_of_prompts(tmp_path, capsys):

@@ -158,3 +158,18 @@ def test_where_one_rank_is_fuller_all_say_so_and_go_on(tmp_path):
     lines = sorted(done.stdout.splitlines())
     assert lines[2:] == ["same True"] * 2
     assert lines[0].startswith("rank 0: ") and lines[0][8:] == lines[1][8:] and "needs" in lines[0], lines
+
+
+@pytest.mark.slow
+def test_a_mistake_that_rank_0_finds_is_told_once():
+    done = torchrun(2, "generate.py", "--prompt", "", "--device", "cpu")
+    assert done.returncode != 0 and "error: the prompt is empty" in done.stderr
+    assert "cli.py" not in done.stderr  # torchrun has a traceback of its own
+
+
+@pytest.mark.quick
+def test_a_rank_without_others_is_no_rank(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "abc")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert cli.main(["--foo"]) == 2
+    assert capsys.readouterr().err.startswith("error: --foo is not a known flag")

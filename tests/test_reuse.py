@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -435,6 +436,23 @@ def test_a_broken_off_answer_stays_in_the_conversation(tiny):
     assert len(chat.turns) == 2 and chat.turns[0][1].text.startswith(shown)
     assert chat.turns[0][1].finish_reason == "interrupted" and len(chat.turns[0][1].tokens) < 200
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+
+
+def test_turns_from_several_threads_wait_for_each_other(tiny):
+    chat = tiny.chat(temperature=0.0, ignore_eos=True)
+    assert repr(chat) == "<triforce.Chat: turns so far: 0>"
+    with ThreadPoolExecutor(3) as threads:
+        said = list(threads.map(lambda text: chat.send(text, max_new_tokens=12), ["One.", "Two.", "Three."]))
+    assert sorted(text for text, _ in chat.turns) == ["One.", "Three.", "Two."] and repr(chat).endswith("so far: 3>")
+    assert all(len(result.tokens) == 12 for result in said)
+    turn = chat.stream("Four.", max_new_tokens=400)
+    next(turn)
+    with ThreadPoolExecutor(1) as thread:
+        pieces = thread.submit(list, turn)
+        last = chat.send("Five.", max_new_tokens=12)
+        pieces.result()
+    assert [text for text, _ in chat.turns][3:] == ["Four.", "Five."] and len(last.tokens) == 12
+    assert 0 < len(chat.turns[3][1].tokens) <= 400
 
 
 def test_a_conversation_with_a_template(tiny, computed):

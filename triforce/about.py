@@ -5,6 +5,7 @@ Knows nothing of tensors: it calls the engine, and prints.
 
 import json
 import random
+import time
 from dataclasses import asdict
 
 from .chat import Chat
@@ -25,12 +26,13 @@ def seeds_of(items: list[dict], first: int | None, group, count: int = 1) -> lis
 
 def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | None:
     """What is asked about: opened, or prefilled from a document's ids; saved where that is wanted. None: nothing."""
+    begun, how = time.perf_counter(), "opened"
     if args.prefix:
         book = engine.open(args.prefix)
     elif ids is None:
         return None
     else:
-        bar, keeping = Bar("prefill", len(ids)), {}
+        bar, keeping, how = Bar("prefill", len(ids), late=True), {}, "computed"
         if args.save_every is not None:
             keeping = {"keep": args.save_prefix, "keep_every": args.save_every}
         try:
@@ -42,6 +44,8 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
                 book = engine.prefill(ids, on_progress=bar, **keeping)
         finally:
             bar.close()
+    say(f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, {how} in "
+        f"{time.perf_counter() - begun:.1f} s; {book.num_shared:,} of them are shared by all questions")
     if args.save_prefix:
         if args.save_every is None or args.prefix:
             book.save(args.save_prefix)
@@ -51,12 +55,11 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
     return book
 
 
-def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict, sampling: dict) -> int:
-    """Whatever the flags ask for."""
+def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict, sampling: dict, load: float) -> int:
+    """Whatever the flags ask for. load: seconds from the start of the command until the model was there."""
     options = {**sampling, "speculate": not args.no_speculation, "stop": args.stop, "ignore_eos": args.ignore_eos}
     if book is not None:
-        say(f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, {book.num_shared:,} of them "
-            "shared by all questions\n")
+        say("")
     if args.interactive:
         system = args.system if book is None else None
         Conversation(Chat(engine, book, system=system, **(chat if book is None else {})),
@@ -70,7 +73,9 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
     texts = [said(book, item["question"]) for item in questions] or [""]
     if any(item.get("seed") is not None for item in questions):
         options["seed"] = seeds_of(questions, options.get("seed"), engine.target.group, args.num_samples or 1)
-    bar = Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1))
+    if len(texts) == 1 and args.num_samples in (None, 1):
+        return answer_one(engine, args, book, texts[0], questions[0]["question"] if questions else None, options, load)
+    bar = Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1), late=True)
     try:
         results = engine.generate(texts, prefix=book, num_samples=args.num_samples or 1, on_decode=bar.count, **options)
     finally:
@@ -78,10 +83,40 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
     for index, samples in enumerate(results):
         for sample, result in enumerate(samples):
             show(args, index, sample, questions[index]["question"] if questions else None, result)
-    count = sum(map(len, results))
-    if count > 1:
-        say(f"\nof the first of {count} answers:")
-    say(f"\n{results[0][0].stats}")
+    results[0][0].stats.load = load
+    say(f"\nof the first of {sum(map(len, results))} answers:\n\n{results[0][0].stats}")
+    return 0
+
+
+def answer_one(engine, args, book: Prefix, text: str, question: str | None, options: dict, load: float) -> int:
+    """One answer, as it comes. After Ctrl-C, what there is of it."""
+    if isinstance(options.get("seed"), list):
+        [options["seed"]] = options["seed"]
+    stream, begun = engine.stream(text, prefix=book, **options), False
+    if question is not None and not args.json:
+        print(f"> {question}", flush=True)
+    interrupted = False
+    try:
+        for piece in stream:
+            piece = piece if begun else piece.lstrip()
+            begun = begun or bool(piece)
+            if not args.json:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        if stream.result is None or not stream.result.tokens:
+            raise
+        interrupted = True
+    finally:
+        stream.close()
+        if not args.json:
+            print("\n", flush=True)
+    result = stream.result
+    result.stats.load = load
+    if args.json:
+        show(args, 0, 0, question, result)
+    say(f"\n{result.stats}")
+    if interrupted:
+        raise KeyboardInterrupt
     return 0
 
 
@@ -98,7 +133,7 @@ def show(args, index: int, sample: int, question: str | None, result: Generation
         return
     name = f" (sample {sample + 1})" if args.num_samples and args.num_samples > 1 else ""
     if question is not None or name:
-        print(f"> {question or ''}{name}")
+        print(f"> {question}{name}" if question is not None else f">{name}")
     print(f"{result.text.strip()}\n", flush=True)
 
 

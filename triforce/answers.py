@@ -25,6 +25,7 @@ CHECKED_TOKENS = 64  # of the greedy comparison
 
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
     engine = load_engine(args, group)
+    load_seconds = age()
     sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
@@ -33,7 +34,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
         ids = None if text is None else first_tokens(args, engine.tokenizer, text, request)
         check_before_prefill(engine, args, ids, list(request.questions), sampling)
         book = about.document_of(engine, args, ids, request.chat)
-        return about.answer(engine, args, book, list(request.questions), request.chat, sampling)
+        return about.answer(engine, args, book, list(request.questions), request.chat, sampling, load_seconds)
     ids, dropped = encode(args, engine, request.document, request, args.question)
     engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
@@ -100,8 +101,8 @@ def load_engine(args, group):
 
 def stream_text(engine, ids, args, sampling):
     """Generates, printing text as it comes unless --json. Returns the Generation; after Ctrl-C, what there is of it."""
-    stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, on_prefill=Bar("prefill", len(ids)),
-                           ignore_eos=args.ignore_eos, **sampling)
+    stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, ignore_eos=args.ignore_eos,
+                           on_prefill=Bar("prefill", len(ids), late=True), **sampling)
     shown, coloured = "", args.show_levels and wants_colours(sys.stdout)
     if args.show_levels:
         print(f"{legend(wants_colours(sys.stderr))}\n" if coloured else "note: --show-levels colours a text on a "
@@ -154,7 +155,8 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
         seeds = {"seed": sampling["seed"] + first} if "seed" in sampling else {}
         if own is not None:
             seeds = {"seed": own[first : first + args.batch_size]}
-        prefill, decode = Bar("prefill", sum(map(len, ids))), Bar("decode", args.max_new_tokens * len(ids))
+        prefill = Bar("prefill", sum(map(len, ids)), late=True)
+        decode = Bar("decode", args.max_new_tokens * len(ids), late=True)
         try:
             results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
                                       ignore_eos=args.ignore_eos, on_prefill=prefill,

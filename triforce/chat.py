@@ -7,6 +7,7 @@
     chat.undo()
 """
 
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,11 @@ class Chat:
             self._before = [{"role": "system", "content": system}]
         self.turns: list[tuple[str, Generation]] = []
         self._open: Turn | None = None
+        self._lock = threading.RLock()  # held while a piece comes, and by `send` for all of its answer
+
+    def __repr__(self) -> str:
+        about = "" if self.prefix is None else f" about a document of {len(self.prefix):,} tokens"
+        return f"<triforce.Chat{about}: turns so far: {len(self.turns)}>"
 
     def stream(self, text: str, **options) -> "Turn":
         """Says something, and gives the answer piece by piece. The answer is what was given before the iteration
@@ -54,19 +60,21 @@ class Chat:
         """
         if not isinstance(text, str) or not text.strip():
             raise UserError("the message is empty; say something")
-        self.end()
-        options = {**self.options, **options}
-        template = {"chat_template": self.chat_template} if self.uses_template and self.prefix is None else {}
-        stream = self.engine.stream(self._prompt(text), prefix=self.prefix, **template, **options)
-        self._open = Turn(self, text, stream)
-        return self._open
+        with self._lock:
+            self.end()
+            options = {**self.options, **options}
+            template = {"chat_template": self.chat_template} if self.uses_template and self.prefix is None else {}
+            stream = self.engine.stream(self._prompt(text), prefix=self.prefix, **template, **options)
+            self._open = Turn(self, text, stream)
+            return self._open
 
     def send(self, text: str, **options) -> Generation:
-        """Says something, and returns the whole answer."""
-        turn = self.stream(text, **options)
-        for _ in turn:
-            pass
-        return turn.result
+        """Says something, and returns the whole answer. Calls from other threads wait."""
+        with self._lock:
+            turn = self.stream(text, **options)
+            for _ in turn:
+                pass
+            return turn.result
 
     def undo(self) -> None:
         """Back by one turn.
@@ -74,15 +82,17 @@ class Chat:
         Raises:
             UserError: there is none.
         """
-        self.end()
-        if not self.turns:
-            raise UserError("there is no turn to undo; nothing has been said yet")
-        self.turns.pop()
+        with self._lock:
+            self.end()
+            if not self.turns:
+                raise UserError("there is no turn to undo; nothing has been said yet")
+            self.turns.pop()
 
     def end(self) -> None:
         """The present answer, if there is one, ends here."""
-        if self._open is not None:
-            self._open.close()
+        with self._lock:
+            if self._open is not None:
+                self._open.close()
 
     @property
     def messages(self) -> list[dict]:
@@ -117,14 +127,15 @@ class Turn(Iterator):
         self._chat, self._text, self._stream = chat, text, stream
 
     def __next__(self) -> str:
-        try:
-            return next(self._stream)
-        except StopIteration:
-            self._end()
-            raise
-        except BaseException:
-            self.close()
-            raise
+        with self._chat._lock:
+            try:
+                return next(self._stream)
+            except StopIteration:
+                self._end()
+                raise
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def result(self) -> Generation | None:
@@ -132,8 +143,9 @@ class Turn(Iterator):
 
     def close(self) -> None:
         """Ends the answer early. What was given of it stays in the conversation."""
-        self._stream.close()
-        self._end()
+        with self._chat._lock:
+            self._stream.close()
+            self._end()
 
     def _end(self) -> None:
         if self._chat._open is self:

@@ -5,6 +5,7 @@ What they ask for is in `request.py`, and how it is answered in `answers.py`. On
 
 import argparse
 import dataclasses
+import difflib
 import importlib
 import logging
 import os
@@ -116,6 +117,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
     if unknown:
         name = unknown[0].partition("=")[0]
+        meant = difflib.get_close_matches(name, COMMANDS, 1)
+        if argv[0] == name and meant:
+            raise UserError(f"{name} is not a known command; did you mean triforce {meant[0]}?")
         raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help lists all")
                         if name.startswith("-") else
                         f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
@@ -182,7 +186,7 @@ def main(argv: list[str] | None = None, owns_process: bool = False) -> int:
             return command.main(argv[1:])
         return run(argv, owns_process)
     except UserError as error:
-        rank = int(os.environ.get("RANK", 0))
+        rank = int(os.environ.get("RANK", 0)) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
         if rank > 0:  # what all of them find, rank 0 says, which ends the others
             time.sleep(1)
             print(f"rank {rank}: ", end="", file=sys.stderr)

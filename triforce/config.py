@@ -134,8 +134,8 @@ class Settings(Options):
         "that makes a `Drafter` of a `Tape`. Default: the pair's own for 'tiny', else no model; with gamma 'auto' "
         "n-grams may draft, too")
     retrieval: bool = option(
-        True, "a middle level, which checks drafts over a part of the cache; without it (--no-retrieval) the full "
-        "cache checks them directly", one_of(True, False, wanted="True or False"),
+        True, "a middle level checks drafts over a part of the cache; with --no-retrieval the full cache checks them "
+        "directly", one_of(True, False, wanted="True or False"),
         flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
         None, "tokens of the view that drafts, or a fraction of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
@@ -192,8 +192,8 @@ class Settings(Options):
     piece_tokens: int | None = option(None, "tokens of an offloaded layer copied at a time (default: 64 MiB of them)",
                                       whole(1, 2048), type=int)
     reuse: bool = option(
-        True, "keep what was computed: prompts of a call share the tokens that they begin with in common, and a prompt "
-        "that begins with what the last call holds computes only the rest (--no-reuse: neither)",
+        True, "prompts of a call share the tokens that they begin with in common, and a prompt that begins with what "
+        "the last call holds computes only the rest; with --no-reuse each is computed from its beginning",
         one_of(True, False, wanted="True or False"),
         flag="--no-reuse", action="store_false")
     keep_logits: bool = option(False, "keep the logits of the last round, for tests", flag=None)
@@ -485,6 +485,8 @@ def parse_size(size: int | str, name: str) -> int:
     if match is None:
         raise UserError(f"{name} ({size!r}) must be a number of bytes or a size such as '20GiB'")
     amount, unit, binary = match.groups()
+    if not unit and 0 < float(amount) < 2**20 and "b" not in str(size).lower():
+        raise UserError(f"{name} ({size}) is a number of bytes, too few for anything; write '{size.strip()}GiB'")
     return int(float(amount) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
 
 

@@ -147,13 +147,22 @@ def subgroup(group: Group, ranks: list[int]) -> Group | None:
 
 
 def read_first(group: Group | None, read):
-    """What `read()` gives on rank 0, on every rank: for input that is rank 0's alone, and may be long in coming."""
+    """What `read()` gives on rank 0, on every rank: for input that is rank 0's alone, and may be long in coming. If it
+    raises a UserError there, every rank does."""
     if group is None:
         return read()
     waiting = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    box = [read() if group.rank == 0 else None]
+    box = [(None, None)]
+    if group.rank == 0:
+        try:
+            box = [(read(), None)]
+        except UserError as error:
+            box = [(None, str(error))]
     dist.broadcast_object_list(box, src=0, group=waiting)
-    return box[0]
+    [(result, mistake)] = box
+    if mistake is not None:
+        raise UserError(mistake)
+    return result
 
 
 @contextlib.contextmanager

@@ -230,7 +230,16 @@ def read_prompts(path: str) -> list[dict]:
         prompts.append(item)
     if not prompts:
         raise UserError(f"--prompts {path} holds no prompt; write one a line")
+    note_unread(prompts, {"prompt", "messages", "question", "seed"}, f"--prompts {path}")
     return prompts
+
+
+def note_unread(items: list[dict], known: set[str], what: str) -> None:
+    """Says which fields of a file's objects nothing reads: one of them may be misspelt."""
+    unread = sorted({name for item in items for name in item} - known)
+    if unread:
+        print(f"note: {what} has fields that are not read: {', '.join(unread)}; those that are: "
+              f"{', '.join(sorted(known))}", file=sys.stderr)
 
 
 def read_questions(text: str, path: str) -> list[dict]:
@@ -257,6 +266,7 @@ def read_questions(text: str, path: str) -> list[dict]:
             raise UserError(f"the seed of question {number} of --questions {path} must be a whole number")
     if not questions:
         raise UserError(f"--questions {path} holds no question; write one a line")
+    note_unread(questions, {"question", "seed"}, f"--questions {path}")
     return questions
 
 
