@@ -160,7 +160,6 @@ def test_where_one_rank_is_fuller_all_say_so_and_go_on(tmp_path):
     assert lines[0].startswith("rank 0: ") and lines[0][8:] == lines[1][8:] and "needs" in lines[0], lines
 
 
-@pytest.mark.slow
 def test_a_mistake_that_rank_0_finds_is_told_once():
     done = torchrun(2, "generate.py", "--prompt", "", "--device", "cpu")
     assert done.returncode != 0 and "error: the prompt is empty" in done.stderr
