@@ -91,7 +91,8 @@ def learning(costs: Costs, rates: tuple[float, float], tokens: int, seed: int) -
                   {"model": (0.2, 0.2), "ngram": (0.01, 0.0)})
     first = Controller(guess, 7, MAX_INNER, Padding(False, False, False), [0] * len(guess.parts()))
     found = time_per_token(costs, rates, tokens, seed, controller=first, busy=BUSY)
-    then = Controller(first.learned.now(), 7, MAX_INNER, first.padding, first.learned.seen.tolist())
+    then = Controller(first.learned.now(), 7, MAX_INNER, first.padding, first.learned.seen.tolist(),
+                      priors={name: rate.mean for name, rate in first.rates.items()})
     plain = time_per_token(costs, rates, tokens, seed, Plan(), busy=BUSY)
     again = time_per_token(costs, rates, tokens, seed + 1, controller=then)
     return found / plain, again / sum(costs.milliseconds(Plan()))

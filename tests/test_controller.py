@@ -159,6 +159,21 @@ def test_rounds_set_the_times_right():
     assert controller.choose() == first
 
 
+def test_a_draft_that_was_no_good_in_earlier_texts_is_hardly_tried():
+    """And one that has become good is taken up again."""
+    costs, tried = Costs({1: 10.5, 4: 15.0, 8: 20.0}, {}, {"model": (1.9, 1.4)}), {}
+    for prior in (0.5, 0.05):
+        controller, tried[prior] = Controller(costs, 7, 0, Padding(False, False, False), priors={"model": prior}), 0
+        for _ in range(256):
+            plan = controller.choose()
+            tried[prior] += plan.gamma > 0
+            controller.timed(plan, *costs.milliseconds(plan))
+            controller.update(1, **({"model": (0, 1)} if plan.gamma else {}))
+    assert tried[0.05] <= 4 < tried[0.5]
+    chosen = settle(Controller(costs, 7, 0, priors={"model": 0.05}), {"model": 0.9}, 200)
+    assert max(chosen, key=chosen.get).gamma > 0
+
+
 def test_what_lies_idle_is_tried_once_before_its_round_is_seen():
     controller = Controller(Costs({4: 10.0}, {4: 3.0}, {"model": (0.3, 0.3)}), 3, 3)
     controller.update(1, model=(0, 60), retrieval=(0, 60))

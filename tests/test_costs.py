@@ -118,3 +118,24 @@ def test_a_second_engine_begins_with_what_the_first_learned(pair, tmp_path, monk
         seen.append(state.pilot.controller.learned.seen.copy())
         engine.generate(random_prompt(100), 60, temperature=0.0)
     assert not seen[0].any() and seen[1].any()
+
+
+def test_acceptance_of_earlier_texts_is_kept(pair, tmp_path, monkeypatch):
+    """For the next text, and for the next process; of other lengths apart; whether steps are compiled or not."""
+    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path))
+    begun, ended = [], []
+    for texts in (2, 1):
+        engine = make_engine(*pair, budget=64, flush_interval=16, chunk_size=4, gamma="auto", max_seq_len=512)
+        for i in range(texts):
+            state = engine.prepare([random_prompt(100 + i)], 60, temperature=0.0)
+            begun.append({name: rate.mean for name, rate in state.pilot.controller.rates.items()})
+            engine.generate(random_prompt(100 + i), 60, temperature=0.0)
+            ended.append({name: rate.mean for name, rate in state.pilot.controller.rates.items()})
+    assert begun[0] == {"retrieval": 0.9, "model": 0.5} != ended[0]
+    assert begun[1:] == [pytest.approx(one) for one in ended[:2]]
+    shelf = Shelf(Folder({"model": "a"}))
+    name = shelf.name(PADDED, [5000])
+    shelf.put_rates(name, {"model": 0.1})
+    again = Shelf(Folder({"model": "a"}), compiled=lambda: True)
+    assert again.find_rates(again.name(PADDED, [5000])) == {"model": 0.1}
+    assert again.find_rates(again.name(PADDED, [9000])) == {} == Shelf(None).find_rates(name)

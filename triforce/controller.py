@@ -73,8 +73,12 @@ class Rate:
         self.age += num_tokens
 
     @property
+    def mean(self) -> float:
+        return self.hits / self.tests
+
+    @property
     def value(self) -> float:
-        mean = self.hits / self.tests
+        mean = self.mean
         return min(mean + self.DOUBT * (mean * (1 - mean) / self.tests) ** 0.5, 0.98)
 
 
@@ -87,6 +91,7 @@ class Controller:
         padding: of the steps that plans take.
         trees: rows of a tree, and rows that a step drafts after, if the full level checks trees of any shape.
         rounds_with: how many rounds there were with each of PREPARATIONS. The caller adds to it after each round.
+        priors: acceptance rates by level, as earlier texts had them. They count no more than those that are guessed.
     """
 
     # What is recorded in the first rounds that draft, and in the first with a retrieval level: so many steps of all
@@ -103,12 +108,14 @@ class Controller:
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
                  seen: list[int] | None = None, leaves: tuple[bool, bool] = (False, False),
-                 trees: tuple[int, int] | None = None, rounds_with: Counter[str] | None = None):
+                 trees: tuple[int, int] | None = None, rounds_with: Counter[str] | None = None,
+                 priors: dict[str, float] | None = None):
         self.learned, self.padding = Learned(costs, seen), padding
         self.rounds_with, self._step_prepared = Counter() if rounds_with is None else rounds_with, costs.preparing
         self._sources, self._has_view = list(costs.sources), bool(costs.retrieval)
         levels = ["retrieval"] * self._has_view + self._sources
-        self.rates = {name: Rate(self.PRIORS.get(name, 0.5)) for name in levels if name != "ngram"}
+        priors = self.PRIORS | (priors or {})
+        self.rates = {name: Rate(priors.get(name, 0.5)) for name in levels if name != "ngram"}
         self._names = levels
         # The chance that a leaf is drawn where the drafted token is not, where the levels have such.
         self.leaves = {name: Rate(0.5) for name, has in zip((LEAVES, INNER_LEAVES), leaves, strict=True) if has}

@@ -195,7 +195,8 @@ def from_json(data: bytes, like: Costs) -> tuple[Costs, list[int]] | None:
 
 
 class Shelf:
-    """Learned costs by the length of the rows, in this process and, with a folder, over processes."""
+    """Learned costs, and acceptance rates, by the length of the rows: in this process and, with a folder, over
+    processes."""
 
     STRIDE = 4096  # tokens
 
@@ -215,10 +216,27 @@ class Shelf:
         if self.folder is not None:
             self.folder.write(self._file(name), data)
 
+    def find_rates(self, name: tuple) -> dict[str, float]:
+        """Acceptance rates by level, as earlier texts had them."""
+        data = self._known.get(("rates", *name[1:]))
+        if data is None and self.folder is not None:
+            data = self.folder.read(self._rates_file(name))
+        return {} if data is None else json.loads(data)
+
+    def put_rates(self, name: tuple, rates: dict[str, float]) -> None:
+        """They do not depend on whether steps are compiled."""
+        self._known["rates", *name[1:]] = data = json.dumps(rates).encode()
+        if self.folder is not None:
+            self.folder.write(self._rates_file(name), data)
+
     def name(self, padding: Padding, lengths: list[int]) -> tuple:
         """Of what was learned under such circumstances."""
         longest, shortest = (-(-length // self.STRIDE) for length in (max(lengths), min(lengths)))
         return int(self.compiled()), *map(int, padding), longest, shortest
+
+    @staticmethod
+    def _rates_file(name: tuple) -> str:
+        return f"rates-{'-'.join(map(str, name[1:]))}.json"
 
     @staticmethod
     def _file(name: tuple) -> str:

@@ -73,12 +73,13 @@ class Pilot:
             self._name = self.shelf.name(padding, lengths)
             guessed = guess(self.hierarchy, padding, lengths)
             costs, seen = self.shelf.find(self._name, guessed) or (guessed, [0] * len(guessed.parts()))
+            priors = self.shelf.find_rates(self._name)
             if self.group is not None:  # a guess, too: a rank without the draft does not know what it reads
-                costs, seen = self.group.agree((costs, seen))
+                costs, seen, priors = self.group.agree((costs, seen, priors))
             inner = self.hierarchy.inner
             leaves = self.hierarchy.outer.tree.leaves > 0, inner is not None and inner.tree.leaves > 0
             self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, padding,
-                                         seen, leaves, self._trees, self._rounds_with)
+                                         seen, leaves, self._trees, self._rounds_with, priors)
             if "ngram" in self.hierarchy.sources:
                 self.meters = self._meters(texts)
 
@@ -126,10 +127,11 @@ class Pilot:
         self._unseen = []
 
     def keep(self) -> None:
-        """The generation has ended: what it showed of the costs is kept."""
+        """The generation has ended: what it showed of costs and acceptance is kept."""
         self._learn()
         if self.controller is not None and (self.group is None or self.group.rank == 0):
             self.shelf.put(self._name, self.controller.learned)
+            self.shelf.put_rates(self._name, {name: rate.mean for name, rate in self.controller.rates.items()})
 
     def close_row(self, row: int) -> None:
         """The row is finished."""
