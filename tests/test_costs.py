@@ -139,3 +139,6 @@ def test_acceptance_of_earlier_texts_is_kept(pair, tmp_path, monkeypatch):
     again = Shelf(Folder({"model": "a"}), compiled=lambda: True)
     assert again.find_rates(again.name(PADDED, [5000])) == {"model": 0.1}
     assert again.find_rates(again.name(PADDED, [9000])) == {} == Shelf(None).find_rates(name)
+    alone = Shelf(None)
+    alone.put_rates((0, *name[1:]), {"model": 0.2})
+    assert alone.find_rates((1, *name[1:])) == {"model": 0.2}

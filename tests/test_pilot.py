@@ -26,6 +26,27 @@ def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(
     assert sum(state.pilot.controller.learned.seen) > 0
 
 
+def test_where_nothing_drafts_few_rounds_are_followed_by_a_choice(pair, monkeypatch):
+    """On a CPU, which does nothing beside. All rounds are learned from, and a choice comes at once after a draft."""
+    state, chosen, learned = make_state(*pair, [random_prompt(100)], auto=True, gamma=3, max_new_tokens=200), [], []
+    plain, drafts = Plan(padded=state.pilot.padding.plain), Plan(1, "model", padded=state.pilot.padding.drafts)
+    update = Controller.update
+    monkeypatch.setattr(Controller, "choose", lambda self, **known: chosen.append(len(rounds)) or
+                        (drafts if 30 <= len(rounds) < 34 else plain))
+    monkeypatch.setattr(Controller, "update", lambda *args, **seen: learned.append(1) or update(*args, **seen))
+    rounds = []
+    for _ in range(60):
+        state.round()
+        rounds.append(state.last_round.plan)
+    drafted = [i for i, plan in enumerate(rounds) if plan.gamma]
+    early = [i for i in chosen if i < Pilot.CALM]
+    assert len(early) >= Pilot.CALM - 2 and len(learned) >= 56
+    calm = [i for i in chosen if Pilot.CALM < i < drafted[0]]
+    assert all(b - a == Pilot.EVERY for a, b in zip(calm, calm[1:], strict=False)) and len(calm) >= 2
+    for i in drafted:
+        assert i + 1 in chosen and i + 2 in chosen
+
+
 def test_a_new_text_begins_with_a_plan_of_its_own(pair):
     """And learns nothing from the last round of the text before."""
     state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)

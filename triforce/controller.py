@@ -165,6 +165,7 @@ class Controller:
         self._drafting = np.stack([self.learned.weights(costs.drafting(plan)) for plan in plans])
         checks = {plan.gamma: self.learned.weights(costs.checking(plan)) for plan in plans}
         self._checking = np.stack([checks[plan.gamma] for plan in plans])
+        self._both = self._drafting + self._checking
         self._long = (self._gamma > self.SHORT) | (2 * np.array([plan.rounds for plan in plans]) > self.SHORT)
         source = np.array([number[plan.source] for plan in plans])
         self._checker = np.array([number["retrieval" if plan.retrieval else plan.source] for plan in plans])
@@ -183,9 +184,8 @@ class Controller:
 
     def _add_up(self) -> None:
         """Milliseconds of a round of each plan."""
-        self._round = (self._drafting + self._checking) @ self.learned.values
-        new = (self._drafting[:, self.learned.seen == 0] > 0).any(1)
-        self._too_long = self._long & new
+        self._round = self._both @ self.learned.values
+        self._too_long = self._long & ((self._drafting @ (self.learned.seen == 0)) > 0)  # a part that is new
 
     def timed(self, plan: Plan, drafting: float, checking: float) -> None:
         """How long a round of a plan took, in milliseconds: all before its verify, and that.
@@ -197,7 +197,9 @@ class Controller:
             self._warm.add(drafter)
             return
         i = self._chain_of(plan)
-        self.learned.observe(self._drafting[i] + self._growing(plan.branches), drafting)
+        if plan.gamma:
+            drafts = self._drafting[i] + self._growing(plan.branches) if plan.branches else self._drafting[i]
+            self.learned.observe(drafts, drafting)
         self.learned.observe(self._checking[i], checking, checks=True)
         self._add_up()
 
@@ -263,7 +265,7 @@ class Controller:
 
     def _chain_of(self, plan: Plan) -> int:
         """The number of the plan without branches."""
-        return self._number[replace(plan, branches=0)]
+        return self._number[replace(plan, branches=0) if plan.branches else plan]
 
     def _growing(self, branches: int) -> np.ndarray:
         """How often a round with such branches pays for each part more than without."""

@@ -143,29 +143,31 @@ class Learned:
     def observe(self, weights: np.ndarray, milliseconds: float, checks: bool = False) -> None:
         """So often each part was paid for, and all of it took so long. checks: it is a verify, or the step of a round
         that drafts nothing. (The first drafts after a pause take longer than others: a draft catches up.)"""
-        used = weights > 0
-        if not used.any():
+        used = np.flatnonzero(weights)
+        if not len(used):
             return
-        recent = self._recent[tuple(np.flatnonzero(used))]
+        recent = self._recent[tuple(used.tolist())]
         forgotten = checks and self.age[used].min() >= self.FORGOTTEN
         if forgotten:
             recent.clear()
         recent.append((weights, milliseconds))
         factor = statistics.median(max(took, 1e-6) / float(row @ self.values) for row, took in recent)
-        share = 1.0 if forgotten else np.maximum(1 / (self.seen + 1.0), self.SHARE)
-        along = self._like(used)
-        self.values = np.where(used, self.values * factor**share, np.where(along, self.values * factor, self.values))
+        share = 1.0 if forgotten else np.maximum(1 / (self.seen[used] + 1.0), self.SHARE)
+        if not self.seen[used].all():
+            self.values[self._like(used)] *= factor
+        self.values[used] *= factor**share
         self.seen[used] += 1
         self.age[used] = 0
 
     def _like(self, used: np.ndarray) -> np.ndarray:
         """Parts that have never been seen and are like those, if those are new: all, as long as nothing was seen."""
-        unseen = self.seen == 0
+        unseen, others = self.seen == 0, np.ones(len(self.names), dtype=bool)
+        others[used] = False
         if unseen.all():
-            return ~used
-        kinds = {self.names[i][0] for i in np.flatnonzero(used)}
+            return others
+        kinds = {self.names[i][0] for i in used}
         new = {kind for kind in kinds if all(unseen[i] for i, name in enumerate(self.names) if name[0] == kind)}
-        return ~used & np.array([name[0] in new for name in self.names])
+        return others & np.array([name[0] in new for name in self.names])
 
     def pass_by(self, num_tokens: float) -> None:
         """So many tokens of a row were emitted. What lies idle gets another chance, now and then."""

@@ -35,6 +35,9 @@ class Pilot:
         rebuild_interval: tokens between two choices of a view.
     """
 
+    # On a CPU a choice takes 3% of a short round. After so many rounds without drafts each EVERYth is followed by one.
+    CALM, EVERY = 16, 4
+
     def __init__(self, hierarchy: "Hierarchy", settings: Settings, batch: int, *, shelf: Shelf, group: "Group | None",
                  rebuild_interval: int):
         self.hierarchy, self.shelf, self.group = hierarchy, shelf, group
@@ -53,6 +56,8 @@ class Pilot:
         self._name: tuple = ()  # of the costs on the shelf
         self._fixed: Plan | None = None
         self._next: Plan | None = None  # of the round after the present one, if that is known
+        self._on_cpu = hierarchy.outer.length.device.type == "cpu"
+        self._calm = 0  # rounds on a CPU since one drafted
         self._unseen: list[Round] = []  # that followed what was chosen, and have not been learned from yet
 
     def open(self, plan: Plan | None, padding: Padding, lengths: list[int], max_new_tokens: int,
@@ -66,7 +71,7 @@ class Pilot:
             texts: gives each row's tokens from a position on, the pending one among them.
         """
         self._fixed, self.padding, self._remaining = plan, padding, max_new_tokens
-        self._next, self._unseen = None, []
+        self._next, self._unseen, self._calm = None, [], 0
         self.controller, self.meters = None, []
         self.rebuilds = [RebuildPolicy(self.rebuild_interval) for _ in lengths]
         if plan is None and self.auto:
@@ -111,6 +116,9 @@ class Pilot:
 
     def think(self) -> None:
         """While the device works: takes in what the rounds before showed, and chooses what the next one follows."""
+        if self._calm >= self.CALM and len(self._unseen) < self.EVERY:
+            self._next = self.controller.plans[0]
+            return
         self._learn()
         self._next = self._choose()
 
@@ -146,6 +154,7 @@ class Pilot:
         """
         if self.controller is not None and was_chosen:
             self._unseen.append(result)
+            self._calm = self._calm + 1 if result.plan.gamma == 0 and self._on_cpu else 0
         for i, meter in enumerate(self.meters):
             if meter is not None:
                 meter.update(result.rows[i].tokens)
