@@ -68,9 +68,9 @@ def test_ranks_begin_with_the_first_ones_guess():
     def agree(value):
         if value is None:
             return None
-        costs, seen = value
+        costs, seen, priors = value
         first["costs"] = costs.having({part: 2 * cost for part, cost in costs.parts().items()})
-        return first["costs"], seen
+        return first["costs"], seen, priors
 
     target.group = SimpleNamespace(rank=1, size=2, all_gather=lambda own: torch.cat([own, own]), agree=agree)
     state = make_state(target, draft, [random_prompt(100)], auto=True)

@@ -82,7 +82,8 @@ def test_what_drafts_on_a_cpu_has_only_the_rows_that_it_needs(pair, eager_to_dra
     same = how["temperature"] == 0 or engine.settings.coupled
     verify = rows_of_passes(pair[0], lambda: engine.generate(prompt, 40, seed=1, **how))
     if same or gamma == 4:
-        assert set(verify) == ({8} if same else {5})
+        assert set(verify) - {4} == ({8} if same else {5})  # 4: of rounds without drafts, padded
+        assert 4 not in verify or gamma == "auto"
 
 
 def test_where_rows_cost_what_was_not_found_has_none(pair):
