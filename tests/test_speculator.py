@@ -8,6 +8,7 @@ import torch
 from conftest import make_engine, make_state, random_prompt, run_rounds
 
 from triforce.controller import Rate
+from triforce.costs import Shelf
 from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 
 
@@ -73,6 +74,7 @@ def test_a_plan_says_which_levels_pad_their_steps(pair, outer, inner):
 def test_what_drafts_on_a_cpu_has_only_the_rows_that_it_needs(pair, eager_to_draft, monkeypatch, how, gamma):
     """Also where the text is promised to be the same: no bit of a draft is heard in it."""
     monkeypatch.setattr(Rate, "PRIOR_WEIGHT", 10.0)  # this pair seldom agrees, and many tokens are to be drafted
+    monkeypatch.setattr(Shelf, "find_rates", lambda *args: {})  # also in the second text
     drafting, how = copy.deepcopy(pair[0]), dict(how)
     engine = make_engine(*pair, drafting=drafting, gamma=gamma, gamma_inner=3, compile=False, flush_interval=32,
                          budget=96, sampling=how.pop("sampling", "rejection"))
@@ -82,8 +84,7 @@ def test_what_drafts_on_a_cpu_has_only_the_rows_that_it_needs(pair, eager_to_dra
     same = how["temperature"] == 0 or engine.settings.coupled
     verify = rows_of_passes(pair[0], lambda: engine.generate(prompt, 40, seed=1, **how))
     if same or gamma == 4:
-        assert set(verify) - {4} == ({8} if same else {5})  # 4: of rounds without drafts, padded
-        assert 4 not in verify or gamma == "auto"
+        assert set(verify) == ({8} if same else {5})
 
 
 def test_where_rows_cost_what_was_not_found_has_none(pair):
