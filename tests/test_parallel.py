@@ -3,6 +3,7 @@
 Most of it is a promise of the whole library, not of parallel.py alone; `parallel_worker.py` is what each rank runs.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import slow
 
-from triforce import cli
+from triforce import cli, parallel
 from triforce.errors import UserError
 from triforce.loading import check_draft_ranks
 from triforce.model import ModelConfig
@@ -158,6 +159,26 @@ def test_where_one_rank_is_fuller_all_say_so_and_go_on(tmp_path):
     lines = sorted(done.stdout.splitlines())
     assert lines[2:] == ["same True"] * 2
     assert lines[0].startswith("rank 0: ") and lines[0][8:] == lines[1][8:] and "needs" in lines[0], lines
+
+
+@pytest.mark.quick
+def test_what_rank_0_reads_is_read_where_all_learn_of_its_mistakes(monkeypatch):
+    within, read = [], []
+
+    @contextlib.contextmanager
+    def together(group):
+        def do(work):
+            within.append(group)
+            results = ["of rank 0", work()]
+            within.pop()
+            return results
+
+        yield do
+
+    monkeypatch.setattr(parallel, "together", together)
+    for rank in (0, 1):
+        assert parallel.read_first(Group(rank, 2, ""), lambda: read.append(within[0].rank)) == "of rank 0"
+    assert read == [0]
 
 
 def test_a_mistake_that_rank_0_finds_is_told_once():

@@ -81,7 +81,7 @@ def test_other_work_begins_another_bar(drawn):
 
 
 def test_a_late_bar_waits_for_the_first_report(drawn):
-    bar = progress.Bar("prefill", 100, late=True)
+    bar = progress.Bar("prefill", 100)
     bar(1.0)
     assert drawn == []
     bar(0.5)

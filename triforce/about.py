@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 
 from .chat import Chat
+from .engine import Stream
 from .generation import Generation
 from .interactive import Conversation, say
 from .parallel import agreed
@@ -32,7 +33,7 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
     elif ids is None:
         return None
     else:
-        bar, keeping, how = Bar("prefill", len(ids), late=True), {}, "computed"
+        bar, keeping, how = Bar("prefill", len(ids)), {}, "computed"
         if args.save_every is not None:
             keeping = {"keep": args.save_prefix, "keep_every": args.save_every}
         try:
@@ -75,7 +76,7 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
         options["seed"] = seeds_of(questions, options.get("seed"), engine.target.group, args.num_samples or 1)
     if len(texts) == 1 and args.num_samples in (None, 1):
         return answer_one(engine, args, book, texts[0], questions[0]["question"] if questions else None, options, load)
-    bar = Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1), late=True)
+    bar = Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1))
     try:
         results = engine.generate(texts, prefix=book, num_samples=args.num_samples or 1, on_decode=bar.count, **options)
     finally:
@@ -92,32 +93,44 @@ def answer_one(engine, args, book: Prefix, text: str, question: str | None, opti
     """One answer, as it comes. After Ctrl-C, what there is of it."""
     if isinstance(options.get("seed"), list):
         [options["seed"]] = options["seed"]
-    stream, begun = engine.stream(text, prefix=book, **options), False
+    stream = engine.stream(text, prefix=book, **options)
     if question is not None and not args.json:
         print(f"> {question}", flush=True)
-    interrupted = False
     try:
-        for piece in stream:
-            piece = piece if begun else piece.lstrip()
-            begun = begun or bool(piece)
-            if not args.json:
-                print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        if stream.result is None or not stream.result.tokens:
-            raise
-        interrupted = True
+        result = print_stream(stream, args.json, strips=True)
     finally:
-        stream.close()
         if not args.json:
-            print("\n", flush=True)
-    result = stream.result
+            print(flush=True)
     result.stats.load = load
     if args.json:
         show(args, 0, 0, question, result)
     say(f"\n{result.stats}")
-    if interrupted:
+    if result.finish_reason == "interrupted":
         raise KeyboardInterrupt
     return 0
+
+
+def print_stream(stream: Stream, quiet: bool, as_shown=str, strips: bool = False) -> Generation:
+    """Prints a text as it comes. Returns its Generation; after Ctrl-C, what there is of it.
+
+    Args:
+        quiet: nothing is printed. as_shown: what a piece looks like. strips: the text begins with its first letter.
+    """
+    begun = False
+    try:
+        for piece in stream:
+            piece = piece.lstrip() if strips and not begun else piece
+            begun = begun or bool(piece)
+            if not quiet:
+                print(as_shown(piece), end="", flush=True)
+    except KeyboardInterrupt:
+        if stream.result is None or not stream.result.tokens:
+            raise
+    finally:
+        stream.close()
+        if begun and not quiet:
+            print(flush=True)
+    return stream.result
 
 
 def said(book: Prefix, question: str) -> str:

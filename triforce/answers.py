@@ -25,7 +25,6 @@ CHECKED_TOKENS = 64  # of the greedy comparison
 
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
     engine = load_engine(args, group)
-    load_seconds = age()
     sampling = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **wishes(args)}
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
@@ -33,8 +32,9 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
         text = request.document
         ids = None if text is None else first_tokens(args, engine.tokenizer, text, request)
         check_before_prefill(engine, args, ids, list(request.questions), sampling)
+        loaded = age()
         book = about.document_of(engine, args, ids, request.chat)
-        return about.answer(engine, args, book, list(request.questions), request.chat, sampling, load_seconds)
+        return about.answer(engine, args, book, list(request.questions), request.chat, sampling, loaded)
     ids, dropped = encode(args, engine, request.document, request, args.question)
     engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
@@ -102,27 +102,15 @@ def load_engine(args, group):
 def stream_text(engine, ids, args, sampling):
     """Generates, printing text as it comes unless --json. Returns the Generation; after Ctrl-C, what there is of it."""
     stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, ignore_eos=args.ignore_eos,
-                           on_prefill=Bar("prefill", len(ids), late=True), **sampling)
-    shown, coloured = "", args.show_levels and wants_colours(sys.stdout)
+                           on_prefill=Bar("prefill", len(ids)), **sampling)
+    coloured = args.show_levels and wants_colours(sys.stdout)
     if args.show_levels:
         print(f"{legend(wants_colours(sys.stderr))}\n" if coloured else "note: --show-levels colours a text on a "
               "terminal, and standard output\n  is none; FORCE_COLOR=1 colours it nevertheless\n", file=sys.stderr)
-    try:
-        for shown in stream:
-            if not args.json:
-                sys.stdout.write(as_ansi(stream.spans) if coloured else shown)
-                sys.stdout.flush()
-    except KeyboardInterrupt:
-        if stream.result is None or not stream.result.tokens:
-            raise
-    finally:
-        stream.close()
-        if shown and not args.json:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+    result = about.print_stream(stream, args.json, (lambda _: as_ansi(stream.spans)) if coloured else str)
     if args.show_levels:
-        print("\n" + legend(coloured and wants_colours(sys.stderr), stream.result.levels), file=sys.stderr)
-    return stream.result
+        print("\n" + legend(coloured and wants_colours(sys.stderr), result.levels), file=sys.stderr)
+    return result
 
 
 def wants_colours(file) -> bool:
@@ -155,8 +143,8 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
         seeds = {"seed": sampling["seed"] + first} if "seed" in sampling else {}
         if own is not None:
             seeds = {"seed": own[first : first + args.batch_size]}
-        prefill = Bar("prefill", sum(map(len, ids)), late=True)
-        decode = Bar("decode", args.max_new_tokens * len(ids), late=True)
+        prefill = Bar("prefill", sum(map(len, ids)))
+        decode = Bar("decode", args.max_new_tokens * len(ids))
         try:
             results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
                                       ignore_eos=args.ignore_eos, on_prefill=prefill,

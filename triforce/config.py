@@ -486,7 +486,7 @@ def parse_size(size: int | str, name: str) -> int:
         raise UserError(f"{name} ({size!r}) must be a number of bytes or a size such as '20GiB'")
     amount, unit, binary = match.groups()
     if not unit and 0 < float(amount) < 2**20 and "b" not in str(size).lower():
-        raise UserError(f"{name} ({size}) is a number of bytes, too few for anything; write '{size.strip()}GiB'")
+        raise UserError(f"{name} ({size}) is a number of bytes, too few for anything; write '{str(size).strip()}GiB'")
     return int(float(amount) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
 
 

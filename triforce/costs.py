@@ -208,41 +208,37 @@ class Shelf:
 
     def find(self, name: tuple, like: Costs) -> tuple[Costs, list[int]] | None:
         """What was put there, if it has the parts of `like`."""
-        data = self._known.get(name)
-        if data is None and self.folder is not None:
-            data = self.folder.read(self._file(name))
+        data = self._read("costs", *name)
         return None if data is None else from_json(data, like)
 
     def put(self, name: tuple, learned: Learned) -> None:
-        self._known[name] = data = to_json(learned)
-        if self.folder is not None:
-            self.folder.write(self._file(name), data)
+        self._write(to_json(learned), "costs", *name)
 
     def find_rates(self, name: tuple) -> dict[str, float]:
-        """Acceptance rates by level, as earlier texts had them."""
-        data = self._known.get(("rates", *name[1:]))
-        if data is None and self.folder is not None:
-            data = self.folder.read(self._rates_file(name))
+        """Acceptance rates by level, as earlier texts had them. They do not depend on whether steps are compiled."""
+        data = self._read("rates", *name[1:])
         return {} if data is None else json.loads(data)
 
     def put_rates(self, name: tuple, rates: dict[str, float]) -> None:
-        """They do not depend on whether steps are compiled."""
-        self._known["rates", *name[1:]] = data = json.dumps(rates).encode()
-        if self.folder is not None:
-            self.folder.write(self._rates_file(name), data)
+        self._write(json.dumps(rates).encode(), "rates", *name[1:])
 
     def name(self, padding: Padding, lengths: list[int]) -> tuple:
         """Of what was learned under such circumstances."""
         longest, shortest = (-(-length // self.STRIDE) for length in (max(lengths), min(lengths)))
         return int(self.compiled()), *map(int, padding), longest, shortest
 
-    @staticmethod
-    def _rates_file(name: tuple) -> str:
-        return f"rates-{'-'.join(map(str, name[1:]))}.json"
+    def _read(self, *key) -> bytes | None:
+        data = self._known.get(key)
+        return self.folder.read(self._file(key)) if data is None and self.folder is not None else data
+
+    def _write(self, data: bytes, *key) -> None:
+        self._known[key] = data
+        if self.folder is not None:
+            self.folder.write(self._file(key), data)
 
     @staticmethod
-    def _file(name: tuple) -> str:
-        return f"costs-{'-'.join(map(str, name))}.json"
+    def _file(key: tuple) -> str:
+        return f"{'-'.join(map(str, key))}.json"
 
 
 def sizes(level: "Speculator", padded: bool) -> list[int]:

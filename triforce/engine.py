@@ -256,7 +256,7 @@ class Engine:
         if _is_batch(prompt) or "num_samples" in options:
             raise UserError("stream gives one answer to one prompt; generate takes a list, and num_samples")
         if on_prefill is None and in_notebook():
-            on_prefill = Bar("prefill", 100, "%", late=True)
+            on_prefill = Bar("prefill", 100, "%")
         return Stream(*self._serve([prompt], max_new_tokens, prefix=prefix, stop=stop, stop_token_ids=stop_token_ids,
                                    ignore_eos=ignore_eos, speculate=speculate, one_row=one_row, logprobs=logprobs,
                                    keep=keep, chat_template=chat_template,

@@ -146,25 +146,6 @@ def subgroup(group: Group, ranks: list[int]) -> Group | None:
     return Group(ranks.index(group.rank), len(ranks), made.group_name) if group.rank in ranks else None
 
 
-def read_first(group: Group | None, read):
-    """What `read()` gives on rank 0, on every rank: for input that is rank 0's alone, and may be long in coming. If it
-    raises a UserError there, every rank does."""
-    if group is None:
-        return read()
-    waiting = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    box = [(None, None)]
-    if group.rank == 0:
-        try:
-            box = [(read(), None)]
-        except UserError as error:
-            box = [(None, str(error))]
-    dist.broadcast_object_list(box, src=0, group=waiting)
-    [(result, mistake)] = box
-    if mistake is not None:
-        raise UserError(mistake)
-    return result
-
-
 @contextlib.contextmanager
 def together(group: Group | None) -> Iterator[Callable[[Callable], list]]:
     """For work that may take or fail on each rank as it will: files, free memory. Gives a function that runs it on
@@ -199,6 +180,13 @@ def together(group: Group | None) -> Iterator[Callable[[Callable], list]]:
     finally:
         if waiting is not None:
             dist.destroy_process_group(waiting)
+
+
+def read_first(group: Group | None, read: Callable):
+    """What `read()` gives on rank 0, on every rank: for input that is rank 0's alone, and may be long in coming. If it
+    raises there, every rank does."""
+    with together(group) as do:
+        return do(lambda: read() if group is None or group.rank == 0 else None)[0]
 
 
 def leave() -> None:

@@ -19,17 +19,17 @@ def in_notebook() -> bool:
 
 
 class Bar:
-    """A progress bar.
+    """A progress bar. It is made with the first report: the work may not come at all, and before it other lines may be
+    printed.
 
     Args:
         what: is done, in a word.
         total: how much there is to do. unit: of it.
-        late: make it with the first report, for work that may not come at all.
     """
 
-    def __init__(self, what: str, total: int, unit: str = "tok", *, late: bool = False):
+    def __init__(self, what: str, total: int, unit: str = "tok"):
         self.what, self.total, self.unit = what, total, unit
-        self.bar = None if late else make(what, total, unit)
+        self.bar = None
 
     def __call__(self, share: float) -> None:
         """share: of the work that is done, 0 to 1. Less than before: other work of this kind has begun."""
@@ -106,7 +106,7 @@ class NotebookBars:
         self.bars = []
         if not in_notebook() or options.get("on_prefill") or options.get("on_decode"):
             return
-        prefill, decode = Bar("prefill", 100, "%", late=True), Bar("decode", total, late=True)
+        prefill, decode = Bar("prefill", 100, "%"), Bar("decode", total)
         options |= {"on_prefill": prefill, "on_decode": decode.count}
         self.bars = [prefill, decode]
 
