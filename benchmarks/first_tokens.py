@@ -36,8 +36,11 @@ PROCESS = """
 import json, sys, time
 job = json.load(open(sys.argv[1]))
 sys.path.insert(0, job["root"])
-import torch
-import triforce
+from triforce.start import begin_gpu, importing
+begin_gpu(None)
+with importing(owns_process=True):  # as the commands do
+    import torch
+    import triforce
 from triforce.parallel import from_environment, leave
 group, device = from_environment()
 engine = triforce.load(job["checkpoint"], group=group, device=device, **job["options"])
