@@ -3,6 +3,7 @@
 Of cli.py, with the library behind it; test_cli_flags.py has it without.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -263,6 +264,20 @@ def test_a_closed_pipe_is_no_error():
     done = subprocess.run(f"{sys.executable} generate.py --prompt 'The sea' --device cpu --ignore-eos | head -c 1",
                           shell=True, cwd=ROOT, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+def test_messages_that_cannot_be_written_do_not_cost_the_answer(capsys):
+    assert cli.main([*SMALL, "--seed", "1"]) == 0
+    expected, begun = capsys.readouterr().out, sys.stderr
+    full = open("/dev/full", "w", buffering=1)
+    with contextlib.redirect_stderr(full):
+        assert cli.main([*SMALL, "--seed", "1"]) == 0
+        assert cli.main([*SMALL, "--checkpoint", "nowhere"]) == 2
+        assert sys.stderr is full
+    with contextlib.suppress(OSError):
+        full.close()
+    assert capsys.readouterr().out == expected and sys.stderr is begun
 
 
 def test_ctrl_c_ends_cleanly():

@@ -549,17 +549,18 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
     assert "No space left" in caplog.text
 
 
-def test_a_piece_that_does_not_compile_runs_as_it_is_written(asked, small_job, monkeypatch):
+def test_a_piece_that_does_not_compile_runs_as_it_is_written(asked, small_job, monkeypatch, caplog):
     engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
     expected = run(engine)
 
     def fails(piece):
-        raise RuntimeError("no compiler here")
+        raise RuntimeError("no compiler here\n\nWhile executing %view_2: a trace of many lines")
 
     monkeypatch.setattr(precompile, "collect", lambda job: small_job[1])
     monkeypatch.setattr(precompile.Traced, "compile", fails)
     new = precompile.work(asked[0])
-    assert new and all(name.endswith(FAILED) for name in new)
+    assert new and all(name.endswith(FAILED) for name in new) and len(caplog.records) == len(new)
+    assert all(record.message.endswith("RuntimeError: no compiler here") for record in caplog.records)
     again = make_engine(*random_pair(), compile="beside", **SETTINGS)
     assert run(again) == expected and again.caches.state.compiler.pieces.complete and len(asked) == 1
 

@@ -4,6 +4,7 @@ What they ask for is in `request.py`, and how it is answered in `answers.py`. On
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -31,6 +32,25 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise UserError(f"{message}; {self.prog} --help lists all flags")
+
+
+class Careless:
+    """stderr for a command: what cannot be written there, as where its disk is full, must not cost the answer."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
 
 
 class Paragraphs(argparse.HelpFormatter):
@@ -179,6 +199,7 @@ def main(argv: list[str] | None = None, owns_process: bool = False) -> int:
             setattr(sys, name, open(os.devnull, "w"))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
+    stderr, sys.stderr = sys.stderr, Careless(sys.stderr)
     try:
         if argv and argv[0] in COMMANDS:
             with importing(owns_process):
@@ -204,3 +225,5 @@ def main(argv: list[str] | None = None, owns_process: bool = False) -> int:
         print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
         sys.stdout = None
         return 2
+    finally:
+        sys.stderr = stderr

@@ -53,7 +53,9 @@ def work(job: Job, part: int = 0, parts: int = 1) -> list[str]:
             try:
                 compiled = piece.compile()
             except Exception as error:  # whatever the compiler meets: the piece runs as it is written
-                log.warning("%s could not be compiled: %s: %s", name, type(error).__name__, error)
+                reason = next(iter(str(error).splitlines()), "")
+                log.warning("%s runs as it is written, since it does not compile: %s: %s", name, type(error).__name__,
+                            reason)
                 compiled, name = f"{type(error).__name__}: {error}".encode(), name + FAILED
             if not folder.write(name, compiled):
                 return new
