@@ -225,6 +225,25 @@ def test_what_has_long_been_known_to_be_slow_is_seen_again():
     assert controller.plan == Plan(padded=False) and controller.learned.now().verify[1] == pytest.approx(10.5)
 
 
+@pytest.mark.parametrize("believed,tokens,doubted", [(20.0, 256, True), (9.5, 256, True), (9.0, 256, False),
+                                                     (20.0, 24, False)])
+def test_a_gpu_is_doubted_where_a_step_of_more_rows_takes_less(believed, tokens, doubted):
+    """While n-grams draft, the time of a round without is not seen. It has to be recorded first, which a short text
+    does not win back."""
+    costs = Costs({16: 9.0}, {}, {"ngram": (0.05, 0.0)}, plain=believed, preparing=54.0)
+    controller, chosen = Controller(costs, 15, 0, rounds_with=Counter(drafts=4)), []
+    for i in range(tokens):
+        chosen.append(controller.choose(remaining=tokens - i, ngram=0.15))
+        drafting, checking = costs.milliseconds(chosen[-1])
+        controller.timed(chosen[-1], drafting, checking if chosen[-1].gamma else 7.5)
+        controller.update(1)
+    first = next((i for i, plan in enumerate(chosen) if plan.gamma == 0), None)
+    assert (first is not None) == doubted
+    if doubted:
+        assert Controller.PROBE_AFTER / 4 <= first < 20 and controller.plan == Plan()
+        assert controller.learned.now().plain == pytest.approx(7.5)
+
+
 @pytest.mark.parametrize("rates,preparing,doubted", [((0.92, 0.6), 0.0, False), ((0.5, 0.4), 0.0, True),
                                                      ((0.5, 0.4), 50.0, False)])
 def test_where_speculation_is_far_better_it_goes_on(rates, preparing, doubted):

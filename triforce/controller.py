@@ -221,7 +221,7 @@ class Controller:
             best = self._now
         self._now = best
         self._renew_tree(times, rates, preparing)
-        if self._doubts_plain(times):
+        if self._doubts_plain(times, remaining):
             return self.plans[0]
         used = best if self._tree is None else self._chain_of(self._tree)
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
@@ -236,16 +236,23 @@ class Controller:
                     return self.plans[tried]
         return self.plan
 
-    def _doubts_plain(self, times: np.ndarray) -> bool:
+    def _doubts_plain(self, times: np.ndarray, remaining: float) -> bool:
         """Whether a round without speculation is to show anew what it takes. While others are chosen it is not seen, so
-        a time that is too long by chance, as on a busy machine, would be believed to the end. Not where its step would
-        have to be recorded again and again, on a GPU, which measures well. times: see `choose`."""
-        if self.plan.gamma == 0 or self._step_prepared:
+        a time that is too long by chance, as on a busy machine, would be believed to the end. A GPU measures well. Its
+        time is doubted only where a step of more rows takes less, which cannot be, and where recording the step may
+        pay. times, remaining: see `choose`."""
+        if self.plan.gamma == 0:
             return False
         step, learned = self._checking[0] > 0, self.learned
-        wait = self.PROBE_AFTER if learned.seen[step].min() >= learned.WELL else self.PROBE_AFTER / 4
-        most = min(times[0], float(self._checking[self._now] @ learned.values))  # a step of more rows takes longer
-        return learned.age[step].min() >= wait and self.PLAIN_HOPE * most < times[self._now]
+        check = float(self._checking[self._now] @ learned.values)
+        impossible = times[0] > check
+        if self._step_prepared:
+            gain = times[self._now] - self.PLAIN_HOPE * check
+            if not impossible or gain * remaining < self._step_prepared:
+                return False
+        well = learned.seen[step].min() >= learned.WELL and not impossible
+        return (learned.age[step].min() >= (self.PROBE_AFTER if well else self.PROBE_AFTER / 4)
+                and self.PLAIN_HOPE * min(times[0], check) < times[self._now])
 
     def _preparing(self) -> np.ndarray:
         """Milliseconds that are yet to be spent on the steps of each plan, before it is as fast as it will be."""
