@@ -15,10 +15,11 @@ import triforce
 from triforce import acceptance, cli, memory, request
 from triforce.config import Placement, Sampling, Settings
 from triforce.errors import UserError
+from triforce.graphs import SPARE
 from triforce.hf.checkpoint import open_tensors, read_config
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
-from triforce.kit import agreement, check, report, trials
+from triforce.kit import agreement, check, plan, report, trials
 from triforce.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -58,6 +59,45 @@ def test_the_plan_is_what_is_allocated(flags, options, capsys):
     numbers = sum(tensor.numel() for tensor in open_tensors(TINY / "target" / "model.safetensors").values())
     assert way["parts"]["target weights"] == 4 * numbers
     assert way["resident_layers"] == options.get("num_resident_layers", 8)
+
+
+@pytest.mark.parametrize("flags", [["--num-samples", "3"], ["--questions", "FILE", "--question", "Why?"]])
+def test_a_plan_for_one_document_is_what_is_allocated(flags, tmp_path, capsys):
+    """The document once, and behind it rows with a question and an answer each."""
+    (tmp_path / "questions.txt").write_text("Who?\nWhat?\n")
+    flags = [str(tmp_path / "questions.txt") if flag == "FILE" else flag for flag in flags]
+    status, told = planned(capsys, "--device", "cpu", "--prompt-len", "2500", "--max-new-tokens", "40", *flags)
+    [way] = told["ways"]
+    assert status == 0 and told["shares"] and told["rows"] == way["rows"] == 3 and told["rows_that_fit"] >= 3
+    engine, ids = triforce.load("tiny", device="cpu", max_batch_size=8), list(range(5, 255)) * 10
+    book = engine.prefill(ids)
+    engine.generate([random_prompt(plan.QUESTION, seed=row, vocab_size=2000) for row in range(3)], 40, prefix=book)
+    parts, alone = dict(way["parts"]), planned(capsys, "--device", "cpu", "--prompt-len", "2500")[1]["ways"][0]["parts"]
+    assert parts["prefill activations"] > 0.9 * alone["prefill activations"]  # of the document
+    document = parts.pop("KV cache of the shared prefix") + parts.pop("its chunk keys")
+    assert document == book.nbytes
+    of_caches = {"tail", "chunk keys", "retrieval view", "draft cache"}
+    rows = sum(size for name, size in parts.items() if name.startswith("KV cache") or name in of_caches)
+    assert rows == engine.caches.state.nbytes
+    assert planned(capsys, *shlex.split(told["command"])[1:], "--device", "cpu")[1]["rows"] == 3
+
+
+def test_a_plan_says_how_many_rows_fit(llama_8b, capsys):
+    flags = ["--checkpoint", llama_8b, "--prompt-len", "122880", "--memory"]
+    _, told = planned(capsys, *flags, "36GiB", "--num-samples", "32", "--host-memory", "1GiB")
+    fit, chosen = told["rows_that_fit"], told["ways"][told["chosen"]]
+    assert chosen["rows"] == fit and 1 < fit < 32 and chosen["left"] >= SPARE and chosen["budget"] == 512
+    _, larger = planned(capsys, *flags, "36GiB", "--num-samples", "32", "--host-memory", "1GiB", "--budget", "1024")
+    assert larger["rows_that_fit"] < fit
+    for count in (fit, fit + 1):
+        _, other = planned(capsys, *flags, "36GiB", "--num-samples", str(count), "--host-memory", "1GiB")
+        assert other["ways"][other["chosen"]]["rows"] == other["rows_that_fit"] == fit
+    assert cli.main(["plan", *flags, "36GiB", "--num-samples", "32", "--host-memory", "1GiB"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert f"{fit} of 32 answers run side by side" in page and f"; {fit} would fit." in page
+    assert planned(capsys, *flags, "80GiB", "--num-samples", "4")[1]["rows_that_fit"] == 32
+    _, told = planned(capsys, *flags, "80GiB", "--num-samples", "1")
+    assert not told["shares"] and told["rows_that_fit"] is None
 
 
 def test_an_8b_on_24_gib_keeps_the_layers_that_fit(llama_8b, capsys):

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,20 @@ def needed_tokens(length: int, settings: Settings, max_seq_len: int | None) -> i
 def usual_capacity(needed: int, max_seq_len: int | None) -> int:
     """Tokens that a row is given, if it shares no prefix."""
     return -(-needed // 1024) * 1024 if max_seq_len is None else needed
+
+
+def own_tokens(needed: int, base: int, flush_interval: int) -> int:
+    """Tokens that each of many rows is given behind a shared prefix of `base`: whole intervals, and no more."""
+    return -(-(needed - base) // flush_interval) * flush_interval
+
+
+def view_within(parts_of: Callable[[int], Iterable[memory.Part]], budget: int, free: int) -> int:
+    """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a State with such a view."""
+    needed, least = (sum(part.bytes for part in parts_of(view)) for view in (budget, VIEWS[0]))
+    if budget <= VIEWS[0] or needed <= free:
+        return budget
+    share = max(free - least, 0) / (needed - least)  # all that grows with a view, grows in proportion
+    return max(view for view in VIEWS if view <= VIEWS[0] + share * (budget - VIEWS[0]))
 
 
 class Caches:
@@ -340,7 +355,7 @@ class Caches:
         settings = self.settings_for(batch, shared=base > 0)
         capacity = usual_capacity(needed, longest)
         if base and longest is None:  # a conversation grows; of many rows each has just what it needs
-            own = -(-(needed - base) // settings.flush_interval) * settings.flush_interval
+            own = own_tokens(needed, base, settings.flush_interval)
             capacity = base + (max(1 << (own - 1).bit_length(), 1024) if batch == 1 else own)
             capacity = max(min(capacity, self._whole(self.target.config.max_len + settings.block_size)), needed)
         held = self._held(ids)
@@ -396,13 +411,10 @@ class Caches:
         if base == 0 and self.placement.offload:
             parts = self._parts(settings, batch, 0, capacity, budget, 0)
             resident = agreed(self.target.group, self._resident(capacity, parts, batch) or 0)
-        parts = self._parts(settings, batch, base, capacity, budget, resident)
         free = memory.comfortable(self.device)
-        needed = sum(part.bytes for part in parts)
-        if base and settings.budget is None and budget > VIEWS[0] and free is not None and needed > free:
-            least = sum(part.bytes for part in self._parts(settings, batch, base, capacity, VIEWS[0], resident))
-            share = max(free - least, 0) / (needed - least)  # all that grows with a view, grows in proportion
-            budget = max(view for view in VIEWS if view <= VIEWS[0] + share * (budget - VIEWS[0]))
+        if base and settings.budget is None and free is not None:
+            budget = view_within(lambda view: self._parts(settings, batch, base, capacity, view, resident), budget,
+                                 free)
         budget = agreed(self.target.group, budget)
         parts = self._parts(settings, batch, base, capacity, budget, resident)
         self._check(parts, capacity, resident, batch, is_shared=base > 0)

@@ -9,14 +9,16 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 from .. import cli, memory, request
-from ..caches import needed_tokens, usual_capacity
+from ..caches import MOST_ROWS, VIEWS, needed_tokens, own_tokens, usual_capacity, view_within
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
 from ..errors import UserError
+from ..graphs import SPARE
 from ..hf.checkpoint import read_config
 from ..hf.folders import find_draft, resolve
 from ..loading import find_dtype
@@ -28,6 +30,7 @@ from .drafts import candidates
 from .tables import broken, gib, items, paragraph, table
 
 CUDA_ITSELF = Part("CUDA itself, about", 2**29)  # of a card's memory; what a running process finds free is without it
+QUESTION = 64  # tokens that are planned for a question, with what a chat template puts around it
 THRIFTY = {"prefill_chunk_size": 2048, "chunk_size": 32}  # cost next to nothing where they were measured
 
 
@@ -57,6 +60,7 @@ class Job:
     prompt_len: int
     max_new_tokens: int
     rows: int = 1  # prompts side by side
+    shares: bool = False  # they are questions about one document, or samples of one answer
     most_rows: int = 1  # what the settings are resolved for; see `Placement.max_batch_size`
 
 
@@ -65,6 +69,8 @@ class Way:
     """One way to run a job, and what it takes of each device."""
 
     ranks: int
+    rows: int  # side by side: those of the job, or as many of them as fit behind what they share
+    wanted: int  # side by side, if there is room
     offload: bool | str
     changes: dict  # of the settings
     parts: list[Part]
@@ -88,6 +94,10 @@ class Way:
         return (self.left is None or self.left >= 0) and (self.host_room is None or self.host.bytes <= self.host_room)
 
     @property
+    def fits_all(self) -> bool:
+        return self.fits and self.rows == self.wanted
+
+    @property
     def flags(self) -> list[str]:
         """That make it, beside the user's own."""
         flags = [] if not self.offload else ["--offload"] if self.offload is True else ["--offload", "auto"]
@@ -105,39 +115,119 @@ def way(job: Job, machine: Machine, ranks: int = 1, offload: bool | str = False,
     target = shard_config(job.target, group)
     dtype = find_dtype(place.dtype, job.target.dtype, device)
     settings = replace(job.settings, **changes)
-    resolved = settings.resolve(device, has_model=job.draft is not None, offload=offload, max_batch_size=job.most_rows,
+    rows = min(job.rows, max(MOST_ROWS, job.most_rows)) if job.shares else job.rows
+    resolved = settings.resolve(device, has_model=job.draft is not None, offload=offload, shared=job.shares,
+                                max_batch_size=max(job.most_rows, rows if job.shares else 0),
                                 query_group=target.query_group)
     parts = [] if machine.is_here or device.type != "cuda" else [CUDA_ITSELF]
     parts += memory.weight_parts(target, job.draft, dtype)
     if place.draft_dtype:
         parts.append(Part("fp8 copy for drafting", fp8_bytes(target), ("no --draft-dtype",)))
-    needed = needed_tokens(job.prompt_len + job.max_new_tokens, resolved, place.max_seq_len)
-    capacity = usual_capacity(needed, place.max_seq_len)
-    budget = resolved.view_tokens(job.prompt_len, offload, capacity)
-    vocab_size = min(config.vocab_size for config in (job.target, job.draft) if config is not None)
-    sizes = {"batch": job.rows, "capacity": capacity}
-
-    def of_state(resident: int | None) -> list[Part]:
-        return memory.state_parts(target, job.draft, resolved, budget=budget, vocab_size=vocab_size, dtype=dtype,
-                                  device=device, num_resident_layers=resident, **sizes)
-
-    resident = None
-    if offload:
-        resident = place.num_resident_layers
-        if resident is None:
-            wanted = None if place.resident_memory is None else parse_size(place.resident_memory, "resident_memory")
-            free = None if machine.memory is None else machine.memory - sum(part.bytes for part in parts)
-            all_of_it = offload is True and wanted is None
-            resident = 0 if all_of_it else memory.layers_within(target, of_state(0), free, wanted, **sizes, dtype=dtype)
-    offloaded = 0 if resident is None else target.n_layer - resident
-    host = memory.host_part(target, offloaded, **sizes, dtype=dtype)
-    host = replace(host, bytes=host.bytes * ranks)
-    parts += of_state(resident)
+    free = None if machine.memory is None else machine.memory - sum(part.bytes for part in parts)
+    caches = _Caches(job, target, resolved, place, dtype, device, free)
+    found = caches.behind_a_document(rows) if job.shares else caches.of_prompts(rows)
+    host = replace(found.host, bytes=found.host.bytes * ranks)
+    parts += found.parts
     room, host_room = machine.memory, machine.host
     if device.type == "cpu":  # the same memory, wherever a layer or a rank lies
         parts, host_room = parts + [host] * bool(host.bytes), None
         room = None if room is None else room // ranks
-    return Way(ranks, offload, changes, parts, host, resident, resolved, budget, room, host_room)
+    return Way(ranks, found.rows, rows, offload, changes, parts, host, found.resident, resolved, found.budget, room,
+               host_room)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What caches take."""
+
+    rows: int
+    parts: list[Part]
+    host: Part  # of one rank
+    resident: int | None
+    budget: int
+
+
+@dataclass(frozen=True)
+class _Caches:
+    """Of a job in some way, as `caches.Caches` plans them.
+
+    target: of one rank. settings, place: resolved. free: bytes beside the weights, None: nobody knows.
+    """
+
+    job: Job
+    target: ModelConfig
+    settings: Settings
+    place: Placement
+    dtype: torch.dtype
+    device: torch.device
+    free: int | None
+
+    def of_prompts(self, rows: int) -> Found:
+        """Each with a KV cache of its own."""
+        job, longest = self.job, self.place.max_seq_len
+        capacity = usual_capacity(needed_tokens(job.prompt_len + job.max_new_tokens, self.settings, longest), longest)
+        budget, sizes = self.settings.view_tokens(job.prompt_len, self.place.offload, capacity), {"batch": rows,
+                                                                                                 "capacity": capacity}
+        resident = self._resident(lambda count: self._state(budget, num_resident_layers=count, **sizes), **sizes)
+        return Found(rows, list(self._state(budget, num_resident_layers=resident, **sizes)),
+                     self._on_host(resident, **sizes), resident, budget)
+
+    def behind_a_document(self, most: int) -> Found:
+        """As many of the rows as fit, behind the KV cache of what they share."""
+        job, settings, longest = self.job, self.settings, self.place.max_seq_len
+        base = job.prompt_len // settings.flush_interval * settings.flush_interval
+        needed = needed_tokens(job.prompt_len + QUESTION + job.max_new_tokens, settings, longest)
+        capacity = base + own_tokens(needed, base, settings.flush_interval) if longest is None else needed
+        budget = settings.view_tokens(job.prompt_len, self.place.offload, capacity)
+        least = min(budget, VIEWS[0]) if settings.budget is None else budget
+        free = self.free if self.free is None or self.device.type != "cuda" else self.free - SPARE
+
+        def of_rows(rows: int, view: int) -> tuple[Part, ...]:
+            return self._state(view, batch=rows, capacity=capacity, base=base)
+
+        document = {"batch": 1, "capacity": base}
+        resident = self._resident(lambda count: of_rows(1, least), **document)
+        prefix = memory.prefix_parts(self.target, settings, capacity=base, dtype=self.dtype, device=self.device,
+                                     num_resident_layers=resident)
+
+        def fits(rows: int) -> bool:
+            return free is None or sum(part.bytes for part in _at_most(prefix, of_rows(rows, least))) <= free
+
+        low, high = 1, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        if settings.budget is None and free is not None:
+            budget = view_within(lambda view: _at_most(prefix, of_rows(low, view)), budget, free)
+        return Found(low, _at_most(prefix, of_rows(low, budget)), self._on_host(resident, **document), resident, budget)
+
+    def _state(self, budget: int, **sizes) -> tuple[Part, ...]:
+        draft = self.job.draft
+        vocab_size = min(config.vocab_size for config in (self.job.target, draft) if config is not None)
+        return memory.state_parts(self.target, draft, self.settings, budget=budget, vocab_size=vocab_size,
+                                  dtype=self.dtype, device=self.device, **sizes)
+
+    def _resident(self, parts_with: Callable[[int], tuple[Part, ...]], **sizes) -> int | None:
+        """How many layers of the KV cache stay on the device, beside these parts. None: all."""
+        place = self.place
+        if not place.offload or place.num_resident_layers is not None:
+            return place.num_resident_layers if place.offload else None
+        wanted = None if place.resident_memory is None else parse_size(place.resident_memory, "resident_memory")
+        if place.offload is True and wanted is None:
+            return 0
+        return memory.layers_within(self.target, parts_with(0), self.free, wanted, **sizes, dtype=self.dtype)
+
+    def _on_host(self, resident: int | None, **sizes) -> Part:
+        offloaded = 0 if resident is None else self.target.n_layer - resident
+        return memory.host_part(self.target, offloaded, **sizes, dtype=self.dtype)
+
+
+def _at_most(document: Iterable[Part], rows: Iterable[Part]) -> list[Part]:
+    """Of the parts that both name, the larger: they are not needed at the same time."""
+    parts: dict[str, Part] = {}
+    for part in (*document, *rows):
+        parts[part.name] = max(part, parts.get(part.name, part), key=lambda one: one.bytes)
+    return list(parts.values())
 
 
 def ways(job: Job, machine: Machine) -> list[Way]:
@@ -165,12 +255,12 @@ def _thrifty(job: Job, machine: Machine, ranks: int, offload: bool | str) -> Way
                and value != getattr(usual.settings, name)}
     if not usual.settings.scores_chunks:
         changes.pop("chunk_size", None)
-    return usual if usual.fits or not changes else way(job, machine, ranks, offload, changes)
+    return usual if usual.fits_all or not changes else way(job, machine, ranks, offload, changes)
 
 
 def best(found: list[Way]) -> Way | None:
-    """The first that fits."""
-    return next((one for one in found if one.fits), None)
+    """The first that fits with all rows side by side, or else the first with some of them."""
+    return next((one for one in found if one.fits_all), next((one for one in found if one.fits), None))
 
 
 def longest_prompt(job: Job, machine: Machine) -> int:
@@ -183,6 +273,12 @@ def longest_prompt(job: Job, machine: Machine) -> int:
         else:
             low = middle
     return low * 1024
+
+
+def rows_that_fit(job: Job, machine: Machine, chosen: Way) -> int:
+    """Side by side behind the document, in the chosen way; at most as many as ever run side by side."""
+    most = replace(job, rows=max(MOST_ROWS, job.most_rows))
+    return way(most, machine, chosen.ranks, chosen.offload, chosen.changes).rows
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -199,7 +295,8 @@ def parser() -> cli.Parser:
                    "cpu of the machine (default: what this machine's device has free)")
     p.add_argument("--host-memory", metavar="SIZE", help="of the host (default: what this machine has free)")
     p.add_argument("--gpus", type=int, metavar="N", help="so many of them (default: those of this machine, or 1)")
-    p.add_argument("--batch-size", type=int, metavar="N", help="so many prompts side by side (default 1)")
+    p.add_argument("--batch-size", type=int, metavar="N", help="so many prompts side by side (default 1); questions "
+                   "and samples (--questions FILE, --num-samples N) share the document")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
     return p
 
@@ -242,7 +339,11 @@ def job_of(args, rows: int | None) -> Job:
     if placement.num_resident_layers is not None and placement.num_resident_layers > target.n_layer:
         raise UserError(f"--num-resident-layers ({placement.num_resident_layers}) is more than the model's "
                         f"{target.n_layer} layers")
-    return Job(target, draft, settings, placement, length, new, rows or 1, args.batch_size)
+    asked = request.read_questions(request.read_file("--questions", args.questions), args.questions) if args.questions \
+        else []
+    about = max(len(asked) + (args.question is not None), 1) * (args.num_samples or 1)
+    return Job(target, draft, settings, placement, length, new, about if about > 1 else rows or 1, about > 1,
+               args.batch_size)
 
 
 def command(job: Job, chosen: Way, rest: list[str], rows: int | None) -> str:
@@ -251,7 +352,7 @@ def command(job: Job, chosen: Way, rest: list[str], rows: int | None) -> str:
     given = {word.partition("=")[0].replace("_", "-") for word in words}
     if not given & {"--prompt-len", "--prefill"}:
         words += ["--prompt-len", str(job.prompt_len)]
-    if rows is not None:
+    if rows is not None and not job.shares:
         words += ["--prompts", "prompts.jsonl", "--batch-size", str(rows)]
     elif not given & {"--prompt", "--prompt-file", "--prompts"}:
         words += ["--prompt-file", "book.txt"]
@@ -272,8 +373,8 @@ def record(job: Job, machine: Machine, found: list[Way], rest: list[str], rows: 
     return {
         "name": "plan", "fits": chosen is not None, "device": str(machine.device), "memory": machine.memory,
         "host_memory": machine.host, "devices": machine.devices, "is_here": machine.is_here,
-        "prompt_len": job.prompt_len, "max_new_tokens": job.max_new_tokens, "rows": job.rows,
-        "ways": [{"ranks": one.ranks, "offload": one.offload, "flags": one.flags, "fits": one.fits,
+        "prompt_len": job.prompt_len, "max_new_tokens": job.max_new_tokens, "rows": job.rows, "shares": job.shares,
+        "ways": [{"ranks": one.ranks, "rows": one.rows, "offload": one.offload, "flags": one.flags, "fits": one.fits,
                   "resident_layers": job.target.n_layer if one.resident is None else one.resident,
                   "layers": job.target.n_layer, "budget": one.budget, "bytes": one.bytes, "left": one.left,
                   "host_bytes": one.host.bytes, "parts": {part.name: part.bytes for part in one.parts}}
@@ -281,6 +382,7 @@ def record(job: Job, machine: Machine, found: list[Way], rest: list[str], rows: 
         "chosen": None if chosen is None else found.index(chosen),
         "command": None if chosen is None else command(job, chosen, rest, rows),
         "longest_prompt": longest_prompt(job, machine) if chosen is None else None,
+        "rows_that_fit": None if chosen is None or not job.shares else rows_that_fit(job, machine, chosen),
         "drafts": candidates(job.target) if job.draft is None else [],
     }
 
@@ -310,7 +412,10 @@ def markdown(told: dict) -> str:
         rows.append(["free on the host", *(gib(told["host_memory"]) if one["offload"] else "-" for one in shown)])
     rows.append(["fits", *("yes" if one["fits"] else "no" for one in shown)])
     what = f"{told['prompt_len']:,} prompt tokens and {told['max_new_tokens']:,} new ones"
-    what += f", {told['rows']} prompts side by side" if told["rows"] > 1 else ""
+    if told["shares"]:
+        what += f", for {told['rows']} answers about one document"
+    elif told["rows"] > 1:
+        what += f", {told['rows']} prompts side by side"
     saved = [title(one, noun) for one in shown if set(one["flags"]) - {"--offload", "auto"}]
     what += f" ({' and '.join(saved)} with flags that save memory)" if saved else ""
     lines = [paragraph(f"GiB, for {what}:"), "", table(["part", *(title(one, noun) for one in shown)], rows), ""]
@@ -335,6 +440,10 @@ def _verdict(told: dict, noun: str) -> str:
         return paragraph(text)
     chosen = told["ways"][told["chosen"]]
     lines = ["The command to use:", "", broken(told["command"]), ""]
+    if told["shares"]:
+        side, fit = chosen["rows"], told["rows_that_fit"]
+        notes.append(f"The document is kept once. {side} of {told['rows']} answers run side by side, each with "
+                     f"{QUESTION} tokens for its question; {fit} {'would fit' if fit < MOST_ROWS else 'or more fit'}.")
     if chosen["offload"]:
         count = chosen["layers"] - chosen["resident_layers"]
         notes.append(f"Each verify copies {gib(chosen['host_bytes'] // chosen['ranks'])} GiB of {count} layers over "
