@@ -574,7 +574,7 @@ FAULTS = [
           "count = torch.where((top_k == 0).any(), count, top_k)", "test_sampling.py -k as_alone",
           "a row beside one without top-k keeps what it would drop alone"),
     Fault("stream-of-ids", "engine.py", "if piece[1] or self.tokenizer is None)", "if piece[1])",
-          "test_reuse.py -k random_steps", "a stream without a tokenizer cannot be broken off"),
+          "test_reuse.py -k without_a_tokenizer", "a stream without a tokenizer cannot be broken off"),
     Fault("memory-meant-device", "memory.py", "runs_on=device, **sizes)", 'runs_on=torch.device("cpu"), **sizes)',
           "test_memory.py -k meant", "what a GPU needs is planned as on a CPU"),
 
