@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import assert_view_holds_its_selection, make_engine, random_pair, random_prompt
+from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random_pair, random_prompt
 
 from triforce import UserError, caches
 from triforce.config import Settings
@@ -463,6 +463,8 @@ def test_a_document_is_saved_and_opened(pair, engine, twin, tmp_path):
         assert state.base == 288
         after.append(state.cache.load(1, 0, 288, state.lens[0]))  # of the last layer: all that is shared counts
     assert torch.equal(*after)
+    laws = [one.engine.generate(question, prefix=one, logprobs=VOCAB, **GREEDY).logprobs for one in (book, opened)]
+    assert laws[0] == laws[1] and all(len(at.top) == VOCAB for at in laws[0])  # of every word, to the bit
     for more in ({"flush_interval": 64}, {"offload": True, "num_resident_layers": 1, "piece_tokens": 48}):
         other = make_engine(*pair, **{**SETTINGS, "budget": 128, **more})
         opened = other.open(path)
