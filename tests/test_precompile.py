@@ -539,6 +539,17 @@ def test_a_cache_that_is_a_file(asked, tmp_path, caplog):
     assert sum("cannot" in record.message for record in caplog.records) == 1
 
 
+def test_the_wait_for_compiled_steps_is_told(asked, monkeypatch):
+    """As a part of the prefill of the call that waited, and of no other."""
+    monkeypatch.setattr(jobs, "start", lambda job, wait: time.sleep(0.3 * wait))
+    engine, prompt = make_engine(*random_pair(), compile=True, **SETTINGS), random_prompt(100)
+    first, second = (engine.generate(prompt, 4).stats for _ in range(2))
+    assert 0.3 <= first.compiling <= first.prefill and second.compiling == 0.0
+    assert f"  of it, compiling {first.compiling:>19.2f} s" in str(first).splitlines()
+    assert "of it, compiling" not in str(second)
+    assert make_engine(*random_pair(), compile="beside", **SETTINGS).generate(prompt, 4).stats.compiling == 0.0
+
+
 def test_waiting_for_what_cannot_be_kept_is_no_traceback(tmp_path, monkeypatch, caplog, capfd):
     (tmp_path / "cache").write_text("not a folder")
     monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path / "cache"))

@@ -441,7 +441,8 @@ class Engine:
         self.caches.begin()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        state = self.caches.find(ids, max_new_tokens, prefix, on_prefill)
+        before, state = self.caches.state, self.caches.find(ids, max_new_tokens, prefix, on_prefill)
+        state.waited = 0.0 if state is before else state.compiler.waited
         state.params.set(specialize=self.placement.compile is False, **sampling)
         padding = self._padding(state.params.greedy or self.settings.coupled)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them

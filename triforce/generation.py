@@ -22,6 +22,7 @@ class Stats:
     load: float = 0.0  # before the call, of a command: from its start until the model was ready
     ttft: float = 0.0  # from the call to the first token: prefill and the first round
     prefill: float = 0.0  # of that: until the prompts were in the cache
+    compiling: float = 0.0  # of that: waiting for compiled steps, where `compile` is True
     decode: float = 0.0  # after the first token
     recording: float = 0.0  # of all, after the prefill: warming up steps and recording graphs
     tbt: float = 0.0  # `decode` per token emitted after the first round
@@ -54,6 +55,7 @@ class Stats:
             ("new tokens", f"{self.new_tokens:,}"),
             ("start and load", f"{self.load:.2f} s" if self.load else "-"),
             ("prefill", f"{self.prefill:.2f} s"),
+            *([("  of it, compiling", f"{self.compiling:.2f} s")] if self.compiling else []),
             ("time to first token", f"{self.ttft:.2f} s"),
             ("all other tokens", f"{self.decode:.2f} s"),
             ("  of it, preparing steps", f"{self.recording:.2f} s" if self.recording else "-"),

@@ -77,10 +77,12 @@ class Compiler:
         recorder: the stream on which steps are recorded as CUDA graphs. None: they are not. One stream for all that an
             engine records: cuBLAS takes 32 MiB for each stream that it is called on, and never gives them back.
         pieces: compiled ones, see `pieces.Pieces`. None: every function runs as it is written.
+        waited: seconds until these were compiled and loaded.
     """
 
-    def __init__(self, device: torch.device, *, recorder: torch.cuda.Stream | None = None, pieces=None):
-        self.device, self.recorder, self.pieces = device, recorder, pieces
+    def __init__(self, device: torch.device, *, recorder: torch.cuda.Stream | None = None, pieces=None,
+                 waited: float = 0.0):
+        self.device, self.recorder, self.pieces, self.waited = device, recorder, pieces, waited
         self.pool = None if recorder is None else torch.cuda.graph_pool_handle()
         self.num_recorded = 0  # calls of steps that were no replay of a graph
         self.seconds = 0.0  # that they took the host

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -108,7 +109,7 @@ def find_compiler(models: Models, settings: Settings, place: Placement, sizes: d
     if place.compile is False:
         return Compiler(device)
     common = target.group.common if target.group is not None else lambda names: names
-    wait = place.compile is True
+    wait, begun = place.compile is True, time.monotonic()
     pieces = known.setdefault(folder.path, Pieces(folder, common, device, wait))
     if not pieces.complete:
         pieces.look()
@@ -121,7 +122,7 @@ def find_compiler(models: Models, settings: Settings, place: Placement, sizes: d
             pieces.look()
     if wait:
         pieces.load()
-    return Compiler(device, recorder=recorder, pieces=pieces)
+    return Compiler(device, recorder=recorder, pieces=pieces, waited=time.monotonic() - begun if wait else 0.0)
 
 
 def make_job(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder,
