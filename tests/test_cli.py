@@ -280,6 +280,18 @@ def test_messages_that_cannot_be_written_do_not_cost_the_answer(capsys):
     assert capsys.readouterr().out == expected and sys.stderr is begun
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="no /proc")
+def test_the_start_is_that_of_the_command(monkeypatch):
+    """Under torchrun, which takes seconds to start its processes, that of torchrun."""
+    with subprocess.Popen(["sleep", "30"]) as launcher:
+        monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
+        own = answers.age()
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        time.sleep(0.2)
+        assert 0.1 < answers.age() < min(own, 5)
+        launcher.kill()
+
+
 def test_ctrl_c_ends_cleanly():
     process = subprocess.Popen([sys.executable, "generate.py", "--prompt", "The sea", "--device", "cpu", "--ignore-eos",
                                 "--max-new-tokens", "20000"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -380,7 +392,7 @@ def test_a_file_of_prompts(tmp_path, capsys):
     answers = [json.loads(line) for line in out.splitlines()]
     assert [answer["index"] for answer in answers] == [0, 1, 2]
     assert "3 of 3 prompts, 24 new tokens" in errors
-    assert errors.startswith("tiny on cpu, float32: 3 prompts, ") and "2 side by side" in errors
+    assert errors.startswith("loading tiny ...\ntiny on cpu, float32: 3 prompts, ") and "2 side by side" in errors
     assert cli.main(["--prompt", "Call me", *flags[4:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == answers[1]["tokens"]
     file.write_text('\ufeff"one\u2028line"\n', encoding="utf-8")  # a BOM, and no line end

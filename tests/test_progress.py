@@ -127,15 +127,17 @@ def test_what_is_not_installed_is_replaced_by_text(lacks, notebook, monkeypatch,
     assert not recwarn.list and bar.bar is None
 
 
-def test_a_file_gets_no_bar(monkeypatch, capsys):
+def test_a_file_gets_a_line_and_no_bar(monkeypatch, capsys):
+    """When the work begins, and once."""
     monkeypatch.setattr(progress, "DELAY", 0.0)
     for lacks in (None, "tqdm"):
         if lacks:
             without(monkeypatch, lacks)
-        bar = progress.Bar("prefill", 100)
-        bar(0.5)
+        bar = progress.Bar("prefill", 4096)
+        for share in (0.5, 0.9, 0.2, 1.0):
+            bar(share)
         bar.close()
-        assert capsys.readouterr().err == ""
+        assert capsys.readouterr().err == "prefill of 4,096 tokens ...\n"
 
 
 def test_short_work_has_no_plain_bar(capsys):

@@ -96,6 +96,7 @@ def encode(args, engine, text: str, request: Request, question: str | None) -> t
 
 
 def load_engine(args, group):
+    print(f"loading {args.checkpoint} ...", file=sys.stderr, flush=True)
     return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **given(args, Settings, Placement))
 
 
@@ -218,9 +219,11 @@ def wishes(args) -> dict:
 
 
 def age() -> float:
-    """Seconds since this process was started."""
+    """Seconds since this process was started, or the torchrun that started it."""
+    process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else "self"
     try:
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
     except (OSError, AttributeError):  # not Linux
         return time.process_time()

@@ -1,4 +1,4 @@
-"""Bars for what takes long, on a terminal and in a notebook; a file gets none.
+"""Bars for what takes long, on a terminal and in a notebook; a file gets a line when the work begins.
 
 In a notebook a bar appears after a second, as a widget if ipywidgets is there, else as text. What tqdm cannot draw, a
 plain line of text says.
@@ -29,7 +29,7 @@ class Bar:
 
     def __init__(self, what: str, total: int, unit: str = "tok"):
         self.what, self.total, self.unit = what, total, unit
-        self.bar = None
+        self.bar, self.is_told = None, in_notebook() or sys.stderr.isatty()
 
     def __call__(self, share: float) -> None:
         """share: of the work that is done, 0 to 1. Less than before: other work of this kind has begun."""
@@ -39,6 +39,10 @@ class Bar:
         if self.bar is None or done < self.bar.n:
             self.close()
             self.bar = make(self.what, self.total, self.unit)
+            if not self.is_told:
+                unit = "tokens" if self.unit == "tok" else self.unit
+                print(f"{self.what} of {self.total:,} {unit} ...", file=sys.stderr, flush=True)
+                self.is_told = True
         self.bar.update(done - self.bar.n)
         if share >= 1:
             self.close()
