@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random_pair, random_prompt
 
+import triforce
 from triforce import UserError, caches
 from triforce.config import Settings
 from triforce.kv.offload import Offload
@@ -471,6 +472,19 @@ def test_a_document_is_saved_and_opened(pair, engine, twin, tmp_path):
         assert opened.num_shared == (256 if "flush_interval" in more else 288)
         assert same(other.generate(question, prefix=opened, **GREEDY), expected)
     assert same(expected, twin.generate(DOCUMENT + question, **GREEDY))
+
+
+def test_a_document_of_another_dtype_is_converted_and_told(tmp_path, caplog):
+    path, wide = tmp_path / "book.prefix", triforce.load("tiny", device="cpu")
+    book = wide.prefill(DOCUMENT)
+    book.save(path)
+    with caplog.at_level("INFO", "triforce"):
+        wide.open(path)
+        assert "saved in" not in caplog.text
+        opened = triforce.load("tiny", device="cpu", dtype="bfloat16").open(path)
+    keys, rounded = (one.store.layer(3, 0)[0][:, : book.num_shared] for one in (book, opened))
+    assert torch.equal(rounded, keys.bfloat16()) and keys.abs().sum() > 0
+    assert "was saved in float32; its keys and values are converted to bfloat16" in caplog.text
 
 
 def test_a_document_of_another_model_is_refused(pair, engine, tmp_path):

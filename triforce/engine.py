@@ -188,7 +188,7 @@ class Engine:
 
     def open(self, path: str | Path) -> Prefix:
         """A document that `Prefix.save` wrote, in this process or another: on another device, offloaded or not, by
-        another number of ranks. Every rank calls this.
+        another number of ranks. Keys and values of another dtype are converted. Every rank calls this.
 
         Raises:
             UserError: there is no such file; it is damaged; it belongs to another model or tokenizer; it does not fit
@@ -197,6 +197,9 @@ class Engine:
         with PrefixReader(path) as reader:
             prefix_file.check(reader.about, self.identity(), path)
             self.check_len(len(reader.tokens), 1)
+            if reader.dtype != self.target.dtype:
+                log.info("%s was saved in %s; its keys and values are converted to %s", path,
+                         str(reader.dtype).removeprefix("torch."), self.target.dtype_name)
             with self._computing():
                 prefix = self.caches.read(reader)
             prefix.messages, prefix.chat_template = reader.about["messages"], reader.about["chat_template"]

@@ -2132,6 +2132,8 @@ FAULTS = [
           '"self"', "test_cli.py -k start_is", "over several ranks the seconds that torchrun takes are not told"),
     Fault("launcher-of-no-ranks", "answers.py", 'os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else "self"',
           "os.getppid()", "test_cli.py -k start_is", "the time of the user's shell passes for the start"),
+    Fault("converted-in-silence", "engine.py", "if reader.dtype != self.target.dtype:", "if False:",
+          "test_reuse.py -k another_dtype", "keys and values are rounded, and nobody hears of it"),
     Fault("prefix-kept-anyway", "prefix.py", "kept = reader.tokens == self.tokens and reader.about == self.about",
           "kept = True", "test_keeping.py", "a longer document is not written to its file"),
     Fault("prefix-never-kept", "prefix.py", "kept = reader.tokens == self.tokens and reader.about == self.about",
