@@ -27,7 +27,7 @@ from triforce import cli
 from triforce.errors import UserError
 from triforce.hf.folders import resolve
 from triforce.hf.tokenizer import Tokenizer
-from triforce.kit import plan
+from triforce.kit import plan, ways
 from triforce.kit.tables import broken, paragraph, table
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +86,7 @@ def obstacle(setup: Setup, args) -> str | None:
     job = plan.job_of(cli.parse(setup.command(args, "--batch-size", str(setup.rows))), setup.rows)
     own = plan.parser().parse_args([] if count == 0 else ["--gpus", str(setup.gpus)])
     machine = plan.machine_of(own, None)
-    way = plan.way(job, machine, setup.gpus, job.placement.offload)
+    way = ways.way(job, machine, setup.gpus, job.placement.offload)
     if not way.fits:
         return f"does not fit: {way.bytes / 2**30:.1f} GiB of {(machine.memory or 0) / 2**30:.1f}"
     return None

@@ -19,7 +19,7 @@ from triforce.graphs import SPARE
 from triforce.hf.checkpoint import open_tensors, read_config
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
-from triforce.kit import agreement, check, plan, report, trials
+from triforce.kit import agreement, check, report, trials, ways
 from triforce.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -71,7 +71,7 @@ def test_a_plan_for_one_document_is_what_is_allocated(flags, tmp_path, capsys):
     assert status == 0 and told["shares"] and told["rows"] == way["rows"] == 3 and told["rows_that_fit"] >= 3
     engine, ids = triforce.load("tiny", device="cpu", max_batch_size=8), list(range(5, 255)) * 10
     book = engine.prefill(ids)
-    engine.generate([random_prompt(plan.QUESTION, seed=row, vocab_size=2000) for row in range(3)], 40, prefix=book)
+    engine.generate([random_prompt(ways.QUESTION, seed=row, vocab_size=2000) for row in range(3)], 40, prefix=book)
     parts, alone = dict(way["parts"]), planned(capsys, "--device", "cpu", "--prompt-len", "2500")[1]["ways"][0]["parts"]
     assert parts["prefill activations"] > 0.9 * alone["prefill activations"]  # of the document
     document = parts.pop("KV cache of the shared prefix") + parts.pop("its chunk keys")

@@ -13,7 +13,7 @@ from triforce.engine import Engine
 from triforce.errors import UserError
 from triforce.hf.checkpoint import read_config
 from triforce.hf.folders import TINY
-from triforce.kit.plan import Job, Machine, way
+from triforce.kit.ways import Job, Machine, way
 
 
 def test_defaults_on_a_cpu():

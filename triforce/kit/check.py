@@ -27,7 +27,7 @@ from ..hf.tokenizer import Tokenizer
 from ..kept import root
 from ..loading import find_dtype, load
 from ..plan import AUTOREGRESSION, ONE_ROW
-from . import agreement, plan, report, trials
+from . import agreement, plan, report, trials, ways
 
 NEW = 96  # tokens of a call
 WORKSPACES = 2**28  # bytes that libraries of CUDA allocate for themselves, whatever the model
@@ -103,11 +103,11 @@ def read_ids(tokenizer: Tokenizer, path: str | None, count: int) -> tuple[list[i
 
 # -- memory, and what to use -------------------------------------------------------------------------------------------
 
-def memory_of(engine: Engine, job: plan.Job, device: torch.device, stats_peak: int) -> dict:
+def memory_of(engine: Engine, job: ways.Job, device: torch.device, stats_peak: int) -> dict:
     """Planned beside used. On a GPU the peak is compared, on a CPU the caches that are held: there the peak is that of
     the process, with transformers in it."""
-    here = plan.Machine(device, memory.available(device), None)
-    way = plan.way(job, here, offload=job.placement.offload)
+    here = ways.Machine(device, memory.available(device), None)
+    way = ways.way(job, here, offload=job.placement.offload)
     state, parts = engine.caches.state, {part.name: part.bytes for part in way.parts}
     held = {"tail", "chunk keys", "retrieval view", "draft cache", way.host.name}
     caches = sum(size for name, size in parts.items() if name in held or name.startswith("KV cache"))
@@ -122,7 +122,7 @@ def memory_of(engine: Engine, job: plan.Job, device: torch.device, stats_peak: i
     return told
 
 
-def advise(records: list[dict], tried: list[trials.Trial], engine: Engine, job: plan.Job, here: plan.Machine) -> dict:
+def advise(records: list[dict], tried: list[trials.Trial], engine: Engine, job: ways.Job, here: ways.Machine) -> dict:
     """What the measurements speak for. Each line names what it rests on."""
     lines = []
     steps = {record["name"].removeprefix("step, "): record for record in records if record["name"].startswith("step")}
@@ -162,10 +162,10 @@ def advise(records: list[dict], tried: list[trials.Trial], engine: Engine, job: 
     room = engine.target.config.max_len - job.max_new_tokens
     if job.placement.max_seq_len is None:
         longest = replace(job, prompt_len=room)
-        chosen = plan.best(plan.ways(longest, here))
+        chosen = ways.best(ways.ways(longest, here))
         if chosen is None:
             lines.append(f"offload: {room:,} tokens, all that the model can attend over, do not fit this machine; at "
-                         f"most {plan.longest_prompt(longest, here):,} do (triforce plan).")
+                         f"most {ways.longest_prompt(longest, here):,} do (triforce plan).")
         else:
             words = f"add {' '.join(chosen.flags)}" if chosen.flags else "no flag is needed"
             ranks = f" on {chosen.ranks} GPUs" if chosen.ranks > 1 else ""
@@ -207,15 +207,15 @@ def lengths_of(own, args, config, device: torch.device, longest: int) -> list[in
     return found[-1:] if own.quick else found
 
 
-def _job(args, length: int) -> plan.Job:
+def _job(args, length: int) -> ways.Job:
     asked = {**vars(args), "prompt_len": length, "batch_size": 1}
     return plan.job_of(argparse.Namespace(**asked), None)
 
 
-def _way(args, length: int, device: torch.device) -> plan.Way:
-    here = plan.Machine(device, memory.available(device), memory.available(torch.device("cpu")))
+def _way(args, length: int, device: torch.device) -> ways.Way:
+    here = ways.Machine(device, memory.available(device), memory.available(torch.device("cpu")))
     job = _job(args, length)
-    return plan.way(job, here, offload=job.placement.offload)
+    return ways.way(job, here, offload=job.placement.offload)
 
 
 def beside_transformers(own, args, folder: Path, ids: list[int], device: torch.device,
@@ -304,7 +304,7 @@ def examine(engine: Engine, own, args, ids: list[int], lengths: list[int], progr
     common = {"passed": None, "prompt_len": longest, "budget": engine.resolve_budget(longest)}
     progress.add(*({**trial.record(), **common, "name": f"acceptance, {trial.way}, T {trial.temperature:g}"}
                    for trial in tried if trial.plan.gamma))
-    here = plan.Machine(device, memory.available(device), memory.available(torch.device("cpu")),
+    here = ways.Machine(device, memory.available(device), memory.available(torch.device("cpu")),
                         torch.cuda.device_count() if device.type == "cuda" else 1)
     here = replace(here, memory=None if here.memory is None else here.memory + _held(engine))
     progress.add(advise(progress.records, tried, engine, _job(args, longest), here))
