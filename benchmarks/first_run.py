@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from harness import device_name, pyplot, read_rows, read_text, report, run_or_plot, save, starter  # noqa: E402
 
-PARTS = ("load", "prefill", "preparing", "decode")
+PARTS = ("load", "prefill", "compiling", "preparing", "decode")
 PATIENCE = 180  # seconds for the processes that compile
 
 
@@ -44,7 +44,8 @@ def generate(args, context: int, gpus: int, cache: str, *more: str) -> dict:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-600:]}")
     stats = json.loads(done.stdout.splitlines()[-1])["stats"]
     first_round = stats["ttft"] - stats["prefill"]
-    return {"load": stats["load"], "prefill": stats["prefill"], "preparing": stats["recording"],
+    return {"load": stats["load"], "prefill": stats["prefill"] - stats["compiling"], "compiling": stats["compiling"],
+            "preparing": stats["recording"],
             "decode": max(first_round + stats["decode"] - stats["recording"], 0.0), "ttft": stats["ttft"],
             "to_last_token": stats["load"] + stats["ttft"] + stats["decode"], "tbt_ms": 1e3 * stats["tbt"],
             "process": wall, "block_efficiency": stats["block_efficiency"], "peak_gib": stats["peak_memory"] / 2**30}
@@ -138,7 +139,9 @@ def plot(path: str) -> None:
               + (f", {row['gpus']} GPUs" if row["gpus"] > 1 else "") for row in rows]
     left = [0.0] * len(rows)
     for part in PARTS:
-        widths = [row[part] for row in rows]
+        widths = [row.get(part, 0.0) for row in rows]  # of earlier rows no process waited for the compiler
+        if not any(widths):
+            continue
         axes.barh(range(len(rows)), widths, 0.7, left=left, label={"preparing": "preparing steps"}.get(part, part))
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)

@@ -69,7 +69,7 @@ def answered(results, seconds: float) -> dict:
     later = sum(one.new_tokens - 1 for one in stats)
     decode = max(one.decode for one in stats)
     return {"seconds": seconds, "prefill": stats[0].prefill, "ttft": stats[0].ttft, "decode": decode,
-            "preparing": stats[0].recording, "ms_a_token": 1e3 * decode / later,
+            "compiling": stats[0].compiling, "preparing": stats[0].recording, "ms_a_token": 1e3 * decode / later,
             "block_efficiency": sum(one.block_efficiency for one in stats) / len(stats),
             "tokens": sum(one.new_tokens for one in stats), "shared": stats[0].shared_tokens,
             "peak_gib": stats[0].peak_memory / 2**30}
