@@ -539,9 +539,35 @@ def test_a_cache_that_is_a_file(asked, tmp_path, caplog):
     assert sum("cannot" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("pieces", [None, 2])
+def test_what_is_missing_is_compiled_after_the_answer(asked, pieces):
+    """Beside it, that would slow it down. Also after one that is broken off."""
+    engine = make_engine(*random_pair(), compile="beside", **SETTINGS)
+    stream = engine.stream(random_prompt(100), 8)
+    for given, _ in enumerate(stream, 1):
+        assert not asked
+        if given == pieces:
+            break
+    stream.close()
+    assert (stream.result.finish_reason == "interrupted") == (pieces is not None)
+    assert len(asked) == 1
+    engine.generate(random_prompt(100), 8)
+    assert len(asked) == 1  # the same State: its job has been started
+
+
+def test_processes_that_cannot_be_started_are_told(asked, monkeypatch, caplog):
+    def none_more(job):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(jobs, "start", none_more)
+    assert run(make_engine(*random_pair(), compile="beside", **SETTINGS), tokens=4)
+    assert [record.message for record in caplog.records] == [
+        "steps are not compiled: [Errno 11] Resource temporarily unavailable"]
+
+
 def test_the_wait_for_compiled_steps_is_told(asked, monkeypatch):
     """As a part of the prefill of the call that waited, and of no other."""
-    monkeypatch.setattr(jobs, "start", lambda job, wait: time.sleep(0.3 * wait))
+    monkeypatch.setattr(jobs, "start", lambda job, wait=False: time.sleep(0.3 * wait))
     engine, prompt = make_engine(*random_pair(), compile=True, **SETTINGS), random_prompt(100)
     first, second = (engine.generate(prompt, 4).stats for _ in range(2))
     assert 0.3 <= first.compiling <= first.prefill and second.compiling == 0.0
@@ -647,7 +673,7 @@ def test_a_prefill_waits_for_no_compiled_piece(pair, asked, options):
     """So its keys and values are the same in a first process and in a later one."""
     engine = make_engine(*pair, compile="beside", **SETTINGS, **options)
     state = engine.prepare([random_prompt(200)], 8)
-    assert len(asked) == 1 and not missing(engine)
+    assert len(engine.caches._due) == 1 and not missing(engine)
     state.round()
     assert missing(engine)
 

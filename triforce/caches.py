@@ -23,7 +23,7 @@ import torch
 from . import memory
 from .config import Placement, Settings
 from .costs import prefill_seconds
-from .jobs import Models, find_compiler, kept_folder
+from .jobs import Job, Models, find_compiler, kept_folder, start_all
 from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
@@ -91,6 +91,7 @@ class Caches:
         self._computed = False  # for the present call
         self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
+        self._due: list[Job] = []  # what is to be compiled once the present answer has ended
         self._recorder = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # of all graphs
         self._rests_since = self._busy_since = time.monotonic()
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
@@ -164,7 +165,9 @@ class Caches:
             pieces.pause()
 
     def rest(self) -> None:
-        """An answer has ended. If there is no next question for a while, compiled pieces are loaded meanwhile."""
+        """An answer has ended: what is missing is compiled, by other processes. If there is no next question for a
+        while, compiled pieces are loaded meanwhile."""
+        start_all(self._due)
         self._rests_since = time.monotonic()
         for pieces in self._pieces.values():
             pieces.load(IDLE)
@@ -374,7 +377,7 @@ class Caches:
             self.pack(shared.store)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
-                               compiler=find_compiler(*what, folder, self._pieces, self._recorder, **how),
+                               compiler=find_compiler(*what, folder, self._pieces, self._due, self._recorder, **how),
                                folder=folder, num_resident_layers=resident, pack=self._may_pack(batch, capacity),
                                shared=shared.store if base else None, draft_ranks=self.placement.draft_ranks,
                                row_unit=self._row_unit(batch, settings.block_size))

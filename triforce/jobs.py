@@ -75,6 +75,15 @@ def start(job: Job, wait: bool = False) -> None:
         log.warning("not all steps could be compiled; those run as they are written, only slower")
 
 
+def start_all(due: list[Job]) -> None:
+    """Starts what is due. Nothing depends on it."""
+    while due:
+        try:
+            start(due.pop())
+        except OSError as error:  # no process or file more
+            log.warning("steps are not compiled: %s", error)
+
+
 def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dict, base: int = 0,
                 streams: bool = False) -> Folder:
     """Where compiled pieces and learned costs of a State are kept.
@@ -97,13 +106,15 @@ def kept_folder(models: Models, settings: Settings, place: Placement, sizes: dic
 
 
 def find_compiler(models: Models, settings: Settings, place: Placement, sizes: dict, folder: Folder,
-                  known: dict[Path, Pieces], recorder: torch.cuda.Stream | None, base: int = 0,
+                  known: dict[Path, Pieces], due: list[Job], recorder: torch.cuda.Stream | None, base: int = 0,
                   streams: bool = False) -> Compiler:
     """What runs the steps of a State: as graphs, where there are any, of the pieces that were compiled for it.
 
     Args:
         recorder: the stream to record graphs on; None on a CPU.
         known: pieces that this engine has met, by their folder: they are loaded once. One more is added.
+        due: where nobody is to wait for what is missing, the job is added, to be started after the answer: beside it,
+            it would slow it down.
     """
     target, device = models.target, models.target.device
     if place.compile is False:
@@ -114,12 +125,14 @@ def find_compiler(models: Models, settings: Settings, place: Placement, sizes: d
     if not pieces.complete:
         pieces.look()
     if not pieces.complete:
+        job = make_job(models, settings, place, sizes, folder, base, streams)
         if wait:
             log.info("compiling the steps, once for this machine (kept in %s) ...", folder.path)
-        with together(target.group) as do:  # ranks compile for themselves, and one may have more to do
-            do(lambda: start(make_job(models, settings, place, sizes, folder, base, streams), wait))
-        if wait:
+            with together(target.group) as do:  # ranks compile for themselves, and one may have more to do
+                do(lambda: start(job, wait))
             pieces.look()
+        else:
+            due.append(job)
     if wait:
         pieces.load()
     return Compiler(device, recorder=recorder, pieces=pieces, waited=time.monotonic() - begun if wait else 0.0)

@@ -186,8 +186,8 @@ def _verdict(told: dict, noun: str) -> str:
     if saving:
         notes.append(f"Without {' and '.join(saving)} it does not fit; in our measurements they cost next to nothing.")
     if noun == "GPU":
-        notes.append("In the first run up to four processes compile beside it, and take half a GiB of the GPU each; "
-                     f"{gib(chosen['left'])} GiB are left. --no-compile does without them.")
+        notes.append("After the first answer up to four processes compile, and take half a GiB of the GPU each; "
+                     f"{gib(chosen['left'])} GiB are left beside a run. --no-compile does without them.")
     if told["drafts"]:
         notes.append(f"Models that may draft for it, by their vocabulary: {', '.join(told['drafts'])} (--draft). "
                      "Without one the target drafts for itself.")
