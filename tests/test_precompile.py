@@ -17,15 +17,18 @@ from conftest import in_fp8, make_engine, random_pair, random_prompt, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from triforce import attention, caches, float8, graphs, jobs, nucleus, precompile
+from triforce import answers, attention, caches, cli, float8, graphs, jobs, nucleus, precompile
 from triforce import pieces as pieces_module
 from triforce.costs import prefill_seconds
 from triforce.drafting.protocol import Drafter
 from triforce.graphs import Compiler
+from triforce.hf.folders import TINY
+from triforce.hf.tokenizer import Tokenizer
 from triforce.kept import Folder
 from triforce.model import Block, ModelConfig, RopeScaling, Transformer
 from triforce.pieces import COMPLETE, FAILED, Loaded, Pieces, piece_name, put_together, reachable, take_apart
 from triforce.quantize import fp8_copy
+from triforce.session import Session
 from triforce.state import State
 from triforce.tape import FULL, Tape
 
@@ -555,6 +558,17 @@ def test_what_is_missing_is_compiled_after_the_answer(asked, pieces):
     assert len(asked) == 1  # the same State: its job has been started
 
 
+@pytest.mark.parametrize("flags,calls", [([], 1), (["--compare"], 4)])
+def test_a_comparison_of_times_is_over_before_anything_is_compiled(asked, monkeypatch, flags, calls):
+    """A command answers four times to compare: all of them without processes that compile."""
+    monkeypatch.setattr(answers, "load_engine", lambda *_: make_engine(
+        *random_pair(vocab_size=tokenizer.vocab_size), tokenizer=tokenizer, compile="beside", **SETTINGS))
+    tokenizer, ended, close = Tokenizer(TINY / "target"), [], Session.close
+    monkeypatch.setattr(Session, "close", lambda session: ended.append(len(asked)) or close(session))
+    assert cli.main(["--prompt", "Call me Ishmael.", "--max-new-tokens", "4", "--device", "cpu", *flags]) == 0
+    assert set(ended) == {0} and len(ended) >= calls and asked
+
+
 def test_processes_that_cannot_be_started_are_told(asked, monkeypatch, caplog):
     def none_more(job):
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -572,7 +586,7 @@ def test_the_wait_for_compiled_steps_is_told(asked, monkeypatch):
     first, second = (engine.generate(prompt, 4).stats for _ in range(2))
     assert 0.3 <= first.compiling <= first.prefill and second.compiling == 0.0
     assert f"  of it, compiling {first.compiling:>19.2f} s" in str(first).splitlines()
-    assert "of it, compiling" not in str(second)
+    assert f"  of it, compiling {'-':>21}" in str(second).splitlines()
     assert make_engine(*random_pair(), compile="beside", **SETTINGS).generate(prompt, 4).stats.compiling == 0.0
 
 

@@ -138,6 +138,8 @@ def test_a_file_gets_a_line_and_no_bar(monkeypatch, capsys):
             bar(share)
         bar.close()
         assert capsys.readouterr().err == "prefill of 4,096 tokens ...\n"
+        progress.Bar("prefill", 100)(0.5)
+        assert capsys.readouterr().err == ""
 
 
 def test_short_work_has_no_plain_bar(capsys):

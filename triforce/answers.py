@@ -39,18 +39,19 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
     load_seconds = age()
-    result = stream_text(engine, ids, args, sampling)
-    result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
-    report = {"checkpoint": args.checkpoint, **asdict(result)}
-    identical = True
-    interrupted = result.finish_reason == "interrupted"
-    if wants_comparison and not interrupted:
-        print("comparing with autoregression ...", file=sys.stderr)
-        lines, report["compare"] = compare(engine, ids, args, sampling, result)
-        identical = all(report["compare"].get(f"{name}_first_difference") is None for name in ("greedy", "drawn"))
-        print("\n" + "\n".join(lines), file=sys.stderr)
-    else:
-        print(f"\n{result.stats}", file=sys.stderr)
+    with engine.caches.holding_back():
+        result = stream_text(engine, ids, args, sampling)
+        result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
+        report = {"checkpoint": args.checkpoint, **asdict(result)}
+        identical = True
+        interrupted = result.finish_reason == "interrupted"
+        if wants_comparison and not interrupted:
+            print("comparing with autoregression ...", file=sys.stderr)
+            lines, report["compare"] = compare(engine, ids, args, sampling, result)
+            identical = all(report["compare"].get(f"{name}_first_difference") is None for name in ("greedy", "drawn"))
+            print("\n" + "\n".join(lines), file=sys.stderr)
+        else:
+            print(f"\n{result.stats}", file=sys.stderr)
     print("\n" + "\n".join(result.stats.NOTES), file=sys.stderr)
     if args.json:
         print(json.dumps(report), flush=True)
@@ -178,7 +179,7 @@ def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
     over_all = wall / result.stats.wall
     lines = [f"{'':<26}{'no speculation' if args.no_speculation else 'speculation':>16}{'autoregression':>18}"]
     for (name, value), (_, other) in zip(_columns(result.stats), _columns(plain.stats), strict=True):
-        if name in ("start and load", "prefill", "time to first token"):
+        if name in ("start and load", "prefill", "  of it, compiling", "time to first token"):
             other = "-"  # it took over the other's prefill
         lines.append(f"{name:<26}{value:>16}{other:>18}")
     lines.append(f"{'speed-up per token':<26}{f'{speedup:.2f}x' if speedup else '-':>16}")

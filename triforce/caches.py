@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,6 +92,7 @@ class Caches:
         self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
         self._due: list[Job] = []  # what is to be compiled once the present answer has ended
+        self._held_back = False  # nor then
         self._recorder = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # of all graphs
         self._rests_since = self._busy_since = time.monotonic()
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
@@ -167,10 +168,21 @@ class Caches:
     def rest(self) -> None:
         """An answer has ended: what is missing is compiled, by other processes. If there is no next question for a
         while, compiled pieces are loaded meanwhile."""
-        start_all(self._due)
+        if not self._held_back:
+            start_all(self._due)
         self._rests_since = time.monotonic()
         for pieces in self._pieces.values():
             pieces.load(IDLE)
+
+    @contextlib.contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """Within, nothing begins to be compiled beside the answers: their times are to be compared."""
+        self._held_back = True
+        try:
+            yield
+        finally:
+            self._held_back = False
+            start_all(self._due)
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
         """How many of these prompts run side by side."""

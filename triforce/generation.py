@@ -55,7 +55,7 @@ class Stats:
             ("new tokens", f"{self.new_tokens:,}"),
             ("start and load", f"{self.load:.2f} s" if self.load else "-"),
             ("prefill", f"{self.prefill:.2f} s"),
-            *([("  of it, compiling", f"{self.compiling:.2f} s")] if self.compiling else []),
+            ("  of it, compiling", f"{self.compiling:.2f} s" if self.compiling else "-"),
             ("time to first token", f"{self.ttft:.2f} s"),
             ("all other tokens", f"{self.decode:.2f} s"),
             ("  of it, preparing steps", f"{self.recording:.2f} s" if self.recording else "-"),

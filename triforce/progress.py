@@ -1,4 +1,4 @@
-"""Bars for what takes long, on a terminal and in a notebook; a file gets a line when the work begins.
+"""Bars for what takes long, on a terminal and in a notebook; a file gets a line when much work begins.
 
 In a notebook a bar appears after a second, as a widget if ipywidgets is there, else as text. What tqdm cannot draw, a
 plain line of text says.
@@ -9,6 +9,7 @@ import time
 import warnings
 
 DELAY = 1.0  # seconds of work before a notebook shows a bar
+MUCH = 1024  # tokens: work of which a file is told
 
 
 def in_notebook() -> bool:
@@ -29,7 +30,7 @@ class Bar:
 
     def __init__(self, what: str, total: int, unit: str = "tok"):
         self.what, self.total, self.unit = what, total, unit
-        self.bar, self.is_told = None, in_notebook() or sys.stderr.isatty()
+        self.bar, self.is_told = None, total < MUCH or in_notebook() or sys.stderr.isatty()
 
     def __call__(self, share: float) -> None:
         """share: of the work that is done, 0 to 1. Less than before: other work of this kind has begun."""
