@@ -98,6 +98,13 @@ def test_a_plan_says_how_many_rows_fit(llama_8b, capsys):
     assert planned(capsys, *flags, "80GiB", "--num-samples", "4")[1]["rows_that_fit"] == 32
     _, told = planned(capsys, *flags, "80GiB", "--num-samples", "1")
     assert not told["shares"] and told["rows_that_fit"] is None
+    # A short document is not shared by more rows than are wanted side by side anyway.
+    status, told = planned(capsys, *flags[:2], "--prompt-len", "100", "--memory", "80GiB", "--num-samples", "40",
+                           "--batch-size", "4")
+    assert status == 0 and not told["shares"] and told["rows"] == 4
+    program, *argv = shlex.split(told["command"])
+    args = cli.parse(argv)
+    assert (args.num_samples, args.batch_size, args.prompt_file, args.prompts) == (40, 4, "book.txt", None)
 
 
 def test_an_8b_on_24_gib_keeps_the_layers_that_fit(llama_8b, capsys):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from .. import cli, memory, request
-from ..caches import MOST_ROWS
+from ..caches import MOST_ROWS, SHARED_FROM
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
 from ..errors import UserError
 from ..hf.checkpoint import read_config
@@ -80,8 +80,9 @@ def job_of(args, rows: int | None) -> Job:
     asked = request.read_questions(request.read_file("--questions", args.questions), args.questions) if args.questions \
         else []
     about = max(len(asked) + (args.question is not None), 1) * (args.num_samples or 1)
-    return Job(target, draft, settings, placement, length, new, about if about > 1 else rows or 1, about > 1,
-               args.batch_size)
+    shares = about > 1 and length >= SHARED_FROM
+    rows = about if shares else min(about, args.batch_size) if about > 1 else rows or 1
+    return Job(target, draft, settings, placement, length, new, rows, shares, args.batch_size)
 
 
 def command(job: Job, chosen: Way, rest: list[str], rows: int | None) -> str:
@@ -90,9 +91,10 @@ def command(job: Job, chosen: Way, rest: list[str], rows: int | None) -> str:
     given = {word.partition("=")[0].replace("_", "-") for word in words}
     if not given & {"--prompt-len", "--prefill"}:
         words += ["--prompt-len", str(job.prompt_len)]
-    if rows is not None and not job.shares:
-        words += ["--prompts", "prompts.jsonl", "--batch-size", str(rows)]
-    elif not given & {"--prompt", "--prompt-file", "--prompts"}:
+    asks = given & {"--questions", "--question", "--num-samples"}  # about one document
+    if rows is not None:
+        words += [*([] if asks else ["--prompts", "prompts.jsonl"]), "--batch-size", str(rows)]
+    if not given & {"--prompt", "--prompt-file", "--prompts", "--prefix"} and (asks or rows is None):
         words += ["--prompt-file", "book.txt"]
     words += [flag for flag in chosen.flags if not (job.placement.offload and flag in ("--offload", "auto"))]
     start = ["triforce"]

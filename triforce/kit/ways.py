@@ -153,8 +153,8 @@ class Planner:
         """Each with a KV cache of its own."""
         job, longest = self.job, self.place.max_seq_len
         capacity = usual_capacity(needed_tokens(job.prompt_len + job.max_new_tokens, self.settings, longest), longest)
-        budget, sizes = self.settings.view_tokens(job.prompt_len, self.place.offload, capacity), {"batch": rows,
-                                                                                                 "capacity": capacity}
+        budget = self.settings.view_tokens(job.prompt_len, self.place.offload, capacity)
+        sizes = {"batch": rows, "capacity": capacity}
         resident = self._resident(lambda count: self._state(budget, num_resident_layers=count, **sizes), **sizes)
         return Found(rows, list(self._state(budget, num_resident_layers=resident, **sizes)),
                      self._on_host(resident, **sizes), resident, budget)
