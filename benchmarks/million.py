@@ -21,7 +21,7 @@ import torch
 import triforce
 from triforce import cli, memory, request
 from triforce.config import Placement, Settings
-from triforce.kit import check, plan
+from triforce.kit import check, plan, ways
 from triforce.loading import find_dtype
 from triforce.model import ModelConfig
 
@@ -45,8 +45,8 @@ def planned(args, length: int, device: torch.device) -> dict:
     weights = memory.weight_parts(job.target, job.draft, find_dtype(job.placement.dtype, job.target.dtype, device))
     free = memory.available(device)
     free = None if free is None else free + sum(part.bytes for part in weights)
-    here = plan.Machine(device, free, memory.available(torch.device("cpu")))
-    way = plan.way(job, here, offload=job.placement.offload)
+    here = ways.Machine(device, free, memory.available(torch.device("cpu")))
+    way = ways.way(job, here, offload=job.placement.offload)
     return {"planned_gib": way.bytes / 2**30, "planned_host_gib": way.host.bytes / 2**30,
             "planned_resident_layers": way.resident,
             "parts_gib": {part.name: round(part.bytes / 2**30, 2) for part in way.parts}}

@@ -3,6 +3,7 @@
 Of cli.py, without the library behind it; test_cli.py has it with.
 """
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ class Engine:
 
     device, target, num_parameters = "cpu", SimpleNamespace(dtype_name="float32"), 10**6
     settings = SimpleNamespace(coupled=False)
+    caches = SimpleNamespace(holding_back=contextlib.nullcontext)
 
     def __init__(self):
         self.tokenizer, self.asked = Tokenizer(TINY / "target"), []
