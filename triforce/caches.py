@@ -66,9 +66,9 @@ def own_tokens(needed: int, base: int, flush_interval: int) -> int:
 
 def view_within(parts_of: Callable[[int], Iterable[memory.Part]], budget: int, free: int) -> int:
     """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a State with such a view."""
-    needed, least = (sum(part.bytes for part in parts_of(view)) for view in (budget, VIEWS[0]))
-    if budget <= VIEWS[0] or needed <= free:
+    if budget <= VIEWS[0] or (needed := sum(part.bytes for part in parts_of(budget))) <= free:
         return budget
+    least = sum(part.bytes for part in parts_of(VIEWS[0]))
     share = max(free - least, 0) / (needed - least)  # all that grows with a view, grows in proportion
     return max(view for view in VIEWS if view <= VIEWS[0] + share * (budget - VIEWS[0]))
 
