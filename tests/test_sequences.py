@@ -13,8 +13,8 @@ from triforce import caches
 # Small, so that a short text is flushed, and its view chosen anew, many times.
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True, "max_seq_len": 4096}
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-OPERATIONS = ("prefill", "save and open", "ask", "ask many", "fork", "alone", "go on", "turn back", "break off", "send",
-              "send", "send", "break off a turn", "undo", "undo")
+OPERATIONS = ("prefill", "save and open", "ask", "ask many", "fork", "together", "alone", "go on", "turn back",
+              "break off", "send", "send", "send", "break off a turn", "undo", "undo")
 STEPS, A_TEST = 16, 10  # operations of a sequence, sequences of a test
 DOCUMENTS = [random_prompt(300), random_prompt(200) + random_prompt(90, seed=50), random_prompt(150, seed=51)]
 
@@ -24,12 +24,13 @@ class Sequence:
 
     def __init__(self, seed: int, engine, twin, folder, met: Counter):
         self.dice, self.engine, self.twin, self.folder, self.met = random.Random(seed), engine, twin, folder, met
-        self.book = self.chat = None
+        self.books = []  # the newest first, and the one before it
+        self.chat = None
         self.turns: list[tuple[str, list[int]]] = []  # of the conversation: what was asked, and what was answered
         self.last = list(DOCUMENTS[0])  # the last prompt, and its answer
 
     def step(self, number: int) -> None:
-        what = self.dice.choice(OPERATIONS) if self.book is not None else "prefill"
+        what = self.dice.choice(OPERATIONS) if self.books else "prefill"
         count, question = self.dice.choice([3, 5, 8]), random_prompt(self.dice.randint(1, 30), seed=100 + number)
         if what == "undo" and not self.turns:
             return
@@ -40,6 +41,10 @@ class Sequence:
             self.ask(what, question, count)
         elif what in ("send", "break off a turn"):
             self.send(what, f"What of {self.dice.choice(['Ahab', 'the sea', 'Queequeg'])}, {number}?", 3 * count)
+        elif what == "together":
+            prompts = [self.last + question, self.last + question[::-1], self.last]  # which share what they begin with
+            results = self.engine.generate(prompts, count, **GREEDY)
+            assert [one.tokens for one in results] == [self.expected(prompt, count) for prompt in prompts]
         elif what == "undo":
             self.chat.undo()
             self.turns.pop()
@@ -53,34 +58,35 @@ class Sequence:
     def renew(self, what: str) -> None:
         """The document: another one, or the same out of a file."""
         if what == "prefill":
-            self.book = self.engine.prefill(self.dice.choice(DOCUMENTS))
+            self.books = [self.engine.prefill(self.dice.choice(DOCUMENTS)), *self.books[:1]]
         else:
-            tokens, path = self.book.tokens, self.folder / "a.prefix"
-            self.book.save(path)
-            self.book = self.engine.open(path)
-            assert self.book.tokens == tokens
+            book, path = self.dice.choice(self.books), self.folder / "a.prefix"
+            book.save(path)
+            self.books = [self.engine.open(path), *(one for one in self.books if one is not book)]
+            assert self.books[0].tokens == book.tokens
             path.unlink()
         self.chat, self.turns = None, []
 
     def ask(self, what: str, question: list[int], count: int) -> None:
         """About the document: once, several questions side by side, or several answers to one."""
+        book = self.dice.choice(self.books)
         asked = [question, question[::-1], question[:1]] if what == "ask many" else [question]
         forks = 3 if what == "fork" else 1
-        results = self.engine.generate(asked, count, prefix=self.book, num_samples=forks, **GREEDY)
+        results = self.engine.generate(asked, count, prefix=book, num_samples=forks, **GREEDY)
         results = [one for of_one in results for one in (of_one if isinstance(of_one, list) else [of_one])]
-        expected = [self.expected(self.book.tokens + one, count) for one in asked for _ in range(forks)]
+        expected = [self.expected(book.tokens + one, count) for one in asked for _ in range(forks)]
         assert [one.tokens for one in results] == expected
-        self.last = self.book.tokens + asked[0] + expected[0]
+        self.last = book.tokens + asked[0] + expected[0]
 
     def send(self, what: str, text: str, count: int) -> None:
-        """A turn of the conversation; or the beginning of one."""
-        self.chat = self.chat or self.engine.chat(prefix=self.book, **GREEDY)
-        prompt = list(self.book.tokens)
+        """A turn of the conversation; or the beginning of one, about the newest document."""
+        self.chat = self.chat or self.engine.chat(prefix=self.books[0], **GREEDY)
+        prompt = list(self.books[0].tokens)
         for said, answer in (*self.turns, (text, [])):
             prompt += self.engine.tokenizer.encode(f"\n\n{said}\n", bos=False)
             prompt += [token for token in answer if token not in self.engine.eos_ids]  # an end token ends a turn alone
         stream = self.chat.stream(text, max_new_tokens=count)
-        answer = self.broken_off(stream, 1 if what == "break off a turn" else None)
+        answer = self.broken_off(stream, count, 1 if what == "break off a turn" else None)
         assert answer == self.expected(prompt, count)[: len(answer)] and answer
         assert len(answer) == count or what == "break off a turn"
         self.turns.append((text, answer))
@@ -89,20 +95,23 @@ class Sequence:
         """A prompt of its own: another text, or the last one and more, or a part of the last one."""
         length = self.dice.randint(1, len(self.last)) if what == "turn back" else len(self.last)
         prompt = self.dice.choice(DOCUMENTS) if what == "alone" else self.last[:length] + question
-        answer = self.broken_off(self.engine.stream(prompt, count, **GREEDY), 2 if what == "break off" else None)
+        stream = self.engine.stream(prompt, count, **GREEDY)
+        answer = self.broken_off(stream, count, 2 if what == "break off" else None)
         expected = self.expected(prompt, count)
         assert answer == expected[: len(answer)] and (answer == expected or what == "break off")
         assert self.engine.generate(prompt, count, **GREEDY).tokens == expected
         self.last = (prompt + expected)[:600]
 
-    def broken_off(self, stream, pieces: int | None) -> list[int]:
-        """What a stream says, to its end or until so many pieces have come."""
+    def broken_off(self, stream, count: int, pieces: int | None) -> list[int]:
+        """What a stream of `count` tokens says, to its end or until so many pieces have come."""
         for given, _ in enumerate(stream, 1):
             if given == pieces:
                 break
         stream.close()
-        self.met["interrupted"] += stream.result.finish_reason == "interrupted"
-        return stream.result.tokens
+        answer, interrupted = stream.result.tokens, stream.result.finish_reason == "interrupted"
+        assert interrupted == (pieces is not None and len(answer) < count)
+        self.met["interrupted"] += interrupted
+        return answer
 
 
 @pytest.mark.parametrize("first", [0, *slow(*range(A_TEST, 100, A_TEST))])

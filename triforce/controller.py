@@ -246,13 +246,12 @@ class Controller:
         step, learned = self._checking[0] > 0, self.learned
         check = float(self._checking[self._now] @ learned.values)
         impossible = times[0] > check
-        if self._step_prepared:
-            gain = times[self._now] - self.PLAIN_HOPE * check
-            if not impossible or gain * remaining < self._step_prepared:
-                return False
+        if self._step_prepared and not impossible:
+            return False
         well = learned.seen[step].min() >= learned.WELL and not impossible
+        gain = times[self._now] - self.PLAIN_HOPE * min(times[0], check)  # of a token, at most
         return (learned.age[step].min() >= (self.PROBE_AFTER if well else self.PROBE_AFTER / 4)
-                and self.PLAIN_HOPE * min(times[0], check) < times[self._now])
+                and gain * max(remaining, 1.0) > self._step_prepared)
 
     def _preparing(self) -> np.ndarray:
         """Milliseconds that are yet to be spent on the steps of each plan, before it is as fast as it will be."""

@@ -75,8 +75,7 @@ def read_request(args, no_flags: bool = False) -> Request:
     asks_alone = args.interactive and args.prompt is None and args.prompt_file is None  # questions come from stdin
     if about_a_document(args):
         check_about(args, int(os.environ.get("WORLD_SIZE", 1)))
-        if args.questions:
-            questions = read_questions(read_file("--questions", args.questions), args.questions)
+        questions = questions_of(args)
         if args.prefix or asks_alone and args.prompt_len is None:
             return Request(questions=tuple(questions), chat=chat)
     if args.prompts is not None:
@@ -240,6 +239,11 @@ def note_unread(items: list[dict], known: set[str], what: str) -> None:
     if unread:
         print(f"note: {what} has fields that are not read: {', '.join(unread)}; those that are: "
               f"{', '.join(sorted(known))}", file=sys.stderr)
+
+
+def questions_of(args) -> list[dict]:
+    """Those of --questions, if it was given."""
+    return read_questions(read_file("--questions", args.questions), args.questions) if args.questions else []
 
 
 def read_questions(text: str, path: str) -> list[dict]:

@@ -77,9 +77,7 @@ def job_of(args, rows: int | None) -> Job:
     if placement.num_resident_layers is not None and placement.num_resident_layers > target.n_layer:
         raise UserError(f"--num-resident-layers ({placement.num_resident_layers}) is more than the model's "
                         f"{target.n_layer} layers")
-    asked = request.read_questions(request.read_file("--questions", args.questions), args.questions) if args.questions \
-        else []
-    about = max(len(asked) + (args.question is not None), 1) * (args.num_samples or 1)
+    about = max(len(request.questions_of(args)) + (args.question is not None), 1) * (args.num_samples or 1)
     shares = about > 1 and length >= SHARED_FROM
     rows = about if shares else min(about, args.batch_size) if about > 1 else rows or 1
     return Job(target, draft, settings, placement, length, new, rows, shares, args.batch_size)

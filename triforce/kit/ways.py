@@ -180,13 +180,11 @@ class Planner:
         def fits(rows: int) -> bool:
             return free is None or sum(part.bytes for part in _at_most(prefix, of_rows(rows, least))) <= free
 
-        low, high = 1, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        rows = _largest(1, most, fits)
         if settings.budget is None and free is not None:
-            budget = view_within(lambda view: _at_most(prefix, of_rows(low, view)), budget, free)
-        return Found(low, _at_most(prefix, of_rows(low, budget)), self._on_host(resident, **document), resident, budget)
+            budget = view_within(lambda view: _at_most(prefix, of_rows(rows, view)), budget, free)
+        parts = _at_most(prefix, of_rows(rows, budget))
+        return Found(rows, parts, self._on_host(resident, **document), resident, budget)
 
     def _state(self, budget: int, **sizes) -> tuple[Part, ...]:
         draft = self.job.draft
@@ -252,20 +250,26 @@ def best(found: list[Way]) -> Way | None:
 
 def longest_prompt(job: Job, machine: Machine) -> int:
     """The most tokens of a prompt that fit in some way, in steps of 1,024; 0: none."""
-    low, high = 0, (job.prompt_len - 1) // 1024
-    while low < high:
-        middle = (low + high + 1) // 2
-        if best(ways(replace(job, prompt_len=middle * 1024), machine)) is None:
-            high = middle - 1
-        else:
-            low = middle
-    return low * 1024
+    def fits(count: int) -> bool:
+        return best(ways(replace(job, prompt_len=count * 1024), machine)) is not None
+
+    return _largest(0, (job.prompt_len - 1) // 1024, fits) * 1024
 
 
 def rows_that_fit(job: Job, machine: Machine, chosen: Way) -> int:
     """Side by side behind the document, in the chosen way; at most as many as ever run side by side."""
+    if chosen.rows < chosen.wanted:
+        return chosen.rows
     most = replace(job, rows=max(MOST_ROWS, job.most_rows))
     return way(most, machine, chosen.ranks, chosen.offload, chosen.changes).rows
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `high` that fits, where all below one that fits do, too; `low` if none above it does."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _flag(name: str) -> str:
