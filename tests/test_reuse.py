@@ -264,6 +264,26 @@ def test_a_view_is_as_large_as_memory_allows(pair, monkeypatch):
     assert engine.caches._plan(engine.caches.settings, 2, 288, 2048, 1024)[0] == 1024
 
 
+@pytest.mark.parametrize("left_behind", [False, True])
+def test_buffers_are_freed_before_others_are_planned(engine, states, monkeypatch, left_behind):
+    """A call that needs others would find half of the memory taken. So would one after a stream that nobody closed."""
+    alive, plan = [], caches.Caches._plan
+
+    def noted(self, *args):
+        alive.append([made() is not None for made in states])
+        return plan(self, *args)
+
+    monkeypatch.setattr(caches.Caches, "_plan", noted)
+    book, stream = engine.prefill(DOCUMENT), None
+    engine.generate([random_prompt(n, seed=n) for n in (20, 30)], prefix=book, **GREEDY)
+    if left_behind:
+        stream = engine.stream(random_prompt(25, seed=25), prefix=book, **GREEDY)
+        next(stream)
+    engine.generate(random_prompt(300, seed=1), **GREEDY)
+    assert alive == [[], [False], [False, False]][: 2 + left_behind] and len(states) == len(alive)
+    assert stream is None or stream.result.tokens
+
+
 def test_a_stream_without_a_tokenizer_is_broken_off(engine, twin):
     """It gives a piece a token, with no text."""
     result = begun(engine.stream(DOCUMENT, **GREEDY), 2)

@@ -412,13 +412,13 @@ class Engine:
                 self._serving.close()  # a stream that is left behind: its statistics are those of its own rounds
             self._serving = session
             on_prefill = self.threads.between(request.on_prefill)
-            session.state = state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
+            session.state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
                                                  request.prefix, **vars(request.sampling))
         while not session.done:
             with self._lock, self.threads.working():
                 if self.caches.state is None:
                     raise UserError("the engine was released while this generation was under way; begin another one")
-                if self._serving is not session or self.caches.state is not state:
+                if self._serving is not session or self.caches.state is not session.state:
                     raise UserError("another generation has begun on this engine and taken over its caches; finish or "
                                     "close a stream first, or load a second engine")
                 pieces = session.round()
@@ -444,8 +444,9 @@ class Engine:
         self.caches.begin()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        before, state = self.caches.state, self.caches.find(ids, max_new_tokens, prefix, on_prefill)
-        state.waited = 0.0 if state is before else state.compiler.waited
+        # Nothing here holds on to the caches of the call before: they are freed before others are planned.
+        state = self.caches.find(ids, max_new_tokens, prefix, on_prefill)
+        state.waited, state.compiler.waited = state.compiler.waited, 0.0  # the first prompts alone waited
         state.params.set(specialize=self.placement.compile is False, **sampling)
         padding = self._padding(state.params.greedy or self.settings.coupled)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
