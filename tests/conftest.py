@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import os
+import signal
 import weakref
 from dataclasses import replace
 
@@ -43,6 +44,12 @@ def slow(*cases) -> list:
     """Cases of a parametrized test that are left to `-m "slow or not slow"`, each one argument or a tuple of several.
     Others, much like them, are run by `python -m pytest`. Some tests that take long are marked as a whole."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def pytest_configure() -> None:
+    """A shell has what it runs in the background ignore Ctrl-C, and what that starts ignores it, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items) -> None:
