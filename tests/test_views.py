@@ -6,10 +6,12 @@ from conftest import assert_view_holds_its_selection, make_state, random_prompt,
 
 from triforce.kv import views
 from triforce.kv.views import chunk_scores
+from triforce.plan import Plan
 
 
 def chosen(state, row: int = 0) -> list[list[set[int]]]:
     """Positions of a row's view, by layer and head."""
+    state.hierarchy.view.catch_up()
     return [[set(head) for head in state.hierarchy.view.positions(row, i).tolist()]
             for i in range(state.target.config.n_layer)]
 
@@ -34,6 +36,43 @@ def test_queries_of_the_last_conversation_do_not_choose(pair):
     used.prefill(0, prompt)
     used.begin(100)
     assert chosen(used) == chosen(fresh)
+
+
+def test_a_view_is_chosen_when_a_round_first_reads_it(pair, monkeypatch):
+    """A text that never drafts from its views chooses none. One that begins to, much later, goes by its newest
+    tokens."""
+    made, choose = [], views.RetrievalView._select_and_copy
+
+    def noted(self):
+        made.append(int(self._row))
+        choose(self)
+
+    monkeypatch.setattr(views.RetrievalView, "_select_and_copy", noted)
+    state = make_state(*pair, [random_prompt(300), random_prompt(40, seed=1)], sampling={"temperature": 0.9})
+    view, without, drafts = state.hierarchy.view, Plan(3, "model"), Plan(4, "model", True, 2, 2)
+    for _ in range(2):  # once more after a return to the prompts' ends
+        # Until both have outgrown the budget, and no flush is near.
+        while min(state.cache.lens) <= 64 or max(map(int.__sub__, state.lens, state.cache.lens)) > 8:
+            state.round(without)
+        assert not made and all(view.selected)
+        state.round(drafts)
+        assert made[:2] == [0, 1] and view.num_rebuilds == len(made[2:])
+        for row in range(2):
+            assert_view_holds_its_selection(state, row)
+        state.rewind(512)
+        made.clear()
+
+
+def test_a_view_chosen_late_goes_by_the_newest_tokens_and_lasts(pair):
+    state = make_state(*pair, [random_prompt(300)], rebuild_interval=32)
+    view, at_first = state.hierarchy.view, chosen(state)
+    while state.known[0] < 300 + 40 or state.num_flushes < 2:
+        state.round(Plan(3, "model"))
+    view.choose(0)
+    expected = chosen(state)
+    view._put_off = [True]
+    state.round(Plan(1, "model", True, 1, 1))
+    assert view.num_rebuilds == 0 and chosen(state) == expected != at_first
 
 
 def test_scores_are_those_of_kept_rows():
@@ -70,6 +109,7 @@ def test_a_view_goes_by_what_was_kept_and_holds_what_it_chose(pair):
 def test_a_few_layers_scored_at_a_time_choose_alike(prompts, pair, monkeypatch):
     def chunks() -> list:
         state = make_state(*pair, [random_prompt(length, seed=length) for length in prompts])
+        state.hierarchy.view.catch_up()
         return state.hierarchy.view._chunks.sort(-1).values.tolist()
 
     expected = chunks()
@@ -89,6 +129,7 @@ def test_a_prefix_no_longer_than_the_budget_is_taken_whole(pair, kind, prefix, w
     state = make_state(pair[0], None, [random_prompt(prefix + 1)], draft_cache=kind)
     view, full = state.hierarchy.view, state.cache.prefix
     assert full.lens == [prefix] and state.budget == 64
+    view.catch_up()
     for i in range(2 if whole else 0):
         assert view.lens == [prefix]
         assert torch.equal(view.k[i][:, :, :prefix], full.k[i][:, :, :prefix])

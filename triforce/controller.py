@@ -96,7 +96,7 @@ class Controller:
 
     # What is recorded in the first rounds that draft, and in the first with a retrieval level: so many steps of all
     # layers. After PREPARED_AFTER such rounds all of it is. A short text may end before it has paid.
-    PREPARATIONS, PREPARED_AFTER = {"drafts": 2, "retrieval": 8}, 4
+    PREPARATIONS, PREPARED_AFTER = {"drafts": 2, "retrieval": 10}, 4
     PRIORS = {"retrieval": 0.9}  # of all others one half; the chances of "ngram" are told from round to round
     FOLLOWERS = Chances(0.9, (0.07, 0.015, 0.005))  # priors of the rows of a tree
     TREE_FOR = 2000.0  # milliseconds of rounds that a tree is kept for: to find the best takes some 50, for 512 rows

@@ -234,17 +234,13 @@ class State:
                 offload.close_work()
         if view is not None and offload is None:
             for row in rows:
-                self._choose(row)
-
-    def _choose(self, row: int) -> None:
-        """A view for the row. What a shared prefix streams from the host, the first verify gathers, for all rows."""
-        self.hierarchy.view.rebuild(row, at_once=self.cache.prefix.shared is None)
+                view.open(row)
 
     def _seat(self, row: int, length: int) -> None:
         """Tail and view of a row as after a prefill of `length` tokens, which lie in the prefix."""
         self.cache.truncate(row, length)
         if self.hierarchy.view is not None:
-            self._choose(row)
+            self.hierarchy.view.open(row)
 
     @torch.inference_mode()
     def begin(self, max_new_tokens: int, plan: Plan | None = None, padding: Padding | None = None) -> None:
@@ -308,6 +304,9 @@ class State:
         chosen = plan is None
         if chosen:
             plan = self.pilot.choose()
+        if plan.retrieval and self.hierarchy.view is not None:
+            for row in self.hierarchy.view.catch_up():
+                self.pilot.rebuilds[row].rebuilt()
         result = self.hierarchy.round(plan, self.lens, self._next_extent(), self.pilot.think if chosen else None)
         self.num_forwards += 1
         self.last_round = result

@@ -143,14 +143,14 @@ class LongMemory:
                 self.choice.flush(row)
         cache.truncate(row, length)
         if self.choice and start == 0:
-            self.choice.rebuild(row)
+            self.choice.choose(row)
 
     def rewind(self, row: int, length: int) -> bool:
         self.cache.prefix.truncate(row, self.cache.whole(length))
         for i, opened in enumerate(self._opened):
             self.cache.tail.store(i, row, 0, opened[:, row])
         if self.choice:
-            self.choice.rebuild(row)  # from the prompt's queries: the same selection
+            self.choice.choose(row)  # from the prompt's queries: the same selection
         return True
 
     def flush(self, row: int, length: int) -> bool:

@@ -12,6 +12,8 @@ A layer's chosen chunks are copied into the view at once where the layer's prefi
 offloaded layer are **gathered**: picked out of the pieces that the next verify streams past anyway, so that a rebuild
 reads nothing from the host.
 
+Where nothing streams past, a view is chosen when a round first reads it: many texts never draft from theirs.
+
 Layout of a row's view, `budget` tokens: [sink | recent window, a ring | selected chunks]. While a prefix is no longer
 than the budget, the view is the whole prefix, in order.
 
@@ -59,6 +61,7 @@ class RetrievalView(View):
                                    dtype=torch.int64, device=device)
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
         self._offload, self._awaited = cache.prefix.streams, [False] * batch
+        self._put_off = [False] * batch  # per row: it is yet to be chosen for
         self._piece = self._place = torch.empty(0)  # of the layer that streams past: see `_locate`
         self._row = torch.zeros(1, dtype=torch.int64, device=device)  # that is chosen for: one graph serves all rows
         self._select = compiler.level("rebuild").step(self._select_and_copy)
@@ -71,13 +74,34 @@ class RetrievalView(View):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
         self.selected = [length > self.budget for length in self.cache.lens]
+        self._put_off = [False] * len(self._put_off)
 
     @property
     def extent(self) -> Extent:
         return Extent() if self.joined else super().extent  # joined to the tail, all of it is masked
 
+    def open(self, row: int) -> None:
+        """A row has been prefilled, or is back at an earlier length. Its view is chosen now, or by `catch_up`."""
+        if self._offload is None and self.kind != "snapkv":  # that one the prompt's queries choose
+            self.fit(row)
+            self._put_off[row] = True
+        else:  # what a shared prefix streams past, the first verify gathers, for all rows
+            self.choose(row, at_once=self.cache.prefix.shared is None)
+
+    def catch_up(self) -> list[int]:
+        """A round is about to read the views. Returns the rows that one was chosen for."""
+        rows = [row for row, put_off in enumerate(self._put_off) if put_off]
+        for row in rows:
+            self.choose(row)
+        return rows
+
     def rebuild(self, row: int, at_once: bool = True) -> None:
-        """Selects anew for one row, from the queries that the cache kept. No host sync.
+        """`choose` of a row that has a view already."""
+        self.choose(row, at_once)
+        self.num_rebuilds += self.selected[row]
+
+    def choose(self, row: int, at_once: bool = True) -> None:
+        """Selects for one row, from the queries that the cache kept. No host sync.
 
         Args:
             at_once: offloaded layers are streamed past for it; False: they are gathered in the next verify (which is
@@ -89,7 +113,6 @@ class RetrievalView(View):
             for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
                 k[row, :, :length], v[row, :, :length] = self.cache.prefix.load(i, row, 0, length)
             return
-        self.num_rebuilds += 1
         self._row.fill_(row)
         self._select()
         if self._offload is None:
@@ -105,7 +128,7 @@ class RetrievalView(View):
         """Sets the length of a row's view by that of its prefix."""
         prefix_len = self.cache.lens[row]
         self.selected[row] = prefix_len > self.budget
-        self._awaited[row] = False
+        self._awaited[row] = self._put_off[row] = False
         self.truncate(row, self.held if self.selected[row] else prefix_len)
 
     def rebuild_layer(self, i: int, row: int) -> None:
@@ -248,6 +271,9 @@ class RetrievalView(View):
 
     def flush(self, row: int) -> None:
         """Takes in the interval that the cache has just flushed, so that drafting never loses the newest tokens."""
+        if self._put_off[row]:
+            self.open(row)
+            return
         interval = self.cache.flush_interval
         start = self.cache.lens[row] - interval
         if not self.selected[row]:
