@@ -98,7 +98,7 @@ def learning(costs: Costs, rates: tuple[float, float], tokens: int, seed: int) -
     first = Controller(guess, 7, MAX_INNER, Padding(False, False, False), [0] * len(guess.parts()))
     found = time_per_token(costs, rates, tokens, seed, controller=first, busy=BUSY)
     then = Controller(first.learned.now(), 7, MAX_INNER, first.padding, first.learned.seen.tolist(),
-                      priors={name: rate.mean for name, rate in first.rates.items()})
+                      priors=first.lasting_rates())
     plain = time_per_token(costs, rates, tokens, seed, Plan(), busy=BUSY)
     again = time_per_token(costs, rates, tokens, seed + 1, controller=then)
     return found / plain, again / sum(costs.milliseconds(Plan()))

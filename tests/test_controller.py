@@ -174,6 +174,28 @@ def test_a_draft_that_was_no_good_in_earlier_texts_is_hardly_tried():
     assert max(chosen, key=chosen.get).gamma > 0
 
 
+def test_short_texts_come_back_to_a_draft_that_was_no_good_in_one():
+    """They end before what lies idle is tried again."""
+    costs, priors, drafted = Costs({1: 7.8, 8: 8.9}, {}, {"model": (0.7, 0.5)}, preparing=54.0), {"model": 0.03}, []
+    while len(drafted) < 8 and not sum(drafted):
+        controller = Controller(costs, 7, 0, Padding(False, False, False), priors=priors, rounds_with=Counter())
+        plans = [controller.choose(remaining=48)]
+        while len(plans) < 48 and plans[-1].gamma == 0:
+            controller.update(1)
+            plans.append(controller.choose(remaining=48 - len(plans)))
+        drafted.append(plans[-1].gamma > 0)
+        priors = controller.lasting_rates()
+    assert drafted[0] is False and drafted[-1] is True
+
+
+def test_rates_that_were_not_tested_go_back_to_the_guess():
+    controller = Controller(Costs({4: 10.0}, {4: 3.0}, {"model": (0.3, 0.3)}), 3, 3, priors={"model": 0.1})
+    controller.update(30)
+    assert controller.lasting_rates() == {"retrieval": pytest.approx(0.9), "model": pytest.approx(0.3)}
+    controller.update(1, model=(0, 4))
+    assert controller.lasting_rates()["model"] == controller.rates["model"].mean < 0.1
+
+
 def test_what_lies_idle_is_tried_once_before_its_round_is_seen():
     controller = Controller(Costs({4: 10.0}, {4: 3.0}, {"model": (0.3, 0.3)}), 3, 3)
     controller.update(1, model=(0, 60), retrieval=(0, 60))

@@ -130,7 +130,7 @@ def test_acceptance_of_earlier_texts_is_kept(pair, tmp_path, monkeypatch):
             state = engine.prepare([random_prompt(100 + i)], 60, temperature=0.0)
             begun.append({name: rate.mean for name, rate in state.pilot.controller.rates.items()})
             engine.generate(random_prompt(100 + i), 60, temperature=0.0)
-            ended.append({name: rate.mean for name, rate in state.pilot.controller.rates.items()})
+            ended.append(state.pilot.controller.lasting_rates())
     assert begun[0] == {"retrieval": 0.9, "model": 0.5} != ended[0]
     assert begun[1:] == [pytest.approx(one) for one in ended[:2]]
     shelf = Shelf(Folder({"model": "a"}))

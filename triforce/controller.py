@@ -61,10 +61,12 @@ class Rate:
 
     def __init__(self, prior: float):
         self.prior, self.hits, self.tests, self.age = prior, self.PRIOR_WEIGHT * prior, self.PRIOR_WEIGHT, 0
+        self.was_tested = False
 
     def update(self, hits: int, tests: int) -> None:
         kept = self.MEMORY**tests
         self.hits, self.tests, self.age = kept * self.hits + hits, kept * self.tests + tests, 0
+        self.was_tested = True
 
     def idle(self, num_tokens: float) -> None:
         kept = self.IDLE_MEMORY**num_tokens
@@ -97,7 +99,7 @@ class Controller:
     # What is recorded in the first rounds that draft, and in the first with a retrieval level: so many steps of all
     # layers. After PREPARED_AFTER such rounds all of it is. A short text may end before it has paid.
     PREPARATIONS, PREPARED_AFTER = {"drafts": 2, "retrieval": 10}, 4
-    PRIORS = {"retrieval": 0.9}  # of all others one half; the chances of "ngram" are told from round to round
+    PRIORS, PRIOR = {"retrieval": 0.9}, 0.5  # of all others; the chances of "ngram" are told from round to round
     FOLLOWERS = Chances(0.9, (0.07, 0.015, 0.005))  # priors of the rows of a tree
     TREE_FOR = 2000.0  # milliseconds of rounds that a tree is kept for: to find the best takes some 50, for 512 rows
     STAY = 0.97  # another plan must be this much better than the present one
@@ -115,7 +117,7 @@ class Controller:
         self._sources, self._has_view = list(costs.sources), bool(costs.retrieval)
         levels = ["retrieval"] * self._has_view + self._sources
         priors = self.PRIORS | (priors or {})
-        self.rates = {name: Rate(priors.get(name, 0.5)) for name in levels if name != "ngram"}
+        self.rates = {name: Rate(priors.get(name, self.PRIOR)) for name in levels if name != "ngram"}
         self._names = levels
         # The chance that a leaf is drawn where the drafted token is not, where the levels have such.
         self.leaves = {name: Rate(0.5) for name, has in zip((LEAVES, INNER_LEAVES), leaves, strict=True) if has}
@@ -139,6 +141,12 @@ class Controller:
                     for gamma_inner in range(1, max_inner + 1):
                         for rounds in range(-(-gamma // (gamma_inner + 1)), gamma + 1):
                             yield Plan(gamma, source, True, gamma_inner, rounds, padded, inner)
+
+    def lasting_rates(self) -> dict[str, float]:
+        """What the next text is to begin with. A rate that this one has not tested goes halfway back to the guess:
+        short texts end before they would try once more what did badly in one."""
+        return {name: rate.mean if rate.was_tested else (rate.prior + self.PRIORS.get(name, self.PRIOR)) / 2
+                for name, rate in self.rates.items()}
 
     def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
         """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""

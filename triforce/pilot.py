@@ -139,7 +139,7 @@ class Pilot:
         self._learn()
         if self.controller is not None and (self.group is None or self.group.rank == 0):
             self.shelf.put(self._name, self.controller.learned)
-            self.shelf.put_rates(self._name, {name: rate.mean for name, rate in self.controller.rates.items()})
+            self.shelf.put_rates(self._name, self.controller.lasting_rates())
 
     def close_row(self, row: int) -> None:
         """The row is finished."""
