@@ -181,7 +181,7 @@ def bits_of_rows(state, count, **how) -> list[list[tuple[int, str]]]:
 def positions_in_view(state, layer=0, row=0, view=None, full=None):
     """Which positions a row's retrieval view holds, per KV head, found by comparing keys. view, full: or of others."""
     if view is None:
-        state.hierarchy.view.catch_up()
+        state.hierarchy.view.catch_up([row])
     view, full = view or state.hierarchy.view, full or state.cache.prefix
     held, keys = view.k[layer][row, :, : view.lens[row]], full.k[layer][row, :, : full.lens[row]]
     return [torch.cdist(held[head].double(), keys[head].double()).argmin(-1).tolist() for head in range(len(keys))]

@@ -116,7 +116,7 @@ def test_a_view_is_chosen_from_all_of_the_prefix(pair):
     alone, over = (make_state(pair[0], None, PROMPTS[1:2], base=base, budget=64) for base in (0, BASE))
     for state in (alone, over):
         view, full = state.hierarchy.view, state.cache.prefix
-        view.catch_up()
+        view.catch_up(range(state.batch))
         for i in range(2):
             at = view.positions(0, i)
             assert at.min() == 0 and at.max() == full.lens[0] - 1 and (at < BASE).any() and (at >= BASE).any()

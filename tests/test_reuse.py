@@ -264,6 +264,29 @@ def test_a_view_is_as_large_as_memory_allows(pair, monkeypatch):
     assert engine.caches._plan(engine.caches.settings, 2, 288, 2048, 1024)[0] == 1024
 
 
+@pytest.mark.parametrize("way", ["shared", "prefill", "open", "release"])
+def test_a_stream_that_is_left_behind_lets_go_of_its_buffers(engine, states, monkeypatch, tmp_path, way):
+    """Before what comes next is planned, and where prompts share what is computed for them now."""
+    alive, check = [], caches.Caches._check
+
+    def noted(self, *args, **how):
+        alive.append(states[0]() is not None)
+        check(self, *args, **how)
+
+    engine.prefill(DOCUMENT).save(tmp_path / "document")
+    stream = engine.stream(random_prompt(25, seed=25), **GREEDY)
+    next(stream)
+    monkeypatch.setattr(caches.Caches, "_check", noted)
+    shared = random_prompt(200, seed=3)
+    {"shared": lambda: engine.generate([shared + [1, 2], shared + [3]], **GREEDY),
+     "prefill": lambda: engine.prefill(DOCUMENT), "open": lambda: engine.open(tmp_path / "document"),
+     "release": engine.release}[way]()
+    assert not any(alive) and states[0]() is None and bool(alive) == (way != "release")
+    assert stream.result.tokens
+    with pytest.raises(UserError, match="released|taken over"):
+        list(stream)
+
+
 @pytest.mark.parametrize("left_behind", [False, True])
 def test_buffers_are_freed_before_others_are_planned(engine, states, monkeypatch, left_behind):
     """A call that needs others would find half of the memory taken. So would one after a stream that nobody closed."""

@@ -11,7 +11,7 @@ from triforce.plan import Plan
 
 def chosen(state, row: int = 0) -> list[list[set[int]]]:
     """Positions of a row's view, by layer and head."""
-    state.hierarchy.view.catch_up()
+    state.hierarchy.view.catch_up(range(state.batch))
     return [[set(head) for head in state.hierarchy.view.positions(row, i).tolist()]
             for i in range(state.target.config.n_layer)]
 
@@ -75,6 +75,34 @@ def test_a_view_chosen_late_goes_by_the_newest_tokens_and_lasts(pair):
     assert view.num_rebuilds == 0 and chosen(state) == expected != at_first
 
 
+def test_rows_that_have_ended_choose_no_view(pair):
+    state = make_state(*pair, [random_prompt(300), random_prompt(290, seed=1)])
+    state.round(Plan())
+    state.close_row(0)
+    state.round(Plan(4, "model", True, 2, 2))
+    assert state.hierarchy.view._put_off == [True, False]
+
+
+def test_an_interrupt_while_a_view_is_chosen_leaves_it_to_be_chosen(pair, monkeypatch):
+    state = make_state(*pair, [random_prompt(300)])
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(state.hierarchy.view, "_select", interrupted)
+        state.round(Plan(4, "model", True, 2, 2))
+    state.round(Plan(4, "model", True, 2, 2))
+    assert_view_holds_its_selection(state, 0)
+
+
+def test_what_is_put_off_is_chosen_before_it_is_given_away(pair):
+    state = make_state(*pair, [random_prompt(300)])
+    given = state.hierarchy.view.state_dict()
+    assert given["k.0"].data_ptr() == state.hierarchy.view.k[0].data_ptr()
+    assert_view_holds_its_selection(state, 0)
+
+
 def test_scores_are_those_of_kept_rows():
     """Whatever the queries of rejected tokens are; in grouped queries, too, where rows of two heads stand together."""
     torch.manual_seed(0)
@@ -109,7 +137,7 @@ def test_a_view_goes_by_what_was_kept_and_holds_what_it_chose(pair):
 def test_a_few_layers_scored_at_a_time_choose_alike(prompts, pair, monkeypatch):
     def chunks() -> list:
         state = make_state(*pair, [random_prompt(length, seed=length) for length in prompts])
-        state.hierarchy.view.catch_up()
+        state.hierarchy.view.catch_up(range(state.batch))
         return state.hierarchy.view._chunks.sort(-1).values.tolist()
 
     expected = chunks()
@@ -129,7 +157,7 @@ def test_a_prefix_no_longer_than_the_budget_is_taken_whole(pair, kind, prefix, w
     state = make_state(pair[0], None, [random_prompt(prefix + 1)], draft_cache=kind)
     view, full = state.hierarchy.view, state.cache.prefix
     assert full.lens == [prefix] and state.budget == 64
-    view.catch_up()
+    view.catch_up(range(state.batch))
     for i in range(2 if whole else 0):
         assert view.lens == [prefix]
         assert torch.equal(view.k[i][:, :, :prefix], full.k[i][:, :, :prefix])

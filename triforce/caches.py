@@ -258,6 +258,7 @@ class Caches:
         if len(ids) == 1 or usable < SHARED_FROM:
             return None
         self._computed = True
+        del state, found, owner  # they are freed before this is planned
         return self.compute(ids[0][:usable], on_prefill)
 
     @torch.inference_mode()

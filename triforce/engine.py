@@ -176,6 +176,7 @@ class Engine:
             ids = self.encode_prompt(document)
         self.check_len(len(ids), 1)
         with self._computing(), self.threads.working():
+            self._end_stream()
             prefix = self.caches.compute(ids, self.threads.between(on_progress),
                                          None if keep is None else Keeping(keep, keep_every))
             if prefix.store is not None:
@@ -201,6 +202,7 @@ class Engine:
                 log.info("%s was saved in %s; its keys and values are converted to %s", path,
                          str(reader.dtype).removeprefix("torch."), self.target.dtype_name)
             with self._computing():
+                self._end_stream()
                 prefix = self.caches.read(reader)
             prefix.messages, prefix.chat_template = reader.about["messages"], reader.about["chat_template"]
             prefix.chat_template_kwargs = reader.about.get("chat_template_kwargs")
@@ -408,8 +410,7 @@ class Engine:
     def _decode(self, session: Session, request: "Request") -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
         with self._lock, self.threads.working():
-            if self._serving is not None:
-                self._serving.close()  # a stream that is left behind: its statistics are those of its own rounds
+            self._end_stream()
             self._serving = session
             on_prefill = self.threads.between(request.on_prefill)
             session.state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
@@ -429,7 +430,13 @@ class Engine:
     def release(self) -> None:
         """Frees the buffers of the last call."""
         with self._lock:
+            self._end_stream()
             self.caches.release()
+
+    def _end_stream(self) -> None:
+        """One that is left behind lets go of the caches. Its statistics are those of its own rounds."""
+        if self._serving is not None:
+            self._serving.close()
 
     def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, plan: Plan | None = None,
                 prefix: Prefix | None = None, **sampling) -> State:

@@ -305,7 +305,8 @@ class State:
         if chosen:
             plan = self.pilot.choose()
         if plan.retrieval and self.hierarchy.view is not None:
-            for row in self.hierarchy.view.catch_up():
+            going = [row for row in range(self.batch) if self.lens[row] < self._ends[row]]
+            for row in self.hierarchy.view.catch_up(going):
                 self.pilot.rebuilds[row].rebuilt()
         result = self.hierarchy.round(plan, self.lens, self._next_extent(), self.pilot.think if chosen else None)
         self.num_forwards += 1

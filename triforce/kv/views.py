@@ -20,7 +20,7 @@ than the budget, the view is the whole prefix, in order.
 Shapes: B batch, L layers, K KV heads, G query heads per KV head, M rows of queries, C chunks, D head_dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -71,6 +71,10 @@ class RetrievalView(View):
         yield "chunks", self._chunks
         yield "prefix_len", self._prefix_len
 
+    def state_dict(self) -> dict[str, Tensor]:
+        self.catch_up(range(len(self._put_off)))
+        return super().state_dict()
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
         self.selected = [length > self.budget for length in self.cache.lens]
@@ -88,11 +92,12 @@ class RetrievalView(View):
         else:  # what a shared prefix streams past, the first verify gathers, for all rows
             self.choose(row, at_once=self.cache.prefix.shared is None)
 
-    def catch_up(self) -> list[int]:
-        """A round is about to read the views. Returns the rows that one was chosen for."""
-        rows = [row for row, put_off in enumerate(self._put_off) if put_off]
+    def catch_up(self, rows: Iterable[int]) -> list[int]:
+        """A round is about to read the views of these rows. Returns those that one was chosen for."""
+        rows = [row for row in rows if self._put_off[row]]
         for row in rows:
             self.choose(row)
+            self._put_off[row] = False
         return rows
 
     def rebuild(self, row: int, at_once: bool = True) -> None:
@@ -128,7 +133,7 @@ class RetrievalView(View):
         """Sets the length of a row's view by that of its prefix."""
         prefix_len = self.cache.lens[row]
         self.selected[row] = prefix_len > self.budget
-        self._awaited[row] = self._put_off[row] = False
+        self._awaited[row] = False
         self.truncate(row, self.held if self.selected[row] else prefix_len)
 
     def rebuild_layer(self, i: int, row: int) -> None:
