@@ -120,6 +120,7 @@ def attention(engine: Engine, ids: list[int], budget: int, args):
     if not retrieval.selected[0]:
         raise SystemExit(f"the view of {budget:,} tokens holds all {len(ids):,} of the prompt; give fewer --budgets")
     group = cache.config.n_head // cache.config.n_kv_head
+    retrieval.catch_up([0])
     view = [retrieval.positions(0, i).repeat_interleave(group, 0) for i in layers]  # as chosen after the prompt
     chosen = []
     for age in range(1, max(AGES) + 1):

@@ -44,12 +44,12 @@ VARIANTS = [
 def by_layer(shares: tuple[float, ...], num_selected: int):
     """Of a view's selected chunks, layer i sees the best `shares[i] * num_selected`, the others are masked."""
     hidden: dict[int, torch.Tensor] = {}
-    rebuild, init = RetrievalView.rebuild, TargetLayer.__init__
+    choose, init = RetrievalView.choose, TargetLayer.__init__
 
-    def rebuilding(view, row, at_once=True):
-        rebuild(view, row, at_once)
+    def choosing(view, row, at_once=True):
+        choose(view, row, at_once)
         for i, share in enumerate(shares):
-            scores = view._scores(row, i)
+            scores = view._scores(i)
             ranks = scores.argsort(-1, descending=True).argsort(-1).gather(1, view._chunks[row, i])  # [K, chunks]
             seen = torch.ones(len(scores), view.cache.tail.storage[i].shape[3], dtype=torch.bool)  # [K, view and tail]
             start = view.held - view.num_selected * view.select_size
@@ -61,15 +61,16 @@ def by_layer(shares: tuple[float, ...], num_selected: int):
         if block.view.joined and hidden:
             layer.bias = block.bias + hidden[i]
 
-    with mock.patch.object(RetrievalView, "rebuild", rebuilding), mock.patch.object(TargetLayer, "__init__", beginning):
+    with mock.patch.object(RetrievalView, "choose", choosing), mock.patch.object(TargetLayer, "__init__", beginning):
         yield
 
 
 def by_attention():
     """Chunks are chosen by the attention of the rows that were verified last, summed over a chunk's tokens: what a pass
     over all keys gives, where chunk means estimate it."""
-    def scores(view, row, i, k=None):
-        cache, length, chunk = view.cache, view.cache.lens[row], view.chunk_size
+    def scores(view, i):
+        row, cache, chunk = int(view._row), view.cache, view.chunk_size
+        length = cache.lens[row]
         keys = cache.prefix.k[i][row, :, :length]  # [K, S, D]
         q = cache.queries[i][row].reshape(len(keys), -1, keys.shape[-1])  # [K, G * M, D]
         weight = cache.query_weight[row].repeat(cache.group)[:, None]
@@ -79,7 +80,8 @@ def by_attention():
         found[:, 1:end] = attended.unflatten(1, (-1, chunk)).sum(2)[:, 1:end]
         return found
 
-    return mock.patch.object(RetrievalView, "_scores", scores)
+    return mock.patch.object(RetrievalView, "_all_scores", lambda view: torch.stack(
+        [scores(view, i) for i in range(view.cache.config.n_layer)]))
 
 
 def measure(ids: list[int], variant: dict, budget: int, args) -> tuple[float, int, float, triforce.Engine]:
