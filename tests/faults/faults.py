@@ -2136,7 +2136,7 @@ FAULTS = [
     Fault("view-chosen-twice", "state.py", "                self.pilot.rebuilds[row].rebuilt()\n        result",
           "                pass\n        result", "test_views.py -k and_lasts",
           "a view is renewed just after it was chosen"),
-    Fault("view-forgets-flushes", "kv/views.py", "            self.open(row)\n            return\n",
+    Fault("view-forgets-flushes", "kv/views.py", "            self.fit(row)\n            return\n",
           "            return\n", "test_views.py -k first_reads",
           "a row that outgrows its budget is read beyond the end of its view"),
     Fault("view-of-the-ended", "state.py", "if self.lens[row] < self._ends[row]]", "]",

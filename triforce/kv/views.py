@@ -61,7 +61,7 @@ class RetrievalView(View):
                                    dtype=torch.int64, device=device)
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
         self._offload, self._awaited = cache.prefix.streams, [False] * batch
-        self._put_off = [False] * batch  # per row: it is yet to be chosen for
+        self._put_off = [False] * batch  # per row: its view is yet to be chosen
         self._piece = self._place = torch.empty(0)  # of the layer that streams past: see `_locate`
         self._row = torch.zeros(1, dtype=torch.int64, device=device)  # that is chosen for: one graph serves all rows
         self._select = compiler.level("rebuild").step(self._select_and_copy)
@@ -86,7 +86,7 @@ class RetrievalView(View):
 
     def open(self, row: int) -> None:
         """A row has been prefilled, or is back at an earlier length. Its view is chosen now, or by `catch_up`."""
-        if self._offload is None and self.kind != "snapkv":  # that one the prompt's queries choose
+        if self._offload is None and self.kind != "snapkv":  # SnapKV goes by the prompt's queries
             self.fit(row)
             self._put_off[row] = True
         else:  # what a shared prefix streams past, the first verify gathers, for all rows
@@ -277,7 +277,7 @@ class RetrievalView(View):
     def flush(self, row: int) -> None:
         """Takes in the interval that the cache has just flushed, so that drafting never loses the newest tokens."""
         if self._put_off[row]:
-            self.open(row)
+            self.fit(row)
             return
         interval = self.cache.flush_interval
         start = self.cache.lens[row] - interval
