@@ -139,6 +139,16 @@ def assert_view_holds_its_selection(state, row: int) -> None:
             assert torch.equal(held[i][row][:, : view.held], whole.gather(1, at))
 
 
+def assert_common_view_holds_its_selection(state) -> None:
+    """The same of what the rows read of the prefix that they share."""
+    common, full = state.hierarchy.view.shared, state.cache.prefix.shared
+    assert common.selected == [True] and common.lens == [common.held] and common.held < full.lens[0]
+    for i in range(state.target.config.n_layer):
+        at = common.positions(0, i)[..., None].expand(-1, -1, state.target.config.head_dim)
+        for whole, held in zip(full.load(i, 0, 0, full.lens[0]), (common.k, common.v), strict=True):
+            assert torch.equal(held[i][0][:, : common.held], whole.gather(1, at))
+
+
 def run_rounds(state, count: int, **how) -> list[list[int]]:
     """Rounds until every row has `count` tokens; returns the first `count` of each."""
     rows = [[] for _ in range(state.batch)]

@@ -6,7 +6,7 @@ of [0, 1) that the key's number is still known to lie in, split it where the out
 others go on the stack), and then call the original function with the middle of that piece. A key that is used again,
 because a position was drafted, discarded and drafted again, thus meets the same number as in production.
 
-Branches run side by side as rows of one batch.
+Branches run side by side as rows of one batch, unless rows depend on each other: then a branch is a batch.
 """
 
 import copy
@@ -25,13 +25,12 @@ class Branch:
     def __init__(self, script=()):
         self.script, self.taken, self.intervals, self.weight = list(script), 0, {}, 1.0
         self.siblings: list[list[int]] = []
-        self.emitted: list[int] = []
 
-    def resolve(self, key: float, cuts: list[float], split: bool) -> float:
-        """A number for `key` in one of the pieces that `cuts` divide its interval into."""
+    def resolve(self, key: tuple[int, float], cuts: list[float], split: bool) -> float:
+        """A number for `key`, of a row, in one of the pieces that `cuts` divide its interval into."""
         low, high = self.intervals.get(key, (0.0, 1.0))
         if not split:  # any value will do: the tokens it decides are not looked at
-            return low + (high - low) * ((key * 0.754877666) % 1.0)
+            return low + (high - low) * ((key[1] * 0.754877666) % 1.0)
         edges = [low]
         for cut in sorted(cuts):  # a token of probability 0 cuts nothing off
             if edges[-1] + 1e-13 < cut < high - 1e-13:
@@ -53,7 +52,8 @@ class Branch:
 class Enumerator:
     def __init__(self, horizon: int):
         self.horizon = horizon  # tokens after the prompt that are looked at
-        self.branches: list[Branch | None] = []
+        self.branches: list[Branch | None] = []  # per row
+        self.emitted: list[list[int]] = []  # per row
         self.ends: list[int] = []  # per row: first position that is not looked at
         self.num_drafted = None
 
@@ -62,7 +62,8 @@ class Enumerator:
         if branch is None:
             return 0.5
         position = int(key - KEY_BASE) // 8
-        return branch.resolve(key, cuts, len(branch.emitted) < self.horizon and position < self.ends[row])
+        looked_at = len(self.emitted[row]) < self.horizon and position < self.ends[row]
+        return branch.resolve((row, key), cuts, looked_at)
 
     def uniform(self, seed, position, level, purpose):
         return KEY_BASE + position.double() * 8 + 2 * level + purpose
@@ -101,42 +102,46 @@ class Enumerator:
             yield
 
 
-def joint_laws(state, shared, prompts, horizon=3, max_branches=200_000):
+def joint_laws(state, shared, prompts, horizon=3, max_branches=200_000, together=False):
     """The law of the next `horizon` tokens after each prompt, {tokens: probability}, and how many branches it took.
 
     Args:
         state: prefilled and begun; row r holds prompts[r % len(prompts)].
         shared: modules that are not to be copied with the state.
+        together: rows depend on each other: the law of the tokens of all rows is returned, as the only one.
     """
     enumerator = Enumerator(horizon)
-    stacks = [[[]] for _ in prompts]
-    laws = [{} for _ in prompts]
-    count, rounds = 0, 0
+    kinds = 1 if together else len(prompts)  # of branches
+    stacks = [[[]] for _ in range(kinds)]
+    laws = [{} for _ in range(kinds)]
+    count = 0
     with enumerator.patched():
         while any(stacks):
             run = copy.deepcopy(state, {id(module): module for module in shared})
-            enumerator.branches, enumerator.ends = [], []
+            enumerator.branches, enumerator.emitted, enumerator.ends = [], [[] for _ in range(run.batch)], []
             for row in range(run.batch):
-                stack = stacks[row % len(prompts)]
-                enumerator.branches.append(Branch(stack.pop()) if stack else None)
+                stack = stacks[row % kinds]
+                if together and row > 0:
+                    enumerator.branches.append(enumerator.branches[0])
+                else:
+                    enumerator.branches.append(Branch(stack.pop()) if stack else None)
                 enumerator.ends.append(len(prompts[row % len(prompts)]) + horizon)
                 if enumerator.branches[-1] is None:
                     run.close_row(row)
-            while any(b is not None and len(b.emitted) < horizon for b in enumerator.branches):
-                rounds += 1
+            running = [row for row, branch in enumerate(enumerator.branches) if branch is not None]
+            while any(len(enumerator.emitted[row]) < horizon for row in running):
                 for row, tokens in enumerate(run.round()):
-                    branch = enumerator.branches[row]
-                    if branch is not None and len(branch.emitted) < horizon:
-                        branch.emitted += tokens
-                        if len(branch.emitted) >= horizon:
+                    if row in running and len(enumerator.emitted[row]) < horizon:
+                        enumerator.emitted[row] += tokens
+                        if len(enumerator.emitted[row]) >= horizon:
                             run.close_row(row)
-            for row, branch in enumerate(enumerator.branches):
-                if branch is not None:
-                    count += 1
-                    key = tuple(branch.emitted[:horizon])
-                    law = laws[row % len(prompts)]
-                    law[key] = law.get(key, 0.0) + branch.weight
-                    stacks[row % len(prompts)] += branch.siblings
+            for row in running[:1] if together else running:
+                count += 1
+                rows = running if together else [row]
+                key = tuple(token for row in rows for token in enumerator.emitted[row][:horizon])
+                branch, law = enumerator.branches[row], laws[row % kinds]
+                law[key] = law.get(key, 0.0) + branch.weight
+                stacks[row % kinds] += branch.siblings
             assert count < max_branches
     return laws, count
 

@@ -143,6 +143,19 @@ def test_what_hardly_gains_is_left_alone():
         assert set(settle(Controller(costs, 3, 0), {"retrieval": rate}, is_told=False)) == {Plan()}
 
 
+def test_before_a_slow_verify_rounds_are_long_at_once():
+    """As where a document streams from host memory: what all that is drafted should take is little beside it."""
+    costs = Costs({64: 1200.0}, {5: 5.0}, {"model": (0.5, 0.5)})
+    for checks in ([], [1200.0]):
+        controller = Controller(costs, 63, 4, seen=[0] * len(costs.parts()))
+        for took in checks:
+            controller.timed(Plan(), 0.0, took)
+        plan = controller.choose()
+        assert plan.retrieval and plan.gamma > 16
+        steps = plan.rounds * (1 + plan.gamma_inner)
+        assert costs.milliseconds(plan)[0] + 1.9 * steps <= Controller.CHEAP * 1200  # whatever is not recorded yet
+
+
 def test_rounds_set_the_times_right():
     """Drafting that takes longer in its place than on its own is left alone, and taken up when it is fast again."""
     controller = Controller(GPU_128K, 7, 3)

@@ -66,14 +66,14 @@ def test_what_lies_idle_gets_another_chance():
 
 
 def test_without_evidence_rounds_are_plain_then_short():
-    costs = Costs({16: 1.0}, {5: 0.1}, {"model": (0.01, 0.01)})
+    costs = Costs({16: 8.0}, {5: 0.8}, {"model": (0.1, 0.1)})
     controller = Controller(costs, 15, 4, seen=[0] * len(costs.parts()))
     assert controller.choose() == Plan()
-    controller.timed(Plan(), 0.0, 20.0)
+    controller.timed(Plan(), 0.0, 8.0)
     plan = controller.choose()
     assert 0 < plan.gamma <= Controller.SHORT and 2 * plan.rounds <= Controller.SHORT
     for _ in range(2):  # the first is slow, and does not count
-        controller.timed(plan, 4.0, 20.0)
+        controller.timed(plan, 2.0, 8.0)
     assert controller.choose().gamma > Controller.SHORT or controller.choose().rounds > 2
 
 

@@ -123,7 +123,7 @@ def test_an_8b_on_24_gib_keeps_the_layers_that_fit(llama_8b, capsys):
     assert told["drafts"] == ["meta-llama/Llama-3.2-1B"]
     assert cli.main(["plan", *flags]) == 0
     page = capsys.readouterr().out
-    assert "| 6 of 32 |" in " ".join(page.split()) and "--offload auto" in page
+    assert "| 7 of 32 |" in " ".join(page.split()) and "--offload auto" in page
     assert all(len(line) <= 80 for line in page.splitlines() if llama_8b not in line)
     status, told = planned(capsys, *flags, "--gpus", "2", "--batch-size", "1")
     assert told["ways"][told["chosen"]]["ranks"] == 2

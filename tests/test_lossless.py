@@ -51,7 +51,8 @@ def reference_law(target, sampling):
 
 
 def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PROMPTS, prepare=None, horizon=3,
-              drafting=None, **settings):
+              drafting=None, together=False, **settings):
+    """together: rows depend on each other; the law is that of all prompts' tokens."""
     target, draft = models
     sampling = {**PLAIN, **(sampling or {})}
     rows = [prompts[r % len(prompts)] for r in range(batch)]
@@ -60,12 +61,15 @@ def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PRO
                        **{"flush_interval": 4, "chunk_size": 2, "rebuild_interval": 2, "block_size": 4,
                           "draft_window": 6, "draft_sink": 2, "retrieval": levels in ("triforce", "retrieval"),
                           **settings})
-    assert state.hierarchy.view is None or all(state.hierarchy.view.selected)  # a true selection, not the whole prefix
+    view = state.hierarchy.view and (state.hierarchy.view.shared or state.hierarchy.view)
+    assert view is None or all(view.selected)  # a true selection, not the whole prefix
     if prepare is not None:
         prepare(state)
     shared = models if drafting is None else (*models, drafting)
-    laws, count = joint_laws(state, shared, prompts, horizon)
+    laws, count = joint_laws(state, shared, prompts, horizon, together=together)
     exact = [target_law(reference_law(target, sampling), prompt, VOCAB, horizon) for prompt in prompts]
+    if together:
+        exact = [{(*a, *b): p * q for a, p in exact[0].items() for b, q in exact[1].items()}]
     return [total_variation(law, other) for law, other in zip(laws, exact, strict=True)], count, laws
 
 
@@ -101,11 +105,13 @@ SHARED = [PROMPTS[0][:8] + PROMPTS[1][:7], PROMPTS[0][:8] + PROMPTS[1][3:14]]  #
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}, "num_resident_layers": 1, "piece_tokens": 4},
 ], ids=lambda case: "-".join(f"{name}={value}" for name, value in case.items()))
 def test_joint_law_of_rows_that_share_a_prefix(models, case, monkeypatch):
+    """Where they have a view in common, what one of them says may decide what the other drafts from."""
     flushed, flush = set(), State._flush
     monkeypatch.setattr(State, "_flush", lambda self, row: flushed.add(row % 2) or flush(self, row))
-    lengths = []
-    found, branches, _ = distances(models, **case, prompts=SHARED, base=8, prepare=lambda state: lengths.extend(
-        state.cache.prefix.own_lens[:2]))
+    lengths, together = [], case.get("levels") != "draft"
+    found, branches, _ = distances(
+        models, **case, prompts=SHARED, base=8, together=together, **{"batch": 2, "horizon": 2} if together else {},
+        prepare=lambda state: lengths.extend(state.cache.prefix.own_lens[:2]))
     assert lengths == [4, 8] and flushed  # rows with own prefixes of different lengths; one of them grew
     assert max(found) < 1e-6, f"total variation {found} over {branches} branches"
 
@@ -148,7 +154,7 @@ def test_joint_law_is_the_targets_where_ngrams_draft(models, monkeypatch, case, 
 def test_rebuilding_when_acceptance_drops_does_not_bias(models):
     """A round cut at a flush position must not let what it checked beyond decide whether retrieval is rebuilt."""
     def about_to_drop(state):
-        for policy in state.pilot.rebuilds:
+        for _, policy in state.pilot.rebuilds:
             policy.tokens, policy.recent, policy.average = 12, 0.68, 0.951
 
     text = PROMPTS[1] + PROMPTS[0]
@@ -174,8 +180,10 @@ def test_a_target_in_fp8_is_followed_exactly(models, monkeypatch, multiplied):
     assert max(found) < 1e-6
 
 
+@pytest.mark.parametrize("shared", [{}, {"prompts": SHARED, "base": 8, "batch": 2, "horizon": 2, "together": True}],
+                         ids=["one", "shared"])
 @pytest.mark.parametrize("leaks", [False, True])
-def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, leaks):
+def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, leaks, shared):
     """What is selected, a verify late, may follow from kept tokens' queries only: if it follows from all that the last
     verify computed, enumeration sees it."""
     gathered, gather, scores = [], RetrievalView.gather, views.chunk_scores
@@ -189,8 +197,8 @@ def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, lea
         monkeypatch.setattr(views, "chunk_scores", lambda queries, keys, weight, *more: scores(
             queries, keys, torch.ones_like(weight), *more))
     found, _, _ = distances(models, gamma=3, gamma_inner=1, num_resident_layers=1, piece_tokens=4, rebuild_interval=1,
-                            prompts=[[0, 2, 2, 1, 2, 0, 1, 0, 2, 0, 1, 0, 1, 2, 0, 0, 2]],
-                            sampling={"top_k": 2, "temperature": 2.0})
+                            sampling={"top_k": 2, "temperature": 2.0},
+                            **shared or {"prompts": [[0, 2, 2, 1, 2, 0, 1, 0, 2, 0, 1, 0, 1, 2, 0, 0, 2]]})
     assert len(gathered) > 50 and all(gathered)
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 

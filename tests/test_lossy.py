@@ -90,15 +90,17 @@ def test_later_tokens_see_keys_and_values_that_were_computed_over_the_view(base)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lent_prompt_gives_the_same_answer(base, kind):
+@pytest.mark.parametrize("budget", [64, 256])
+def test_a_lent_prompt_is_answered_as_if_it_were_computed(base, kind, budget):
+    """A view of all of it loses nothing. A small one shows the newest tokens of both, and a choice from both."""
     ids = random_prompt(PROMPT)
-    alone = ViewEngine(base, kind, 64).generate(ids, NEW, temperature=0.0)
-    full(base)
-    engine = ViewEngine(base, kind, 64)
+    expected = full(base)
+    engine, other = (ViewEngine(base, kind, budget) for _ in range(2))
     document = lend(base, ids, engine, 20)
     assert 0 < len(document) <= PROMPT - 20
     lent = engine.generate(ids[len(document) :], NEW, prefix=document, temperature=0.0)
-    assert lent.tokens == alone.tokens
+    alone = other.generate(ids[len(document) :], NEW, prefix=other.prefill(ids[: len(document)]), temperature=0.0)
+    assert lent.tokens == alone.tokens and (lent.tokens == expected) == (budget == 256)
     assert lent.stats.shared_tokens == len(document)
 
 

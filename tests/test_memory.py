@@ -41,7 +41,7 @@ def test_parts_by_their_definitions():
     assert coupled == (4 + 20) * 8 * 64 * 4  # no laws are passed, and noise is made of ten numbers of 64 bits a word
     # Of the newest 8 queries of 4 heads, with 512 chunks: products, scores, and their shares, for all 4 layers at once.
     assert planned["choice of the retrieval view"] == 4 * 8 * 512 * 4 * (4 + 8)
-    assert parts(capacity=2**22)["choice of the retrieval view"] == 2**26 * (4 + 8)  # one layer at a time, or few
+    assert parts(capacity=2**22)["choice of the retrieval view"] == 2**25 * (4 + 8)  # one layer at a time, or few
     tree = parts(Settings(gamma=6, sampling="coupled", tree_size=64))
     assert tree["choice of the retrieval view"] == planned["choice of the retrieval view"]
     # 64 rows with paths of 8: products of 4 heads, and keys and values of 2 as they are and widened.

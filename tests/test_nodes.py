@@ -309,7 +309,7 @@ def test_a_tree_is_looked_for_when_a_cost_has_become_known():
         sizes.append((plan.gamma, plan.branches))
         controller.timed(plan, 5.0 * plan.rounds + 6.0 * max(plan.branches - 1, 0), 100.0)
         controller.update(2.0, retrieval=(9, 10), **{FOLLOWER[1]: (1, 10)})
-    assert sizes[0] == (0, 0) and 0 < sizes[1][0] <= 4 and sizes[-1][0] > 8 and sizes[-1][1] > 2, sizes
+    assert sizes[0][1] == sizes[1][1] == 0 < sizes[1][0] <= 4 and sizes[-1][0] > 8 and sizes[-1][1] > 2, sizes
 
 
 def test_finding_a_tree_takes_little():
@@ -377,7 +377,7 @@ def test_tables_are_made_anew_where_a_shape_is_new(monkeypatch):
 
 
 def test_a_tree_waits_until_rounds_have_shown_what_its_chain_takes():
-    controller = Controller(Costs({64: 1000.0}, {1: 0.5}, growth=0.5), 63, 0, seen=[4, 0, 0], trees=(512, 64))
+    controller = Controller(Costs({64: 10.0}, {1: 3.0}, growth=0.5), 63, 0, seen=[4, 0, 0], trees=(512, 64))
     plan = controller.choose()
     assert 0 < plan.gamma <= Controller.SHORT and plan == controller.plan
 

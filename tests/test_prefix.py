@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 from conftest import (
-    assert_view_holds_its_selection,
+    assert_common_view_holds_its_selection,
     bits_of_rows,
     make_engine,
     make_state,
@@ -16,9 +16,12 @@ from conftest import (
 
 from triforce import attention
 from triforce.attention import merge, merge_parts, partial, parts_of_keys
+from triforce.config import Settings
 from triforce.kv import blocks
+from triforce.kv.target import aligned
+from triforce.kv.views import RetrievalView, common_queries
 from triforce.packed import PackedPrefix
-from triforce.plan import AUTOREGRESSION
+from triforce.plan import AUTOREGRESSION, Plan
 from triforce.prefix import asked, common_length
 
 DOCUMENT = random_prompt(200)
@@ -111,43 +114,152 @@ def test_a_packed_prefix_is_for_few_queries_of_a_prefill(pair, many, packed, mon
     assert seen == state.cache.prefix.shared.packed
 
 
-def test_a_view_is_chosen_from_all_of_the_prefix(pair):
-    """Its sink and most of its chunks lie in what is shared, its window in what is the row's own."""
-    alone, over = (make_state(pair[0], None, PROMPTS[1:2], base=base, budget=64) for base in (0, BASE))
-    for state in (alone, over):
-        view, full = state.hierarchy.view, state.cache.prefix
-        view.catch_up(range(state.batch))
+@pytest.mark.parametrize("made", [{}, {"tree_size": 16, "sampling": {"temperature": 0.9}, "rule": "coupled"}],
+                         ids=["chains", "trees"])
+def test_rows_choose_together_what_they_read_of_what_they_share(pair, made):
+    """The sink and the chunks that the kept queries of all rows attend to most. What is a row's own lies in a view of
+    its own, whole."""
+    state = make_state(*pair, PROMPTS, base=BASE, budget=128, recent=0.5, **made)
+    view, cache = state.hierarchy.view, state.cache
+    common = view.shared
+    for _ in range(4):
+        rows = state.round(Plan(4, "model", True, 2, 2))
+        common.rebuild(0)
+        assert_common_view_holds_its_selection(state)
         for i in range(2):
-            at = view.positions(0, i)
-            assert at.min() == 0 and at.max() == full.lens[0] - 1 and (at < BASE).any() and (at >= BASE).any()
-            whole = full.load(i, 0, 0, full.lens[0])
-            for half, held in zip(whole, (view.k, view.v), strict=True):
-                rows = at[..., None].expand(-1, -1, held[i].shape[-1])
-                assert torch.equal(held[i][0][:, : view.held], half.gather(1, rows))
-    chosen = [state.hierarchy.view.positions(0, 1).sort().values for state in (alone, over)]
-    assert torch.equal(*chosen)
+            scores = 0
+            for row, new in enumerate(rows):
+                kept = cache.query_weight[row] > 0
+                assert int(kept.sum()) == len(new) > 0
+                queries = cache.queries[i][row][:, kept].unflatten(0, (state.target.config.n_kv_head, -1)).flatten(1, 2)
+                keys = cache.prefix.shared.k[i][0, :, 4:BASE].unflatten(1, (-1, 4)).mean(2)
+                products = queries @ keys.transpose(1, 2) * keys.shape[-1] ** -0.5
+                scores = scores + products.softmax(-1).sum(1) / len(new)
+            best = 1 + scores.topk(common.num_selected).indices.sort(-1).values
+            tokens = (best[..., None] * 4 + torch.arange(4)).flatten(1)
+            assert torch.equal(common.positions(0, i)[:, 4:].sort(-1).values, tokens)
+            assert common.positions(0, i)[:, :4].tolist() == [[0, 1, 2, 3]] * len(best)
+        for row, length in enumerate(cache.prefix.own_lens):
+            assert view.lens[row] == length and not view.selected[row]
+            for i in range(2):
+                expected = cache.prefix.load(i, row, BASE, BASE + length)
+                assert torch.equal(view.load(i, row, 0, length), expected)
+    assert max(cache.prefix.own_lens) > 0
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "snapkv", "streaming"])
+def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
+    """Each view holds what it says, also once rows have many more tokens of their own than it has room for."""
+    prompts = [DOCUMENT + random_prompt(count, seed=count) for count in (150, 120)]
+    state = make_state(*pair, prompts, base=BASE, max_new_tokens=100, capacity=512, draft_cache=kind)
+    view, cache = state.hierarchy.view, state.cache
+    while min(state.lens) < max(map(len, prompts)) + 40:
+        state.round(Plan(4, "model", True, 2, 2))
+    assert view.selected == [True, True] and state.num_flushes >= 4
+    assert (view.num_rebuilds > 2) == view.renews
+    assert_common_view_holds_its_selection(state)
+    for row in range(2):
+        for i in range(2):
+            at = view.positions(row, i)
+            own = cache.prefix.load(i, row, BASE, cache.lens[row])
+            if view.renews:
+                view.rebuild(row)
+                at = view.positions(row, i)
+            assert at.max() == cache.prefix.own_lens[row] - 1 or not view.renews
+            for half, held in zip(own, (view.k, view.v), strict=True):
+                found = held[i][row][:, : view.held]
+                newest = slice(view.chunk_size, view.chunk_size + view.window_size)  # a ring: in any order
+                assert torch.equal(found[:, : view.chunk_size], half[:, : view.chunk_size])
+                if view.renews:
+                    assert torch.equal(found, half.gather(1, at[..., None].expand(-1, -1, found.shape[-1])))
+                else:
+                    window = half[:, half.shape[1] - view.window_size :]
+                    assert torch.equal(found[:, newest].sort(1).values, window.sort(1).values)
+    if kind == "streaming":
+        common = view.shared
+        expected = [*range(4), *range(BASE - common.held + 4, BASE)]
+        assert common.positions(0, 0)[0].sort().values.tolist() == expected
+
+
+def test_a_short_document_is_read_whole(pair):
+    state = make_state(*pair, PROMPTS, base=32)
+    common = state.hierarchy.view.shared
+    state.round(Plan(4, "model", True, 2, 2))
+    assert common.selected == [False] and common.lens == [32] and state.hierarchy.view.base == 32
+    for i in range(2):
+        assert torch.equal(common.load(i, 0, 0, 32), state.cache.prefix.load(i, 0, 0, 32))
+
+
+def test_the_tokens_of_a_view_are_split(pair):
+    settings = Settings(chunk_size=8, flush_interval=64).resolve(has_model=True)
+    assert settings.split_budget(4096, 0, 100_000) == (4096, 0)
+    assert settings.split_budget(4096, 99_840, 99_840 + 256) == (256, 3840)  # no more than a row has of its own
+    assert settings.split_budget(4096, 99_840, 99_840 + 4096) == (1024, 3072)
+    own, common = settings.split_budget(4096, 4096, 4096 + 100_032)  # most is a row's own
+    assert own + common == 4096 and own / 4096 == pytest.approx(50_016 / 54_112, abs=0.01)
+    assert settings.split_budget(4096, 512, 512 + 2048) == (2048, 512)  # both whole
+    assert settings.split_budget(4096, 3072, 3072 + 100_032) == (1024, 3072)  # what is shared is whole
+    assert settings.split_budget(1024, 640, 640 + 1024) == (384, 640)
+    assert settings.split_budget(80, 512, 512 + 64) == (80, 16)  # the least of both
+
+
+def test_rows_choose_by_their_newest_queries(pair):
+    """Of a large block: of many rows' not all."""
+    assert [common_queries(8, rows) for rows in (1, 2, 8)] == [8, 8, 8]
+    assert [common_queries(64, rows) for rows in (1, 2, 8, 32)] == [64, 32, 8, 8] and common_queries(4, 2) == 4
+    state = make_state(*pair, PROMPTS, base=BASE, block_size=32, flush_interval=32)
+    common, cache = state.hierarchy.view.shared, state.cache
+    cache.query_weight.zero_()
+    cache.query_weight[0, :20] = 1
+    cache.query_weight[2, :3] = 1
+    queries, weight = common._newest(slice(0, 2))
+    assert weight.tolist() == pytest.approx([0.1] * 10 + [0.0] * 10 + [1 / 3] * 3 + [0.0] * 7)
+    for i in range(2):
+        assert torch.equal(queries[i][:, :10].flip(1), cache.queries[i][0, :, 10:20])
+        assert torch.equal(queries[i][:, 20:23].flip(1), cache.queries[i][2, :, :3])
+
+
+def test_eight_rows_take_one_view_of_what_they_share(pair):
+    one, eight = (make_state(*pair, (PROMPTS * 3)[:count], base=BASE, capacity=256).hierarchy.view
+                  for count in (1, 8))
+    own = one.nbytes - one.shared.nbytes
+    assert eight.shared.nbytes == one.shared.nbytes and eight.nbytes == one.shared.nbytes + 8 * own
+    assert one.cache.tail.room == aligned(one.budget) < aligned(64)  # what lies before the tail is its own alone
+
+
+def test_what_rows_share_is_chosen_anew_once_for_all(pair, monkeypatch):
+    made, choose = [], RetrievalView._select_and_copy
+    monkeypatch.setattr(RetrievalView, "_select_and_copy", lambda view: made.append(view) or choose(view))
+    state = make_state(*pair, PROMPTS, base=BASE, rebuild_interval=8, budget=160, recent=0.5, capacity=320)
+    assert not made
+    state.round(AUTOREGRESSION)
+    assert not made
+    for count in range(1, 4):
+        while state.hierarchy.view.num_rebuilds < count:
+            state.round(Plan(4, "model", True, 2, 2))
+        assert made == [state.hierarchy.view.shared] * (count + 1)  # as first read, and since
+        [(rows, policy)] = state.pilot.rebuilds
+        assert rows == [0, 1, 2] and policy.tokens == 0
 
 
 def test_what_streams_past_is_gathered_for_all_rows(pair):
-    """The views of an offloaded document are empty until the first verify streams it past; then they hold what they
-    say."""
+    """The view of an offloaded document is empty until the first verify streams it past; then it holds what it says."""
     prompts = PROMPTS[::2]  # neither fills a flush interval with its next token
     state = make_state(*pair, prompts, base=BASE, num_resident_layers=1, piece_tokens=48)
-    assert state.hierarchy.view.awaits_pieces
+    assert state.hierarchy.view.shared.awaits_pieces
     with pytest.raises(AssertionError):
-        assert_view_holds_its_selection(state, 0)
+        assert_common_view_holds_its_selection(state)
     state.round(AUTOREGRESSION)
-    assert not state.hierarchy.view.awaits_pieces
-    for row in range(len(prompts)):
-        assert_view_holds_its_selection(state, row)
+    assert not state.hierarchy.view.shared.awaits_pieces
+    assert_common_view_holds_its_selection(state)
 
 
-@pytest.mark.parametrize("rows,interval", [(1, 1), (2, 32)])
-def test_views_of_what_streams_past_are_renewed_now_and_then(pair, rows, interval):
-    """Of one row with every verify, which takes no time beside the copies. Of several rows gathering would."""
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_view_of_what_streams_past_is_renewed_with_every_verify(pair, rows):
+    """That takes no time beside the copies."""
     state = make_state(*pair, PROMPTS[:rows], base=BASE, num_resident_layers=0, piece_tokens=48, rebuild_interval=None,
                        flush_interval=16, max_new_tokens=200)
-    assert {policy.interval for policy in state.pilot.rebuilds} == {interval}
+    assert [policy.interval for _, policy in state.pilot.rebuilds] == [1]
 
 
 def test_parts_of_the_keys_merge_to_the_whole():

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random_pair, random_prompt
+from conftest import VOCAB, assert_common_view_holds_its_selection, make_engine, random_pair, random_prompt
 
 import triforce
 from triforce import UserError, caches
@@ -215,13 +215,11 @@ def test_nothing_is_gathered_from_behind_a_shared_prefix(pair, monkeypatch):
     assert state.base == 288 and min(state.cache.lens) > 288
     while gathered < 3:
         flushes = state.num_flushes
-        for row in range(2):
-            state.hierarchy.view.rebuild(row, at_once=False)
+        state.hierarchy.view.shared.rebuild(0, at_once=False)
         state.round()
-        if state.num_flushes == flushes and not state.hierarchy.view.awaits_pieces:
+        if state.num_flushes == flushes and not state.hierarchy.view.shared.awaits_pieces:
             gathered += 1
-            for row in range(2):
-                assert_view_holds_its_selection(state, row)
+            assert_common_view_holds_its_selection(state)
 
 
 def test_rows_over_a_shared_prefix_have_blocks_of_their_own(pair, monkeypatch):
@@ -257,11 +255,11 @@ def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, cap
 def test_a_view_is_as_large_as_memory_allows(pair, monkeypatch):
     engine = make_engine(*pair, draft_window=32, chunk_size=8, flush_interval=32, block_size=4, gamma=3)
     needs = lambda budget: sum(part.bytes for part in engine.caches._parts(  # noqa: E731
-        engine.caches.settings, 2, 288, 2048, budget))
+        engine.caches.settings, 2, 6144, 8192, budget))
     for least in (512, 1536, 3072):
         monkeypatch.setattr(caches.memory, "comfortable", lambda device, least=least: needs(least + 256) + 1000)
-        assert engine.caches._plan(engine.caches.settings, 2, 288, 2048, 4096) == (least, None)
-    assert engine.caches._plan(engine.caches.settings, 2, 288, 2048, 1024)[0] == 1024
+        assert engine.caches._plan(engine.caches.settings, 2, 6144, 8192, 4096) == (least, None)
+    assert engine.caches._plan(engine.caches.settings, 2, 6144, 8192, 1024)[0] == 1024
 
 
 @pytest.mark.parametrize("way", ["shared", "prefill", "open", "release"])

@@ -81,21 +81,32 @@ def brought(num_emitted: int, num_accepted: int, num_drafted: int) -> RowRound:
 
 def test_a_selection_that_has_begun_to_fail_is_renewed():
     policy = RebuildPolicy(10**6)
-    assert not any(policy.update(brought(7, 6, 6)) for _ in range(20))
+    assert not any(policy.update([brought(7, 6, 6)]) for _ in range(20))
     policy.rebuilt()
-    assert [policy.update(brought(1, 0, 6)) for _ in range(9)] == [False] * 7 + [True] * 2
+    assert [policy.update([brought(1, 0, 6)]) for _ in range(9)] == [False] * 7 + [True] * 2
     policy.rebuilt()
-    assert not any(policy.update(brought(2, 1, 6)) for _ in range(100))  # no better, and no worse: it can do no more
-    assert not any(policy.update(brought(1, 0, 0)) for _ in range(100))  # nothing was drafted
+    assert not any(policy.update([brought(2, 1, 6)]) for _ in range(100))  # no better, and no worse: it can do no more
+    assert not any(policy.update([brought(1, 0, 0)]) for _ in range(100))  # nothing was drafted
 
 
 def test_a_selection_is_renewed_every_so_many_tokens():
     policy, due = RebuildPolicy(16), []
     for _ in range(20):
-        due.append(policy.update(brought(3, 2, 2)))
+        due.append(policy.update([brought(3, 2, 2)]))
         if due[-1]:
             policy.rebuilt()
     assert due == [i % 6 == 5 for i in range(20)]
+
+
+def test_a_selection_of_several_rows_goes_by_all_of_them_that_go_on():
+    policy = RebuildPolicy(16)
+    for _ in range(3):  # a mean of four tokens a round; the row that has ended does not count
+        assert not policy.update([brought(5, 4, 6), brought(3, 2, 6), brought(0, 0, 6)])
+    assert policy.average == pytest.approx(6 / 8)
+    assert policy.update([brought(5, 4, 6), brought(3, 2, 6), brought(0, 0, 6)])
+    policy.rebuilt()
+    assert not policy.update([brought(16, 0, 0), brought(10, 0, 0)]) and policy.average == pytest.approx(6 / 8)
+    assert not RebuildPolicy(1).update([brought(0, 0, 6)] * 2)
 
 
 def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):

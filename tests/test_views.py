@@ -109,13 +109,13 @@ def test_scores_are_those_of_kept_rows():
     queries, keys = torch.randn(4, 6, 8), torch.randn(2, 30, 8)
     weight, mask = torch.tensor([1.0, 1, 1, 0, 0, 0]), torch.zeros(30)
     mask[:3] = mask[25:] = float("-inf")
-    found = chunk_scores(queries, [keys], weight, mask)
+    found = chunk_scores(queries, keys, weight, mask)
     for head in range(2):
         expected = sum((keys[head, 3:25] @ queries[2 * head + g, row] * 8**-0.5).softmax(0)
                        for g in range(2) for row in range(3))
         torch.testing.assert_close(found[head, 3:25], expected)
     queries[:, 3:] = 100 * torch.randn(4, 3, 8)
-    assert torch.equal(chunk_scores(queries, [keys], weight, mask), found)
+    assert torch.equal(chunk_scores(queries, keys, weight, mask), found)
 
 
 def test_a_view_goes_by_what_was_kept_and_holds_what_it_chose(pair):

@@ -69,8 +69,12 @@ def view_within(parts_of: Callable[[int], Iterable[memory.Part]], budget: int, f
     if budget <= VIEWS[0] or (needed := sum(part.bytes for part in parts_of(budget))) <= free:
         return budget
     least = sum(part.bytes for part in parts_of(VIEWS[0]))
-    share = max(free - least, 0) / (needed - least)  # all that grows with a view, grows in proportion
-    return max(view for view in VIEWS if view <= VIEWS[0] + share * (budget - VIEWS[0]))
+    # What grows with a view grows about in proportion: rows over a shared prefix need no more than they have.
+    share = max(free - least, 0) / (needed - least)
+    views = [view for view in VIEWS if view <= VIEWS[0] + share * (budget - VIEWS[0])]
+    while len(views) > 1 and sum(part.bytes for part in parts_of(views[-1])) > free:
+        views.pop()
+    return views[-1]
 
 
 class Caches:

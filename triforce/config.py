@@ -381,6 +381,22 @@ class Settings(Options):
         return min(max(-(-budget // chunk) * chunk, smallest), whole)
 
 
+    def split_budget(self, budget: int, base: int, capacity: int) -> tuple[int, int]:
+        """Of a view's tokens, those for what is a row's own and those for the `base` tokens that all rows share.
+
+        What is shared is taken whole if it leaves the share `recent` of the tokens for a row's own. Otherwise the own
+        ones are as many as that, or more where a row, half full, has more of its own; and no more than it can have.
+        """
+        if not base:
+            return budget, 0
+        chunk, least, own = self.chunk_size, self.flush_interval + 2 * self.chunk_size, capacity - base
+        part, smallest = budget - base, max(int(budget * self.recent), least)
+        if part < smallest:
+            part = max(smallest, budget * own // (2 * base + own))
+        part = max(min(-(-part // chunk) * chunk, own), least)
+        return part, min(max(budget - part, 2 * chunk), base)
+
+
 def split_view(budget: int, chunk_size: int, flush_interval: int, recent: float = 0.25) -> tuple[int, int]:
     """Splits a budget into (window_size, number of selected chunks): the share `recent` of it, the sink one chunk.
 

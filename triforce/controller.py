@@ -107,6 +107,9 @@ class Controller:
     PLAIN_HOPE = 0.6  # of what a round without speculation takes at most: where that would win, it is tried
     PROBE_AFTER = 64  # tokens of a row; what has not been tried for so long may have become better
     SHORT = 4  # tokens, and half as many rounds of the level between: the most for what no round has shown yet
+    # Of a verify: more than that may be drafted if it should take no longer, although each step that no round has shown
+    # may take so many milliseconds more than is guessed.
+    CHEAP, UNSURE = 0.2, 2.0
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
                  seen: list[int] | None = None, leaves: tuple[bool, bool] = (False, False),
@@ -173,7 +176,6 @@ class Controller:
         self._drafting = np.stack([self.learned.weights(costs.drafting(plan)) for plan in plans])
         checks = {plan.gamma: self.learned.weights(costs.checking(plan)) for plan in plans}
         self._checking = np.stack([checks[plan.gamma] for plan in plans])
-        self._both = self._drafting + self._checking
         self._long = (self._gamma > self.SHORT) | (2 * np.array([plan.rounds for plan in plans]) > self.SHORT)
         source = np.array([number[plan.source] for plan in plans])
         self._checker = np.array([number["retrieval" if plan.retrieval else plan.source] for plan in plans])
@@ -192,8 +194,10 @@ class Controller:
 
     def _add_up(self) -> None:
         """Milliseconds of a round of each plan."""
-        self._round = self._both @ self.learned.values
-        self._too_long = self._long & ((self._drafting @ (self.learned.seen == 0)) > 0)  # a part that is new
+        drafting, checking = (weights @ self.learned.values for weights in (self._drafting, self._checking))
+        self._round = drafting + checking
+        new = self._drafting @ (self.learned.seen == 0)  # steps that no round has shown
+        self._dear = (new > 0) & (drafting + self.UNSURE * new > self.CHEAP * checking)
 
     def timed(self, plan: Plan, drafting: float, checking: float) -> None:
         """How long a round of a plan took, in milliseconds: all before its verify, and that.
@@ -218,11 +222,10 @@ class Controller:
             remaining: tokens of a row that may come yet.
             known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source.
         """
-        if not self.learned.seen.any():  # not even a verify's time is known
-            return self.plans[0]
         rates = {name: rate.value for name, rate in self.rates.items()} | known
         preparing = self._preparing() / max(remaining, 1.0)
-        times = np.where(self._too_long, np.inf, self.times_per_token(rates) + preparing)
+        too_long = self._dear & (self._long | ~self.learned.seen.any())  # without any evidence, all that drafts
+        times = np.where(too_long, np.inf, self.times_per_token(rates) + preparing)
         times[0] *= self.CERTAIN
         best = int(times.argmin())
         if times[best] > self.STAY * times[self._now]:

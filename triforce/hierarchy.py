@@ -25,7 +25,7 @@ from .graphs import Compiler
 from .kv.store import Extent
 from .kv.streaming import StreamingCache
 from .kv.target import TargetCache
-from .kv.views import RetrievalView
+from .kv.views import CommonView, RetrievalView
 from .model import Transformer
 from .packed import packs
 from .plan import Plan
@@ -91,13 +91,15 @@ class Hierarchy:
 
     Args:
         cache: the target's, shared by the full level and the retrieval level.
+        own, common: tokens that the retrieval level reads of a row's own prefix, and of the one that all rows share.
         sources: what drafts at the bottom, by name.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
         row_unit: of the full level, see `rows.py`.
     """
 
-    def __init__(self, target: Transformer, cache: TargetCache, tape: Tape, settings: Settings, *, budget: int,
-                 sources: dict[str, Drafter], drafting: Transformer | None, row_unit: int | None, compiler: Compiler):
+    def __init__(self, target: Transformer, cache: TargetCache, tape: Tape, settings: Settings, *, own: int,
+                 common: int, sources: dict[str, Drafter], drafting: Transformer | None, row_unit: int | None,
+                 compiler: Compiler):
         self.cache, self.sources, self.compiler, self.group = cache, sources, compiler, target.group
         self._last: Timing | None = None  # of the round before, as this rank measured it
         self._last_plan: Plan | None = None
@@ -107,9 +109,10 @@ class Hierarchy:
         self.view: RetrievalView | None = None
         self.inner: Speculator | None = None
         if settings.retrieval:
-            self.view = RetrievalView(cache, budget=budget, chunk_size=settings.chunk_size, recent=settings.recent,
-                                      kind=settings.draft_cache, batch=len(tape.tokens), device=target.device,
-                                      dtype=target.dtype, compiler=compiler)
+            made = {"chunk_size": settings.chunk_size, "recent": settings.recent, "kind": settings.draft_cache,
+                    "device": target.device, "dtype": target.dtype, "compiler": compiler}
+            shared = CommonView(cache, budget=common, **made) if common else None
+            self.view = RetrievalView(cache, budget=own, batch=len(tape.tokens), common=shared, **made)
             self.inner = Speculator(drafting or target, cache, self.view, tape, level=RETRIEVAL,
                                     tree=settings.inner_tree if sources else TokenTree(1), drafters=sources,
                                     compiler=compiler)
@@ -140,13 +143,14 @@ class Hierarchy:
                 source.catch_up(lengths)
             else:
                 source.leave_out()
-        gathers = self.view is not None and self.view.awaits_pieces
-        self.outer.on_piece = self.view.gather if gathers else None
+        streamed = self.view and (self.view.shared or self.view)  # chosen from what streams past, if that does
+        gathers = streamed is not None and streamed.awaits_pieces
+        self.outer.on_piece = streamed.gather if gathers else None
         drafted = self.outer.draft(plan)
         clock.drafted()
         self.outer.check(plan, drafted)
         if gathers:
-            self.view.gathered()
+            streamed.gathered()
         if next_extent is not None:
             self.outer.look_ahead(plan, next_extent)
         if meanwhile is not None:
@@ -208,13 +212,6 @@ class Hierarchy:
             self.view.flush(row)
         for source in self.sources.values():
             source.flush(row, length)
-
-    def rebuild_view(self, row: int) -> bool:
-        """Chooses anew what the retrieval level reads of a row. False: there is nothing to choose."""
-        if self.view is None or not self.view.renews or not self.view.selected[row]:
-            return False
-        self.view.rebuild(row, at_once=False)
-        return True
 
     def limit(self, row: int, length: int) -> None:
         """Rounds emit nothing for a row beyond `length` tokens."""

@@ -18,7 +18,7 @@ from .float8 import LAYERS, work_bytes
 from .graphs import SPARE, Compiler, unreserved
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
-from .kv.views import scored_together
+from .kv.views import common_queries, scored_together
 from .model import ModelConfig, Transformer
 from .start import ALLOCATOR, ALLOCATORS, GROWING
 from .state import State
@@ -70,8 +70,8 @@ def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         Part("logits and probabilities", _law_bytes(target, settings, batch, 1 if draft is None else 2, device),
              ("--batch-size",)),
         Part("chunk keys", chunk_keys, ("--chunk-size",)),
-        Part("choice of the retrieval view", _choice_bytes(target, settings, state.capacity, dtype,
-                                                           copied=batch > 1 and not base),
+        Part("choice of the retrieval view", _choice_bytes(target, settings, batch, state.capacity, base,
+                                                           dtype),
              ("--chunk-size", "block_size"))]
     if view is not None:
         parts.append(Part("retrieval view", view.nbytes, ("--budget",)))
@@ -157,17 +157,21 @@ def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int,
     return nearly + words * settings.tree.rows * (16 + (80 if settings.coupled else 4 * levels))
 
 
-def _choice_bytes(config: ModelConfig, settings: Settings, tokens: int, dtype: torch.dtype, copied: bool) -> int:
-    """Scores of all chunks by the newest queries, as products and twice in float32: of so many layers at a time.
-
-    copied: these layers' mean keys, too, since the row is one of several.
-    """
+def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, capacity: int, base: int,
+                  dtype: torch.dtype) -> int:
+    """Scores of all chunks by the newest queries, as products and twice in float32, some layers at a time: of what all
+    rows share, by the queries of all; and of one of several rows, whose mean keys are copied, too."""
     if not settings.scores_chunks:
         return 0
-    chunks = tokens // settings.chunk_size
-    layer = config.n_head * settings.block_size * chunks
-    keys = config.n_kv_head * config.head_dim * chunks * dtype.itemsize if copied else 0
-    return (layer * (dtype.itemsize + 8) + keys) * scored_together(layer, config.n_layer)
+
+    def of(tokens: int, queries: int, copied: bool) -> int:
+        chunks = tokens // settings.chunk_size
+        layer = config.n_head * queries * chunks
+        keys = config.n_kv_head * config.head_dim * chunks * dtype.itemsize if copied else 0
+        return (layer * (dtype.itemsize + 8) + keys) * scored_together(layer, config.n_layer)
+
+    return max(of(base, batch * common_queries(settings.block_size, batch), False),
+               of(capacity - base, settings.block_size, batch > 1))
 
 
 def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:

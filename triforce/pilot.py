@@ -38,7 +38,7 @@ class Pilot:
     # On a CPU a choice takes 3% of a short round. After so many rounds without drafts each EVERYth is followed by one.
     CALM, EVERY = 16, 4
 
-    def __init__(self, hierarchy: "Hierarchy", settings: Settings, batch: int, *, shelf: Shelf, group: "Group | None",
+    def __init__(self, hierarchy: "Hierarchy", settings: Settings, *, shelf: Shelf, group: "Group | None",
                  rebuild_interval: int):
         self.hierarchy, self.shelf, self.group = hierarchy, shelf, group
         self.auto = settings.auto and bool(hierarchy.drafters)
@@ -48,7 +48,7 @@ class Pilot:
         self.controller: Controller | None = None
         self.meters: list[NgramMeter | None] = []  # of each row that is not finished, where n-grams are to choose
         self.rebuild_interval = rebuild_interval
-        self.rebuilds = [RebuildPolicy(rebuild_interval) for _ in range(batch)]
+        self.rebuilds: list[tuple[list[int], RebuildPolicy]] = []  # rows whose views are chosen anew together
         self._shared_meter: NgramMeter | None = None
         self._begins = self.auto  # no round has been chosen yet
         self._rounds_with: Counter[str] = Counter()  # see `Controller`; the recorded steps outlive a text
@@ -73,7 +73,9 @@ class Pilot:
         self._fixed, self.padding, self._remaining = plan, padding, max_new_tokens
         self._next, self._unseen, self._calm = None, [], 0
         self.controller, self.meters = None, []
-        self.rebuilds = [RebuildPolicy(self.rebuild_interval) for _ in lengths]
+        rows = list(range(len(lengths)))
+        together = [rows] if self.hierarchy.cache.prefix.base else [[row] for row in rows]
+        self.rebuilds = [(rows, RebuildPolicy(self.rebuild_interval)) for rows in together]
         if plan is None and self.auto:
             self._name = self.shelf.name(padding, lengths)
             guessed = guess(self.hierarchy, padding, lengths)
@@ -146,8 +148,8 @@ class Pilot:
         if self.meters:
             self.meters[row] = None
 
-    def observe(self, result: "Round", was_chosen: bool) -> list[bool]:
-        """Takes a round in. Returns for each row whether its view is due to be chosen anew.
+    def observe(self, result: "Round", was_chosen: bool) -> list[int]:
+        """Takes a round in. Returns the rows whose views are due to be chosen anew.
 
         Args:
             was_chosen: it followed what `choose` gave.
@@ -158,7 +160,14 @@ class Pilot:
         for i, meter in enumerate(self.meters):
             if meter is not None:
                 meter.update(result.rows[i].tokens)
-        return [policy.update(row) for policy, row in zip(self.rebuilds, result.rows, strict=True)]
+        return [row for rows, policy in self.rebuilds if policy.update([result.rows[row] for row in rows])
+                for row in rows]
+
+    def rebuilt(self, rows: list[int]) -> None:
+        """The views of these rows have been chosen."""
+        for together, policy in self.rebuilds:
+            if not set(rows).isdisjoint(together):
+                policy.rebuilt()
 
 
 def default_plan(settings: Settings, hierarchy: "Hierarchy") -> Plan:
@@ -224,18 +233,20 @@ class Tally:
 
 
 class RebuildPolicy:
-    """When a row's selection is renewed: every `interval` tokens, and when acceptance falls well below its average."""
+    """When a selection is renewed, of a row or of all that share one: every `interval` tokens of a row, and when
+    acceptance falls well below its average."""
 
     def __init__(self, interval: int):
         self.interval, self.tokens, self.recent, self.average = interval, 0, 1.0, None
 
-    def update(self, row: RowRound) -> bool:
-        """Takes in what a round brought for the row. Returns whether a selection is due."""
-        if not row.tokens:  # it has ended
+    def update(self, rows: list[RowRound]) -> bool:
+        """Takes in what a round brought for the rows. Returns whether a selection is due."""
+        going = [row for row in rows if row.tokens]  # the others have ended
+        if not going:
             return False
-        self.tokens += len(row.tokens)
-        if row.num_drafted > 0:
-            rate = row.num_accepted / (row.num_accepted + (row.num_accepted < row.num_drafted))
+        self.tokens += sum(len(row.tokens) for row in going) / len(going)
+        if accepted_or_not := sum(row.num_accepted + (row.num_accepted < row.num_drafted) for row in going):
+            rate = sum(row.num_accepted for row in going) / accepted_or_not
             self.average = rate if self.average is None else 0.95 * self.average + 0.05 * rate
             self.recent = 0.6 * self.recent + 0.4 * rate
         dropped = self.average is not None and self.recent < 0.7 * self.average

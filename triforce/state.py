@@ -72,17 +72,18 @@ class State:
         if num_resident_layers is not None and num_resident_layers < config.n_layer:
             offload = Offload(config, num_resident_layers, batch=batch, capacity=self.capacity, interval=interval,
                               device=device, dtype=dtype, piece=settings.piece_tokens, runs_on=runs_on)
+        own, common = settings.split_budget(budget, self.base, self.capacity) if settings.retrieval else (0, 0)
         # A block of a tree needs no more slots than it has rows, or else than the level that runs ahead of it.
         ahead = max(block, settings.block_size + settings.inner_tree.rows) if settings.tree_size else 2 * block
         self.cache = TargetCache(config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
-                                 flush_interval=interval, budget=budget if settings.retrieval else 0,
-                                 newest=settings.block_size, ahead=ahead, offload=offload, shared=shared,
-                                 chunk_size=settings.scored_chunk_size, device=device, dtype=dtype, runs_on=runs_on)
+                                 flush_interval=interval, budget=own, newest=settings.block_size, ahead=ahead,
+                                 offload=offload, shared=shared, chunk_size=settings.scored_chunk_size, device=device,
+                                 dtype=dtype, runs_on=runs_on)
         sources = make_sources(target, draft, self.tape, settings, capacity=self.capacity, budget=budget,
                                draft_ranks=draft_ranks, compiler=compiler, runs_on=runs_on)
-        self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, sources=sources,
+        self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, own=own, common=common, sources=sources,
                                    drafting=drafting, row_unit=row_unit, compiler=compiler)
-        self.pilot = Pilot(self.hierarchy, settings, batch, group=target.group,
+        self.pilot = Pilot(self.hierarchy, settings, group=target.group,
                            shelf=Shelf(folder, lambda: compiler.is_complete),
                            rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval())
         self.lens = [self.base] * batch  # tokens with exact K/V, as the host knows them
@@ -101,16 +102,14 @@ class State:
         self.last_round: Round | None = None
 
     def _usual_rebuild_interval(self) -> int:
-        """The newest selection drafts best. Offloaded, that of one row takes no time: it is gathered beside the next
-        verify's copies. To gather those of many rows takes longer than the copies. On a GPU a rebuild takes the longer
-        the more chunks there are. Of many rows each is rebuilt on its own, and on a CPU it takes as long as a token."""
-        streams = self.cache.prefix.streams is not None
-        if streams and self.batch == 1:
-            return 1
-        if streams and self.base:
-            return 32
-        if self.batch == 1 and self.target.device.type == "cuda":
-            return max(16, 256 // self.settings.chunk_size)
+        """The newest selection drafts best. Offloaded, that of one row, or of what all rows share, takes no time: it is
+        gathered beside the next verify's copies. On a GPU a rebuild takes the longer the more chunks there are. Of rows
+        that share nothing each is rebuilt on its own, and on a CPU it takes as long as a token."""
+        if self.batch == 1 or self.base:
+            if self.cache.prefix.streams is not None:
+                return 1
+            if self.target.device.type == "cuda":
+                return max(16, 256 // self.settings.chunk_size)
         return 64
 
     @property
@@ -273,6 +272,8 @@ class State:
         interval = self.settings.flush_interval
         self._ends = [length + max_new_tokens for length in self.lens]
         self.hierarchy.open(min(-(-max(self._ends) // interval) * interval, self.capacity))
+        if self.hierarchy.view is not None:
+            self.hierarchy.view.open_common()
         for row in range(self.batch):
             self.hierarchy.limit(row, self.cache.lens[row] + interval)
         self.pilot.open(plan, padding or self.pilot.padding, self.lens, max_new_tokens, self.texts)
@@ -306,8 +307,7 @@ class State:
             plan = self.pilot.choose()
         if plan.retrieval and self.hierarchy.view is not None:
             going = [row for row in range(self.batch) if self.lens[row] < self._ends[row]]
-            for row in self.hierarchy.view.catch_up(going):
-                self.pilot.rebuilds[row].rebuilt()
+            self.pilot.rebuilt(self.hierarchy.view.catch_up(going))
         result = self.hierarchy.round(plan, self.lens, self._next_extent(), self.pilot.think if chosen else None)
         self.num_forwards += 1
         self.last_round = result
@@ -333,8 +333,8 @@ class State:
         for row, brought in enumerate(result.rows):
             if brought.tokens and self.lens[row] - self.cache.lens[row] == self.settings.flush_interval:
                 self._flush(row)
-            if due[row] and result.plan.retrieval and self.hierarchy.rebuild_view(row):
-                self.pilot.rebuilds[row].rebuilt()
+        if due and result.plan.retrieval and self.hierarchy.view is not None and self.hierarchy.view.renew(due):
+            self.pilot.rebuilt(due)
         self.is_whole = True
         return [brought.tokens for brought in result.rows]
 

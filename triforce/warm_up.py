@@ -78,7 +78,8 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
         if not threading.main_thread().is_alive():  # the process waits for this thread
             return None
         state.round(plan)
-    state.hierarchy.rebuild_view(0)
+    if state.hierarchy.view is not None:
+        state.hierarchy.view.renew([0])
     return state
 
 

@@ -13,7 +13,6 @@ from ..graphs import is_traced, put
 from ..model import ModelConfig, RotaryEmbedding, eager, rotate
 from ..packed import MANY_ROWS, MIN_ROWS
 from . import prefix
-from .prefix import PrefixStore
 from .store import Extent, View, runs
 from .target import TargetCache
 
@@ -135,13 +134,13 @@ class TargetLayer:
         """What the queries see in the view: states over what all rows share, over its dense part and over its ragged
         part, where there are such."""
         block, view = self._block, self._block.view
-        if view.joined:
-            return []
         if self._i >= len(view.k):
             return self._read_pieces(q)
+        states = [] if view.shared is None else self._shared(q)
+        if view.joined:
+            return states
         k, v = view.k[self._i], view.v[self._i]
         dense, _, starts = block.extent
-        states = [] if view.shared is None else self._shared(q)
         if block.ragged_bias is not None:
             states.append(self._ragged(q, k, v))
         start = 0
@@ -204,21 +203,21 @@ class TargetLayer:
         return [] if merged is None else [merged]
 
 
-def over_shared(prefix: PrefixStore, i: int, q: Tensor, compiled=eager, on_piece=None,
+def over_shared(view: View, i: int, q: Tensor, compiled=eager, on_piece=None,
                 prefills: bool = False) -> list[attention.State]:
-    """The state of queries [B, K, R, D] over layer i of the prefix that all rows share.
+    """The state of queries [B, K, R, D] over layer i of what all rows have before a view.
 
     Args:
         on_piece: see `TargetBlock`.
         prefills: the kernel may depend on the number of rows. In a round it may not: rows that end would change the
             bits of the others.
     """
-    shared, base, merged = prefix.shared, prefix.base, compiled(attention.merge_parts)
-    if i < shared.num_resident:
+    shared, base, merged = view.shared, view.base, compiled(attention.merge_parts)
+    if i < len(shared.k):
         rows = len(q) * q.shape[2]
         if shared.packed is not None and rows >= MIN_ROWS and not (prefills and rows >= MANY_ROWS):
             return [attention.of_batch(shared.packed[i].partial, q)]
-        return [attention.over_shared(q, *prefix.before(i), merged)]
+        return [attention.over_shared(q, *view.before(i), merged)]
     state = None
     for number, kv in shared.offload.pieces(i, base):
         k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each

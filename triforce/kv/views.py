@@ -14,8 +14,11 @@ reads nothing from the host.
 
 Where nothing streams past, a view is chosen when a round first reads it: many texts never draft from theirs.
 
-Layout of a row's view, `budget` tokens: [sink | recent window, a ring | selected chunks]. While a prefix is no longer
-than the budget, the view is the whole prefix, in order.
+Rows that share a prefix read it through one view, a `CommonView`, chosen by the queries of all of them: it takes the
+memory, the copying and the reading of one row. Each has a view of its own for what comes after.
+
+Layout of a row's view, `budget` tokens: [sink | recent window, a ring | selected chunks]. While what it views is no
+longer than the budget, the view is all of that, in order.
 
 Shapes: B batch, L layers, K KV heads, G query heads per KV head, M rows of queries, C chunks, D head_dim.
 """
@@ -31,8 +34,15 @@ from .store import Extent, View, runs
 from .target import TargetCache, aligned
 
 SMOOTHED = 7  # tokens over which "snapkv" averages attention
+COMMON = 8  # queries of a row that at least count where rows choose together
 GATHERED = 2**25  # numbers that are picked at a time out of a piece, unless a row has more
-SCORES = 2**26  # numbers that are held at a time while all chunks are scored, unless a layer has more
+SCORES = 2**25  # numbers that are held at a time while all chunks are scored, unless a layer has more
+
+
+def common_queries(newest: int, rows: int) -> int:
+    """How many queries of each of so many rows choose what they read of what they share: the newest ones, of all rows
+    together hardly more than of one row alone."""
+    return min(max(newest // rows, COMMON), newest)
 
 
 def scored_together(numbers: int, n_layer: int) -> int:
@@ -41,35 +51,54 @@ def scored_together(numbers: int, n_layer: int) -> int:
 
 
 class RetrievalView(View):
+    """Of each row's own part of the prefix: of all of it, or of what comes after the part that all rows share.
+
+    Args:
+        budget: tokens. recent: the share of them that are the newest ones.
+        common: what the rows read of the prefix that they share; None: they share none.
+    """
+
+    of_shared = False
+
     def __init__(self, cache: TargetCache, *, budget: int, chunk_size: int, recent: float = 0.25,
-                 kind: str = "retrieval", batch: int, device, dtype, compiler: Compiler):
+                 kind: str = "retrieval", batch: int, device, dtype, compiler: Compiler,
+                 common: "CommonView | None" = None):
+        self.joined = cache.joins_view and not self.of_shared
         super().__init__(cache.config, batch, aligned(budget), device, dtype,
-                         storage=cache.tail.storage if cache.joins_view else None)
-        self.joined = cache.joins_view
+                         storage=cache.tail.storage if self.joined else None)
         self.cache, self.budget, self.chunk_size, self.kind = cache, budget, chunk_size, kind
+        self.source = cache.prefix.shared if self.of_shared else cache.prefix  # what it is chosen from
+        self.shared = common
         self.renews = kind == "retrieval"
-        self.window_size, chunks = split_view(budget, chunk_size, cache.flush_interval, recent)
-        if kind == "streaming":
-            self.window_size, chunks = (budget - chunk_size) // cache.flush_interval * cache.flush_interval, 0
+        self.window_size, chunks = self._split(recent)
         self.select_size = 1 if kind == "snapkv" else chunk_size  # tokens that are selected together
         self.num_selected = chunks * chunk_size // self.select_size
         self.held = chunk_size + self.window_size + chunks * chunk_size  # tokens of a selection, at most the budget
         self.selected = [False] * batch  # per row: a selection, or still the whole prefix
         self.num_rebuilds = 0
-        # Per row: what was selected last, and the length of the prefix then.
+        # Per row: what was selected last, and the length of its own part of the prefix then.
         self._chunks = torch.zeros(batch, cache.config.n_layer, cache.config.n_kv_head, self.num_selected,
                                    dtype=torch.int64, device=device)
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._offload, self._awaited = cache.prefix.streams, [False] * batch
+        self._offload, self._awaited = self.source.offload, [False] * batch
         self._put_off = [False] * batch  # per row: its view is yet to be chosen
         self._piece = self._place = torch.empty(0)  # of the layer that streams past: see `_locate`
         self._row = torch.zeros(1, dtype=torch.int64, device=device)  # that is chosen for: one graph serves all rows
         self._select = compiler.level("rebuild").step(self._select_and_copy)
 
+    def _split(self, recent: float) -> tuple[int, int]:
+        """Tokens of the window, and how many chunks are selected."""
+        interval = self.cache.flush_interval
+        if self.kind == "streaming":
+            return (self.budget - self.chunk_size) // interval * interval, 0
+        return split_view(self.budget, self.chunk_size, interval, recent)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors()
         yield "chunks", self._chunks
         yield "prefix_len", self._prefix_len
+        if self.shared is not None:
+            yield from ((f"common.{name}", tensor) for name, tensor in self.shared.tensors())
 
     def state_dict(self) -> dict[str, Tensor]:
         self.catch_up(range(len(self._put_off)))
@@ -77,28 +106,60 @@ class RetrievalView(View):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
-        self.selected = [length > self.budget for length in self.cache.lens]
+        self.selected = [length > self.budget for length in self.source.own_lens]
         self._put_off = [False] * len(self._put_off)
+        if self.shared is not None:  # its tensors are among those that were copied
+            self.shared.fit(0)
+            self.shared._put_off = [False]
 
     @property
     def extent(self) -> Extent:
         return Extent() if self.joined else super().extent  # joined to the tail, all of it is masked
+
+    @property
+    def base(self) -> int:
+        """Tokens that all rows see of the common view."""
+        return 0 if self.shared is None else self.shared.lens[0]
+
+    def before(self, i: int) -> tuple[Tensor, Tensor]:
+        """K and V of layer i of the common view, each [1, K, base, D]."""
+        return tuple(x[i][:, :, : self.base] for x in (self.shared.k, self.shared.v))
 
     def open(self, row: int) -> None:
         """A row has been prefilled, or is back at an earlier length. Its view is chosen now, or by `catch_up`."""
         if self._offload is None and self.kind != "snapkv":  # SnapKV goes by the prompt's queries
             self.fit(row)
             self._put_off[row] = True
-        else:  # what a shared prefix streams past, the first verify gathers, for all rows
-            self.choose(row, at_once=self.cache.prefix.shared is None)
+        else:
+            self.choose(row)
+
+    def open_common(self) -> None:
+        """All rows have been opened."""
+        if self.shared is not None:
+            self.shared.open(0)
 
     def catch_up(self, rows: Iterable[int]) -> list[int]:
         """A round is about to read the views of these rows. Returns those that one was chosen for."""
-        rows = [row for row in rows if self._put_off[row]]
-        for row in rows:
+        late = [row for row in rows if self._put_off[row]]
+        for row in late:
             self.choose(row)
             self._put_off[row] = False
-        return rows
+        if self.shared is not None and self.shared.catch_up([0]):
+            return list(rows)
+        return late
+
+    def renew(self, rows: Iterable[int]) -> int:
+        """Chooses anew for these rows, where there is something to choose. Returns how often it did. What streams past
+        is gathered in the next verify."""
+        if not self.renews:
+            return 0
+        before = self.num_rebuilds
+        for row in rows:
+            if self.selected[row]:
+                self.rebuild(row, at_once=False)
+        if self.shared is not None:
+            self.num_rebuilds += self.shared.renew([0])
+        return self.num_rebuilds - before
 
     def rebuild(self, row: int, at_once: bool = True) -> None:
         """`choose` of a row that has a view already."""
@@ -114,9 +175,9 @@ class RetrievalView(View):
         """
         self.fit(row)
         if not self.selected[row]:
-            length = self.lens[row]
+            start, length = self.source.base, self.lens[row]
             for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
-                k[row, :, :length], v[row, :, :length] = self.cache.prefix.load(i, row, 0, length)
+                k[row, :, :length], v[row, :, :length] = self.source.load(i, row, start, start + length)
             return
         self._row.fill_(row)
         self._select()
@@ -125,34 +186,34 @@ class RetrievalView(View):
         self._awaited[row] = True
         if at_once:
             for i in self._offload.layers:
-                for number, kv in self._offload.pieces(i, self.cache.prefix.base or self.cache.lens[row]):
+                for number, kv in self._offload.pieces(i, self.source.lens[row]):
                     self.gather(i, number, kv)
             self._awaited[row] = False
 
     def fit(self, row: int) -> None:
-        """Sets the length of a row's view by that of its prefix."""
-        prefix_len = self.cache.lens[row]
+        """Sets the length of a row's view by that of what it views."""
+        prefix_len = self.source.own_lens[row]
         self.selected[row] = prefix_len > self.budget
         self._awaited[row] = False
         self.truncate(row, self.held if self.selected[row] else prefix_len)
 
     def rebuild_layer(self, i: int, row: int) -> None:
         """`rebuild` for one layer that a prefill has just written, while it is at hand; after `fit`."""
-        k, v = (x[0] for x in self.cache.prefix.working_layer(i, range(row, row + 1)))
+        k, v = (x[0] for x in self.source.working_layer(i, range(row, row + 1)))
         if not self.selected[row]:
             length = self.lens[row]
             self.k[i][row, :, :length], self.v[i][row, :, :length] = k[:, :length], v[:, :length]
             return
         self._row.fill_(row)
         if self.num_selected:
-            self._chunks[row, i] = self._scores(i, [k]).topk(self.num_selected, dim=-1, sorted=False).indices
-        self._prefix_len[row] = self.cache.prefix.len[row]
+            self._chunks[row, i] = self._scores(i, k).topk(self.num_selected, dim=-1, sorted=False).indices
+        self._prefix_len[row] = self.source.own_len[row]
         at = self.positions(row, i)
         for tokens, view in ((k, self.k[i][row]), (v, self.v[i][row])):
             _in_words(view[:, : at.shape[1]]).copy_(_pick(_in_words(tokens)[None], at))
 
     def positions(self, row: int, i: int) -> Tensor:
-        """Where in the prefix the tokens of layer i's selection stand: [K, held]."""
+        """Where the tokens of layer i's selection stand in the row's own part of the prefix: [K, held]."""
         return self._positions(self._chunks[row, i, None], self._prefix_len[row])[0]
 
     def _positions(self, chunks: Tensor, prefix_len: Tensor) -> Tensor:
@@ -167,8 +228,8 @@ class RetrievalView(View):
         self._awaited = [False] * len(self._awaited)
 
     def gather(self, i: int, number: int, piece: Tensor) -> None:
-        """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it. All rows of
-        a batch have the one row of a shared prefix. The pieces of a layer come in order."""
+        """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it. The pieces
+        of a layer come in order."""
         if number == 0:
             self._locate(i)
         here, at = (self._piece == number)[..., None], self._place  # [B, K, held, 1], [B, K, held]
@@ -176,7 +237,7 @@ class RetrievalView(View):
             at = at.clamp(max=piece.shape[2] - 1)
         heads = torch.arange(at.shape[1], device=at.device)[:, None]
         for rows in self._together():
-            whose = torch.arange(len(at), device=at.device)[rows, None, None] if piece.shape[1] > 1 else 0
+            whose = torch.arange(len(at), device=at.device)[rows, None, None]
             for tokens, view in zip(piece, (self.k[i], self.v[i]), strict=True):
                 tokens, view = _in_words(tokens), _in_words(view[rows, :, : at.shape[2]])
                 torch.where(here[rows], tokens[whose, at[rows], heads], view, out=view)
@@ -189,12 +250,9 @@ class RetrievalView(View):
                 yield slice(first, min(first + count, run.stop))
 
     def _locate(self, i: int) -> None:
-        """Of the tokens that layer i's views hold: in which piece each comes (-1: in none), and where in it."""
+        """Of the tokens that layer i's views hold: in which piece each comes, and where in it."""
         at = self._positions(self._chunks[:, i], self._prefix_len)
-        size, base = self._offload.piece, self.cache.prefix.base
-        self._piece, self._place = at // size, at % size
-        if base:  # what follows a shared prefix does not stream past
-            self._piece = torch.where(at < base, self._piece, -1)
+        self._piece, self._place = at // self._offload.piece, at % self._offload.piece
 
     def _of_row(self, x: Tensor, dim: int = 0) -> Tensor:
         """Of a tensor in which `dim` counts the rows of the batch, the row that is chosen for. A copy, of several."""
@@ -207,72 +265,56 @@ class RetrievalView(View):
         else:
             torch.ops.aten.index_put_(x, [self._row], value[None].to(x.dtype))
 
-    def _scores(self, i: int, keys: list[Tensor] | None = None) -> Tensor:
+    def _newest(self, layers: slice) -> tuple[Tensor, Tensor]:
+        """What the row's view is chosen by: queries of some layers [L, H, m, D], and their weights [m]."""
+        queries, weight = self._of_row(self.cache.all_queries[layers], 1), self._of_row(self.cache.query_weight)
+        return self.cache.newest_queries(queries, weight)
+
+    def _scores(self, i: int, keys: Tensor | None = None) -> Tensor:
         """[K, chunks or tokens] of one layer, -inf for what is not to choose.
 
-        keys: [K, S, D] each, those of all tokens. None: the resident ones.
+        keys: [K, S, D], those of all tokens. None: the resident ones.
         """
-        cache, prefix = self.cache, self.cache.prefix
         if self.kind == "retrieval":
-            keys, smoothed = [x[0] for x in self._chunk_keys(slice(i, i + 1))], 0
+            keys, smoothed = self._of_row(self.source.chunk_keys[i]), 0
         else:
-            before = [] if prefix.shared is None else [prefix.before(i)[0][0]]
-            keys, smoothed = keys or [*before, self._of_row(prefix.k[i])], SMOOTHED
-        mask = self._mask(sum(x.shape[1] for x in keys))
-        queries, weight = cache.newest_queries(self._of_row(cache.queries[i]), self._of_row(cache.query_weight))
-        return chunk_scores(queries, keys, weight, mask, smoothed)
-
-    def _chunk_keys(self, layers: slice) -> list[Tensor]:
-        """Mean keys of all chunks of the row, of some layers: [L, K, C, D] each, the shared prefix's first."""
-        prefix = self.cache.prefix
-        own = [self._of_row(prefix.all_chunk_keys[layers], 1)]
-        if prefix.shared is None:
-            return own
-        return [prefix.shared.all_chunk_keys[layers, 0, :, : prefix.base // self.chunk_size], *own]
+            keys, smoothed = self._of_row(self.source.k[i]) if keys is None else keys, SMOOTHED
+        queries, weight = self._newest(slice(i, i + 1))
+        return chunk_scores(queries[0], keys, weight, self._mask(keys.shape[1]), smoothed)
 
     def _mask(self, count: int) -> Tensor:
         """Of so many chunks or tokens, what there is to choose from; see `_choice_mask`."""
-        end = (self._of_row(self.cache.prefix.len) - self.window_size) // self.select_size  # from here on: the window
+        end = (self._of_row(self.source.own_len) - self.window_size) // self.select_size  # from here on: the window
         return _choice_mask(self.chunk_size // self.select_size, end, count)
 
     def _all_scores(self) -> Tensor:
         """`_scores` of all layers, [L, K, chunks or tokens]; several layers at a time, where keys are few enough."""
-        cache = self.cache
+        count = self.cache.config.n_layer
         if self.kind != "retrieval":
-            return torch.stack([self._scores(i) for i in range(cache.config.n_layer)])
-        queries, weight = cache.newest_queries(self._of_row(cache.all_queries, 1), self._of_row(cache.query_weight))
-        prefix = cache.prefix
-        count = prefix.base // self.chunk_size + prefix.all_chunk_keys.shape[3]
-        mask = self._mask(count)
-        together = scored_together(queries.shape[1] * queries.shape[2] * count, len(queries))
-        layers = [slice(first, first + together) for first in range(0, len(queries), together)]
-        return torch.cat([chunk_scores(queries[some], self._chunk_keys(some), weight, mask) for some in layers])
+            return torch.stack([self._scores(i) for i in range(count)])
+        queries, weight = self._newest(slice(None))
+        keys = self.source.all_chunk_keys  # [L, B, K, C, D]
+        mask = self._mask(keys.shape[3])
+        together = scored_together(queries.shape[1] * queries.shape[2] * keys.shape[3], count)
+        layers = [slice(first, first + together) for first in range(0, count, together)]
+        return torch.cat([chunk_scores(queries[some], self._of_row(keys[some], 1), weight, mask) for some in layers])
 
     def _select_and_copy(self) -> None:
         """The selection of a row, in static shapes: what lies beyond its prefix is masked, so a graph can replay it."""
-        prefix, chunks = self.cache.prefix, self._of_row(self._chunks)
-        prefix_len = self._of_row(prefix.len)
+        source, chunks = self.source, self._of_row(self._chunks)
+        prefix_len = self._of_row(source.own_len)
         if self.num_selected:
             # One call for all layers: ten times faster on a GPU than one a layer.
             chunks = self._all_scores().topk(self.num_selected, dim=-1, sorted=False).indices
             self._set_row(self._chunks, chunks)  # [L, K, num_selected]
         self._set_row(self._prefix_len, prefix_len)
-        if prefix.num_resident == 0:
+        if source.num_resident == 0:
             return
-        at = self._positions(chunks[: prefix.num_resident], prefix_len)  # [L, K, held]
-        own, shared, base = at, prefix.shared, prefix.base
-        if shared is not None:
-            is_before, before, own = (at < base)[..., None], at.clamp(max=base - 1), (at - base).clamp(min=0)
-        for i in range(prefix.num_resident):
-            for half, (tokens, view) in enumerate(((prefix.k[i], self.k[i]), (prefix.v[i], self.v[i]))):
+        at = self._positions(chunks[: source.num_resident], prefix_len)  # [L, K, held]
+        for i in range(source.num_resident):
+            for tokens, view in ((source.k[i], self.k[i]), (source.v[i], self.v[i])):
                 view = _in_words(view[:, :, : at.shape[2]])
-                picked = _pick(_in_words(tokens), own[i], self._row)
-                if shared is not None:
-                    # Of a shared layer that streams past, the tokens are gathered, and until then stay what they were.
-                    others = (_pick(_in_words(prefix.before(i)[half]), before[i]) if i < shared.num_resident
-                              else self._of_row(view))
-                    picked = torch.where(is_before[i], others, picked)
-                self._set_row(view, picked)
+                self._set_row(view, _pick(_in_words(tokens), at[i], self._row))
 
     def flush(self, row: int) -> None:
         """Takes in the interval that the cache has just flushed, so that drafting never loses the newest tokens."""
@@ -280,7 +322,7 @@ class RetrievalView(View):
             self.fit(row)
             return
         interval = self.cache.flush_interval
-        start = self.cache.lens[row] - interval
+        start = self.source.own_lens[row] - interval
         if not self.selected[row]:
             if start + interval > self.budget:
                 self.rebuild(row)
@@ -293,27 +335,56 @@ class RetrievalView(View):
             self.store(i, row, at, self.cache.tail.load(i, row, 0, interval))  # where it still stands
 
 
+class CommonView(RetrievalView):
+    """Of the prefix that all rows share: one row, chosen by the queries of all of them. What is shared does not grow,
+    so there is no window, but for "streaming"."""
+
+    of_shared = True
+
+    def __init__(self, cache: TargetCache, **options):
+        super().__init__(cache, batch=1, **options)
+
+    def _split(self, recent: float) -> tuple[int, int]:
+        rest = self.budget - self.chunk_size
+        return (rest, 0) if self.kind == "streaming" else (0, rest // self.chunk_size)
+
+    def open(self, row: int) -> None:
+        if self._offload is None:
+            super().open(row)
+        else:  # the first verify gathers it
+            self.choose(row, at_once=False)
+
+    def _newest(self, layers: slice) -> tuple[Tensor, Tensor]:
+        """Of all rows of the batch: each has a weight of 1 in all, but none if it brought no tokens."""
+        queries, weight = self.cache.all_queries[layers], self.cache.query_weight  # [L, B, H, M, D], [B, M]
+        count = common_queries(self.cache.newest, len(weight))
+        latest = torch.arange(1, weight.shape[1] + 1, device=weight.device) * weight
+        kept = latest.topk(count).indices  # [B, count]
+        rows = torch.arange(len(weight), device=weight.device)[:, None]
+        weight = weight[rows, kept]
+        weight = weight / weight.sum(1, keepdim=True).clamp(min=1)
+        queries = queries.transpose(2, 3)[:, rows, kept]  # [L, B, count, H, D]
+        return queries.flatten(1, 2).transpose(1, 2), weight.flatten()
+
+
 def _choice_mask(start: int, end: Tensor, count: int) -> Tensor:
     """[C], additive: 0 for the chunks after the sink and before `end`, -inf for all others."""
     chunk = torch.arange(count, device=end.device)
     return torch.where((chunk >= start) & (chunk < end), 0.0, float("-inf"))
 
 
-def chunk_scores(queries: Tensor, chunk_keys: list[Tensor], weight: Tensor, mask: Tensor, smoothed: int = 0) -> Tensor:
+def chunk_scores(queries: Tensor, chunk_keys: Tensor, weight: Tensor, mask: Tensor, smoothed: int = 0) -> Tensor:
     """How much the weighted queries attend to each chunk's mean key, pooled over the GQA group.
 
     Args:
-        queries: [..., H, M, D]. chunk_keys: [..., K, C, D] each, of consecutive chunks. weight: [M].
-        mask: [all C], additive.
+        queries: [..., H, M, D]. chunk_keys: [..., K, C, D]. weight: [M]. mask: [C], additive.
         smoothed: an odd number of neighbours to average over; 0: none.
 
     Returns:
-        [..., K, all C] float32.
+        [..., K, C] float32.
     """
-    q = queries.reshape(*chunk_keys[0].shape[:-2], -1, queries.shape[-1])  # [..., K, G * M, D]
-    products = [q @ keys.transpose(-1, -2) for keys in chunk_keys]
-    products = products[0] if len(products) == 1 else torch.cat(products, -1)
-    scores = products.float() * q.shape[-1] ** -0.5 + mask  # [..., K, G * M, C]
+    q = queries.reshape(*chunk_keys.shape[:-2], -1, queries.shape[-1])  # [..., K, G * M, D]
+    scores = (q @ chunk_keys.transpose(-1, -2)).float() * q.shape[-1] ** -0.5 + mask  # [..., K, G * M, C]
     weights = weight.repeat(q.shape[-2] // weight.shape[0])
     attended = (weights @ scores.softmax(-1).flatten(0, -3)).unflatten(0, scores.shape[:-2])
     if smoothed:
