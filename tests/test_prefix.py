@@ -122,7 +122,7 @@ def test_rows_choose_together_what_they_read_of_what_they_share(pair, made):
     state = make_state(*pair, PROMPTS, base=BASE, budget=128, recent=0.5, **made)
     view, cache = state.hierarchy.view, state.cache
     common = view.shared
-    for _ in range(4):
+    while state.num_flushes < 2:
         rows = state.round(Plan(4, "model", True, 2, 2))
         common.rebuild(0)
         assert_common_view_holds_its_selection(state)
@@ -156,6 +156,7 @@ def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
     while min(state.lens) < max(map(len, prompts)) + 40:
         state.round(Plan(4, "model", True, 2, 2))
     assert view.selected == [True, True] and state.num_flushes >= 4
+    assert 0 <= view.shared.budget - view.shared.held < view.shared.chunk_size
     assert (view.num_rebuilds > 2) == view.renews
     assert_common_view_holds_its_selection(state)
     for row in range(2):

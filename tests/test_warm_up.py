@@ -31,7 +31,7 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
     settings = Settings(**options).resolve(CPU, has_model=draft is not None, query_group=2)
     rounds, real = [], State.round
     monkeypatch.setattr(State, "round", lambda state, plan: rounds.append(plan) or real(state, plan))
-    state = warm_up.warm_up(TARGET, draft, settings, torch.float32, CPU, 2**30, 2000)
+    state = warm_up.warm_up(TARGET, draft, settings, torch.float32, CPU, 2**30, length=2000)
     assert state.lens[0] >= state.prompt_end[0] + len(rounds) and state.target.config.n_layer == 1
     drafters = {plan.drafter for plan in rounds}
     expected = {"model": draft is not None, "ngram": settings.ngram, "retrieval": settings.retrieval}
@@ -51,17 +51,33 @@ def test_it_goes_through_every_step_of_a_draft(monkeypatch):
     settings, seen, real = Settings().resolve(CPU, query_group=2), set(), Transformer.forward
     monkeypatch.setattr(Transformer, "forward", lambda model, tokens, kv: seen.add((model.config.dim, tokens.shape[1]))
                         or real(model, tokens, kv))
-    state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, 2**30, 2000)
+    state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, 2**30, length=2000)
     assert settings.gamma_inner > 1 and {rows for dim, rows in seen if dim == DRAFT.dim} >= {1, 4}
     assert {rows for dim, rows in seen if dim == TARGET.dim} >= {state.hierarchy.outer.rows, state.hierarchy.inner.rows}
 
 
-def started(monkeypatch, target=TARGET, draft=DRAFT, device=GPU):
-    """Whether it begins; with how many free bytes."""
+@pytest.mark.parametrize("options", BLANK, ids=str)
+def test_of_large_weights_it_goes_through_questions_side_by_side(monkeypatch, options):
+    """Over what they share, by every plan."""
+    settings = Settings(**options).resolve(CPU, has_model=True, query_group=2)
+    rounds, real = [], State.round
+    monkeypatch.setattr(State, "round", lambda state, plan: rounds.append((state.batch, plan)) or real(state, plan))
+    state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, 2**30, 2, length=2000)
+    alone, beside = ([plan for count, plan in rounds if count == rows] for rows in (1, 2))
+    assert alone == beside and len(alone) >= 4
+    assert state.base >= 1900 and state.batch == 2 and state.cache.prefix.shared.lens == [state.base]
+    assert all(now >= end + len(beside) for now, end in zip(state.lens, state.prompt_end, strict=True))
+    gone = weakref.ref(state)
+    del state
+    assert gone() is None
+
+
+def started(monkeypatch, target=TARGET, draft=DRAFT, device=GPU, weight_bytes=2**30):
+    """Whether it begins; with how many free bytes, and rows of questions."""
     ran = []
     monkeypatch.setattr(warm_up.memory, "available", lambda device: 20 * 2**30)
-    monkeypatch.setattr(warm_up, "warm_up", lambda *args: ran.append(args[-1]))
-    thread = warm_up.begin(target, draft, Settings().resolve(CPU), torch.float16, device, 2**30)
+    monkeypatch.setattr(warm_up, "warm_up", lambda *args: ran.append(args[-2:]))
+    thread = warm_up.begin(target, draft, Settings().resolve(CPU), torch.float16, device, weight_bytes)
     if thread is not None:
         thread.join()
         assert not thread.daemon  # or else Python would end it in a call of PyTorch's, and the process with it
@@ -69,7 +85,8 @@ def started(monkeypatch, target=TARGET, draft=DRAFT, device=GPU):
 
 
 def test_it_begins_on_a_gpu(monkeypatch):
-    assert started(monkeypatch) == [19 * 2**30 - SPARE] == started(monkeypatch, draft=None)
+    assert started(monkeypatch) == [(19 * 2**30 - SPARE, 0)] == started(monkeypatch, draft=None)
+    assert started(monkeypatch, weight_bytes=10 * 2**30) == [(10 * 2**30 - SPARE, 2)]
     fp8 = replace(TARGET, float8=Float8(0, 0))
     for other in ({"device": CPU}, {"target": fp8}, {"draft": fp8}):
         assert not started(monkeypatch, **other)
@@ -81,7 +98,7 @@ def test_a_rank_goes_through_its_own_share(monkeypatch):
     monkeypatch.setattr(warm_up, "_blank", lambda *args: made.append(real(*args)) or made[-1])
     shares = [shard_config(config, Group(1, 2, "")) for config in (TARGET, DRAFT)]
     settings = Settings().resolve(CPU, query_group=2)
-    assert warm_up.warm_up(*shares, settings, torch.float32, CPU, 2**30, 2000) is not None
+    assert warm_up.warm_up(*shares, settings, torch.float32, CPU, 2**30, length=2000) is not None
     for model, share in zip(made, shares, strict=True):
         assert model.group is None and model.layers[0].attention.qkv.weight.shape[0] == 16 * (share.n_head + 2)
         assert model.output.weight.shape[0] == share.vocab_size // 2 and share.n_kv_head == 1
@@ -96,12 +113,16 @@ def test_it_leaves_the_weights_their_memory(monkeypatch):
     check = warm_up.memory.state_parts
     monkeypatch.setattr(warm_up.memory, "state_parts", lambda *args, **more: needed.append(check(*args, **more)) or
                         needed[-1])
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2000) is None and not made
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, length=2000) is None and not made
     weights = warm_up.memory.weight_parts(replace(TARGET, n_layer=1), replace(DRAFT, n_layer=1), torch.float32)
     free = sum(part.bytes for part in [*weights, *needed[0]])
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free - 1, 2000) is None and not made
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2000) is not None
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free - 1, length=2000) is None and not made
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, length=2000) is not None
     assert [model.config.n_layer for model in made] == [1, 1]
+    made.clear(), needed.clear()
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2, length=2000) is None and not made
+    free = sum(part.bytes for part in [*weights, *needed[0], *needed[1]])
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2, length=2000) is not None
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.2])
@@ -109,7 +130,7 @@ def test_a_process_that_ends_meanwhile_ends_as_it_would(pause):
     code = ("import sys, threading, time, torch\nfrom triforce import warm_up\nfrom triforce.config import Settings\n"
             "from triforce.model import ModelConfig\nwarm_up.ROUNDS = 100000\n"
             "args = (ModelConfig(512, 64, 4, 4, 2, 16, 128), None, Settings().resolve('cpu', query_group=2),\n"
-            "        torch.float32, torch.device('cpu'), 2**30, 2000)\n"
+            "        torch.float32, torch.device('cpu'), 2**30, 0, 2000)\n"
             "thread = threading.Thread(target=warm_up._quietly, args=args)\nthread.start()\n"
             f"time.sleep({pause})\nassert thread.is_alive()\nsys.exit(3)\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -23,6 +23,7 @@ from .state import State
 log = logging.getLogger("triforce")
 LENGTH = 5 * 8192  # tokens of the prompt: an attention of few queries and one of many, over several lengths of keys
 ROUNDS = 2  # of each plan: the second follows one that drafted
+ROWS, LARGE = 2, 8 * 10**9  # over a shared prefix, too, where the bytes of weights take some seconds to read
 
 
 def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype, device: torch.device,
@@ -37,7 +38,9 @@ def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dt
         return None
     free = (memory.available(device) or 0) - weight_bytes - SPARE
     # No daemon: Python would end it in the midst of a call of PyTorch's, and the process with it.
-    thread = threading.Thread(target=_quietly, args=(target, draft, settings, dtype, device, free), name="warm-up")
+    rows = ROWS if weight_bytes >= LARGE else 0
+    thread = threading.Thread(target=_quietly, args=(target, draft, settings, dtype, device, free, rows),
+                              name="warm-up")
     thread.start()
     return thread
 
@@ -51,9 +54,10 @@ def _quietly(*args) -> None:
 
 @torch.no_grad()
 def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype,
-            device: torch.device, free: int, length: int = LENGTH) -> State | None:
-    """A prefill of a prompt of so many tokens, and rounds by every plan. Returns the State that went through them; None
-    if that needs more than so many free bytes, or the process ends meanwhile."""
+            device: torch.device, free: int, rows: int = 0, length: int = LENGTH) -> State | None:
+    """A prefill of a prompt of so many tokens, and rounds by every plan; the same of `rows` questions about it. Returns
+    the last State that went through them; None if that needs more than so many free bytes, or the process ends
+    meanwhile."""
     use_device(device)
     settings = replace(settings, draft=None)  # a drafter of the user's is none of ours
     configs = [None if config is None else _layer(config) for config in (target, draft)]
@@ -61,14 +65,29 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
     length = min(length, target.max_len - room)
     sizes = {"batch": 1, "capacity": length + room, "budget": settings.view_tokens(length, room=length),
              "vocab_size": min(config.vocab_size for config in configs if config is not None)}
-    parts = memory.weight_parts(*configs, dtype) + memory.state_parts(*configs, settings, dtype=dtype, device=device,
-                                                                      **sizes)
-    if sum(part.bytes for part in parts) > free:
+    need = lambda **sizes: sum(part.bytes for part in memory.state_parts(  # noqa: E731
+        *configs, settings, dtype=dtype, device=device, **sizes))
+    base = length // settings.flush_interval * settings.flush_interval
+    beside = sizes | {"batch": rows, "capacity": base + 2 * room}
+    needed = sum(part.bytes for part in memory.weight_parts(*configs, dtype)) + need(**sizes)
+    if needed + (need(**beside, base=base) if rows else 0) > free:
         return None
     models = [None if config is None else _blank(config, dtype, device) for config in configs]
     state = State(*models, settings, compiler=Compiler(device), **sizes)
-    state.params.set(specialize=False, **vars(Sampling().with_seed(1, lambda: 0)))
-    state.prefill(0, [0] * length)
+    if not _go_through(state, [[0] * length], room):
+        return None
+    if rows:
+        state = State(*models, settings, compiler=Compiler(device), shared=state.cache.prefix.part(base), **beside)
+        if not _go_through(state, [[0] * (base + room)] * rows, room):
+            return None
+    return state
+
+
+def _go_through(state: State, prompts: list[list[int]], room: int) -> bool:
+    """A prefill, and rounds by every plan. False: the process ends meanwhile."""
+    settings = state.settings
+    state.params.set(specialize=False, **vars(Sampling().with_seed(state.batch, lambda: 0)))
+    state.prefill_all(prompts)
     state.begin(room)
     plans = [AUTOREGRESSION, *(Plan(1, source) for source in state.hierarchy.sources)]
     if settings.retrieval:  # one round of it, and two tokens of its draft, run what more of them do
@@ -76,11 +95,11 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
         plans.append(replace(plan, rounds=1, gamma_inner=min(plan.gamma_inner, 2)))
     for plan in [plan for plan in plans for _ in range(ROUNDS)]:
         if not threading.main_thread().is_alive():  # the process waits for this thread
-            return None
+            return False
         state.round(plan)
     if state.hierarchy.view is not None:
         state.hierarchy.view.renew([0])
-    return state
+    return True
 
 
 def _layer(config: ModelConfig) -> ModelConfig:
