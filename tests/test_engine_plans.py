@@ -24,10 +24,13 @@ def engine_of(pair, **more) -> Engine:
 def test_the_default_budget_is_a_share_of_the_prompt(pair, offload, budgets):
     engine = engine_of(pair, offload=offload)
     assert {length: engine.resolve_budget(length) for length in budgets} == budgets
+    for rows in (2, 8):  # that read one view of what they share
+        assert {length: engine.resolve_budget(length, sharing=rows) // 2 for length in budgets} == budgets
 
 
 def test_budgets_that_are_given(pair):
-    assert engine_of(pair, budget=64).resolve_budget(10**6) == 64
+    assert engine_of(pair, budget=64).resolve_budget(10**6) == engine_of(pair, budget=64).resolve_budget(
+        10**6, sharing=8) == 64
     engine = engine_of(pair, budget=0.25)
     assert [engine.resolve_budget(length) for length in (8, 1000, 1001, 10_000)] == [24, 252, 252, 2500]
     assert make_engine(pair[0], retrieval=False).resolve_budget(1000) == 0

@@ -252,6 +252,19 @@ def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, cap
     assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 2
 
 
+def test_several_rows_read_a_larger_view_of_what_they_share(pair):
+    engine = make_engine(*pair, draft_window=32, chunk_size=8, flush_interval=32, block_size=4, gamma=3)
+    book, found = engine.prefill(random_prompt(5000)), []
+    for prompts, prefix in (([[1, 2, 3]], book), ([[1, 2, 3], [4, 5]], book), ([[1, 2, 3]] * 3, book),
+                            ([random_prompt(2000), random_prompt(2000, seed=1)], None)):
+        engine.generate(prompts, 4, prefix=prefix)
+        found.append(engine.caches.state.budget)
+        before = engine.caches.state
+        engine.generate([[prompt[0] + 1, *prompt[1:]] for prompt in prompts], 4, prefix=prefix)
+        assert engine.caches.state is before
+    assert found == [1024, 2048, 2048, 1024]
+
+
 def test_a_view_is_as_large_as_memory_allows(pair, monkeypatch):
     engine = make_engine(*pair, draft_window=32, chunk_size=8, flush_interval=32, block_size=4, gamma=3)
     needs = lambda budget: sum(part.bytes for part in engine.caches._parts(  # noqa: E731

@@ -46,7 +46,7 @@ LOADING, MANY = 8.0, 1536  # seconds that it takes to load compiled pieces; new 
 IDLE, BUSY = 2.0, 30.0  # seconds without a question, and of nothing but questions, after which they are loaded
 # Tokens of a view where memory decides: few sizes, since each is compiled for. With smaller ones more rows would fit,
 # and hardly draft.
-VIEWS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+VIEWS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 
 
 def needed_tokens(length: int, settings: Settings, max_seq_len: int | None) -> int:
@@ -364,7 +364,8 @@ class Caches:
         if state is None or state.batch != len(ids) or state.capacity < needed:
             return False
         same = self.prefix is None if shared is None else shared.is_same(self.prefix)
-        if not same or state.budget == self.engine.resolve_budget(max(map(len, ids)), state.capacity):
+        sharing = 1 if shared is None else len(ids)
+        if not same or state.budget == self.engine.resolve_budget(max(map(len, ids)), state.capacity, sharing):
             return same
         # A view that is not the user's choice need not grow with every turn of a conversation.
         return self.settings.budget is None and (state.base > 0 or self._held(ids) > 0)
@@ -383,7 +384,7 @@ class Caches:
         self.state = None
         if old is None:
             self.release()  # before the new ones are planned
-        budget = self.engine.resolve_budget(max(map(len, ids)), capacity)
+        budget = self.engine.resolve_budget(max(map(len, ids)), capacity, batch if base else 1)
         budget, resident = self._plan(settings, batch, base, capacity, budget)
         sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.engine.vocab_size}
         count = self.target.config.n_layer

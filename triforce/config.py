@@ -139,7 +139,8 @@ class Settings(Options):
         flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
         None, "tokens of the view that drafts, or a fraction of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
-        "of 256, between 1024 and 4096; with offload 1/16, up to 8192", _check_budget, type=_budget)
+        "of 256, between 1024 and 4096; with offload 1/16, up to 8192; twice as much where several prompts share most "
+        "of their tokens", _check_budget, type=_budget)
     gamma: int | str = option(
         "auto", "tokens proposed per verify over the full cache, at most block_size - 1. 'auto' (default): gamma and "
         "drafting levels are chosen for each round, by step times and acceptance. The output's distribution is the "
@@ -363,9 +364,15 @@ class Settings(Options):
             raise UserError(f"tree_size ({size}) must be at least twice block_size ({block}), so that branches have "
                             f"room beside the chain; try {wanted}a block_size of {max(size // 8, 4)}")
 
-    def view_tokens(self, prompt_len: int, offload: bool | str = False, room: int | None = None) -> int:
-        """Tokens of the view that drafts, for a prompt; 0 without one. room: tokens that a row can hold; a view that
-        holds them all is large enough."""
+    def view_tokens(self, prompt_len: int, offload: bool | str = False, room: int | None = None,
+                    sharing: int = 1) -> int:
+        """Tokens of the view that drafts, for a prompt; 0 without one.
+
+        Args:
+            room: tokens that a row can hold; a view that holds them all is large enough.
+            sharing: rows that read the same view of what they share. One that is chosen for several keeps fewer tokens
+                of each, and takes the memory of one.
+        """
         if not self.has_view:
             return 0
         chunk, smallest = self.chunk_size, self.flush_interval + 2 * self.chunk_size
@@ -375,11 +382,10 @@ class Settings(Options):
         if self.budget is None:
             # Beside a verify that streams from the host, a dearer step that is right more often pays.
             share, most = (16, 8192) if offload else (32, 4096)
-            budget = min(max(-(-prompt_len // share // 256) * 256, 1024), most)
+            budget = min(max(-(-prompt_len // share // 256) * 256, 1024), most) * min(sharing, 2)
         else:
             budget = int(self.budget * prompt_len)
         return min(max(-(-budget // chunk) * chunk, smallest), whole)
-
 
     def split_budget(self, budget: int, base: int, capacity: int) -> tuple[int, int]:
         """Of a view's tokens, those for what is a row's own and those for the `base` tokens that all rows share.

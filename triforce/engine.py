@@ -483,9 +483,9 @@ class Engine:
         cheap = self.device.type != "cpu" or self.placement.compile is not False
         return Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
 
-    def resolve_budget(self, prompt_len: int, room: int | None = None) -> int:
+    def resolve_budget(self, prompt_len: int, room: int | None = None, sharing: int = 1) -> int:
         """See `Settings.view_tokens`."""
-        return self.settings.view_tokens(prompt_len, self.placement.offload, room)
+        return self.settings.view_tokens(prompt_len, self.placement.offload, room, sharing)
 
     def tokenizer_or_raise(self) -> Tokenizer:
         if self.tokenizer is None:

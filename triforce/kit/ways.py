@@ -165,8 +165,10 @@ class Planner:
         base = job.prompt_len // settings.flush_interval * settings.flush_interval
         needed = needed_tokens(job.prompt_len + QUESTION + job.max_new_tokens, settings, longest)
         capacity = base + own_tokens(needed, base, settings.flush_interval) if longest is None else needed
-        budget = settings.view_tokens(job.prompt_len, self.place.offload, capacity)
-        least = min(budget, VIEWS[0]) if settings.budget is None else budget
+        view = (job.prompt_len, self.place.offload, capacity)
+        least = settings.view_tokens(*view)
+        if settings.budget is None:
+            least = min(least, VIEWS[0])
         free = self.free if self.free is None or self.device.type != "cuda" else self.free - SPARE
 
         def of_rows(rows: int, view: int) -> tuple[Part, ...]:
@@ -181,6 +183,7 @@ class Planner:
             return free is None or sum(part.bytes for part in _at_most(prefix, of_rows(rows, least))) <= free
 
         rows = _largest(1, most, fits)
+        budget = settings.view_tokens(*view, rows)
         if settings.budget is None and free is not None:
             budget = view_within(lambda view: _at_most(prefix, of_rows(rows, view)), budget, free)
         parts = _at_most(prefix, of_rows(rows, budget))
