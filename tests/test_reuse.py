@@ -10,6 +10,7 @@ from conftest import VOCAB, assert_common_view_holds_its_selection, make_engine,
 import triforce
 from triforce import UserError, caches
 from triforce.config import Settings
+from triforce.drafting.ngram import NgramMeter
 from triforce.kv.offload import Offload
 from triforce.kv.target import TargetCache
 from triforce.model import Transformer
@@ -253,7 +254,8 @@ def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, cap
 
 
 def test_several_rows_read_a_larger_view_of_what_they_share(pair):
-    engine = make_engine(*pair, draft_window=32, chunk_size=8, flush_interval=32, block_size=4, gamma=3)
+    engine = make_engine(*pair, draft_window=32, chunk_size=8, flush_interval=32, block_size=4, gamma=3,
+                         max_batch_size=2)
     book, found = engine.prefill(random_prompt(5000)), []
     for prompts, prefix in (([[1, 2, 3]], book), ([[1, 2, 3], [4, 5]], book), ([[1, 2, 3]] * 3, book),
                             ([random_prompt(2000), random_prompt(2000, seed=1)], None)):
@@ -263,6 +265,21 @@ def test_several_rows_read_a_larger_view_of_what_they_share(pair):
         engine.generate([[prompt[0] + 1, *prompt[1:]] for prompt in prompts], 4, prefix=prefix)
         assert engine.caches.state is before
     assert found == [1024, 2048, 2048, 1024]
+
+
+def test_a_document_is_looked_through_once(pair, monkeypatch):
+    """For n-grams: however many rows ask about it, and also where they share a part of it."""
+    seen, made = [], NgramMeter.__init__
+    monkeypatch.setattr(NgramMeter, "__init__", lambda meter, tokens, *more: seen.append(len(tokens))
+                        or made(meter, tokens, *more))
+    engine = make_engine(*pair, draft="ngram", gamma="auto", flush_interval=32, chunk_size=8, budget=96)
+    book = engine.prefill(DOCUMENT)
+    for count in (2, 1, 3):
+        questions = [random_prompt(5, seed=count + i) for i in range(count)]
+        engine.generate(questions if count > 1 else questions[0], 4, prefix=book)
+        meters = [meter for meter in engine.caches.state.pilot.meters if meter is not None]
+        assert engine.caches.state.base == 288 and all(meter.shared is book.meter().follows for meter in meters)
+    assert [count for count in seen if count > 100] == [288]
 
 
 def test_a_view_is_as_large_as_memory_allows(pair, monkeypatch):

@@ -292,6 +292,8 @@ class Caches:
             start = stop
         prefix = Prefix(self.engine, tokens, store)
         prefix.num_read = num_read
+        if self.settings.ngram and self.device.type == "cuda":
+            prefix.meter()  # while the device works
         return prefix
 
     def _compute(self, cache: TargetCache, tokens: list[int], start: int, stop: int, on_progress) -> None:
@@ -364,8 +366,7 @@ class Caches:
         if state is None or state.batch != len(ids) or state.capacity < needed:
             return False
         same = self.prefix is None if shared is None else shared.is_same(self.prefix)
-        sharing = 1 if shared is None else len(ids)
-        if not same or state.budget == self.engine.resolve_budget(max(map(len, ids)), state.capacity, sharing):
+        if not same or state.budget == self.engine.resolve_budget(max(map(len, ids)), state.capacity):
             return same
         # A view that is not the user's choice need not grow with every turn of a conversation.
         return self.settings.budget is None and (state.base > 0 or self._held(ids) > 0)
@@ -397,7 +398,8 @@ class Caches:
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
                                compiler=find_compiler(*what, folder, self._pieces, self._due, self._recorder, **how),
                                folder=folder, num_resident_layers=resident, pack=self._may_pack(batch, capacity),
-                               shared=shared.store if base else None, draft_ranks=self.placement.draft_ranks,
+                               shared=shared.store if base else None, meter=shared.meter if base else None,
+                               draft_ranks=self.placement.draft_ranks,
                                row_unit=self._row_unit(batch, settings.block_size))
         self.prefix = shared if base else None
         if old is not None:

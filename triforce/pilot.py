@@ -33,13 +33,14 @@ class Pilot:
         shelf: of costs that were learned before.
         group: the ranks that must choose alike, or None.
         rebuild_interval: tokens between two choices of a view.
+        meter: gives that of what all rows share. None: it is made here.
     """
 
     # On a CPU a choice takes 3% of a short round. After so many rounds without drafts each EVERYth is followed by one.
     CALM, EVERY = 16, 4
 
     def __init__(self, hierarchy: "Hierarchy", settings: Settings, *, shelf: Shelf, group: "Group | None",
-                 rebuild_interval: int):
+                 rebuild_interval: int, meter: Callable[[], NgramMeter] | None = None):
         self.hierarchy, self.shelf, self.group = hierarchy, shelf, group
         self.auto = settings.auto and bool(hierarchy.drafters)
         self._trees = (settings.tree.rows, settings.tree_width) if settings.tree_size else None
@@ -49,7 +50,7 @@ class Pilot:
         self.meters: list[NgramMeter | None] = []  # of each row that is not finished, where n-grams are to choose
         self.rebuild_interval = rebuild_interval
         self.rebuilds: list[tuple[list[int], RebuildPolicy]] = []  # rows whose views are chosen anew together
-        self._shared_meter: NgramMeter | None = None
+        self._shared_meter = meter
         self._begins = self.auto  # no round has been chosen yet
         self._rounds_with: Counter[str] = Counter()  # see `Controller`; the recorded steps outlive a text
         self._remaining = 0.0  # tokens of a row that may come yet
@@ -95,9 +96,8 @@ class Pilot:
         base = self.hierarchy.cache.prefix.base
         if base == 0:
             return [NgramMeter(text) for text in texts(0)]
-        if self._shared_meter is None:
-            self._shared_meter = NgramMeter(texts(0)[0][:base])
-        return [self._shared_meter.fork(text) for text in texts(base)]
+        shared = NgramMeter(texts(0)[0][:base]) if self._shared_meter is None else self._shared_meter()
+        return [shared.fork(text) for text in texts(base)]
 
     def choose(self) -> Plan:
         """The next round's plan. The very first is plain: so the first token waits for nothing that drafts."""

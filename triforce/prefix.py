@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import prefix_file
+from .drafting.ngram import NgramMeter
 from .errors import UserError
 from .hf.tokenizer import is_messages
 from .kv.prefix import PrefixStore
@@ -61,6 +62,7 @@ class Prefix:
         self.chat_template: str | None = None
         self.chat_template_kwargs: dict | None = None
         self.num_read = 0  # tokens of it that a prefill found in a file
+        self._meter: NgramMeter | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -77,6 +79,12 @@ class Prefix:
     def nbytes(self) -> int:
         """Bytes of keys and values, on the device and on the host; of this rank, if several share the model."""
         return 0 if self.store is None else self.store.nbytes
+
+    def meter(self) -> NgramMeter:
+        """What looking up is good for in the tokens that are held: gone through once, for all that is asked."""
+        if self._meter is None:
+            self._meter = NgramMeter(self.tokens[: self.num_shared])
+        return self._meter
 
     def save(self, path: str | Path) -> None:
         """Writes the document with its keys and values to a file, which `Engine.open` opens again.

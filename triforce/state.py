@@ -4,12 +4,13 @@ Weights live elsewhere and are shared; a State is what generating changes. Token
 out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .config import Settings
 from .costs import Shelf
+from .drafting.ngram import NgramMeter
 from .graphs import Compiler
 from .hierarchy import Hierarchy, Round, make_sources
 from .kept import Folder
@@ -43,6 +44,7 @@ class State:
         num_resident_layers: so many layers of the prefix stay on the device, the others in host memory. None: all.
         pack: keep the prompt's prefix in the CPU's own layout as well; see packed.py.
         shared: the prefix that all rows have in common: their prompts begin with its tokens.
+        meter: of what they share, see `Pilot`.
         draft_ranks: of the target's group, those that hold the draft; draft is None on the others. None: all of them.
         folder: where learned costs are kept. None: nowhere.
         row_unit: of padded steps of the full level, see `rows.py`. None: they have all rows.
@@ -53,6 +55,7 @@ class State:
     def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
                  budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None,
                  num_resident_layers: int | None = None, pack: bool = False, shared: PrefixStore | None = None,
+                 meter: Callable[[], NgramMeter] | None = None,
                  draft_ranks: Sequence[int] | None = None, folder: Folder | None = None, row_unit: int | None = None,
                  runs_on: torch.device | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
@@ -85,7 +88,7 @@ class State:
                                    drafting=drafting, row_unit=row_unit, compiler=compiler)
         self.pilot = Pilot(self.hierarchy, settings, group=target.group,
                            shelf=Shelf(folder, lambda: compiler.is_complete),
-                           rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval())
+                           rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval(), meter=meter)
         self.lens = [self.base] * batch  # tokens with exact K/V, as the host knows them
         self.known = [0] * batch  # tokens on the tape
         self.prompt_end = [0] * batch  # lens when the last prefill ended
