@@ -106,13 +106,12 @@ class State:
 
     def _usual_rebuild_interval(self) -> int:
         """The newest selection drafts best. Offloaded, that of one row, or of what all rows share, takes no time: it is
-        gathered beside the next verify's copies. On a GPU a rebuild takes the longer the more chunks there are. Of rows
-        that share nothing each is rebuilt on its own, and on a CPU it takes as long as a token."""
-        if self.batch == 1 or self.base:
-            if self.cache.prefix.streams is not None:
-                return 1
-            if self.target.device.type == "cuda":
-                return max(16, 256 // self.settings.chunk_size)
+        gathered beside the next verify's copies. On a GPU a rebuild takes the longer the more chunks there are. For
+        many rows it takes as long as for each of them, and on a CPU as long as a token."""
+        if self.cache.prefix.streams is not None and (self.batch == 1 or self.base):
+            return 1
+        if self.batch == 1 and self.target.device.type == "cuda":
+            return max(16, 256 // self.settings.chunk_size)
         return 64
 
     @property

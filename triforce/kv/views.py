@@ -109,7 +109,6 @@ class RetrievalView(View):
         self.selected = [length > self.budget for length in self.source.own_lens]
         self._put_off = [False] * len(self._put_off)
         if self.shared is not None:  # its tensors are among those that were copied
-            self.shared.fit(0)
             self.shared._put_off = [False]
 
     @property
@@ -343,6 +342,7 @@ class CommonView(RetrievalView):
 
     def __init__(self, cache: TargetCache, **options):
         super().__init__(cache, batch=1, **options)
+        self.fit(0)
 
     def _split(self, recent: float) -> tuple[int, int]:
         rest = self.budget - self.chunk_size
