@@ -154,7 +154,7 @@ def test_joint_law_is_the_targets_where_ngrams_draft(models, monkeypatch, case, 
 def test_rebuilding_when_acceptance_drops_does_not_bias(models):
     """A round cut at a flush position must not let what it checked beyond decide whether retrieval is rebuilt."""
     def about_to_drop(state):
-        for _, policy in state.pilot.rebuilds:
+        for policy in state.pilot.rebuilds.values():
             policy.tokens, policy.recent, policy.average = 12, 0.68, 0.951
 
     text = PROMPTS[1] + PROMPTS[0]

@@ -44,6 +44,12 @@ def test_parts_by_their_definitions():
     assert parts(capacity=2**22)["choice of the retrieval view"] == 2**25 * (4 + 8)  # one layer at a time, or few
     tree = parts(Settings(gamma=6, sampling="coupled", tree_size=64))
     assert tree["choice of the retrieval view"] == planned["choice of the retrieval view"]
+    # Of what 4 rows share, by 8 queries of each; or of what is a row's own, which is copied.
+    snapkv = Settings(gamma=6, draft_cache="snapkv")
+    shared = parts(snapkv, batch=4, base=3072)["choice of the SnapKV view"]
+    assert shared == 3 * 4 * 4 * (4 * 8) * 3072 and parts(snapkv)["choice of the SnapKV view"] == 3 * 4 * 4 * 8 * 4096
+    own = parts(snapkv, batch=4, base=128)["choice of the SnapKV view"]
+    assert own == 3 * 4 * 4 * 8 * (4096 - 128) + 2 * 8 * 4 * (4096 - 128)
     # 64 rows with paths of 8: products of 4 heads, and keys and values of 2 as they are and widened.
     assert tree["attention along the paths of a tree"] == 64 * 8 * (4 + 3 * 2) * 8 * 4
     # The view's tokens, and which chunks they are of: 256 tokens, without a sink and a window of 128.

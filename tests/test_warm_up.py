@@ -120,9 +120,10 @@ def test_it_leaves_the_weights_their_memory(monkeypatch):
     assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, length=2000) is not None
     assert [model.config.n_layer for model in made] == [1, 1]
     made.clear(), needed.clear()
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2, length=2000) is None and not made
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2, length=2000).batch == 1
     free = sum(part.bytes for part in [*weights, *needed[0], *needed[1]])
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2, length=2000) is not None
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free - 1, 2, length=2000).batch == 1
+    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2, length=2000).batch == 2
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.2])

@@ -292,7 +292,7 @@ class Caches:
             start = stop
         prefix = Prefix(self.engine, tokens, store)
         prefix.num_read = num_read
-        if self.settings.ngram and self.device.type == "cuda":
+        if self.settings.ngram and self.settings.auto and self.device.type == "cuda":
             prefix.meter()  # while the device works
         return prefix
 

@@ -382,7 +382,8 @@ class Settings(Options):
         if self.budget is None:
             # Beside a verify that streams from the host, a dearer step that is right more often pays.
             share, most = (16, 8192) if offload else (32, 4096)
-            budget = min(max(-(-prompt_len // share // 256) * 256, 1024), most) * min(sharing, 2)
+            budget = min(max(-(-prompt_len // share // 256) * 256, 1024), most)
+            budget *= 2 if sharing > 1 and self.retrieval else 1
         else:
             budget = int(self.budget * prompt_len)
         return min(max(-(-budget // chunk) * chunk, smallest), whole)
@@ -391,14 +392,15 @@ class Settings(Options):
         """Of a view's tokens, those for what is a row's own and those for the `base` tokens that all rows share.
 
         What is shared is taken whole if it leaves the share `recent` of the tokens for a row's own. Otherwise the own
-        ones are as many as that, or more where a row, half full, has more of its own; and no more than it can have.
+        ones are that share, and of the others as many as a row that is half full has of its own; and no more than it
+        can have. A sink, a window and a chunk of each always fit: so the sum may exceed a very small budget.
         """
         if not base:
             return budget, 0
         chunk, least, own = self.chunk_size, self.flush_interval + 2 * self.chunk_size, capacity - base
         part, smallest = budget - base, max(int(budget * self.recent), least)
         if part < smallest:
-            part = max(smallest, budget * own // (2 * base + own))
+            part = smallest + (budget - smallest) * own // (2 * base + own)
         part = max(min(-(-part // chunk) * chunk, own), least)
         return part, min(max(budget - part, 2 * chunk), base)
 

@@ -109,10 +109,11 @@ class Hierarchy:
         self.view: RetrievalView | None = None
         self.inner: Speculator | None = None
         if settings.retrieval:
-            made = {"chunk_size": settings.chunk_size, "recent": settings.recent, "kind": settings.draft_cache,
-                    "device": target.device, "dtype": target.dtype, "compiler": compiler}
+            made = {"chunk_size": settings.chunk_size, "kind": settings.draft_cache, "device": target.device,
+                    "dtype": target.dtype, "compiler": compiler}
             shared = CommonView(cache, budget=common, **made) if common else None
-            self.view = RetrievalView(cache, budget=own, batch=len(tape.tokens), common=shared, **made)
+            recent = min(settings.recent * (own + common) / own, 1.0)  # the newest tokens are a row's own
+            self.view = RetrievalView(cache, budget=own, recent=recent, batch=len(tape.tokens), shared=shared, **made)
             self.inner = Speculator(drafting or target, cache, self.view, tape, level=RETRIEVAL,
                                     tree=settings.inner_tree if sources else TokenTree(1), drafters=sources,
                                     compiler=compiler)
@@ -124,6 +125,12 @@ class Hierarchy:
     @property
     def levels(self) -> list[Speculator]:
         return [level for level in (self.outer, self.inner) if level is not None]
+
+    @property
+    def gathering(self) -> RetrievalView | None:
+        """The view that the next verify gathers, if one waits for that: the common one where rows share a prefix."""
+        view = self.view if self.view is None or self.view.shared is None else self.view.shared
+        return view if view is not None and view.awaits_pieces else None
 
     def round(self, plan: Plan, lengths: list[int], next_extent: Extent | None = None,
               meanwhile: Callable[[], None] | None = None) -> Round:
@@ -143,14 +150,13 @@ class Hierarchy:
                 source.catch_up(lengths)
             else:
                 source.leave_out()
-        streamed = self.view and (self.view.shared or self.view)  # chosen from what streams past, if that does
-        gathers = streamed is not None and streamed.awaits_pieces
-        self.outer.on_piece = streamed.gather if gathers else None
+        gathering = self.gathering
+        self.outer.on_piece = None if gathering is None else gathering.gather
         drafted = self.outer.draft(plan)
         clock.drafted()
         self.outer.check(plan, drafted)
-        if gathers:
-            streamed.gathered()
+        if gathering is not None:
+            gathering.gathered()
         if next_extent is not None:
             self.outer.look_ahead(plan, next_extent)
         if meanwhile is not None:

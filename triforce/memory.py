@@ -83,10 +83,13 @@ def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         parts.append(Part("draft cache", sum(source.nbytes for source in sources.values()),
                           () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",)))
     if settings.draft_cache == "snapkv":  # scores, their softmax and what of it counts, one layer at a time
-        chooser = target if settings.retrieval else draft
-        scores = 3 * chooser.n_head * settings.block_size * capacity * 4
-        copied = chooser.n_kv_head * chooser.head_dim * capacity * dtype.itemsize if batch > 1 else 0
-        parts.append(Part("choice of the SnapKV view", scores + copied, ("--draft-cache",)))
+        chooser, before = (target, base) if settings.retrieval else (draft, 0)
+        own, queries = capacity - before, batch * common_queries(settings.block_size, batch)
+        copied = chooser.n_kv_head * chooser.head_dim * own * dtype.itemsize if batch > 1 else 0
+        scores = 3 * chooser.n_head * 4
+        parts.append(Part("choice of the SnapKV view", max(scores * queries * before,
+                                                           scores * settings.block_size * own + copied),
+                          ("--draft-cache",)))
     return tuple(part for part in parts if part.bytes)
 
 

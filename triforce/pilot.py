@@ -14,6 +14,7 @@ from .config import Settings
 from .controller import FOLLOWER, INNER_LEAVES, LEAVES, Controller
 from .costs import Shelf, guess
 from .drafting.ngram import NgramMeter
+from .kv.views import COMMON
 from .plan import PADDED, Padding, Plan
 from .speculator import RowRound
 from .tape import ACCEPTED, LEAF, MISSED
@@ -32,7 +33,7 @@ class Pilot:
     Args:
         shelf: of costs that were learned before.
         group: the ranks that must choose alike, or None.
-        rebuild_interval: tokens between two choices of a view.
+        rebuild_interval: tokens between two choices of a row's view. common_interval: of the one that rows share.
         meter: gives that of what all rows share. None: it is made here.
     """
 
@@ -40,7 +41,7 @@ class Pilot:
     CALM, EVERY = 16, 4
 
     def __init__(self, hierarchy: "Hierarchy", settings: Settings, *, shelf: Shelf, group: "Group | None",
-                 rebuild_interval: int, meter: Callable[[], NgramMeter] | None = None):
+                 rebuild_interval: int, common_interval: int, meter: Callable[[], NgramMeter] | None = None):
         self.hierarchy, self.shelf, self.group = hierarchy, shelf, group
         self.auto = settings.auto and bool(hierarchy.drafters)
         self._trees = (settings.tree.rows, settings.tree_width) if settings.tree_size else None
@@ -48,8 +49,8 @@ class Pilot:
         self.padding = PADDED
         self.controller: Controller | None = None
         self.meters: list[NgramMeter | None] = []  # of each row that is not finished, where n-grams are to choose
-        self.rebuild_interval = rebuild_interval
-        self.rebuilds: list[tuple[list[int], RebuildPolicy]] = []  # rows whose views are chosen anew together
+        self.rebuild_interval, self.common_interval = rebuild_interval, common_interval
+        self.rebuilds: dict[int, RebuildPolicy] = {}  # by row, and of COMMON where rows share a view
         self._shared_meter = meter
         self._begins = self.auto  # no round has been chosen yet
         self._rounds_with: Counter[str] = Counter()  # see `Controller`; the recorded steps outlive a text
@@ -74,9 +75,9 @@ class Pilot:
         self._fixed, self.padding, self._remaining = plan, padding, max_new_tokens
         self._next, self._unseen, self._calm = None, [], 0
         self.controller, self.meters = None, []
-        rows = list(range(len(lengths)))
-        together = [rows] if self.hierarchy.cache.prefix.base else [[row] for row in rows]
-        self.rebuilds = [(rows, RebuildPolicy(self.rebuild_interval)) for rows in together]
+        self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths))}
+        if self.hierarchy.cache.prefix.base:
+            self.rebuilds[COMMON] = RebuildPolicy(self.common_interval)
         if plan is None and self.auto:
             self._name = self.shelf.name(padding, lengths)
             guessed = guess(self.hierarchy, padding, lengths)
@@ -108,6 +109,9 @@ class Pilot:
         if self._fixed is not None:
             return self._fixed
         if self.controller is None:
+            gathering = self.hierarchy.gathering
+            if gathering is not None and gathering.is_stale and self.default.retrieval:
+                return Plan(padded=self.padding.plain)  # what an earlier call selected must decide nothing
             return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
                            padded_inner=self.padding.inner)
         if self._begins:
@@ -149,7 +153,7 @@ class Pilot:
             self.meters[row] = None
 
     def observe(self, result: "Round", was_chosen: bool) -> list[int]:
-        """Takes a round in. Returns the rows whose views are due to be chosen anew.
+        """Takes a round in. Returns the rows whose views are due to be chosen anew, COMMON perhaps among them.
 
         Args:
             was_chosen: it followed what `choose` gave.
@@ -160,14 +164,13 @@ class Pilot:
         for i, meter in enumerate(self.meters):
             if meter is not None:
                 meter.update(result.rows[i].tokens)
-        return [row for rows, policy in self.rebuilds if policy.update([result.rows[row] for row in rows])
-                for row in rows]
+        return [row for row, policy in self.rebuilds.items()
+                if policy.update(result.rows if row == COMMON else [result.rows[row]])]
 
     def rebuilt(self, rows: list[int]) -> None:
         """The views of these rows have been chosen."""
-        for together, policy in self.rebuilds:
-            if not set(rows).isdisjoint(together):
-                policy.rebuilt()
+        for row in rows:
+            self.rebuilds[row].rebuilt()
 
 
 def default_plan(settings: Settings, hierarchy: "Hierarchy") -> Plan:

@@ -88,7 +88,9 @@ class State:
                                    drafting=drafting, row_unit=row_unit, compiler=compiler)
         self.pilot = Pilot(self.hierarchy, settings, group=target.group,
                            shelf=Shelf(folder, lambda: compiler.is_complete),
-                           rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval(), meter=meter)
+                           rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval(offload),
+                           common_interval=settings.rebuild_interval or self._usual_rebuild_interval(
+                               self.cache.prefix.streams, for_all=True), meter=meter)
         self.lens = [self.base] * batch  # tokens with exact K/V, as the host knows them
         self.known = [0] * batch  # tokens on the tape
         self.prompt_end = [0] * batch  # lens when the last prefill ended
@@ -104,11 +106,16 @@ class State:
         self._recorded = 0.0  # seconds that were spent on recording before
         self.last_round: Round | None = None
 
-    def _usual_rebuild_interval(self) -> int:
+    def _usual_rebuild_interval(self, streams: Offload | None, for_all: bool = False) -> int:
         """The newest selection drafts best. Offloaded, that of one row, or of what all rows share, takes no time: it is
         gathered beside the next verify's copies. On a GPU a rebuild takes the longer the more chunks there are. For
-        many rows it takes as long as for each of them, and on a CPU as long as a token."""
-        if self.cache.prefix.streams is not None and (self.batch == 1 or self.base):
+        many rows it takes as long as for each of them, and on a CPU as long as a token.
+
+        Args:
+            streams: what the view is chosen from, if that is in host memory.
+            for_all: it is the view that all rows share.
+        """
+        if streams is not None and (self.batch == 1 or for_all):
             return 1
         if self.batch == 1 and self.target.device.type == "cuda":
             return max(16, 256 // self.settings.chunk_size)
@@ -335,8 +342,8 @@ class State:
         for row, brought in enumerate(result.rows):
             if brought.tokens and self.lens[row] - self.cache.lens[row] == self.settings.flush_interval:
                 self._flush(row)
-        if due and result.plan.retrieval and self.hierarchy.view is not None and self.hierarchy.view.renew(due):
-            self.pilot.rebuilt(due)
+        if due and result.plan.retrieval and self.hierarchy.view is not None:
+            self.pilot.rebuilt(self.hierarchy.view.renew(due))
         self.is_whole = True
         return [brought.tokens for brought in result.rows]
 

@@ -65,18 +65,22 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
     length = min(length, target.max_len - room)
     sizes = {"batch": 1, "capacity": length + room, "budget": settings.view_tokens(length, room=length),
              "vocab_size": min(config.vocab_size for config in configs if config is not None)}
-    need = lambda **sizes: sum(part.bytes for part in memory.state_parts(  # noqa: E731
-        *configs, settings, dtype=dtype, device=device, **sizes))
-    base = length // settings.flush_interval * settings.flush_interval
-    beside = sizes | {"batch": rows, "capacity": base + 2 * room}
-    needed = sum(part.bytes for part in memory.weight_parts(*configs, dtype)) + need(**sizes)
-    if needed + (need(**beside, base=base) if rows else 0) > free:
+    free -= sum(part.bytes for part in memory.weight_parts(*configs, dtype))
+
+    def remaining(free: int, **sizes) -> int:
+        return free - sum(part.bytes for part in memory.state_parts(*configs, settings, dtype=dtype, device=device,
+                                                                    **sizes))
+
+    free = remaining(free, **sizes)
+    if free < 0:
         return None
     models = [None if config is None else _blank(config, dtype, device) for config in configs]
     state = State(*models, settings, compiler=Compiler(device), **sizes)
     if not _go_through(state, [[0] * length], room):
         return None
-    if rows:
+    base = length // settings.flush_interval * settings.flush_interval
+    beside = sizes | {"batch": rows, "capacity": base + 2 * room}
+    if rows and remaining(free, **beside, base=base) >= 0:
         state = State(*models, settings, compiler=Compiler(device), shared=state.cache.prefix.part(base), **beside)
         if not _go_through(state, [[0] * (base + room)] * rows, room):
             return None

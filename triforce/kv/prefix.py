@@ -111,10 +111,6 @@ class PrefixStore(View):
             first = (start - self.base) // self.chunk_size
             self.chunk_keys[i][row, :, first : first + means.shape[1]] = means
 
-    def before(self, i: int) -> tuple[Tensor, Tensor]:
-        """K and V of the shared prefix's layer i, each [1, K, base, D], if that is resident."""
-        return tuple(x[i][:, :, : self.base] for x in (self.shared.k, self.shared.v))
-
     def layer(self, i: int, row: int) -> tuple[Tensor, Tensor]:
         """K and V of layer i as they lie, from `base` on: [K, S, D] each, on the device or on the host."""
         if i < self.num_resident:

@@ -93,6 +93,7 @@ class View(Store):
     length_on_device = False  # its kernel reads the length from `len`, and `extent` is an upper bound
     joined = False  # it lies right before the tail, in the same tensors: one call attends over both
     shared = None  # another store, which all rows of the batch have before their own positions
+    base = 0  # tokens that all rows see of `shared`
     packed: list | None = None  # per layer: a second copy of its first tokens in the CPU's own layout; see packed.py
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, num_layers: int | None = None,
@@ -131,6 +132,10 @@ class View(Store):
     def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
         stop = start + kv.shape[2]
         self.k[i][row, :, start:stop], self.v[i][row, :, start:stop] = kv
+
+    def before(self, i: int) -> tuple[Tensor, Tensor]:
+        """K and V of layer i of what is shared, each [1, K, base, D], if that is resident."""
+        return tuple(x[i][:, :, : self.base] for x in (self.shared.k, self.shared.v))
 
     @property
     def extent(self) -> Extent:

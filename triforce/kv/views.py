@@ -34,7 +34,8 @@ from .store import Extent, View, runs
 from .target import TargetCache, aligned
 
 SMOOTHED = 7  # tokens over which "snapkv" averages attention
-COMMON = 8  # queries of a row that at least count where rows choose together
+COMMON = -1  # stands for the view that all rows share, among numbers of rows
+QUERIES = 8  # of a row, if a block has so many, at least count where rows choose together
 GATHERED = 2**25  # numbers that are picked at a time out of a piece, unless a row has more
 SCORES = 2**25  # numbers that are held at a time while all chunks are scored, unless a layer has more
 
@@ -42,7 +43,7 @@ SCORES = 2**25  # numbers that are held at a time while all chunks are scored, u
 def common_queries(newest: int, rows: int) -> int:
     """How many queries of each of so many rows choose what they read of what they share: the newest ones, of all rows
     together hardly more than of one row alone."""
-    return min(max(newest // rows, COMMON), newest)
+    return min(max(newest // rows, QUERIES), newest)
 
 
 def scored_together(numbers: int, n_layer: int) -> int:
@@ -55,20 +56,21 @@ class RetrievalView(View):
 
     Args:
         budget: tokens. recent: the share of them that are the newest ones.
-        common: what the rows read of the prefix that they share; None: they share none.
+        shared: what the rows read of the prefix that they share; None: they share none.
     """
 
     of_shared = False
 
     def __init__(self, cache: TargetCache, *, budget: int, chunk_size: int, recent: float = 0.25,
                  kind: str = "retrieval", batch: int, device, dtype, compiler: Compiler,
-                 common: "CommonView | None" = None):
+                 shared: "CommonView | None" = None):
         self.joined = cache.joins_view and not self.of_shared
         super().__init__(cache.config, batch, aligned(budget), device, dtype,
                          storage=cache.tail.storage if self.joined else None)
         self.cache, self.budget, self.chunk_size, self.kind = cache, budget, chunk_size, kind
         self.source = cache.prefix.shared if self.of_shared else cache.prefix  # what it is chosen from
-        self.shared = common
+        self.shared = shared
+        self.room = self.source.lens[0] if self.of_shared else self.source.capacity - self.source.base
         self.renews = kind == "retrieval"
         self.window_size, chunks = self._split(recent)
         self.select_size = 1 if kind == "snapkv" else chunk_size  # tokens that are selected together
@@ -82,6 +84,7 @@ class RetrievalView(View):
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
         self._offload, self._awaited = self.source.offload, [False] * batch
         self._put_off = [False] * batch  # per row: its view is yet to be chosen
+        self.is_stale = False  # of what streams past, it holds what an earlier call selected, or nothing
         self._piece = self._place = torch.empty(0)  # of the layer that streams past: see `_locate`
         self._row = torch.zeros(1, dtype=torch.int64, device=device)  # that is chosen for: one graph serves all rows
         self._select = compiler.level("rebuild").step(self._select_and_copy)
@@ -117,12 +120,7 @@ class RetrievalView(View):
 
     @property
     def base(self) -> int:
-        """Tokens that all rows see of the common view."""
         return 0 if self.shared is None else self.shared.lens[0]
-
-    def before(self, i: int) -> tuple[Tensor, Tensor]:
-        """K and V of layer i of the common view, each [1, K, base, D]."""
-        return tuple(x[i][:, :, : self.base] for x in (self.shared.k, self.shared.v))
 
     def open(self, row: int) -> None:
         """A row has been prefilled, or is back at an earlier length. Its view is chosen now, or by `catch_up`."""
@@ -138,27 +136,26 @@ class RetrievalView(View):
             self.shared.open(0)
 
     def catch_up(self, rows: Iterable[int]) -> list[int]:
-        """A round is about to read the views of these rows. Returns those that one was chosen for."""
+        """A round is about to read the views of these rows. Returns those that one was chosen for, COMMON among them
+        if the common one was."""
         late = [row for row in rows if self._put_off[row]]
         for row in late:
             self.choose(row)
             self._put_off[row] = False
-        if self.shared is not None and self.shared.catch_up([0]):
-            return list(rows)
-        return late
+        return late + [COMMON] if self.shared is not None and self.shared.catch_up([0]) else late
 
-    def renew(self, rows: Iterable[int]) -> int:
-        """Chooses anew for these rows, where there is something to choose. Returns how often it did. What streams past
-        is gathered in the next verify."""
-        if not self.renews:
-            return 0
-        before = self.num_rebuilds
-        for row in rows:
-            if self.selected[row]:
+    def renew(self, rows: Iterable[int]) -> list[int]:
+        """Chooses anew for these rows, COMMON perhaps among them, where there is something to choose. Returns those for
+        which it did. What streams past is gathered in the next verify."""
+        renewed = []
+        for row in rows if self.renews else ():
+            if row == COMMON:
+                chosen = bool(self.shared.renew([0]))
+                self.num_rebuilds += chosen
+            elif chosen := self.selected[row]:
                 self.rebuild(row, at_once=False)
-        if self.shared is not None:
-            self.num_rebuilds += self.shared.renew([0])
-        return self.num_rebuilds - before
+            renewed += [row] * chosen
+        return renewed
 
     def rebuild(self, row: int, at_once: bool = True) -> None:
         """`choose` of a row that has a view already."""
@@ -224,7 +221,7 @@ class RetrievalView(View):
 
     def gathered(self) -> None:
         """All pieces of all offloaded layers have been given to `gather`."""
-        self._awaited = [False] * len(self._awaited)
+        self._awaited, self.is_stale = [False] * len(self._awaited), False
 
     def gather(self, i: int, number: int, piece: Tensor) -> None:
         """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it. The pieces
@@ -275,9 +272,9 @@ class RetrievalView(View):
         keys: [K, S, D], those of all tokens. None: the resident ones.
         """
         if self.kind == "retrieval":
-            keys, smoothed = self._of_row(self.source.chunk_keys[i]), 0
+            keys, smoothed = self._of_row(self.source.chunk_keys[i])[:, : self.room // self.chunk_size], 0
         else:
-            keys, smoothed = self._of_row(self.source.k[i]) if keys is None else keys, SMOOTHED
+            keys, smoothed = self._of_row(self.source.k[i])[:, : self.room] if keys is None else keys, SMOOTHED
         queries, weight = self._newest(slice(i, i + 1))
         return chunk_scores(queries[0], keys, weight, self._mask(keys.shape[1]), smoothed)
 
@@ -292,7 +289,7 @@ class RetrievalView(View):
         if self.kind != "retrieval":
             return torch.stack([self._scores(i) for i in range(count)])
         queries, weight = self._newest(slice(None))
-        keys = self.source.all_chunk_keys  # [L, B, K, C, D]
+        keys = self.source.all_chunk_keys[:, :, :, : self.room // self.chunk_size]  # [L, B, K, C, D]
         mask = self._mask(keys.shape[3])
         together = scored_together(queries.shape[1] * queries.shape[2] * keys.shape[3], count)
         layers = [slice(first, first + together) for first in range(0, count, together)]
@@ -353,6 +350,7 @@ class CommonView(RetrievalView):
             super().open(row)
         else:  # the first verify gathers it
             self.choose(row, at_once=False)
+            self.is_stale = self._awaited[row]
 
     def _newest(self, layers: slice) -> tuple[Tensor, Tensor]:
         """Of all rows of the batch: each has a weight of 1 in all, but none if it brought no tokens."""
