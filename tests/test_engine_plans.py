@@ -24,8 +24,8 @@ def engine_of(pair, **more) -> Engine:
 def test_the_default_budget_is_a_share_of_the_prompt(pair, offload, budgets):
     engine = engine_of(pair, offload=offload)
     assert {length: engine.resolve_budget(length) for length in budgets} == budgets
-    alone = engine_of(pair, offload=offload, retrieval=False)  # a draft model has a view for each row
-    assert alone.resolve_budget(10**6, sharing=8) == alone.resolve_budget(10**6)
+    alone = engine_of(pair, retrieval=False, draft_cache="snapkv")  # a draft model has a view for each row
+    assert alone.resolve_budget(10**6, sharing=8) == alone.resolve_budget(10**6) > 0
     for rows in (2, 8):  # that read one view of what they share
         assert {length: engine.resolve_budget(length, sharing=rows) // 2 for length in budgets} == budgets
 
