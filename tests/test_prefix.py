@@ -117,11 +117,12 @@ def test_a_packed_prefix_is_for_few_queries_of_a_prefill(pair, many, packed, mon
 @pytest.mark.parametrize("made", [{}, {"tree_size": 16, "sampling": {"temperature": 0.9}, "rule": "coupled"}],
                          ids=["chains", "trees"])
 def test_rows_choose_together_what_they_read_of_what_they_share(pair, made):
-    """The sink and the chunks that the kept queries of all rows attend to most. What is a row's own lies in a view of
-    its own, whole."""
+    """The sink, a window, and the chunks that the kept queries of all rows attend to most. What is a row's own lies in
+    a view of its own, whole."""
     state = make_state(*pair, PROMPTS, base=BASE, budget=128, recent=0.5, **made)
     view, cache = state.hierarchy.view, state.cache
-    common = view.shared
+    common, window = view.shared, view.shared.window_size
+    assert window == 12 and common.budget == 64  # of 60 without a sink, half of the share `recent`
     while state.num_flushes < 2:
         rows = state.round(Plan(4, "model", True, 2, 2))
         common.rebuild(0)
@@ -132,13 +133,14 @@ def test_rows_choose_together_what_they_read_of_what_they_share(pair, made):
                 kept = cache.query_weight[row] > 0
                 assert int(kept.sum()) == len(new) > 0
                 queries = cache.queries[i][row][:, kept].unflatten(0, (state.target.config.n_kv_head, -1)).flatten(1, 2)
-                keys = cache.prefix.shared.k[i][0, :, 4:BASE].unflatten(1, (-1, 4)).mean(2)
+                keys = cache.prefix.shared.k[i][0, :, 4 : BASE - window].unflatten(1, (-1, 4)).mean(2)
                 products = queries @ keys.transpose(1, 2) * keys.shape[-1] ** -0.5
                 scores = scores + products.softmax(-1).sum(1) / len(new)
-            best = 1 + scores.topk(common.num_selected).indices.sort(-1).values
+            best = 1 + scores.topk(common.num_selected).indices
             tokens = (best[..., None] * 4 + torch.arange(4)).flatten(1)
-            assert torch.equal(common.positions(0, i)[:, 4:].sort(-1).values, tokens)
-            assert common.positions(0, i)[:, :4].tolist() == [[0, 1, 2, 3]] * len(best)
+            ends = torch.cat([torch.arange(4), torch.arange(BASE - window, BASE)]).expand(len(best), -1)
+            expected = torch.cat([tokens, ends], 1).sort(-1).values
+            assert torch.equal(common.positions(0, i).sort(-1).values, expected)
         for row, length in enumerate(cache.prefix.own_lens):
             assert view.lens[row] == length and not view.selected[row]
             for i in range(2):
@@ -195,12 +197,11 @@ def test_the_tokens_of_a_view_are_split(pair):
     settings = Settings(chunk_size=8, flush_interval=64).resolve(has_model=True)
     assert settings.split_budget(4096, 0, 100_000) == (4096, 0)
     assert settings.split_budget(4096, 99_840, 99_840 + 256) == (256, 3840)  # no more than a row has of its own
-    assert settings.split_budget(4096, 99_840, 99_840 + 4096) == (1088, 3008)
+    assert settings.split_budget(4096, 99_840, 99_840 + 4096) == (1152, 3072)  # 4% of all tokens are a row's own
     own, common = settings.split_budget(4096, 4096, 4096 + 100_032)  # most is a row's own
-    assert own + common == 4096 and own == pytest.approx(1024 + 3072 * 50_016 / 54_112, abs=8)
+    assert common == 3072 and own == pytest.approx(1024 + 3072 * 100_032 / 104_128, abs=8)
     assert settings.split_budget(4096, 512, 512 + 2048) == (2048, 512)  # both whole
-    assert settings.split_budget(4096, 3072, 3072 + 100_032) == (1024, 3072)  # what is shared is whole
-    assert settings.split_budget(1024, 640, 640 + 1024) == (384, 640)
+    assert settings.split_budget(4096, 512, 512 + 100_032) == (4080, 512)  # what is shared is whole
     assert settings.split_budget(80, 512, 512 + 64) == (80, 16)  # the least of both
 
 
@@ -221,11 +222,11 @@ def test_rows_choose_by_their_newest_queries(pair):
 
 
 def test_eight_rows_take_one_view_of_what_they_share(pair):
-    one, eight = (make_state(*pair, (PROMPTS * 3)[:count], base=BASE, capacity=256).hierarchy.view
+    one, eight = (make_state(*pair, (PROMPTS * 3)[:count], base=BASE, capacity=256, budget=128).hierarchy.view
                   for count in (1, 8))
     own = one.nbytes - one.shared.nbytes
     assert eight.shared.nbytes == one.shared.nbytes and eight.nbytes == one.shared.nbytes + 8 * own
-    assert one.cache.tail.room == aligned(one.budget) < aligned(64)  # what lies before the tail is its own alone
+    assert one.cache.tail.room == aligned(one.budget) < aligned(128)  # what lies before the tail is its own alone
 
 
 def test_what_rows_share_is_chosen_anew_once_for_all(pair, monkeypatch):
@@ -289,7 +290,7 @@ def test_the_window_is_the_share_of_the_whole_view(pair):
     """Over a shared prefix, too, although the newest tokens lie in a view of a part of the tokens."""
     state = make_state(*pair, PROMPTS, base=BASE, budget=256, capacity=512, recent=0.375)
     view = state.hierarchy.view
-    assert view.window_size == 96 and view.budget + view.shared.budget == 256 and view.shared.window_size == 0
+    assert view.window_size == 96 and view.shared.budget == 160 and view.shared.window_size == 28
     assert make_state(*pair, PROMPTS, budget=256, capacity=512, recent=0.375).hierarchy.view.window_size == 96
 
 

@@ -389,20 +389,19 @@ class Settings(Options):
         return min(max(-(-budget // chunk) * chunk, smallest), whole)
 
     def split_budget(self, budget: int, base: int, capacity: int) -> tuple[int, int]:
-        """Of a view's tokens, those for what is a row's own and those for the `base` tokens that all rows share.
+        """Tokens of the two views that a row reads: of what is its own, and of the `base` tokens that all rows share.
 
-        What is shared is taken whole if it leaves the share `recent` of the tokens for a row's own. Otherwise the own
-        ones are that share, and of the others as many as a row that is half full has of its own; and no more than it
-        can have. A sink, a window and a chunk of each always fit: so the sum may exceed a very small budget.
+        The share `recent` of the budget is a row's own, and the rest what is shared; whatever is shorter leaves its
+        tokens to the other. Where a row can have more of its own, its view has as large a part of that rest besides as
+        its own tokens are of all. These come on top of the budget.
         """
         if not base:
             return budget, 0
         chunk, least, own = self.chunk_size, self.flush_interval + 2 * self.chunk_size, capacity - base
-        part, smallest = budget - base, max(int(budget * self.recent), least)
-        if part < smallest:
-            part = smallest + (budget - smallest) * own // (2 * base + own)
-        part = max(min(-(-part // chunk) * chunk, own), least)
-        return part, min(max(budget - part, 2 * chunk), base)
+        newest = min(max(-(-int(budget * self.recent) // chunk) * chunk, least), max(own, least))
+        common = min(max(budget - newest, 2 * chunk), base)
+        part = max(newest + (budget - newest) * own // capacity, budget - common)
+        return max(min(-(-part // chunk) * chunk, own), least), common
 
 
 def split_view(budget: int, chunk_size: int, flush_interval: int, recent: float = 0.25) -> tuple[int, int]:

@@ -91,14 +91,15 @@ class Hierarchy:
 
     Args:
         cache: the target's, shared by the full level and the retrieval level.
-        own, common: tokens that the retrieval level reads of a row's own prefix, and of the one that all rows share.
+        budget: tokens that the retrieval level is to read of a row. own, common: of the row's own prefix, and of the
+            one that all rows share.
         sources: what drafts at the bottom, by name.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
         row_unit: of the full level, see `rows.py`.
     """
 
-    def __init__(self, target: Transformer, cache: TargetCache, tape: Tape, settings: Settings, *, own: int,
-                 common: int, sources: dict[str, Drafter], drafting: Transformer | None, row_unit: int | None,
+    def __init__(self, target: Transformer, cache: TargetCache, tape: Tape, settings: Settings, *, budget: int,
+                 own: int, common: int, sources: dict[str, Drafter], drafting: Transformer | None, row_unit: int | None,
                  compiler: Compiler):
         self.cache, self.sources, self.compiler, self.group = cache, sources, compiler, target.group
         self._last: Timing | None = None  # of the round before, as this rank measured it
@@ -111,8 +112,8 @@ class Hierarchy:
         if settings.retrieval:
             made = {"chunk_size": settings.chunk_size, "kind": settings.draft_cache, "device": target.device,
                     "dtype": target.dtype, "compiler": compiler}
-            shared = CommonView(cache, budget=common, **made) if common else None
-            recent = min(settings.recent * (own + common) / own, 1.0)  # the newest tokens are a row's own
+            shared = CommonView(cache, budget=common, recent=settings.recent, **made) if common else None
+            recent = min(settings.recent * budget / own, 1.0)  # the newest tokens are a row's own
             self.view = RetrievalView(cache, budget=own, recent=recent, batch=len(tape.tokens), shared=shared, **made)
             self.inner = Speculator(drafting or target, cache, self.view, tape, level=RETRIEVAL,
                                     tree=settings.inner_tree if sources else TokenTree(1), drafters=sources,

@@ -84,8 +84,8 @@ class State:
                                  dtype=dtype, runs_on=runs_on)
         sources = make_sources(target, draft, self.tape, settings, capacity=self.capacity, budget=budget,
                                draft_ranks=draft_ranks, compiler=compiler, runs_on=runs_on)
-        self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, own=own, common=common, sources=sources,
-                                   drafting=drafting, row_unit=row_unit, compiler=compiler)
+        self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, own=own, common=common,
+                                   sources=sources, drafting=drafting, row_unit=row_unit, compiler=compiler)
         self.pilot = Pilot(self.hierarchy, settings, group=target.group,
                            shelf=Shelf(folder, lambda: compiler.is_complete),
                            rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval(offload),

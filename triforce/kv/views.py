@@ -332,8 +332,8 @@ class RetrievalView(View):
 
 
 class CommonView(RetrievalView):
-    """Of the prefix that all rows share: one row, chosen by the queries of all of them. What is shared does not grow,
-    so there is no window, but for "streaming"."""
+    """Of the prefix that all rows share: one row, chosen by the queries of all of them. Its window is half as large as
+    one that moves, since the newest tokens of all are a row's own."""
 
     of_shared = True
 
@@ -342,8 +342,9 @@ class CommonView(RetrievalView):
         self.fit(0)
 
     def _split(self, recent: float) -> tuple[int, int]:
-        rest = self.budget - self.chunk_size
-        return (rest, 0) if self.kind == "streaming" else (0, rest // self.chunk_size)
+        rest, chunk = self.budget - self.chunk_size, self.chunk_size
+        window = rest if self.kind == "streaming" else min(int(rest * recent / 2), rest - chunk) // chunk * chunk
+        return window, 0 if self.kind == "streaming" else (rest - window) // chunk
 
     def open(self, row: int) -> None:
         if self._offload is None:
