@@ -400,7 +400,7 @@ class Settings(Options):
         chunk, least, own = self.chunk_size, self.flush_interval + 2 * self.chunk_size, capacity - base
         newest = min(max(-(-int(budget * self.recent) // chunk) * chunk, least), max(own, least))
         common = min(max(budget - newest, 2 * chunk), base)
-        part = max(newest + (budget - newest) * own // capacity, budget - common)
+        part = newest + (budget - newest) * own // capacity
         return max(min(-(-part // chunk) * chunk, own), least), common
 
 

@@ -1735,8 +1735,6 @@ FAULTS = [
           "rows that go on with a document do not see its end"),
     Fault("window-of-a-part", "hierarchy.py", "min(settings.recent * budget / own, 1.0)", "settings.recent",
           "test_prefix.py -k window_is", "the window over a shared prefix is a quarter of what is wanted"),
-    Fault("split-of-what-is-whole", "config.py", " own // capacity, budget - common)", " own // capacity, 0)",
-          "test_prefix.py -k are_split", "beside a short document, rows draft from a part of what is their own"),
     Fault("split-beyond-the-row", "config.py", "min(-(-part // chunk) * chunk, own)",
           "-(-part // chunk) * chunk", "test_prefix.py -k are_split",
           "a quarter of the view is kept free for tokens that a row cannot have"),
