@@ -130,23 +130,14 @@ def make_engine(target, draft_model=None, *, tokenizer=None, drafting=None, **op
     return Engine(target, tokenizer, draft_model, drafting=drafting, settings=settings, placement=placement, **eos)
 
 
-def assert_view_holds_its_selection(state, row: int) -> None:
-    """Each layer's view holds the K/V of the prefix at the positions that it says."""
-    view, full = state.hierarchy.view, state.cache.prefix
-    for i in range(state.target.config.n_layer):
-        at = view.positions(row, i)[..., None].expand(-1, -1, state.target.config.head_dim)
-        for whole, held in zip(full.load(i, row, 0, full.lens[row]), (view.k, view.v), strict=True):
+def assert_view_holds_its_selection(view, row: int = 0) -> None:
+    """It is a true selection, and each layer holds the K/V at the positions that it says, of what it is chosen from."""
+    source = view.source
+    assert view.selected[row] and view.lens[row] == view.held < source.own_lens[row]
+    for i in range(view.cache.config.n_layer):
+        at = view.positions(row, i)[..., None].expand(-1, -1, view.cache.config.head_dim)
+        for whole, held in zip(source.load(i, row, source.base, source.lens[row]), (view.k, view.v), strict=True):
             assert torch.equal(held[i][row][:, : view.held], whole.gather(1, at))
-
-
-def assert_common_view_holds_its_selection(state) -> None:
-    """The same of what the rows read of the prefix that they share."""
-    common, full = state.hierarchy.view.shared, state.cache.prefix.shared
-    assert common.selected == [True] and common.lens == [common.held] and common.held < full.lens[0]
-    for i in range(state.target.config.n_layer):
-        at = common.positions(0, i)[..., None].expand(-1, -1, state.target.config.head_dim)
-        for whole, held in zip(full.load(i, 0, 0, full.lens[0]), (common.k, common.v), strict=True):
-            assert torch.equal(held[i][0][:, : common.held], whole.gather(1, at))
 
 
 def run_rounds(state, count: int, **how) -> list[list[int]]:

@@ -443,7 +443,7 @@ def test_views_of_a_batch_hold_what_was_selected(random_models):
     for _ in range(3):  # compiled, recorded, replayed
         for row in range(2):
             state.hierarchy.view.rebuild(row)
-            assert_view_holds_its_selection(state, row)
+            assert_view_holds_its_selection(state.hierarchy.view, row)
 
 
 def test_compiled_noise_is_the_same_noise(random_models):

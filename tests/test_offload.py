@@ -80,7 +80,7 @@ def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
         if awaited and state.num_flushes == flushes:
             plain += 1
             assert len(tokens) == 1
-            assert_view_holds_its_selection(state, 0)
+            assert_view_holds_its_selection(state.hierarchy.view, 0)
     assert plain >= 2 and state.num_flushes >= 1
 
 
@@ -147,7 +147,7 @@ def test_rows_are_gathered_a_few_rows_at_a_time(models, monkeypatch):
         state.hierarchy.view.rebuild(row, at_once=False)
     state.round()
     for row in range(3):
-        assert_view_holds_its_selection(state, row)
+        assert_view_holds_its_selection(state.hierarchy.view, row)
 
 
 @pytest.mark.parametrize("piece", [64, 192])
@@ -166,7 +166,7 @@ def test_each_row_of_a_batch_gathers_its_own(models, piece):
         assert not view.awaits_pieces and state.num_flushes == 0
         for row in range(3):
             if row in rows:
-                assert_view_holds_its_selection(state, row)
+                assert_view_holds_its_selection(state.hierarchy.view, row)
             else:
                 assert (view.k[1][row] == 7.0).all() and (view.v[1][row] == 7.0).all()
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB, assert_common_view_holds_its_selection, make_engine, random_pair, random_prompt
+from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random_pair, random_prompt
 
 import triforce
 from triforce import UserError, caches
@@ -220,7 +220,7 @@ def test_nothing_is_gathered_from_behind_a_shared_prefix(pair, monkeypatch):
         state.round()
         if state.num_flushes == flushes and not state.hierarchy.view.shared.awaits_pieces:
             gathered += 1
-            assert_common_view_holds_its_selection(state)
+            assert_view_holds_its_selection(state.hierarchy.view.shared)
 
 
 def test_rows_over_a_shared_prefix_have_blocks_of_their_own(pair, monkeypatch):

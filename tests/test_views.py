@@ -58,7 +58,7 @@ def test_a_view_is_chosen_when_a_round_first_reads_it(pair, monkeypatch):
         state.round(drafts)
         assert made[:2] == [0, 1] and view.num_rebuilds == len(made[2:])
         for row in range(2):
-            assert_view_holds_its_selection(state, row)
+            assert_view_holds_its_selection(state.hierarchy.view, row)
         state.rewind(512)
         made.clear()
 
@@ -93,14 +93,14 @@ def test_an_interrupt_while_a_view_is_chosen_leaves_it_to_be_chosen(pair, monkey
         patch.setattr(state.hierarchy.view, "_select", interrupted)
         state.round(Plan(4, "model", True, 2, 2))
     state.round(Plan(4, "model", True, 2, 2))
-    assert_view_holds_its_selection(state, 0)
+    assert_view_holds_its_selection(state.hierarchy.view, 0)
 
 
 def test_what_is_put_off_is_chosen_before_it_is_given_away(pair):
     state = make_state(*pair, [random_prompt(300)])
     given = state.hierarchy.view.state_dict()
     assert given["k.0"].data_ptr() == state.hierarchy.view.k[0].data_ptr()
-    assert_view_holds_its_selection(state, 0)
+    assert_view_holds_its_selection(state.hierarchy.view, 0)
 
 
 def test_scores_are_those_of_kept_rows():
@@ -129,7 +129,7 @@ def test_a_view_goes_by_what_was_kept_and_holds_what_it_chose(pair):
         counts |= {len(tokens) for tokens in emitted}
         for row in range(2):
             state.hierarchy.view.rebuild(row)
-            assert_view_holds_its_selection(state, row)
+            assert_view_holds_its_selection(state.hierarchy.view, row)
     assert len(counts) > 2
 
 
@@ -177,4 +177,4 @@ def test_rows_that_stream_past_are_gathered_each_for_itself(pair):
         if state.num_flushes == flushes and not state.hierarchy.view.awaits_pieces:  # nothing has moved on since
             gathered += 1
             for row in range(2):
-                assert_view_holds_its_selection(state, row)
+                assert_view_holds_its_selection(state.hierarchy.view, row)

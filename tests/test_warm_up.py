@@ -65,6 +65,7 @@ def test_of_large_weights_it_goes_through_questions_side_by_side(monkeypatch, op
     state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, 2**30, 2, length=2000)
     alone, beside = ([plan for count, plan in rounds if count == rows] for rows in (1, 2))
     assert alone == beside and len(alone) >= 4
+    assert not settings.retrieval or state.hierarchy.view.num_rebuilds == state.hierarchy.view.renews
     assert state.base >= 1900 and state.batch == 2 and state.cache.prefix.shared.lens == [state.base]
     assert all(now >= end + len(beside) for now, end in zip(state.lens, state.prompt_end, strict=True))
     gone = weakref.ref(state)

@@ -66,15 +66,12 @@ def own_tokens(needed: int, base: int, flush_interval: int) -> int:
 
 def view_within(parts_of: Callable[[int], Iterable[memory.Part]], budget: int, free: int) -> int:
     """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a State with such a view."""
-    if budget <= VIEWS[0] or (needed := sum(part.bytes for part in parts_of(budget))) <= free:
+    def fits(view: int) -> bool:
+        return sum(part.bytes for part in parts_of(view)) <= free
+
+    if budget <= VIEWS[0] or fits(budget):
         return budget
-    least = sum(part.bytes for part in parts_of(VIEWS[0]))
-    # What grows with a view grows about in proportion: rows over a shared prefix need no more than they have.
-    share = max(free - least, 0) / (needed - least)
-    views = [view for view in VIEWS if view <= VIEWS[0] + share * (budget - VIEWS[0])]
-    while len(views) > 1 and sum(part.bytes for part in parts_of(views[-1])) > free:
-        views.pop()
-    return views[-1]
+    return next((view for view in reversed(VIEWS[1:]) if view < budget and fits(view)), VIEWS[0])
 
 
 class Caches:

@@ -65,13 +65,11 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
     length = min(length, target.max_len - room)
     sizes = {"batch": 1, "capacity": length + room, "budget": settings.view_tokens(length, room=length),
              "vocab_size": min(config.vocab_size for config in configs if config is not None)}
-    free -= sum(part.bytes for part in memory.weight_parts(*configs, dtype))
 
-    def remaining(free: int, **sizes) -> int:
-        return free - sum(part.bytes for part in memory.state_parts(*configs, settings, dtype=dtype, device=device,
-                                                                    **sizes))
+    def needed(**sizes) -> int:
+        return sum(part.bytes for part in memory.state_parts(*configs, settings, dtype=dtype, device=device, **sizes))
 
-    free = remaining(free, **sizes)
+    free -= sum(part.bytes for part in memory.weight_parts(*configs, dtype)) + needed(**sizes)
     if free < 0:
         return None
     models = [None if config is None else _blank(config, dtype, device) for config in configs]
@@ -80,7 +78,7 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
         return None
     base = length // settings.flush_interval * settings.flush_interval
     beside = sizes | {"batch": rows, "capacity": base + 2 * room}
-    if rows and remaining(free, **beside, base=base) >= 0:
+    if rows and needed(**beside, base=base) <= free:
         state = State(*models, settings, compiler=Compiler(device), shared=state.cache.prefix.part(base), **beside)
         if not _go_through(state, [[0] * (base + room)] * rows, room):
             return None
@@ -102,7 +100,7 @@ def _go_through(state: State, prompts: list[list[int]], room: int) -> bool:
             return False
         state.round(plan)
     if state.hierarchy.view is not None:
-        state.hierarchy.view.renew([0])
+        state.hierarchy.view.renew(state.pilot.rebuilds)
     return True
 
 
