@@ -15,7 +15,7 @@ from conftest import (
 )
 
 from triforce import attention
-from triforce.attention import merge, merge_parts, partial, parts_of_keys
+from triforce.attention import merge, merge_parts, partial, parts_of_keys, pays_to_plan
 from triforce.config import Settings
 from triforce.kv import blocks
 from triforce.kv.target import aligned
@@ -333,6 +333,27 @@ def test_parts_of_the_keys_merge_to_the_whole():
     torch.testing.assert_close(halves[0], out)
     assert parts_of_keys(8, 64, 122_880) == 16 and parts_of_keys(32, 512, 122_880) == 1
     assert parts_of_keys(4, 1, 40) == 8  # as many as divide the keys
+
+
+def test_a_plan_is_made_where_it_pays():
+    assert pays_to_plan(32, 128, 122_880, once=False) and not pays_to_plan(32, 128, 122_880, once=True)
+    assert pays_to_plan(32, 512, 122_880, once=True)  # of a prefill of many tokens
+    assert not pays_to_plan(32, 8, 122_880, once=False) and not pays_to_plan(32, 128, 1024, once=False)
+
+
+def test_a_prefill_says_that_it_meets_a_number_of_rows_once(pair, monkeypatch):
+    told, function = [], attention.over_shared
+
+    def noted(*args, once=False):
+        told.append(once)
+        return function(*args, once=once)
+
+    monkeypatch.setattr(attention, "over_shared", noted)
+    state = make_state(*pair, PROMPTS, base=BASE)
+    layers = state.target.config.n_layer
+    assert told == [True] * (layers - 1)  # the last layer's attention is not needed
+    state.round(AUTOREGRESSION)
+    assert told[layers - 1 :] == [False] * layers
 
 
 def test_over_shared_is_attention_of_each_row():

@@ -15,6 +15,8 @@ from torch import Tensor
 
 LONG = 2048  # keys from which on it pays to have a kernel split them
 TILE = 128  # rows that cuDNN's kernel takes at a time
+FEW = 64  # rows that the flash kernel takes at a time; it reads the keys of so few as fast as cuDNN's does
+PLANNED = 2**30  # scores (rows times keys) of a layer, from which on a plan of cuDNN's pays that is used once
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
 FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
@@ -61,19 +63,22 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
     return kernel(q, k, v, False)
 
 
-def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None) -> State:
+def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False) -> State:
     """`partial` of all sequences of a batch over keys that they share, which are read once for all.
 
     cuDNN's kernel does not split long keys. It is given them in parts, as many as a GPU's processors can work on side
     by side. So it reads at full bandwidth and computes at full speed, whatever the number of rows: over 122,880 keys
-    of 8 KV heads 0.13 ms for 64 rows and 0.41 for 512, where the flash kernel takes 0.15 and 0.79 (on an H200).
+    of 8 KV heads 0.34 ms for 256 rows and 0.52 for 512, where the flash kernel takes 0.51 and 0.82. But each number of
+    rows is planned for, 40 to 80 ms (on an H200).
 
     Args:
         q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
         merged: `merge_parts`, compiled. None: as it is written.
+        once: so many rows are met in one pass over the layers, as in a prefill, and not again.
     """
     def attend(rows: Tensor) -> State:
-        count = parts_of_keys(*rows.shape[1:3], k.shape[2]) if _splits(rows, k.shape[2]) else 1
+        size = *rows.shape[1:3], k.shape[2]
+        count = parts_of_keys(*size) if pays_to_plan(*size, once) and _can_split(rows) else 1
         if count == 1:
             return partial(rows, k, v)
         parts = [x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (k, v)]  # [P, K, S / P, D]
@@ -117,6 +122,12 @@ def of_some(attend: Callable[..., State], runs: list[slice] | None, q: Tensor, *
     for run in runs:
         out[run], lse[run] = attend(q[run], *(x[run] for x in others))
     return out, lse
+
+
+def pays_to_plan(n_kv_head: int, rows: int, length: int, once: bool) -> bool:
+    """Whether cuDNN's kernel, over parts of the keys, is faster than the flash kernel by more than its plan takes.
+    once: see `over_shared`."""
+    return length >= LONG and rows > FEW and not (once and n_kv_head * rows * length < PLANNED)
 
 
 def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128) -> int:
@@ -289,10 +300,10 @@ def _kernel(q: Tensor):
     return _plain_causal
 
 
-def _splits(rows: Tensor, length: int) -> bool:
-    """Whether cuDNN's kernel, over parts of so many keys, is the fastest for these rows."""
-    return (rows.is_cuda and _is_half(rows.dtype) and length >= LONG and rows.shape[3] % 8 == 0
-            and rows.shape[3] <= 128 and _has_cudnn_attention(rows.device))
+def _can_split(rows: Tensor) -> bool:
+    """Whether cuDNN's kernel, over parts of the keys, takes such rows."""
+    return (rows.is_cuda and _is_half(rows.dtype) and rows.shape[3] % 8 == 0 and rows.shape[3] <= 128
+            and _has_cudnn_attention(rows.device))
 
 
 def _has_cudnn_attention(device: torch.device) -> bool:

@@ -217,11 +217,11 @@ def over_shared(view: View, i: int, q: Tensor, compiled=eager, on_piece=None,
         rows = len(q) * q.shape[2]
         if shared.packed is not None and rows >= MIN_ROWS and not (prefills and rows >= MANY_ROWS):
             return [attention.of_batch(shared.packed[i].partial, q)]
-        return [attention.over_shared(q, *view.before(i), merged)]
+        return [attention.over_shared(q, *view.before(i), merged, once=prefills)]
     state = None
     for number, kv in shared.offload.pieces(i, base):
         k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each
-        seen = attention.over_shared(q, k, v, merged)
+        seen = attention.over_shared(q, k, v, merged, once=prefills)
         state = seen if state is None else compiled(attention.merge)(state, seen)
         if on_piece is not None:
             on_piece(i, number, kv)
