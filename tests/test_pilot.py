@@ -2,12 +2,14 @@
 
 import time
 
+import pytest
 from conftest import make_state, random_prompt
 
 from triforce.controller import Controller
 from triforce.costs import Shelf
 from triforce.pilot import Pilot
-from triforce.plan import AUTOREGRESSION, Plan
+from triforce.plan import AUTOREGRESSION, Padding, Plan
+from triforce.speculator import Speculator
 
 
 def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(pair, monkeypatch):
@@ -24,6 +26,20 @@ def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(
         assert state.last_round.plan is chosen or state.last_round.plan == AUTOREGRESSION
     assert order == ["check", "think", "read"] * 6
     assert sum(state.pilot.controller.learned.seen) > 0
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_where_steps_are_recorded_the_first_round_takes_the_step_that_checks_drafts(pair, is_recorded, monkeypatch):
+    """It drafts nothing. What that takes is not taken for the time of a round without speculation."""
+    monkeypatch.setattr(Speculator, "is_recorded", is_recorded)
+    state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)
+    state.rewind(60, None, Padding(plain=False))
+    state.round()
+    outer = state.hierarchy.outer
+    assert state.last_round.plan == Plan(padded=is_recorded)
+    assert outer.num_rows == (outer.row_unit if is_recorded else 1)
+    state.pilot.keep()
+    assert state.pilot.controller.learned.seen.any() != is_recorded
 
 
 def test_where_nothing_drafts_few_rounds_are_followed_by_a_choice(pair, monkeypatch):

@@ -338,7 +338,8 @@ def test_parts_of_the_keys_merge_to_the_whole():
 def test_a_plan_is_made_where_it_pays():
     assert pays_to_plan(32, 128, 122_880, once=False) and not pays_to_plan(32, 128, 122_880, once=True)
     assert pays_to_plan(32, 512, 122_880, once=True)  # of a prefill of many tokens
-    assert not pays_to_plan(32, 8, 122_880, once=False) and not pays_to_plan(32, 128, 1024, once=False)
+    assert pays_to_plan(32, 64, 122_880, once=False) and not pays_to_plan(8, 64, 122_880, once=False)  # of a round
+    assert pays_to_plan(8, 65, 122_880, once=False) and not pays_to_plan(32, 128, 1024, once=False)
 
 
 def test_a_prefill_says_that_it_meets_a_number_of_rows_once(pair, monkeypatch):

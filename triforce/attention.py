@@ -15,7 +15,7 @@ from torch import Tensor
 
 LONG = 2048  # keys from which on it pays to have a kernel split them
 TILE = 128  # rows that cuDNN's kernel takes at a time
-FEW = 64  # rows that the flash kernel takes at a time; it reads the keys of so few as fast as cuDNN's does
+FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
 PLANNED = 2**30  # scores (rows times keys) of a layer, from which on a plan of cuDNN's pays that is used once
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
@@ -127,7 +127,8 @@ def of_some(attend: Callable[..., State], runs: list[slice] | None, q: Tensor, *
 def pays_to_plan(n_kv_head: int, rows: int, length: int, once: bool) -> bool:
     """Whether cuDNN's kernel, over parts of the keys, is faster than the flash kernel by more than its plan takes.
     once: see `over_shared`."""
-    return length >= LONG and rows > FEW and not (once and n_kv_head * rows * length < PLANNED)
+    few = n_kv_head <= FEW[0] and rows <= FEW[1]
+    return length >= LONG and not few and not (once and n_kv_head * rows * length < PLANNED)
 
 
 def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128) -> int:

@@ -202,9 +202,12 @@ class Controller:
     def timed(self, plan: Plan, drafting: float, checking: float) -> None:
         """How long a round of a plan took, in milliseconds: all before its verify, and that.
 
-        The first round with a drafter is not looked at: memory is touched for the first time.
+        The first round with a drafter is not looked at: memory is touched for the first time. Nor is one without drafts
+        that took another step than plans without drafts take.
         """
         drafter = plan.source, plan.retrieval, plan.branches > 1
+        if plan.gamma == 0 and plan != self.plans[0]:
+            return
         if plan.gamma and drafter not in self._warm:
             self._warm.add(drafter)
             return

@@ -101,7 +101,8 @@ class Pilot:
         return [shared.fork(text) for text in texts(base)]
 
     def choose(self) -> Plan:
-        """The next round's plan. The very first is plain: so the first token waits for nothing that drafts."""
+        """The next round's plan. The very first drafts nothing: so the first token waits for nothing that does. Where
+        steps are recorded, it takes the step that checks drafts, which the next rounds then need not run as written."""
         plan, self._next = self._next, None
         return plan or self._choose()
 
@@ -116,7 +117,7 @@ class Pilot:
                            padded_inner=self.padding.inner)
         if self._begins:
             self._begins = False
-            return Plan(padded=self.padding.plain)
+            return Plan(padded=self.padding.plain or self.hierarchy.outer.is_recorded)
         rates = [meter.rate for meter in self.meters if meter is not None]
         return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
 

@@ -134,6 +134,11 @@ class Speculator(Drafter):
         self._drafting_round = steps.step(self._round, num_lengths=2, warm_up=4)
         self._growing = steps.step(self._grow, num_lengths=2)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its steps become graphs."""
+        return isinstance(self.step, Graphed)
+
     def round(self, plan: Plan, probs: Tensor | None = None) -> None:
         """Emits 1 to S tokens a row (none where `limit` is reached): on the tape, and in the outbox.
 
@@ -159,7 +164,7 @@ class Speculator(Drafter):
 
     def look_ahead(self, plan: Plan, extent: Extent) -> None:
         """Prepares `round` for another extent of the view, while the device is busy with the present one."""
-        if isinstance(self.step, Graphed):
+        if self.is_recorded:
             self.step.prepare(*extent, self._rows_of(plan, self._nothing), self.checked, None)
 
     def _rows_of(self, plan: Plan, num_drafted: Tensor) -> int:
