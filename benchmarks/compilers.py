@@ -33,7 +33,7 @@ from steps import milliseconds  # noqa: E402
 
 import triforce  # noqa: E402
 from triforce import jobs  # noqa: E402
-from triforce.model import Block  # noqa: E402
+from triforce.model import Block, RMSNorm  # noqa: E402
 from triforce.pieces import reachable  # noqa: E402
 from triforce.plan import Plan  # noqa: E402
 
@@ -62,8 +62,10 @@ def start(way: str, cache: str) -> dict:
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", way]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **kept})
     if done.returncode:  # a compiler that fails is a finding, too
-        said = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception|Unsupported)", line)]
-        return {"error": (said or done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300]}
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        told = r"[\w.]*(Error|Exception|Unsupported)|Explanation:|Developer debug"
+        said = [line for line in lines if re.match(told, line)]
+        return {"error": " ".join(said or lines[-1:] or ["nothing was said"])[-600:]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -112,6 +114,10 @@ def compile_whole_steps(state, nested: bool) -> None:
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     if nested:
         Block.forward = torch.compiler.nested_compile_region(Block.forward)
+        models = state.target, state.hierarchy.sources["model"].model
+        for module in (module for model in models for module in model.modules()):
+            if isinstance(module, RMSNorm):  # what such a region takes may not share memory
+                module.constants = [x.clone() for x in module.constants]
     how = {"mode": "reduce-overhead", "fullgraph": True, "dynamic": False}
     for level in state.hierarchy.levels:
         level.step = torch.compile(level._step, **how)
