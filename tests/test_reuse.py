@@ -14,6 +14,7 @@ from triforce.drafting.ngram import NgramMeter
 from triforce.kv.offload import Offload
 from triforce.kv.target import TargetCache
 from triforce.model import Transformer
+from triforce.prefix import asked
 
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True}
 DOCUMENT = random_prompt(300)
@@ -175,14 +176,15 @@ def test_rows_outgrow_the_flush_interval_many_times(engine, twin):
 
 
 def test_a_conversation_outgrows_its_buffers(engine, twin, computed, states):
-    """What was said moves to larger ones, and is not computed again."""
+    """What was said moves to larger ones, and is not computed again, but for the tokens whose queries choose a view."""
     book, question = engine.prefill(DOCUMENT), random_prompt(9, seed=1)
     said = engine.generate(question, prefix=book, temperature=0.0, max_new_tokens=60).tokens
     computed.clear()
     more = question + said + [5]
     answer = begun(engine.stream(more, prefix=book, temperature=0.0, max_new_tokens=1000), 12)
     assert len(states) >= 2 and states[-1]() is engine.caches.state and states[-2]() is not engine.caches.state
-    assert answer.stats.reused_tokens == len(DOCUMENT) + 9 + 59 and computed == [1]
+    newest = engine.caches.state.cache.newest
+    assert answer.stats.reused_tokens == len(DOCUMENT) + 9 + 60 - newest and computed == [newest]
     assert answer.tokens[:12] == twin.generate(DOCUMENT + more, **GREEDY).tokens
 
 
@@ -311,7 +313,7 @@ def test_a_stream_that_is_left_behind_lets_go_of_its_buffers(engine, states, mon
      "release": engine.release}[way]()
     assert not any(alive) and states[0]() is None and bool(alive) == (way != "release")
     assert stream.result.tokens
-    with pytest.raises(UserError, match="released|taken over"):
+    with pytest.raises(UserError, match="were freed while|taken over"):
         list(stream)
 
 
@@ -390,6 +392,23 @@ def tiny():
     return triforce.load("tiny", device="cpu", gamma=6)
 
 
+@pytest.mark.parametrize("with_prefix", [True, False])
+def test_a_seed_says_the_same_whatever_was_reused(tiny, with_prefix):
+    """A view is chosen by the queries of the last tokens of a prompt, whether they had to be computed for it or not."""
+    document = random_prompt(1500, seed=int(with_prefix), vocab_size=4000)
+    book = tiny.prefill(document) if with_prefix else None
+
+    def ask(*question: int):
+        prompt = list(question) if with_prefix else document + list(question)
+        return tiny.generate(prompt, 40, prefix=book, seed=3, temperature=1.0, ignore_eos=True)
+
+    first = ask(5, 6, 7)
+    ask(5, 6, 9)
+    again = ask(5, 6, 7)
+    assert tiny.caches.state.hierarchy.view.selected[0] or with_prefix
+    assert again.stats.reused_tokens > first.stats.reused_tokens and again.tokens == first.tokens
+
+
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
             "{% if add_generation_prompt %}<assistant>{% endif %}")
 LAW = {"temperature": 0.0, "max_new_tokens": 10}
@@ -404,8 +423,9 @@ def test_a_conversation_keeps_its_turns(tiny, computed):
         answer = chat.send(text, **LAW)
         prompt += tiny.tokenizer.encode(f"\n\n{text}\n" if i else f"{text}\n", bos=not i)
         assert answer.stats.prompt_len == len(prompt)
-        if i:  # all that was there before, but for the one token that was emitted last
-            assert answer.stats.reused_tokens >= held - 1 and computed[0] <= len(prompt) - held + 1
+        if i:  # all that was there before, but for the token that was emitted last, and those whose queries choose
+            again = max(len(prompt) - held, tiny.caches.state.cache.newest)
+            assert answer.stats.reused_tokens >= len(prompt) - 1 - again and computed[0] <= again + 1
         prompt += [token for token in answer.tokens if token not in tiny.eos_ids]
         held = len(prompt)
     assert [text for text, _ in chat.turns] == said
@@ -419,6 +439,24 @@ def test_a_conversation_keeps_its_turns(tiny, computed):
         chat.undo()
     with pytest.raises(UserError, match="empty"):
         chat.send(" ")
+
+
+@pytest.mark.parametrize("how", [{"stop": "man"}, {"stop": "an I"}, {"stop_token_ids": [0]}])
+def test_what_ends_an_answer_is_not_what_was_said(tiny, how):
+    """Without a template, too, the next turn follows the answer's text: without a stop string, and without an id that
+    ends it."""
+    chat, law = tiny.chat(), {"temperature": 0.0, "max_new_tokens": 40}
+    free = chat.send("Call me Ishmael.", **law)
+    chat.undo()
+    if "stop_token_ids" in how:
+        how = {"stop_token_ids": [free.tokens[9]]}
+    else:
+        middle = len(free.text) // 2
+        how = {"stop": free.text[middle : middle + len(how["stop"])]}
+    answer = chat.send("Call me Ishmael.", **law, **how)
+    assert answer.finish_reason == "stop" and len(answer.text) < len(free.text)
+    said = tiny.tokenizer.decode(chat._prompt("And then?"))
+    assert said == f"Call me Ishmael.\n{answer.text}\n\nAnd then?\n"
 
 
 def test_a_broken_off_answer_stays_in_the_conversation(tiny):
@@ -480,6 +518,13 @@ def test_what_a_template_reads_besides_the_messages(tiny, tmp_path):
         for more, end in (({}, "!"), ({"chat_template_kwargs": {}}, "")):
             stats = tiny.generate("Who?", prefix=one, **more, **LAW).stats
             assert stats.prompt_len == length(asked + end) and stats.shared_tokens == book.num_shared > 0
+
+
+def test_a_question_follows_a_message_of_parts():
+    parts = [{"type": "text", "text": "A book."}]
+    assert asked([{"role": "user", "content": parts}], "Who?") == [
+        {"role": "user", "content": [*parts, {"type": "text", "text": "\n\nWho?"}]}]
+    assert asked([{"role": "system", "content": "Be brief."}], "Who?")[1:] == [{"role": "user", "content": "Who?"}]
 
 
 def test_a_document_in_messages(tiny):

@@ -224,11 +224,13 @@ class Caches:
         return self._whole(min(common_length(prefix.tokens[: prefix.num_shared], *ids), min(map(len, ids)) - 1))
 
     def _held(self, ids: list[list[int]]) -> int:
-        """Tokens of a single prompt that the State holds keys and values of."""
+        """Tokens of a single prompt that the State holds keys and values of, and that need not be computed: the last
+        ones are, since their queries choose its view, as those of a prompt that nothing is held of."""
         state = self.state
         if not self.settings.reuse or len(ids) > 1 or state is None or state.batch > 1 or not state.is_whole:
             return 0
-        return min(common_length(ids[0], state.texts()[0]), state.lens[0], len(ids[0]) - 1)
+        needed = len(ids[0]) - 1 - state.cache.newest
+        return max(min(common_length(ids[0], state.texts()[0]), state.lens[0], needed), 0)
 
     def _goes_on(self, held: int) -> bool:
         """Whether a prompt of which the State holds so many tokens is worth to go on with."""
