@@ -70,6 +70,13 @@ def test_what_does_not_go_together(flags, error, capsys):
     assert error in capsys.readouterr().err
 
 
+def test_each_answer_says_how_long_start_and_load_took(folder, capsys):
+    path = folder / "asked"
+    path.write_text("Who?\nWhere?\n")
+    assert main(["--prompt", "Call me Ishmael.", "--questions", str(path), "--json", *FEW]) == 0
+    assert all(answer["stats"]["load"] > 0 for answer in lines_of(capsys))
+
+
 def test_files_of_questions():
     def read(text):
         return [(item["question"], item.get("seed")) for item in request.read_questions(text, "q")]
@@ -77,7 +84,9 @@ def test_files_of_questions():
     assert read("a?\n\n b? \n") == [("a?", None), ("b?", None)]
     assert read('["a?", {"question": "b?", "seed": 1}]') == [("a?", None), ("b?", 1)]
     assert read('"a?"\n{"question": "b?"}\n') == [("a?", None), ("b?", None)]
-    for text, error in (("", "no question"), ("[3]", "question 1"), ('{"question": ""}', "no text"),
+    assert read('"Who\u2028is it?"\n"He" is who?') == [("Who\u2028is it?", None), ('"He" is who?', None)]
+    for text, error in (("", "no question"), ("[3]", "question 1"),
+                        ('["a?",\n]', "looks like a list in JSON"), ('{"question": ""}', "no text"),
                         ('{"question": "a", "seed": "x"}', "seed")):
         with pytest.raises(UserError, match=error):
             request.read_questions(text, "q")
@@ -90,7 +99,15 @@ def test_prompts_with_questions_messages_and_seeds(folder, capsys):
     template = folder / "template"
     template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     assert main(["--prompts", str(path), *FEW]) == 2  # the tiny pair has no chat template
-    assert "prompt 1 of --prompts" in capsys.readouterr().err
+    assert "line 2 of --prompts" in capsys.readouterr().err
+    path.write_text('{"messages": [{"role": "user", "content": "Hi"}], "question": "Who?"}\n'
+                    '{"messages": [{"role": "user", "content": "Hi\\n\\nWho?"}], "prompt": null}\n'
+                    '{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    assert main(["--prompts", str(path), "--chat-template", str(template), "--temperature", "0", *FEW]) == 0
+    one, same, other = lines_of(capsys)
+    assert one["tokens"] == same["tokens"] and one["stats"]["prompt_len"] == same["stats"]["prompt_len"]
+    assert one["stats"]["prompt_len"] > other["stats"]["prompt_len"]
+    assert one["stats"]["load"] == same["stats"]["load"] > 0
     path.write_text('{"prompt": "Call me", "question": "Who?", "seed": 5}\n"Call me\\n\\nWho?\\n"\n')
     assert main(["--prompts", str(path), "--seed", "1", *FEW]) == 0
     first, second = lines_of(capsys)

@@ -400,7 +400,9 @@ def test_a_file_of_prompts(tmp_path, capsys):
     assert cli.main(flags) == 0
     assert [json.loads(line)["stats"]["new_tokens"] for line in capsys.readouterr().out.splitlines()] == [8]
     for text, words in (("not json", "line 1"), ('"a"\n{"text": "b"}', "line 2"), ("", "holds no prompt"),
-                        ('"a"\n"' + "b c " * 70_000 + '"', "prompt 1 of")):
+                        ('"a"\n\n"' + "b c " * 70_000 + '"', "line 3 of"),
+                        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "drop one of them"),
+                        ('{"prompt": "a", "seed": true}', "a seed a whole number")):
         file.write_text(text)
         assert cli.main(flags) == 2 and words in capsys.readouterr().err
     assert cli.main([*flags, "--prompt", "x"]) == 2 and "drop one" in capsys.readouterr().err
@@ -417,6 +419,8 @@ def test_a_text_that_is_not_utf8_is_read_and_told(tmp_path, capsys):
 
 @pytest.mark.parametrize("flags,message", [
     (["--interactive", "--keep", "end"], "--interactive does not go with --keep; cut the document with --prompt-len"),
+    (["--prefix", "{book}", "--keep", "end"], "--prefix does not go with --keep; drop one of them"),
+    (["--prefix", "{book}", "--chat-template", "{book}"], "drop --chat-template"),
     (["--num-samples", "2", "--compare"], "--num-samples does not go with --compare; drop one of them"),
     (["--save-prefix", "{book}", "--prompt", "a"], "book.txt is there, and is no prefix file; give another name"),
 ])

@@ -1,6 +1,9 @@
 """Costs are guessed, learned from rounds, and kept for the next process."""
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 from conftest import make_engine, make_state, random_prompt
@@ -142,3 +145,20 @@ def test_acceptance_of_earlier_texts_is_kept(pair, tmp_path, monkeypatch):
     alone = Shelf(None)
     alone.put_rates((0, *name[1:]), {"model": 0.2})
     assert alone.find_rates((1, *name[1:])) == {"model": 0.2}
+
+
+def test_a_stream_that_is_open_when_the_process_ends_leaves_nothing(tmp_path):
+    """Python closes it when nothing can be imported any more."""
+    script = """
+import triforce
+engine = triforce.load("tiny", device="cpu")
+stream = engine.stream("Call me", 200)
+for count, piece in enumerate(stream):
+    if count == 5:
+        break
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                          env={**os.environ, "TRIFORCE_CACHE": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and not path.stat().st_size]

@@ -521,7 +521,7 @@ def test_release_in_mid_stream_is_said(tiny_engine):
     stream = tiny_engine.stream(TEXT, 60, temperature=0.0, ignore_eos=True)
     next(stream)
     tiny_engine.release()
-    with pytest.raises(triforce.UserError, match="was released"):
+    with pytest.raises(triforce.UserError, match="freed while it was under way, by release"):
         list(stream)
 
 

@@ -21,7 +21,17 @@ def tiny():
     (lambda engine: engine.chat("a document"), "prefix must be what this engine's `prefill` or `open` returned"),
     (lambda engine: engine.chat(system=5), "system .5. must be a text"),
     (lambda engine: engine.stream("a", 3, num_samples=4), "stream gives one answer to one prompt"),
-    (lambda engine: engine.chat().send("x", num_samples=4), "stream gives one answer to one prompt"),
+    (lambda engine: engine.chat().send("x", num_samples=4), "num_samples is no option of a turn.*; drop it"),
+    (lambda engine: engine.chat().send("x", prefix=3), "prefix is no option of a turn.*; give it to `Engine.chat`"),
+    (lambda engine: engine.chat(num_samples=4), "num_samples is no option of a turn"),
+    (lambda engine: engine.chat(engine.prefill([1, 2]), chat_template="x"), "give the template to `prefill`"),
+    (lambda engine: engine.generate("x", 3, prefix=engine.prefill([1, 2]), chat_template="x"),
+     "a prefix keeps the template that it was made with"),
+    (lambda engine: engine.generate("x", 3, prefix=engine.prefill([1, 2]), chat_template_kwargs={"a": 1}),
+     "which no chat template reads; drop chat_template_kwargs"),
+    (lambda engine: engine.generate(["x", [5] * 131_000], 300, prefix=engine.prefill([1, 2])),
+     r"prompt 1: .* cut the question by 230 tokens to 130770 or"),
+    (lambda engine: engine.prefill([{"role": "user"}], chat_template="x"), r"its content \(None\) is neither a text"),
     (lambda engine: engine.open(None), "None is no name of a file"),
     (lambda engine: engine.open("a\0b"), "is no name of a file"),
     (lambda engine: engine.prefill([1, 2, 3]).save(5), "5 is no name of a file"),
@@ -80,12 +90,15 @@ def test_lines_without_a_seed_differ_between_batches(tmp_path, capsys):
     (["--logit-bias", "99999999=1"], "99999999"), (["--stop-token-ids", "99999999"], "outside the vocabulary"),
     (["--logprobs", "99999999", "--json"], "logprobs"), (["--max-new-tokens", "5000", "--max-seq-len", "5100"], "5100"),
     (["--questions", "{file}"], "seed"),
+    (["--questions", "{long}", "--max-seq-len", "700"], "question 2 of --questions"),
 ])
 def test_what_a_question_may_not_ask_is_told_before_the_prefill(flags, message, tmp_path, capsys, monkeypatch):
     file = tmp_path / "questions.jsonl"
     file.write_text('{"question": "who?", "seed": 99999999999999999999999}\n{"question": "where?"}\n')
     monkeypatch.setattr(Engine, "prefill", lambda *args, **options: pytest.fail("prefilled"))
-    flags = [flag.format(file=file) for flag in flags]
+    long = tmp_path / "long.txt"
+    long.write_text("who?\n" + "what of it " * 200)
+    flags = [flag.format(file=file, long=long) for flag in flags]
     begun = time.perf_counter()
     assert cli.main(["--device", "cpu", "--prompt-len", "300", "--question", "hi", "--num-samples", "2", *flags]) == 2
     assert message in capsys.readouterr().err and time.perf_counter() - begun < 30

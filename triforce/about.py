@@ -61,6 +61,8 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
     options = {**sampling, "speculate": not args.no_speculation, "stop": args.stop, "ignore_eos": args.ignore_eos}
     if book is not None:
         say("")
+        if "chat_template_kwargs" in chat:
+            options["chat_template_kwargs"] = chat["chat_template_kwargs"]
     if args.interactive:
         system = args.system if book is None else None
         Conversation(Chat(engine, book, system=system, **(chat if book is None else {})),
@@ -83,8 +85,8 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
         bar.close()
     for index, samples in enumerate(results):
         for sample, result in enumerate(samples):
+            result.stats.load = load
             show(args, index, sample, questions[index]["question"] if questions else None, result)
-    results[0][0].stats.load = load
     say(f"\nof the first of {sum(map(len, results))} answers:\n\n{results[0][0].stats}")
     return 0
 

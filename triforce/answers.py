@@ -15,7 +15,7 @@ from .config import Placement, Sampling, Settings
 from .errors import UserError
 from .keep import fit
 from .loading import load
-from .prefix import first_difference
+from .prefix import asked, first_difference
 from .progress import Bar
 from .request import DEFAULT_PROMPT_LEN, Request, about_a_document, given
 from .show import as_ansi, legend
@@ -31,7 +31,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if about_a_document(args):
         text = request.document
         ids = None if text is None else first_tokens(args, engine.tokenizer, text, request)
-        check_before_prefill(engine, args, ids, list(request.questions), sampling)
+        check_before_prefill(engine, args, ids, request.questions, sampling)
         loaded = age()
         book = about.document_of(engine, args, ids, request.chat)
         return about.answer(engine, args, book, list(request.questions), request.chat, sampling, loaded)
@@ -122,18 +122,20 @@ def wants_colours(file) -> bool:
 
 def answer_prompts(engine, request: Request, args, sampling) -> int:
     """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
-    prompts, dropped = [], []
-    for index, item in enumerate(request.prompts):  # all of them, before hours of work
+    prompts, dropped, loaded = [], [], age()
+    for item in request.prompts:  # all of them, before hours of work
         try:
+            question = item.get("question", args.question)
             if "messages" in item:
-                ids, count = engine.encode_prompt(item["messages"], **request.chat), 0
+                messages = asked(item["messages"], question) if question else item["messages"]
+                ids, count = engine.encode_prompt(messages, **request.chat), 0
             else:
-                ids, count = encode(args, engine, item["prompt"], request, item.get("question", args.question))
+                ids, count = encode(args, engine, item["prompt"], request, question)
             prompts.append(engine.encode_prompt(ids))
             dropped.append(count)
             engine.check_len(len(prompts[-1]), args.max_new_tokens)
         except UserError as error:
-            raise UserError(f"prompt {index} of --prompts {args.prompts}: {error}") from None
+            raise UserError(f"line {item['line']} of --prompts {args.prompts}: {error}") from None
     print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
           f"{sum(map(len, prompts)):,} tokens, {min(args.batch_size, len(prompts))} side by side", file=sys.stderr)
     begun, tokens, own = time.perf_counter(), 0, None
@@ -155,7 +157,7 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
             prefill.close()
             decode.close()
         for index, result in enumerate(results, first):
-            result.stats.dropped_tokens = dropped[index]
+            result.stats.dropped_tokens, result.stats.load = dropped[index], loaded
             print(json.dumps({"index": index, **asdict(result)}), flush=True)
             tokens += len(result.tokens)
         speed = tokens / (time.perf_counter() - begun)
@@ -205,12 +207,20 @@ def _columns(stats) -> list[tuple[str, str]]:
     return [(name, rows.get(name, "-")) for name in names]
 
 
-def check_before_prefill(engine, args, ids: list[int] | None, questions: list[dict], sampling: dict) -> None:
+def check_before_prefill(engine, args, ids: list[int] | None, questions: tuple[dict, ...], sampling: dict) -> None:
     """Raises UserError for what a generation over a document would refuse, before hours of prefill."""
     engine.stream([0], stop=args.stop, **sampling)  # checks, and computes nothing until it is iterated over
-    engine.check_len(len(ids or [0]), args.max_new_tokens)
-    for item in questions:
-        Sampling(seed=item.get("seed")).columns(1)
+    document = len(ids or [])
+    if ids is not None:
+        engine.check_len(document, args.max_new_tokens)
+    if args.question:
+        engine.check_len(document + len(engine.encode_prompt(args.question)), args.max_new_tokens, document)
+    for number, item in enumerate(questions, 1):
+        try:
+            Sampling(seed=item.get("seed")).columns(1)
+            engine.check_len(document + len(engine.encode_prompt(item["question"])), args.max_new_tokens, document)
+        except UserError as error:
+            raise UserError(f"question {number} of --questions {args.questions}: {error}") from None
 
 
 def wishes(args) -> dict:

@@ -33,6 +33,9 @@ class Chat:
                             "\"system\"")
         if prefix is not None:
             check_prefix(prefix, engine)
+            if chat_template is not None:
+                raise UserError("prefix and chat_template were both given; give the template to `prefill`")
+        check_options(options)
         if system is not None and not isinstance(system, str):
             raise UserError(f"system ({system!r}) must be a text")
         self.engine, self.prefix, self.options = engine, prefix, options
@@ -62,6 +65,7 @@ class Chat:
             raise UserError("the message is empty; say something")
         with self._lock:
             self.end()
+            check_options(options)
             options = {**self.options, **options}
             template = {"chat_template": self.chat_template} if self.uses_template and self.prefix is None else {}
             stream = self.engine.stream(self._prompt(text), prefix=self.prefix, **template, **options)
@@ -116,8 +120,27 @@ class Chat:
             follows = bool(ids) or self.prefix is not None
             ids = ids + tokenizer.encode(f"\n\n{said}\n" if follows else f"{said}\n", bos=not follows)
             if answer is not None:
-                ids += [token for token in answer.tokens if token not in self.engine.eos_ids]
+                ids += self._told(answer)
         return ids
+
+    def _told(self, answer: Generation) -> list[int]:
+        """Ids of an answer as it was told: of its tokens, or, where something that ended it is among those, of its
+        text."""
+        tokens = [token for token in answer.tokens if token not in self.engine.eos_ids]
+        tokenizer = self.engine.tokenizer
+        # Where nothing ended it, the last character may be incomplete, and the next turn follows its tokens.
+        if answer.finish_reason != "stop" or tokenizer.decode(tokens, continues=True) == answer.text:
+            return tokens
+        return tokenizer.encode(answer.text, bos=False)
+
+
+def check_options(options: dict) -> None:
+    """Raises UserError for what a turn of a conversation cannot be given."""
+    whole = {"prefix": "a conversation is about one document", "chat_template": "a conversation has one template",
+             "num_samples": "a turn has one answer"}
+    for name in options.keys() & whole.keys():
+        remedy = "drop it" if name == "num_samples" else "give it to `Engine.chat`"
+        raise UserError(f"{name} is no option of a turn: {whole[name]}; {remedy}")
 
 
 class Turn(Iterator):

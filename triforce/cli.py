@@ -89,8 +89,8 @@ def parser() -> Parser:
                         help="a conversation, about the document if there is one")
     prompt.add_argument("--system", help="a system message before the document")
     prompt.add_argument("--save-prefix", metavar="FILE", help="save the document with its keys and values")
-    prompt.add_argument("--save-every", metavar="N", type=int, help="with --save-prefix: save after every N tokens, "
-                        "too; the same command continues an interrupted run")
+    prompt.add_argument("--save-every", metavar="N", type=int, help="with --save-prefix: save after about every N "
+                        "tokens, too; the same command continues an interrupted run")
     prompt.add_argument("--prefix", metavar="FILE", help="open a saved document, instead of a prompt")
     prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
     prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")

@@ -197,7 +197,7 @@ class Engine:
         """
         with PrefixReader(path) as reader:
             prefix_file.check(reader.about, self.identity(), path)
-            self.check_len(len(reader.tokens), 1)
+            self.check_len(len(reader.tokens), 1, len(reader.tokens))
             if reader.dtype != self.target.dtype:
                 log.info("%s was saved in %s; its keys and values are converted to %s", path,
                          str(reader.dtype).removeprefix("torch."), self.target.dtype_name)
@@ -346,25 +346,25 @@ class Engine:
         ends = stop_ids(stop_token_ids)
         if ends:
             self._check_ids(ends, "stop_token_ids: ")
+        check_keep(keep)
         if prefix is not None:
             check_prefix(prefix, self)
-            ids = [prefix.ids(prompt, chat_template_kwargs) for prompt in prompts]
-        else:
-            ids = []
-            for index, prompt in enumerate(prompts):
-                try:
-                    ids.append(self.encode_prompt(prompt, chat_template, chat_template_kwargs))
-                except UserError as error:
-                    raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-        ids = [one for one in ids for _ in range(count)]
-        lengths, room = [len(prompt) for prompt in ids], self.room(max_new_tokens)
-        check_keep(keep)
-        if keep is not None and prefix is not None:
-            raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
-        if keep is not None and room > 0:
-            ids = [cut(prompt, room, keep, getattr(self.tokenizer, "bos_id", None)) for prompt in ids]
-        for prompt in ids:
-            self.check_len(len(prompt), max_new_tokens)
+            if chat_template is not None:
+                raise UserError("a prefix keeps the template that it was made with; give chat_template to `prefill`")
+            if keep is not None:
+                raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
+        room, ids, lengths = self.room(max_new_tokens), [], []
+        for index, prompt in enumerate(prompts):
+            try:
+                one = (self.encode_prompt(prompt, chat_template, chat_template_kwargs) if prefix is None else
+                       prefix.ids(prompt, chat_template_kwargs))
+                lengths += [len(one)] * count
+                if keep is not None and room > 0:
+                    one = cut(one, room, keep, getattr(self.tokenizer, "bos_id", None))
+                self.check_len(len(one), max_new_tokens, 0 if prefix is None else len(prefix))
+            except UserError as error:
+                raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+            ids += [one] * count
         sampling = sampling.with_seed(len(ids), lambda: agreed(self.target.group, random.getrandbits(32)))
         check_biases(sampling.columns(len(ids))["logit_bias"], self.vocab_size)
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
@@ -418,7 +418,8 @@ class Engine:
         while not session.done:
             with self._lock, self.threads.working():
                 if self.caches.state is None:
-                    raise UserError("the engine was released while this generation was under way; begin another one")
+                    raise UserError("the caches of this generation were freed while it was under way, by release(), "
+                                    "prefill() or open(); begin another one")
                 if self._serving is not session or self.caches.state is not session.state:
                     raise UserError("another generation has begun on this engine and taken over its caches; finish or "
                                     "close a stream first, or load a second engine")
@@ -504,19 +505,22 @@ class Engine:
         longest = self.placement.max_seq_len
         return (self.target.config.max_len if longest is None else longest) - max_new_tokens
 
-    def check_len(self, prompt_len: int, max_new_tokens: int) -> None:
-        """Raises UserError if so many tokens do not fit the model, or max_seq_len."""
+    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0) -> None:
+        """Raises UserError if so many tokens do not fit the model, or max_seq_len. document: so many of the prompt are
+        a prefix, which cannot be cut any more."""
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
         what = f"the model's {self.target.config.limit_name} ({limit})"
         if longest is not None:
             limit, what = longest, f"max_seq_len ({longest})"
         if prompt_len + max_new_tokens > limit:
             excess, ways = prompt_len + max_new_tokens - limit, []
-            if prompt_len > excess:
-                ways.append(f"cut the prompt by {excess} tokens to {prompt_len - excess} (--prompt-len)")
+            if prompt_len - document > excess:
+                what_to_cut, flag = ("question", "") if document else ("prompt", " (--prompt-len)")
+                ways.append(f"cut the {what_to_cut} by {excess} tokens to {prompt_len - document - excess}{flag}")
             if limit > prompt_len:
                 ways.append(f"ask for at most {limit - prompt_len} new ones")
-            remedy = " or ".join(ways) or f"cut the prompt below {limit} tokens and ask for fewer new ones"
+            shorter = f"take a document of fewer than {limit}" if document else f"cut the prompt below {limit}"
+            remedy = " or ".join(ways) or f"{shorter} tokens and ask for fewer new ones"
             raise UserError(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 

@@ -14,7 +14,8 @@ HELP = """\
 /stats       figures of the last answer
 /help        this list
 /quit        end (or Ctrl-D)
-Ctrl-C ends an answer; what it said so far stays in the conversation."""
+Ctrl-C ends an answer; what it said so far stays in the conversation. A second
+Ctrl-C, before the answer has ended, ends the program."""
 
 
 class Conversation:
@@ -57,7 +58,8 @@ class Conversation:
             say(HELP)
         elif name == "/undo":
             self.chat.undo()
-            say(f"({len(self.chat.turns)} turns are left)")
+            left = len(self.chat.turns)
+            say(f"({left} {'turn is' if left == 1 else 'turns are'} left)")
         elif name == "/stats":
             if not self.chat.turns:
                 raise UserError("nothing has been answered yet")

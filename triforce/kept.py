@@ -88,7 +88,9 @@ class Folder:
 
     def write(self, name: str, data: bytes) -> bool:
         """Writes it beside its name and renames it, so that others see all of it or what was there before. Returns
-        whether it is there."""
+        whether it is there. At the end of the process, when Python can import nothing any more, nothing is kept."""
+        if sys.is_finalizing():
+            return False
         beside = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -150,6 +150,8 @@ class Prefix:
                 raise UserError("the prefix was made of text; give the question as text or ids")
             return engine.encode_prompt(question, template, variables)
         if self.messages is None:
+            if chat_template_kwargs is not None:
+                raise UserError("the prefix was made of text, which no chat template reads; drop chat_template_kwargs")
             if isinstance(question, str):
                 return self.tokens + (engine.tokenizer_or_raise().encode(question, bos=False) if question else [])
             return self.tokens + engine.encode_prompt(question)
@@ -159,11 +161,23 @@ class Prefix:
 
 
 def asked(messages: list[dict], question: str) -> list[dict]:
-    """Messages that end with a question of the user."""
+    """Messages that end with a question of the user.
+
+    Raises:
+        UserError: the last message is the user's, and its content is neither a text nor a list of parts.
+    """
     *before, last = messages
-    if last.get("role") == "user":
-        return [*before, {**last, "content": f"{last['content']}\n\n{question}"}]
-    return [*messages, {"role": "user", "content": question}]
+    if last.get("role") != "user":
+        return [*messages, {"role": "user", "content": question}]
+    content = last.get("content")
+    if isinstance(content, str):
+        content = f"{content}\n\n{question}"
+    elif isinstance(content, (list, tuple)):
+        content = [*content, {"type": "text", "text": f"\n\n{question}"}]
+    else:
+        raise UserError(f"a question follows the last message, and its content ({content!r}) is neither a text nor a "
+                        "list of parts")
+    return [*before, {**last, "content": content}]
 
 
 def common_length(*texts: Sequence[int]) -> int:

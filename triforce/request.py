@@ -98,7 +98,9 @@ def read_request(args, no_flags: bool = False) -> Request:
 
 def read_chat(args) -> dict:
     """The chat template, and what it reads besides messages, where they are given."""
-    chats, chat = args.chat or args.system or args.interactive or args.prompts is not None, {}
+    chats, chat = args.chat or args.system or args.interactive or args.prefix or args.prompts is not None, {}
+    if args.prefix and args.chat_template is not None:
+        raise UserError("--prefix opens a document with the template that it was made with; drop --chat-template")
     for flag, value in (("--chat-template", args.chat_template), ("--chat-template-kwargs", args.chat_template_kwargs)):
         if value is not None and not chats:
             raise UserError(f"{flag} was given without --chat; add --chat")
@@ -132,7 +134,8 @@ def check_about(args, ranks: int) -> None:
     other = first_given(args, "prompts", "compare", "show_levels", "keep")
     if other is not None:
         flag = first_given(args, "questions", "interactive", "num_samples", "system", "prefix", "save_prefix")
-        remedy = "cut the document with --prompt-len" if other == "--keep" else "drop one of them"
+        cuts = other == "--keep" and not args.prefix
+        remedy = "cut the document with --prompt-len" if cuts else "drop one of them"
         raise UserError(f"{flag} does not go with {other}; {remedy}")
     if args.save_prefix:
         check_target(args.save_prefix)  # before hours of work
@@ -209,8 +212,9 @@ def decoded(what: str, data: bytes) -> str:
 
 
 def read_prompts(path: str) -> list[dict]:
-    """The prompts of a file of JSON lines: {"prompt" or "messages", "question", "seed"}."""
-    prompts = []
+    """The prompts of a file of JSON lines: {"prompt" or "messages", "question", "seed"}, each with the number of its
+    "line"."""
+    prompts, numbers = [], []
     for number, line in enumerate(read_file("--prompts", path).split("\n"), 1):
         if not line.strip():
             continue
@@ -220,17 +224,25 @@ def read_prompts(path: str) -> list[dict]:
             raise UserError(f"line {number} of --prompts {path} is not JSON; write each prompt as a JSON string, or as "
                             '{"prompt": "..."}') from None
         item = item if isinstance(item, dict) else {"prompt": item}
+        item = {name: value for name, value in item.items() if value is not None}
         text, messages = item.get("prompt"), item.get("messages")
+        if text is not None and messages is not None:
+            raise UserError(f"line {number} of --prompts {path} has a \"prompt\" and \"messages\"; drop one of them")
         if not is_messages(messages) and (not isinstance(text, str) or not text):
             raise UserError(f"line {number} of --prompts {path} holds no prompt; write each as a JSON string, or as "
                             '{"prompt": "..."} or {"messages": [...]}')
-        if not isinstance(item.get("question", ""), str) or not isinstance(item.get("seed", 0), int):
+        if not isinstance(item.get("question", ""), str) or not is_whole(item.get("seed", 0)):
             raise UserError(f"line {number} of --prompts {path}: a question must be a text, and a seed a whole number")
         prompts.append(item)
+        numbers.append(number)
     if not prompts:
         raise UserError(f"--prompts {path} holds no prompt; write one a line")
     note_unread(prompts, {"prompt", "messages", "question", "seed"}, f"--prompts {path}")
-    return prompts
+    return [{**item, "line": number} for item, number in zip(prompts, numbers, strict=True)]
+
+
+def is_whole(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def note_unread(items: list[dict], known: set[str], what: str) -> None:
@@ -254,9 +266,12 @@ def read_questions(text: str, path: str) -> list[dict]:
         if not isinstance(found, (list, dict, str)):
             raise ValueError  # a line of text that happens to be a number
         items = found if isinstance(found, list) else [found]
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if text.strip()[:1] == "[" and text.strip()[-1:] == "]":
+            raise UserError(f"--questions {path} looks like a list in JSON, and is none: {error}; correct it, or write "
+                            "one question a line") from None
         items = []
-        for line in filter(str.strip, text.splitlines()):
+        for line in filter(str.strip, text.split("\n")):
             try:
                 items.append(json.loads(line) if line.lstrip()[:1] in '{"' else line.strip())
             except ValueError:
@@ -266,7 +281,7 @@ def read_questions(text: str, path: str) -> list[dict]:
         if not isinstance(item.get("question"), str) or not item["question"].strip():
             raise UserError(f"question {number} of --questions {path} is no text; write one a line, or "
                             '{"question": "...", "seed": 1}')
-        if not isinstance(item.get("seed", 0), int):
+        if not is_whole(item.get("seed", 0)):
             raise UserError(f"the seed of question {number} of --questions {path} must be a whole number")
     if not questions:
         raise UserError(f"--questions {path} holds no question; write one a line")
