@@ -388,6 +388,7 @@ def test_a_short_text_is_begun_anew(tmp_path):
     (["--out", "/no/such/file"], "there is no folder /no/such"), (["--prompt-file", "/no/such"], "cannot read"),
     (["--qiuck"], "--qiuck is not a known flag"), (["--device", "tpu"], "device 'tpu' is unknown"),
     (["--gamma", "99", "--lengths", "99"], "gamma (99) must be"),
+    (["--prefix", "x"], "asks its own questions; drop --prefix"),
 ])
 def test_mistakes_in_a_check_get_one_line(argv, text, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "load", lambda *args, **kw: pytest.fail("loaded"))

@@ -600,6 +600,9 @@ def _as_ids(prompt) -> list[int]:
     try:
         return [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
     except TypeError:
+        what = f"is of type {type(prompt).__name__}"
+        if isinstance(prompt, (list, tuple)):
+            what = f"has {next(x for x in prompt if not hasattr(x, '__index__'))!r} in it"
         raise UserError("a prompt is text, a list of whole numbers (ids), or a list of messages {role, content}; "
-                        f"this one is of type {type(prompt).__name__}") from None
+                        f"this one {what}") from None
 

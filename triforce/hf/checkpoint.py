@@ -77,7 +77,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """`bfloat16`, `torch.bfloat16` or `bf16` -> torch.bfloat16."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise UserError(f"dtype {name!r} is unknown; use float32, float16 or bfloat16")
+        raise UserError(f"dtype {name!r} is unknown; use float32, float16, bfloat16 or float64")
     return DTYPES[name]
 
 

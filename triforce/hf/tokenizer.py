@@ -123,6 +123,8 @@ class Tokenizer:
                             "or a plain prompt")
         if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
             raise UserError('messages must be a list of {"role": ..., "content": ...}, at least one')
+        if variables is not None and not isinstance(variables, dict):
+            raise UserError(f"chat_template_kwargs ({variables!r}) must be a dict; try {{\"enable_thinking\": False}}")
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             text = chat_environment().from_string(source).render({

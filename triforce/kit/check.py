@@ -30,6 +30,9 @@ from ..plan import AUTOREGRESSION, ONE_ROW
 from . import agreement, plan, report, trials, ways
 
 NEW = 96  # tokens of a call
+# Flags of `triforce` that have no meaning here.
+OTHERS = ("prompt", "prompts", "question", "questions", "num_samples", "interactive", "system", "prefix", "save_prefix",
+          "compare", "show_levels")
 WORKSPACES = 2**28  # bytes that libraries of CUDA allocate for themselves, whatever the model
 LENGTHS = {"cpu": (512, 2048), "cuda": (4096, 32768, 122880)}  # prompts, where nobody says others
 
@@ -320,6 +323,9 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     """Flags of this command, and those of `triforce` beside them."""
     own, rest = parser().parse_known_args(argv)
     args = cli.parse(rest)
+    other = request.first_given(args, *OTHERS)
+    if other is not None:
+        raise UserError(f"triforce check asks its own questions; drop {other}")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
         raise UserError(f"torchrun started {ranks} processes, and this check runs in one; start it without torchrun")
