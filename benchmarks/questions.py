@@ -1,6 +1,7 @@
 """Many questions about one document: side by side over one prefix, and in the other ways that there are.
 
     python benchmarks/questions.py --shape llama-2-7b --context 122880 --text book.txt --dtype float16 --out rows.jsonl
+    python benchmarks/questions.py --checkpoint DIR/target --draft DIR/draft --text book.txt --parts questions
     python benchmarks/questions.py --context 16384                               # the embedded pair on a CPU
     torchrun --nproc-per-node 2 benchmarks/questions.py --shape llama-3.1-8b --context 122880 --text book.txt
     python benchmarks/questions.py --plot rows.jsonl
@@ -22,6 +23,7 @@ import on_chip
 import torch
 from harness import cap_memory, pyplot, read_rows, read_text, report, run_or_plot, save
 
+import triforce
 from triforce.config import Placement, Settings
 from triforce.engine import Engine
 from triforce.parallel import from_environment
@@ -45,6 +47,12 @@ QUESTIONS = [
 def engine_of(args, group) -> tuple[Engine, object]:
     """The pair, with whatever the flags say. Blocks are as wide as the number of rows suggests."""
     args.contexts, args.share_of, args.block_size = [args.context], None, None
+    if args.shape is None:
+        given = {"draft": args.draft, "dtype": args.dtype, "budget": args.budget, "draft_dtype": args.draft_dtype}
+        engine = triforce.load(args.checkpoint, device=args.device, group=group, chunk_size=args.chunk_size,
+                               offload=args.offload, compile=args.compile,
+                               **{name: value for name, value in given.items() if value is not None})
+        return engine, engine.tokenizer
     base, tokenizer = on_chip.load(args, group)
     place = Placement(offload=args.offload, compile=args.compile)
     return Engine(base.target, base.tokenizer, base.draft, settings=Settings(chunk_size=args.chunk_size,
@@ -185,6 +193,7 @@ def run(args) -> None:
     machine = {"gpus": 1 if group is None else group.size, "offload": args.offload, "context": len(ids),
                "questions": args.questions, "new": args.max_new_tokens, "compile": args.compile,
                **on_chip.about(engine, args)}
+    machine["widened"] |= args.widened
     del machine["seeds"], machine["quote"], machine["block_size"]
     for what, figures in rows_of(engine, tokenizer, ids, args):
         report(f"{what}, {len(ids):,} tokens", {"what": what, **figures}, machine, args.out)
@@ -226,6 +235,8 @@ def plot(path: str) -> None:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", default="tiny")
+    p.add_argument("--draft", help="a folder; with --checkpoint")
+    p.add_argument("--widened", action="store_true", help="the checkpoint is the embedded pair, widened; see widen.py")
     p.add_argument("--shape", help="of a widened pair, as in widen.py")
     p.add_argument("--draft-shape", default="llama-68m")
     p.add_argument("--dtype", help="float16 or bfloat16 (default: bfloat16 on a GPU)")

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,8 @@ def view_within(parts_of: Callable[[int], Iterable[memory.Part]], budget: int, f
 
     if budget <= VIEWS[0] or fits(budget):
         return budget
-    return next((view for view in reversed(VIEWS[1:]) if view < budget and fits(view)), VIEWS[0])
+    smaller = [view for view in VIEWS if view < budget]
+    return smaller[max(bisect_left(smaller, True, key=lambda view: not fits(view)) - 1, 0)]
 
 
 class Caches:
