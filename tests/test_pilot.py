@@ -28,18 +28,25 @@ def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(
     assert sum(state.pilot.controller.learned.seen) > 0
 
 
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_where_steps_are_recorded_the_first_round_takes_the_step_that_checks_drafts(pair, is_recorded, monkeypatch):
-    """It drafts nothing. What that takes is not taken for the time of a round without speculation."""
+@pytest.mark.parametrize("is_recorded,drafts", [(True, True), (True, False), (False, True)])
+def test_where_steps_are_recorded_the_first_round_takes_the_step_that_checks_drafts(pair, is_recorded, drafts,
+                                                                                    monkeypatch):
+    """It drafts nothing. What that takes is not taken for the time of a round without speculation. Where no drafts are
+    to come, it takes the step of such rounds."""
     monkeypatch.setattr(Speculator, "is_recorded", is_recorded)
     state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)
     state.rewind(60, None, Padding(plain=False))
+    plans, padded = state.pilot.controller.plans, is_recorded and drafts
+    monkeypatch.setattr(Controller, "choose", lambda self, **known: plans[drafts])
+    assert plans[0].gamma == 0 < plans[1].gamma
     state.round()
     outer = state.hierarchy.outer
-    assert state.last_round.plan == Plan(padded=is_recorded)
-    assert outer.num_rows == (outer.row_unit if is_recorded else 1)
+    assert state.last_round.plan == Plan(padded=padded)
+    assert outer.num_rows == (outer.row_unit if padded else 1)
     state.pilot.keep()
-    assert state.pilot.controller.learned.seen.any() != is_recorded
+    assert state.pilot.controller.learned.seen.any() != padded
+    state.round()
+    assert state.last_round.plan == plans[drafts]
 
 
 def test_where_nothing_drafts_few_rounds_are_followed_by_a_choice(pair, monkeypatch):

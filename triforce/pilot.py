@@ -102,7 +102,8 @@ class Pilot:
 
     def choose(self) -> Plan:
         """The next round's plan. The very first drafts nothing: so the first token waits for nothing that does. Where
-        steps are recorded, it takes the step that checks drafts, which the next rounds then need not run as written."""
+        steps are recorded, and drafts are to come, it takes the step that checks them: the next rounds then need not
+        run it as it is written."""
         plan, self._next = self._next, None
         return plan or self._choose()
 
@@ -115,11 +116,12 @@ class Pilot:
                 return Plan(padded=self.padding.plain)  # what an earlier call selected must decide nothing
             return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
                            padded_inner=self.padding.inner)
+        rates = [meter.rate for meter in self.meters if meter is not None]
+        plan = self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
         if self._begins:
             self._begins = False
-            return Plan(padded=self.padding.plain or self.hierarchy.outer.is_recorded)
-        rates = [meter.rate for meter in self.meters if meter is not None]
-        return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
+            plan = Plan(padded=self.padding.plain or plan.gamma > 0 and self.hierarchy.outer.is_recorded)
+        return plan
 
     def think(self) -> None:
         """While the device works: takes in what the rounds before showed, and chooses what the next one follows."""
