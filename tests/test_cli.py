@@ -421,6 +421,8 @@ def test_a_text_that_is_not_utf8_is_read_and_told(tmp_path, capsys):
     (["--interactive", "--keep", "end"], "--interactive does not go with --keep; cut the document with --prompt-len"),
     (["--prefix", "{book}", "--keep", "end"], "--prefix does not go with --keep; drop one of them"),
     (["--prefix", "{book}", "--chat-template", "{book}"], "drop --chat-template"),
+    (["--interactive", "--prompt-file", "{book}", "--chat-template-kwargs", "{{}}"],
+     "--chat-template-kwargs was given without --chat; add --chat"),
     (["--num-samples", "2", "--compare"], "--num-samples does not go with --compare; drop one of them"),
     (["--save-prefix", "{book}", "--prompt", "a"], "book.txt is there, and is no prefix file; give another name"),
 ])

@@ -441,18 +441,15 @@ def test_a_conversation_keeps_its_turns(tiny, computed):
         chat.send(" ")
 
 
-@pytest.mark.parametrize("how", [{"stop": "man"}, {"stop": "an I"}, {"stop_token_ids": [0]}])
-def test_what_ends_an_answer_is_not_what_was_said(tiny, how):
-    """Without a template, too, the next turn follows the answer's text: without a stop string, and without an id that
-    ends it."""
+@pytest.mark.parametrize("width", [3, 4, None])
+def test_what_ends_an_answer_is_not_what_was_said(tiny, width):
+    """Without a template, too, the next turn follows the answer's text: without a stop string of so many characters,
+    and without an id that ends it."""
     chat, law = tiny.chat(), {"temperature": 0.0, "max_new_tokens": 40}
     free = chat.send("Call me Ishmael.", **law)
     chat.undo()
-    if "stop_token_ids" in how:
-        how = {"stop_token_ids": [free.tokens[9]]}
-    else:
-        middle = len(free.text) // 2
-        how = {"stop": free.text[middle : middle + len(how["stop"])]}
+    middle = len(free.text) // 2
+    how = {"stop_token_ids": [free.tokens[9]]} if width is None else {"stop": free.text[middle : middle + width]}
     answer = chat.send("Call me Ishmael.", **law, **how)
     assert answer.finish_reason == "stop" and len(answer.text) < len(free.text)
     said = tiny.tokenizer.decode(chat._prompt("And then?"))

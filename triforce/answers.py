@@ -213,14 +213,15 @@ def check_before_prefill(engine, args, ids: list[int] | None, questions: tuple[d
     document = len(ids or [])
     if ids is not None:
         engine.check_len(document, args.max_new_tokens)
+    asked = {f"question {number} of --questions {args.questions}": item for number, item in enumerate(questions, 1)}
     if args.question:
-        engine.check_len(document + len(engine.encode_prompt(args.question)), args.max_new_tokens, document)
-    for number, item in enumerate(questions, 1):
+        asked["--question"] = {"question": args.question}
+    for what, item in asked.items():
         try:
             Sampling(seed=item.get("seed")).columns(1)
             engine.check_len(document + len(engine.encode_prompt(item["question"])), args.max_new_tokens, document)
         except UserError as error:
-            raise UserError(f"question {number} of --questions {args.questions}: {error}") from None
+            raise UserError(f"{what}: {error}") from None
 
 
 def wishes(args) -> dict:

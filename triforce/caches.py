@@ -231,8 +231,8 @@ class Caches:
         state = self.state
         if not self.settings.reuse or len(ids) > 1 or state is None or state.batch > 1 or not state.is_whole:
             return 0
-        needed = len(ids[0]) - 1 - state.cache.newest
-        return max(min(common_length(ids[0], state.texts()[0]), state.lens[0], needed), 0)
+        most = len(ids[0]) - 1 - state.cache.newest
+        return max(min(common_length(ids[0], state.texts()[0]), state.lens[0], most), 0)
 
     def _goes_on(self, held: int) -> bool:
         """Whether a prompt of which the State holds so many tokens is worth to go on with."""

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from .engine import Engine, Stream
 
 
+NO_OPTIONS = {"prefix": "a conversation is about one document; give it to `Engine.chat`",
+              "chat_template": "a conversation has one template; give it to `Engine.chat`",
+              "num_samples": "a turn has one answer; drop it"}  # of a turn, and why
+
+
 class Chat:
     """See `Engine.chat`, which makes one.
 
@@ -32,9 +37,7 @@ class Chat:
             raise UserError("system and prefix were both given; begin the prefix's messages with one of the role "
                             "\"system\"")
         if prefix is not None:
-            check_prefix(prefix, engine)
-            if chat_template is not None:
-                raise UserError("prefix and chat_template were both given; give the template to `prefill`")
+            check_prefix(prefix, engine, chat_template)
         check_options(options)
         if system is not None and not isinstance(system, str):
             raise UserError(f"system ({system!r}) must be a text")
@@ -136,11 +139,8 @@ class Chat:
 
 def check_options(options: dict) -> None:
     """Raises UserError for what a turn of a conversation cannot be given."""
-    whole = {"prefix": "a conversation is about one document", "chat_template": "a conversation has one template",
-             "num_samples": "a turn has one answer"}
-    for name in options.keys() & whole.keys():
-        remedy = "drop it" if name == "num_samples" else "give it to `Engine.chat`"
-        raise UserError(f"{name} is no option of a turn: {whole[name]}; {remedy}")
+    for name in options.keys() & NO_OPTIONS.keys():
+        raise UserError(f"{name} is no option of a turn: {NO_OPTIONS[name]}")
 
 
 class Turn(Iterator):

@@ -52,9 +52,13 @@ def option(default, help: str, check: Check | None = None, *, flag: str | None =
                                                         "argparse": argparse, **(more or {})})
 
 
+def is_whole(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def whole(at_least: int, usual: int) -> Check:
     def check(name: str, value) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        if not is_whole(value) or value < at_least:
             raise UserError(f"{name} ({value!r}) must be a whole number, at least {at_least}; try {usual}")
 
     return check
@@ -526,7 +530,7 @@ def _check_bias(name: str, value) -> None:
         raise UserError(f"{name} ({value!r}) must be a dict from ids to numbers, or a list of one a prompt; try "
                         "{5: -100.0}")
     for token, bias in value.items():
-        if not isinstance(token, int) or isinstance(token, bool):
+        if not is_whole(token):
             raise UserError(f"{name} has the id {token!r}, and ids are whole numbers; try {{5: -100.0}}")
         wanted = isinstance(bias, (int, float)) and (abs(bias) <= MOST_BIAS or bias == -math.inf)
         if not wanted or isinstance(bias, bool):

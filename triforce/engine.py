@@ -348,9 +348,7 @@ class Engine:
             self._check_ids(ends, "stop_token_ids: ")
         check_keep(keep)
         if prefix is not None:
-            check_prefix(prefix, self)
-            if chat_template is not None:
-                raise UserError("a prefix keeps the template that it was made with; give chat_template to `prefill`")
+            check_prefix(prefix, self, chat_template)
             if keep is not None:
                 raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
         room, ids, lengths = self.room(max_new_tokens), [], []

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .config import as_numbers
+from .config import as_numbers, is_whole
 from .errors import UserError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def stop_ids(stop_token_ids) -> list[int]:
     values = as_numbers(stop_token_ids)
     ids = [] if values is None else list(values) if isinstance(values, (list, tuple, set, frozenset)) else [values]
     for one in ids:
-        if not isinstance(one, int) or isinstance(one, bool):
+        if not is_whole(one):
             raise UserError(f"stop_token_ids ({stop_token_ids!r}) must be whole numbers, ids of tokens, and {one!r} is "
                             "none; a text that ends the output is given as stop")
     return ids

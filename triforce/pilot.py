@@ -116,12 +116,15 @@ class Pilot:
                 return Plan(padded=self.padding.plain)  # what an earlier call selected must decide nothing
             return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
                            padded_inner=self.padding.inner)
-        rates = [meter.rate for meter in self.meters if meter is not None]
-        plan = self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
         if self._begins:
             self._begins = False
-            plan = Plan(padded=self.padding.plain or plan.gamma > 0 and self.hierarchy.outer.is_recorded)
-        return plan
+            return Plan(padded=self.padding.plain or self.hierarchy.outer.is_recorded and self._best().gamma > 0)
+        return self._best()
+
+    def _best(self) -> Plan:
+        """What the controller would have the next round follow."""
+        rates = [meter.rate for meter in self.meters if meter is not None]
+        return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
 
     def think(self) -> None:
         """While the device works: takes in what the rounds before showed, and chooses what the next one follows."""

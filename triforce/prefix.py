@@ -199,7 +199,9 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return None if length == min(len(one), len(other)) else length
 
 
-def check_prefix(prefix, engine: "Engine") -> None:
-    """Raises UserError for what is no prefix of this engine's."""
+def check_prefix(prefix, engine: "Engine", chat_template: str | None = None) -> None:
+    """Raises UserError for what is no prefix of this engine's, and for a template that is given beside it."""
     if not isinstance(prefix, Prefix) or prefix.engine is not engine:
         raise UserError("prefix must be what this engine's `prefill` or `open` returned; give a text to `prefill`")
+    if chat_template is not None:
+        raise UserError("a prefix keeps the template that it was made with; give the template to `prefill`")

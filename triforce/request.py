@@ -11,11 +11,12 @@ import os
 import stat
 import sys
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, names_of, whole
+from .config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, is_whole, names_of, whole
 from .errors import UserError
 from .hf.folders import find_draft, resolve
 from .hf.tokenizer import Tokenizer, is_messages
@@ -67,12 +68,12 @@ def read_request(args, no_flags: bool = False) -> Request:
                         "one of them")
     if args.prompt_len is not None and args.prompt_len < 1:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
-    chat = read_chat(args)
+    asks_alone = args.interactive and args.prompt is None and args.prompt_file is None  # questions come from stdin
+    chat = read_chat(args, asks_alone)
     questions: list[dict] = []
     if args.save_every is not None and not args.save_prefix:
         raise UserError(f"--save-every ({args.save_every}) says how often a file is written; name it with "
                         "--save-prefix")
-    asks_alone = args.interactive and args.prompt is None and args.prompt_file is None  # questions come from stdin
     if about_a_document(args):
         check_about(args, int(os.environ.get("WORLD_SIZE", 1)))
         questions = questions_of(args)
@@ -96,9 +97,10 @@ def read_request(args, no_flags: bool = False) -> Request:
                    chat=chat)
 
 
-def read_chat(args) -> dict:
-    """The chat template, and what it reads besides messages, where they are given."""
-    chats, chat = args.chat or args.system or args.interactive or args.prefix or args.prompts is not None, {}
+def read_chat(args, asks_alone: bool) -> dict:
+    """The chat template, and what it reads besides messages, where they are given. asks_alone: a conversation that is
+    about no text."""
+    chats, chat = args.chat or args.system or asks_alone or args.prefix or args.prompts is not None, {}
     if args.prefix and args.chat_template is not None:
         raise UserError("--prefix opens a document with the template that it was made with; drop --chat-template")
     for flag, value in (("--chat-template", args.chat_template), ("--chat-template-kwargs", args.chat_template_kwargs)):
@@ -214,7 +216,7 @@ def decoded(what: str, data: bytes) -> str:
 def read_prompts(path: str) -> list[dict]:
     """The prompts of a file of JSON lines: {"prompt" or "messages", "question", "seed"}, each with the number of its
     "line"."""
-    prompts, numbers = [], []
+    prompts = {}
     for number, line in enumerate(read_file("--prompts", path).split("\n"), 1):
         if not line.strip():
             continue
@@ -233,19 +235,14 @@ def read_prompts(path: str) -> list[dict]:
                             '{"prompt": "..."} or {"messages": [...]}')
         if not isinstance(item.get("question", ""), str) or not is_whole(item.get("seed", 0)):
             raise UserError(f"line {number} of --prompts {path}: a question must be a text, and a seed a whole number")
-        prompts.append(item)
-        numbers.append(number)
+        prompts[number] = item
     if not prompts:
         raise UserError(f"--prompts {path} holds no prompt; write one a line")
-    note_unread(prompts, {"prompt", "messages", "question", "seed"}, f"--prompts {path}")
-    return [{**item, "line": number} for item, number in zip(prompts, numbers, strict=True)]
+    note_unread(prompts.values(), {"prompt", "messages", "question", "seed"}, f"--prompts {path}")
+    return [{**item, "line": number} for number, item in prompts.items()]
 
 
-def is_whole(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def note_unread(items: list[dict], known: set[str], what: str) -> None:
+def note_unread(items: Iterable[dict], known: set[str], what: str) -> None:
     """Says which fields of a file's objects nothing reads: one of them may be misspelt."""
     unread = sorted({name for item in items for name in item} - known)
     if unread:
