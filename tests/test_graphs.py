@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triforce import graphs
-from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, put
+from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, preparations, put
 
 
 @pytest.mark.parametrize("left, emptied", [(graphs.SPARE - 1, 1), (graphs.SPARE, 0)])
@@ -101,16 +101,37 @@ def test_what_was_not_used_for_longest_makes_room():
     assert step.what() == ["record", "replay"]
 
 
-def test_only_what_ran_is_recorded_ahead():
+def test_a_step_is_recorded_ahead():
+    """Once for each length; its first replay counts as none, whose time is that of others."""
     step = Recording(num_lengths=1)
+    for length in (5, 6):
+        step.prepare(length)
+        step.prepare(length)
+        assert step.what() == ["record"]
+    for recorded, length in [(1, 5), (1, 5), (2, 6), (2, 6)]:
+        step(length)
+        assert step.what() == ["replay"] and step.compiler.num_recorded == recorded
+    step(7)
+    assert step.what() == ["record", "replay"] and step.compiler.num_recorded == 3
+
+
+def test_compiled_pieces_run_before_they_are_recorded():
+    step = Recording(num_lengths=1)
+    step.compiler.pieces = SimpleNamespace(ready={"one": None})
     step.prepare(5)
     assert step.what() == []
     step(5)
     step.prepare(6)
-    step.prepare(6)
     assert step.what() == ["run", "record"]
-    step(6)
-    assert step.what() == ["replay"]
+
+
+def test_what_is_no_graph_needs_no_preparation():
+    step = Recording()
+    assert list(preparations(print, 5)) == []
+    [prepare] = preparations(step, 5)
+    assert step.what() == []
+    prepare()
+    assert step.what() == ["record"]
 
 
 def test_within_another_graph_it_runs(capturing):

@@ -66,7 +66,7 @@ def long_state():
     cache.prefix.score(0, 0, 0, kv[0])
     state.tape.tokens[0, : MILLION + 1] = torch.randint(VOCAB, (MILLION + 1,), generator=generator)
     cache.truncate(0, MILLION)
-    state.lens[0], state.known[0], state.prompt_end[0] = MILLION, MILLION + 1, MILLION
+    state.lens[0], state._texts[0], state.prompt_end[0] = MILLION, state.tape.tokens[0, : MILLION + 1].tolist(), MILLION
     state.hierarchy.prefill(0, MILLION, True)
     return state
 

@@ -21,7 +21,7 @@ def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(
     monkeypatch.setattr(outer.outbox, "read", lambda: (order.append("read"), read())[1])
     monkeypatch.setattr(Pilot, "think", lambda self: (order.append("think"), think(self))[1])
     for _ in range(6):
-        chosen = state.pilot._next or Plan(padded=state.pilot.padding.plain)
+        [chosen, *_] = state.pilot._planned or [Plan(padded=state.pilot.padding.plain)]
         state.round()
         assert state.last_round.plan is chosen or state.last_round.plan == AUTOREGRESSION
     assert order == ["check", "think", "read"] * 6
@@ -47,6 +47,23 @@ def test_where_steps_are_recorded_the_first_round_takes_the_step_that_checks_dra
     assert state.pilot.controller.learned.seen.any() != padded
     state.round()
     assert state.last_round.plan == plans[drafts]
+
+
+def test_what_the_first_rounds_follow_is_known_before_them(pair, monkeypatch):
+    """So their steps can be recorded beside the prefill. The controller is asked once."""
+    monkeypatch.setattr(Speculator, "is_recorded", True)
+    state, asked = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), []
+    monkeypatch.setattr(Controller, "choose", lambda self, **known: asked.append(known) or self.plans[1])
+    ahead = state.pilot.ahead()
+    followed = []
+    for count in (1, 2):
+        state.round()
+        followed.append(state.last_round.plan)
+        assert len(asked) == count  # in the second round, for the third
+    assert followed == ahead == [Plan(padded=True), state.pilot.controller.plans[1]]
+    for plan in (AUTOREGRESSION, Plan(2, "model")):
+        state.rewind(50, plan)
+        assert state.pilot.ahead() == [plan]
 
 
 def test_where_nothing_drafts_few_rounds_are_followed_by_a_choice(pair, monkeypatch):
@@ -75,7 +92,7 @@ def test_a_new_text_begins_with_a_plan_of_its_own(pair):
     state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)
     for _ in range(4):
         state.round()
-    state.pilot._next = Plan(3, "model")
+    state.pilot._planned = [Plan(3, "model")]
     state.rewind(400, AUTOREGRESSION)
     assert state.round() and state.last_round.plan == AUTOREGRESSION
     state.rewind(400)

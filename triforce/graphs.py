@@ -11,7 +11,8 @@ import contextvars
 import gc
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +34,11 @@ def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 
     places: list[Tensor | None] = [None] * x.ndim
     places[batch_dim], places[dim] = torch.arange(len(index), device=index.device)[:, None], index
     torch.ops.aten.index_put_(x, places, value)
+
+
+def staged(numbers: list, device: torch.device) -> Tensor:
+    """Numbers of the host's, from where `copy_(..., non_blocking=True)` to a device waits for nothing."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda")
 
 
 def unreserved(device: torch.device) -> int:
@@ -84,7 +90,7 @@ class Compiler:
                  waited: float = 0.0):
         self.device, self.recorder, self.pieces, self.waited = device, recorder, pieces, waited
         self.pool = None if recorder is None else torch.cuda.graph_pool_handle()
-        self.num_recorded = 0  # calls of steps that were no replay of a graph
+        self.num_recorded = 0  # calls of steps that were not as fast as they will be
         self.seconds = 0.0  # that they took the host
 
     @contextlib.contextmanager
@@ -104,6 +110,11 @@ class Compiler:
     def num_pieces(self) -> int:
         """Compiled ones, that the present text runs. Graphs of others are not its own."""
         return 0 if self.pieces is None else len(self.pieces.ready)
+
+    @property
+    def records_unseen(self) -> bool:
+        """Whether a step can be recorded before it has run. A compiled piece chooses its kernels when it first runs."""
+        return self.num_pieces == 0
 
     @property
     def is_complete(self) -> bool:
@@ -154,33 +165,39 @@ class Graphed:
         self.function, self.compiler, self.num_lengths, self.warm_up = function, compiler, num_lengths, warm_up
         self.graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self.calls: Counter[tuple] = Counter()
+        self._unplayed: set[tuple] = set()  # keys of graphs that were recorded ahead: the first replay takes longer
 
     def __call__(self, *args) -> None:
         if torch.cuda.is_current_stream_capturing():  # part of a longer graph
             self.function(*args)
             return
         key, kind = self._key(args)
-        if self.calls[kind] < self.warm_up:  # loads kernels, sizes workspaces: none of it can be recorded
-            self.calls[kind] += 1
-            with self.compiler.recording():
-                self.function(*args)
-            return
         if key not in self.graphs:
             with self.compiler.recording():
+                if self.calls[kind] < self.warm_up:  # the device begins while the host still finds its kernels
+                    self.calls[kind] += 1
+                    self.function(*args)
+                    return
                 self._keep(key, args)
+        elif key in self._unplayed:
+            self._unplayed.discard(key)
+            self.compiler.num_recorded += 1
         self.graphs.move_to_end(key)
         self.graphs[key].replay()
 
     def prepare(self, *args) -> None:
-        """Records a call, if it is warmed up and new. The device goes on with what it has to do."""
+        """Records a call, if it is new and can be recorded. The device goes on with what it has to do."""
         key, kind = self._key(args)
-        if key not in self.graphs and self.calls[kind] >= self.warm_up:
+        if key not in self.graphs and (self.calls[kind] >= self.warm_up or self.compiler.records_unseen):
+            self.calls[kind] = self.warm_up
             self._keep(key, args)
+            self._unplayed.add(key)
 
     def _keep(self, key: tuple, args) -> None:
         self.graphs[key] = self._record(args)
         if len(self.graphs) > KEPT_GRAPHS:
-            self.graphs.popitem(last=False)
+            oldest, _ = self.graphs.popitem(last=False)
+            self._unplayed.discard(oldest)
 
     def _key(self, args) -> tuple[tuple, tuple]:
         """What the graph of a call depends on, and what decides which kernels the call runs."""
@@ -210,3 +227,9 @@ class Graphed:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
+
+
+def preparations(step: Callable, *args) -> Iterator[Callable[[], None]]:
+    """What records a call of a step beforehand: one function, or none where the step is no graph."""
+    if isinstance(step, Graphed):
+        yield partial(step.prepare, *args)

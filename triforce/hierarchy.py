@@ -201,16 +201,18 @@ class Hierarchy:
         self.outer.length[row].fill_(length)
 
     def open(self, max_len: int) -> None:
-        """All prompts are in: no row's prefix will outgrow max_len."""
+        """All prompts are in: no row's prefix will outgrow max_len. What drafts at the bottom is opened after it."""
         self._last = self._last_plan = None
         self.cache.prefix.open(max_len)
-        for source in self.sources.values():
-            source.open(max_len)
         for level in self.levels:
             level.totals.zero_()
             level.going = None
         if self.view is not None:
             self.view.num_rebuilds = 0
+
+    def open_sources(self, max_len: int) -> None:
+        for source in self.sources.values():
+            source.open(max_len)
 
     def flush(self, row: int, length: int) -> None:
         """A row of `length` tokens has filled a flush interval, which moves from the tail to the prefix."""

@@ -57,7 +57,7 @@ class Pilot:
         self._remaining = 0.0  # tokens of a row that may come yet
         self._name: tuple = ()  # of the costs on the shelf
         self._fixed: Plan | None = None
-        self._next: Plan | None = None  # of the round after the present one, if that is known
+        self._planned: list[Plan] = []  # of the rounds to come, as far as that is known
         self._on_cpu = hierarchy.outer.length.device.type == "cpu"
         self._calm = 0  # rounds on a CPU since one drafted
         self._unseen: list[Round] = []  # that followed what was chosen, and have not been learned from yet
@@ -73,7 +73,7 @@ class Pilot:
             texts: gives each row's tokens from a position on, the pending one among them.
         """
         self._fixed, self.padding, self._remaining = plan, padding, max_new_tokens
-        self._next, self._unseen, self._calm = None, [], 0
+        self._planned, self._unseen, self._calm = [], [], 0
         self.controller, self.meters = None, []
         self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths))}
         if self.hierarchy.cache.prefix.base:
@@ -101,25 +101,37 @@ class Pilot:
         return [shared.fork(text) for text in texts(base)]
 
     def choose(self) -> Plan:
-        """The next round's plan. The very first drafts nothing: so the first token waits for nothing that does. Where
-        steps are recorded, and drafts are to come, it takes the step that checks them: the next rounds then need not
-        run it as it is written."""
-        plan, self._next = self._next, None
-        return plan or self._choose()
+        """The next round's plan."""
+        if not self._planned:
+            self._planned = self._choose()
+        return self._planned.pop(0)
 
-    def _choose(self) -> Plan:
+    def ahead(self) -> list[Plan]:
+        """What the first rounds follow, as far as it is known: before `choose` is called."""
+        self._planned = self._choose()
+        return list(self._planned)
+
+    def _choose(self) -> list[Plan]:
+        """Of the next round, and perhaps of the one after it.
+
+        The very first drafts nothing: so the first token waits for nothing that does. Where steps are recorded, and
+        drafts are to come, it takes the step that checks them: the next rounds then need not run it as it is written.
+        """
         if self._fixed is not None:
-            return self._fixed
+            return [self._fixed]
         if self.controller is None:
             gathering = self.hierarchy.gathering
             if gathering is not None and gathering.is_stale and self.default.retrieval:
-                return Plan(padded=self.padding.plain)  # what an earlier call selected must decide nothing
-            return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
-                           padded_inner=self.padding.inner)
-        if self._begins:
-            self._begins = False
-            return Plan(padded=self.padding.plain or self.hierarchy.outer.is_recorded and self._best().gamma > 0)
-        return self._best()
+                return [Plan(padded=self.padding.plain)]  # what an earlier call selected must decide nothing
+            return [replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
+                            padded_inner=self.padding.inner)]
+        if not self._begins:
+            return [self._best()]
+        self._begins = False
+        if not self.hierarchy.outer.is_recorded:
+            return [Plan(padded=self.padding.plain)]
+        second = self._best()
+        return [Plan(padded=self.padding.plain or second.gamma > 0), second]
 
     def _best(self) -> Plan:
         """What the controller would have the next round follow."""
@@ -129,10 +141,11 @@ class Pilot:
     def think(self) -> None:
         """While the device works: takes in what the rounds before showed, and chooses what the next one follows."""
         if self._calm >= self.CALM and len(self._unseen) < self.EVERY:
-            self._next = self.controller.plans[0]
+            self._planned = [self.controller.plans[0]]
             return
         self._learn()
-        self._next = self._choose()
+        if not self._planned:
+            self._planned = self._choose()
 
     def _learn(self) -> None:
         for result in self._unseen:

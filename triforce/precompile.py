@@ -125,6 +125,7 @@ def _go_through(state: State, lengths: list[int]) -> None:
         if hierarchy.view is not None:
             hierarchy.view.fit(row)
     hierarchy.open(state.capacity)
+    hierarchy.open_sources(state.capacity)
     outer, inner, here = hierarchy.outer, hierarchy.inner, state.tape.buffer()
     for rows in {1, outer.rows}:
         outer.rehearse(here, rows)

@@ -12,7 +12,7 @@ Shapes: B batch, S rows of a spine, M rows of its block (see tree.py), n drafted
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .acceptance import TreeVerdict, match_nodes, match_tree, verify_chain
 from .drafting.protocol import Drafter
-from .graphs import Compiler, Graphed, put
+from .graphs import Compiler, Graphed, preparations, put
 from .kv.blocks import TargetBlock
 from .kv.store import Extent, View
 from .kv.target import TargetCache
@@ -163,9 +163,18 @@ class Speculator(Drafter):
         self.step(*self.view.extent, self.num_rows, self.checked, probs)
 
     def look_ahead(self, plan: Plan, extent: Extent) -> None:
-        """Prepares `round` for another extent of the view, while the device is busy with the present one."""
-        if self.is_recorded:
-            self.step.prepare(*extent, self._rows_of(plan, self._nothing), self.checked, None)
+        """Prepares `check` for another extent of the view, while the device is busy with the present one."""
+        for prepare in self._preparations_of_check(plan, extent):
+            prepare()
+
+    def _preparations_of_check(self, plan: Plan, extent: Extent, probs: Tensor | None = None):
+        return preparations(self.step, *extent, self._rows_of(plan, self._nothing), self.checked, probs)
+
+    def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
+        """What records the steps of `round`; see `graphs.preparations`."""
+        yield from self._preparations_of_check(plan, self.view.extent, probs)
+        if plan.gamma:
+            yield from self.drafters[plan.drafter].preparations(plan, self.draft_probs)
 
     def _rows_of(self, plan: Plan, num_drafted: Tensor) -> int:
         """Rows of the step that checks these.
@@ -190,6 +199,9 @@ class Speculator(Drafter):
         if plan.branches:
             self._branch(plan.shape)
         return self.num_drafted
+
+    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+        yield from self.preparations_of_round(plan.inner, probs)
 
     def _branch(self, shape: Shape) -> None:
         """Grows branches beside the chain that was drafted: each step drafts the next row of all of them."""

@@ -92,7 +92,7 @@ class State:
                            common_interval=settings.rebuild_interval or self._usual_rebuild_interval(
                                self.cache.prefix.streams, for_all=True), meter=meter)
         self.lens = [self.base] * batch  # tokens with exact K/V, as the host knows them
-        self.known = [0] * batch  # tokens on the tape
+        self._texts: list[list[int]] = [[] for _ in range(batch)]  # what the tape holds, as the host knows it
         self.prompt_end = [0] * batch  # lens when the last prefill ended
         self._ends = [0] * batch  # what lens will not exceed
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
@@ -130,7 +130,7 @@ class State:
     @torch.inference_mode()
     def reset(self) -> None:
         """Forgets all conversations, keeps the memory."""
-        self.lens, self.known, self.prompts = [self.base] * self.batch, [0] * self.batch, None
+        self.lens, self._texts, self.prompts = [self.base] * self.batch, [[] for _ in range(self.batch)], None
         self.is_whole = True
         for row in range(self.batch):
             self.cache.prefix.truncate(row, self.base)
@@ -140,7 +140,8 @@ class State:
         """Keeps the first `length` tokens of a row, at most those with K/V: a prefill goes on from there."""
         if length < self.cache.lens[row]:
             self.cache.truncate(row, length)
-        self.lens[row] = self.known[row] = length
+        self.lens[row] = length
+        del self._texts[row][length:]
         self.prompts = None
 
     @torch.inference_mode()
@@ -151,7 +152,7 @@ class State:
             self.cache.prefix.store(i, 0, self.base, other.cache.load(i, 0, self.base, length))
         self.tape.tokens[0, :length] = other.tape.tokens[0, :length]
         self.cache.truncate(0, length)
-        self.lens[0] = self.known[0] = length
+        self.lens[0], self._texts[0] = length, other._texts[0][:length]
 
     @torch.inference_mode()
     def prefill(self, row: int, tokens: Sequence[int], on_progress=None, fresh: bool | None = None) -> None:
@@ -163,7 +164,7 @@ class State:
             on_progress: called with the share of the work that is done, 0 to 1.
             fresh: what drafts knows nothing of this row. None: if the row is new.
         """
-        start, known = self.lens[row], self.known[row]
+        start, known = self.lens[row], len(self._texts[row])
         self.cache.prefix.packed, self.is_whole = None, False
         stop = known + len(tokens) - 1
         self.tape.tokens[row, known : stop + 1] = torch.tensor(tokens, dtype=torch.int64)
@@ -173,6 +174,7 @@ class State:
             self._compute(range(row, row + 1), start, [stop], on_progress)
         else:
             self._seat(row, stop)
+        self._texts[row] += tokens
         self._prefilled(row, stop, start == self.base if fresh is None else fresh)
         self.is_whole = True
 
@@ -191,14 +193,23 @@ class State:
                 self.prefill(rows.start, prompts[rows.start], on_progress and report)
             else:
                 self.is_whole = False
-                for row in rows:
-                    self.tape.tokens[row, : len(prompts[row])] = torch.tensor(prompts[row], dtype=torch.int64)
-                stops = [len(prompts[row]) - 1 for row in rows]
+                some = prompts[rows.start : rows.stop]
+                self._write(rows, some)
+                stops = [len(prompt) - 1 for prompt in some]
                 self._compute(rows, self.base, stops, on_progress and report)
                 for row, stop in zip(rows, stops, strict=True):
                     self._prefilled(row, stop, True)
                 self.is_whole = True
             done += count
+
+    def _write(self, rows: range, prompts: list[list[int]]) -> None:
+        """Puts prompts on the tape that begin with the shared prefix."""
+        here, base = slice(rows.start, rows.stop), self.base
+        width = max(map(len, prompts))
+        own = [prompt[base:] + [0] * (width - len(prompt)) for prompt in prompts]
+        self.tape.tokens[here, :base] = torch.tensor(prompts[0][:base], dtype=torch.int64)
+        self.tape.tokens[here, base:width] = torch.tensor(own, dtype=torch.int64)
+        self._texts[here] = [list(prompt) for prompt in prompts]
 
     def _together(self, prompts: list[list[int]]) -> list[range]:
         """The rows in runs that are prefilled side by side, each padded to the longest of its run."""
@@ -214,7 +225,7 @@ class State:
         return runs
 
     def _prefilled(self, row: int, stop: int, fresh: bool) -> None:
-        self.known[row], self.lens[row], self.prompt_end[row] = stop + 1, stop, stop
+        self.lens[row] = self.prompt_end[row] = stop
         self.hierarchy.prefill(row, stop, fresh)
 
     def _compute(self, rows: range, start: int, stops: list[int], on_progress) -> None:
@@ -226,10 +237,9 @@ class State:
                 view.fit(row)
 
         def on_layer(i: int) -> None:
-            for row, stop in zip(rows, stops, strict=True):
-                cache.truncate_layer(i, row, stop)
-                if view is not None and offload is not None:
-                    view.rebuild_layer(i, row)
+            cache.truncate_layer(i, rows, stops)
+            for row in rows if view is not None and offload is not None else ():
+                view.rebuild_layer(i, row)
 
         end = max(stops)
         blocks = prefill_blocks(cache, rows, start, end, self.settings.prefill_chunk_size, lengths=stops,
@@ -265,6 +275,18 @@ class State:
             self.cache.prefix.pack()
         self._open(max_new_tokens, plan, padding)
 
+    def _record_ahead(self) -> None:
+        """Records the steps of the first rounds, as long as the device works on the prompts."""
+        if self.compiler.recorder is None:
+            return
+        work = torch.cuda.Event()
+        work.record()
+        for plan in self.pilot.ahead():
+            for prepare in self.hierarchy.outer.preparations_of_round(plan):
+                if work.query():
+                    return
+                prepare()
+
     @torch.inference_mode()
     def rewind(self, max_new_tokens: int, plan: Plan | None = None, padding: Padding | None = None) -> None:
         """Back to where `begin` was called: the next rounds are those of a fresh prefill, bit for bit."""
@@ -273,19 +295,26 @@ class State:
         self.cache.query_weight.copy_(self._prompt_weight)
         for row, length in enumerate(self.prompt_end):
             self._seat(row, length)  # a prefill leaves all of its K/V in the prefix
-            self.lens[row], self.known[row] = length, length + 1
+            self.lens[row] = length
+            del self._texts[row][length + 1 :]
             self.hierarchy.rewind(row, length)
         self._open(max_new_tokens, plan, padding)
 
     def _open(self, max_new_tokens: int, plan: Plan | None, padding: Padding | None) -> None:
         interval = self.settings.flush_interval
         self._ends = [length + max_new_tokens for length in self.lens]
-        self.hierarchy.open(min(-(-max(self._ends) // interval) * interval, self.capacity))
+        max_len = min(-(-max(self._ends) // interval) * interval, self.capacity)
+        self.hierarchy.open(max_len)
         if self.hierarchy.view is not None:
             self.hierarchy.view.open_common()
         for row in range(self.batch):
             self.hierarchy.limit(row, self.cache.lens[row] + interval)
         self.pilot.open(plan, padding or self.pilot.padding, self.lens, max_new_tokens, self.texts)
+        # Before what drafts takes in the prompts: so many small kernels are more than the host can be ahead by.
+        self._record_ahead()
+        self.hierarchy.open_sources(max_len)
+        if self.compiler.recorder is not None:
+            torch.cuda.current_stream().synchronize()  # the time of the prefill is not the first round's
         self.num_forwards, self.num_flushes, self._recorded = 0, 0, self.compiler.seconds
 
     @property
@@ -295,7 +324,12 @@ class State:
 
     def texts(self, start: int = 0) -> list[list[int]]:
         """The tokens of each row from `start` on, the pending one among them."""
-        return [self.tape.tokens[row, start:known].tolist() for row, known in enumerate(self.known)]
+        return [text[start:] for text in self._texts]
+
+    @property
+    def known(self) -> list[int]:
+        """How many these are."""
+        return [len(text) for text in self._texts]
 
     @torch.inference_mode()
     def close_row(self, row: int) -> None:
@@ -337,7 +371,7 @@ class State:
                 raise RuntimeError(f"the ranks disagree on the tokens after {self.lens[row]:,}; their weights, prompts "
                                    "or settings differ, or a device miscalculates")
             self.lens[row] += len(brought.tokens)
-            self.known[row] = self.lens[row] + 1
+            self._texts[row] += brought.tokens
         due = self.pilot.observe(result, chosen)
         for row, brought in enumerate(result.rows):
             if brought.tokens and self.lens[row] - self.cache.lens[row] == self.settings.flush_interval:

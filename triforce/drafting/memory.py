@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..graphs import Compiler
+from ..graphs import Compiler, staged
 from ..kv.blocks import TargetBlock, prefill_blocks
 from ..kv.store import Extent, runs
 from ..kv.streaming import StreamingBlock, StreamingCache
@@ -24,6 +24,7 @@ from ..tree import TokenTree
 
 class DraftMemory(Protocol):
     extent: Extent  # how much of the cache is attended to now; a recorded step serves one extent
+    never_grows: bool  # that is always the same
     nbytes: int
 
     def open(self, max_len: int) -> None:
@@ -46,7 +47,7 @@ class StreamingMemory:
     """The first and the newest tokens, at positions that a model of short context knows: see `StreamingCache`."""
 
     PREFILL_ROWS = 64
-    extent = Extent()
+    extent, never_grows = Extent(), True
 
     def __init__(self, model: Transformer, tokens: Tensor, cache: StreamingCache):
         """tokens: [B, capacity], the tape."""
@@ -68,7 +69,8 @@ class StreamingMemory:
             for run in runs(members):
                 cache, tape = self.cache.part(run), self.tokens[run]
                 starts = [[start for start, _ in chunks[row][1]] for row in range(run.start, run.stop)]
-                for size, start in zip(sizes, torch.tensor(starts, device=tape.device).unbind(1), strict=True):
+                starts = staged(starts, tape.device).to(tape.device, non_blocking=True)
+                for size, start in zip(sizes, starts.unbind(1), strict=True):
                     tokens = tape.gather(1, start[:, None] + torch.arange(size, device=tape.device))
                     self.model(tokens, StreamingBlock(cache, start, size))
 
@@ -96,6 +98,8 @@ class StreamingMemory:
 class LongMemory:
     """All tokens, in a cache like the target's: attended to whole ("full"), or those that the prompt's end attends to
     and the newest ("snapkv")."""
+
+    never_grows = False
 
     def __init__(self, model: Transformer, tokens: Tensor, *, kind: str, capacity: int, block_size: int,
                  flush_interval: int, budget: int, chunk_size: int, recent: float, prefill_chunk_size: int,

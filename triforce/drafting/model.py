@@ -3,11 +3,13 @@
 Shapes: B batch, V vocabulary.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
 from .. import sampling
-from ..graphs import Compiler, put
+from ..graphs import Compiler, preparations, put
 from ..kv.store import Extent
 from ..model import Transformer
 from ..plan import Plan
@@ -91,6 +93,10 @@ class ModelDrafter(Drafter):
             rows = self.CATCH_UP_ROWS if i == 0 else 1
             self.steps[rows](*self.memory.extent, rows, probs)
         return self.num_drafted
+
+    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+        for rows in (self.CATCH_UP_ROWS, 1)[: plan.gamma] if self.memory.never_grows else ():
+            yield from preparations(self.steps[rows], *self.memory.extent, rows, probs)
 
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))

@@ -8,12 +8,13 @@ Shapes: B batch, N positions of the tape, n tokens proposed.
 
 import bisect
 import copy
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from ..controller import Rate
-from ..graphs import Compiler
+from ..graphs import Compiler, preparations
 from ..plan import Plan
 from ..tape import Tape
 from .protocol import Drafter
@@ -40,9 +41,15 @@ class NgramDrafter(Drafter):
 
     def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
-        # As many as the checking level has rows for, so that one compiled step serves every gamma.
-        self.step(self.max_drafted if probs is None else probs.shape[1] - 1, probs)
+        self.step(*self._args(probs))
         return torch.clamp(self.num_drafted, max=plan.gamma, out=self.num_drafted)
+
+    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+        yield from preparations(self.step, *self._args(probs))
+
+    def _args(self, probs: Tensor | None) -> tuple[int, Tensor | None]:
+        """As many as the checking level has rows for, so that one compiled step serves every gamma."""
+        return self.max_drafted if probs is None else probs.shape[1] - 1, probs
 
     def _step(self, n: int, probs: Tensor | None) -> None:
         self.compiled(NgramDrafter._look_up)(self, n, probs)

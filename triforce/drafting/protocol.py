@@ -9,6 +9,8 @@ rounds. `propose` and `commit` are parts of a step, which a GPU records.
 Shapes: B batch, M rows of the level that checks, V vocabulary.
 """
 
+from collections.abc import Callable, Iterator
+
 from torch import Tensor
 
 from ..plan import Plan
@@ -42,6 +44,11 @@ class Drafter:
             how many were drafted, [B]: a buffer, valid until the next call. Rows may differ.
         """
         raise NotImplementedError
+
+    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+        """What can be done for `propose` before the first call, while the device works on the prompts: functions that
+        record its steps, see `graphs.preparations`."""
+        yield from ()
 
     def commit(self, length: Tensor) -> None:
         """A level that checks has kept the tokens before index `length` [B]; those from there on, one or two, are new;

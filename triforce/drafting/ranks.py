@@ -1,5 +1,7 @@
 """A draft model on some of the ranks that share a target. One broadcast a proposal tells the others what it drafted."""
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,9 @@ class SharedDrafter(Drafter):
         if probs is not None:
             probs[:, :count] = self.group.broadcast(probs[:, :count].contiguous(), self.source)
         return self.num_drafted
+
+    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+        yield from self.own.preparations(plan, probs)
 
     # The rest is the business of this rank's own drafter, and of nobody where there is none.
 

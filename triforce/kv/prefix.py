@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..graphs import staged
 from ..model import ModelConfig
 from ..packed import MIN_TOKENS, PackedPrefix
 from .offload import Offload
@@ -144,7 +145,7 @@ class PrefixStore(View):
         dense = min(own)
         if self.offload is None and max(own) > dense:
             self._batch_extent = Extent(dense, dense + max_len - max(self.lens), tuple(own))
-            self.starts.copy_(torch.tensor(own))
+            self.starts.copy_(staged(own, self.starts.device), non_blocking=True)
         else:  # the pieces of what streams past are those of all rows
             self._batch_extent = Extent(dense, max_len - self.base)
 

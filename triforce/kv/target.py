@@ -10,6 +10,7 @@ Shapes: B batch, K KV heads, T tail slots, M rows of a block, C chunks, D head_d
 """
 
 from collections.abc import Iterator
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -147,12 +148,17 @@ class TargetCache(Store):
             self.tail.store(i, row, 0, self.prefix.load(i, row, whole, length))
         self.prefix.truncate(row, whole)
 
-    def truncate_layer(self, i: int, row: int, length: int) -> None:
-        """The same for one layer that a prefill has just written, while it is at hand; scores its chunks."""
-        base, whole = self.prefix.base, self.whole(length)
-        k, v = (x[0] for x in self.prefix.working_layer(i, range(row, row + 1)))
-        self.tail.store(i, row, 0, torch.stack([x[:, whole - base : length - base] for x in (k, v)]))
-        self.prefix.score(i, row, base, k[:, : whole - base])
+    def truncate_layer(self, i: int, rows: range, lengths: list[int]) -> None:
+        """The same for one layer of some rows that a prefill has just written, while it is at hand; scores its chunks.
+        Rows that move the same way move together, the shorter ones with what pads them."""
+        base, layer = self.prefix.base, self.prefix.working_layer(i, rows)  # K, V
+        for whole, some in groupby(range(len(rows)), lambda n: self.whole(lengths[n])):
+            some = list(some)
+            here, stop = slice(some[0], some[-1] + 1), max(lengths[n] for n in some)
+            for x, tail in zip(layer, self.tail.kv[i][:, rows.start : rows.stop], strict=True):
+                tail[here, :, : stop - whole] = x[here, :, whole - base : stop - base]
+            for n in some:
+                self.prefix.score(i, rows[n], base, layer[0][n, :, : whole - base])
 
     def spill_tail(self, row: int) -> None:
         """Copies the tail behind the prefix, so that a prefill can go on from there."""
