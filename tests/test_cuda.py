@@ -121,7 +121,7 @@ def test_greedy_bits(which, dtype, eager_to_draft):
         assert drafted >= (20 if levels != "none" else 1)
         if which == "random" and gamma != "auto" and variant in VARIANTS:
             assert min(rejected["full"], rejected["retrieval"] if levels == "triforce" else 20) >= 20
-        if state.hierarchy.view is not None and state.hierarchy.view.renews and gamma != "auto":
+        if state.hierarchy.view is not None and state.hierarchy.view.kind.renews and gamma != "auto":
             assert state.hierarchy.view.num_rebuilds >= 2
         if variant in VARIANTS:
             state.rewind(1000)

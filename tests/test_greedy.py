@@ -58,7 +58,7 @@ def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
     if levels == "triforce":  # rounds began where a block may cross a flush position; below, at every such place
         assert len(set(range(64 - 7, 64)) & offsets) >= 5
     if state.hierarchy.view is not None:
-        assert state.hierarchy.view.num_rebuilds >= 2 or not state.hierarchy.view.renews
+        assert state.hierarchy.view.num_rebuilds >= 2 or not state.hierarchy.view.kind.renews
     state.rewind(1000)
     assert bits(state, FLUSHED, plan=AUTOREGRESSION)[:2] == first_of(plain, FLUSHED)
 

@@ -160,21 +160,21 @@ def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
         state.round(Plan(4, "model", True, 2, 2))
     assert view.selected == [True, True] and state.num_flushes >= 4
     assert 0 <= view.shared.budget - view.shared.held < view.shared.chunk_size
-    assert (view.num_rebuilds > 2) == view.renews
+    assert (view.num_rebuilds > 2) == view.kind.renews
     assert_view_holds_its_selection(state.hierarchy.view.shared)
     for row in range(2):
-        if view.renews:
+        if view.kind.renews:
             view.rebuild(row)
             assert_view_holds_its_selection(view, row)
         for i in range(2):
             own = cache.prefix.load(i, row, BASE, cache.lens[row])
             at = view.positions(row, i)
-            assert at.max() == cache.prefix.own_lens[row] - 1 or not view.renews
+            assert at.max() == cache.prefix.own_lens[row] - 1 or not view.kind.renews
             for half, held in zip(own, (view.k, view.v), strict=True):
                 found = held[i][row][:, : view.held]
                 newest = slice(view.chunk_size, view.chunk_size + view.window_size)  # a ring: in any order
                 assert torch.equal(found[:, : view.chunk_size], half[:, : view.chunk_size])
-                if not view.renews:
+                if not view.kind.renews:
                     window = half[:, half.shape[1] - view.window_size :]
                     assert torch.equal(found[:, newest].sort(1).values, window.sort(1).values)
     if kind == "streaming":

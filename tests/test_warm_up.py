@@ -40,7 +40,7 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
     for plan in rounds:
         if plan.retrieval:
             assert plan.rounds == 1 and plan.gamma_inner == (0 if plan.source is None else min(settings.gamma_inner, 2))
-    assert not settings.retrieval or state.hierarchy.view.num_rebuilds == state.hierarchy.view.renews
+    assert not settings.retrieval or state.hierarchy.view.num_rebuilds == state.hierarchy.view.kind.renews
     gone = weakref.ref(state)
     del state
     assert gone() is None  # at once: the weights need the memory
@@ -65,7 +65,7 @@ def test_of_large_weights_it_goes_through_questions_side_by_side(monkeypatch, op
     state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, 2**30, 2, length=2000)
     alone, beside = ([plan for count, plan in rounds if count == rows] for rows in (1, 2))
     assert alone == beside and len(alone) >= 4
-    assert not settings.retrieval or state.hierarchy.view.num_rebuilds == state.hierarchy.view.renews
+    assert not settings.retrieval or state.hierarchy.view.num_rebuilds == state.hierarchy.view.kind.renews
     assert state.base >= 1900 and state.batch == 2 and state.cache.prefix.shared.lens == [state.base]
     assert all(now >= end + len(beside) for now, end in zip(state.lens, state.prompt_end, strict=True))
     gone = weakref.ref(state)

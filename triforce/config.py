@@ -19,7 +19,7 @@ from argparse import Action, ArgumentError, ArgumentTypeError, BooleanOptionalAc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import UserError, not_known
 from .tree import FOLLOWERS, TokenTree
@@ -31,10 +31,21 @@ MOST_ROWS = 512  # of a block with leaves, or of a tree
 QUERIES = 64  # of a KV head, that a GPU's attention takes at a time; and rows that weights are read once for
 CPU_ROWS = 4  # a CPU gives a row the same bits in blocks of any multiple of so many rows, see rows.py
 TREE_ROWS = 8  # of a tree, for each row that a step which grows it drafts after
-VIEWS = ("retrieval", "snapkv", "streaming")  # how the retrieval level's view is chosen
 RULES = ("rejection", "coupled")  # how drafted tokens are checked
 MEMORIES = ("streaming", "snapkv", "full")  # what a draft model keeps
 Check = Callable[[str, object], None]  # (name, value); raises UserError
+
+
+class ViewKind(NamedTuple):
+    """How a view is chosen."""
+
+    unit: str | None  # what is selected beside the sink and the newest tokens: a "chunk", by its mean key; a "token"
+    renews: bool  # again and again; or once, by the prompt's last queries
+
+
+# Of the retrieval level's view; more of them in kv/views.py.
+VIEWS = {"retrieval": ViewKind("chunk", renews=True), "snapkv": ViewKind("token", renews=False),
+         "streaming": ViewKind(None, renews=False)}
 
 
 def option(default, help: str, check: Check | None = None, *, flag: str | None = "", more: dict | None = None,
@@ -234,7 +245,7 @@ class Settings(Options):
 
     @property
     def scores_chunks(self) -> bool:
-        return self.retrieval and self.draft_cache == "retrieval"
+        return self.retrieval and VIEWS[self.draft_cache].unit == "chunk"
 
     @property
     def scored_chunk_size(self) -> int:
@@ -341,9 +352,10 @@ class Settings(Options):
             raise UserError(f"draft_cache ({self.draft_cache!r}) {whose} a retrieval level must be one of "
                             f"{', '.join(kinds)}" + (" (it is for a draft without one: --no-retrieval)"
                                                      if self.draft_cache in MEMORIES else ""))
-        if self.draft_cache == "snapkv" and offload and self.retrieval:
-            raise UserError("draft_cache 'snapkv' chooses from a cache on the device; use 'retrieval' or 'streaming' "
-                            "with offload")
+        if self.retrieval and offload and VIEWS[self.draft_cache].unit == "token":
+            others = " or ".join(repr(name) for name, kind in VIEWS.items() if kind.unit != "token")
+            raise UserError(f"draft_cache {self.draft_cache!r} chooses from a cache on the device; use {others} with "
+                            "offload")
         if self.has_view:
             budget = self.budget if isinstance(self.budget, int) else interval + 2 * self.chunk_size
             split_view(budget, self.chunk_size, interval, self.recent)

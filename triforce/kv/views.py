@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ..config import split_view
+from ..config import VIEWS, split_view
 from ..graphs import Compiler
 from .store import Extent, View, runs
 from .target import TargetCache, aligned
@@ -67,13 +67,12 @@ class RetrievalView(View):
         self.joined = cache.joins_view and not self.of_shared
         super().__init__(cache.config, batch, aligned(budget), device, dtype,
                          storage=cache.tail.storage if self.joined else None)
-        self.cache, self.budget, self.chunk_size, self.kind = cache, budget, chunk_size, kind
+        self.cache, self.budget, self.chunk_size, self.kind = cache, budget, chunk_size, VIEWS[kind]
         self.source = cache.prefix.shared if self.of_shared else cache.prefix  # what it is chosen from
         self.shared = shared
         self.room = self.source.lens[0] if self.of_shared else self.source.capacity - self.source.base
-        self.renews = kind == "retrieval"
         self.window_size, chunks = self._split(recent)
-        self.select_size = 1 if kind == "snapkv" else chunk_size  # tokens that are selected together
+        self.select_size = 1 if self.kind.unit == "token" else chunk_size  # tokens that are selected together
         self.num_selected = chunks * chunk_size // self.select_size
         self.held = chunk_size + self.window_size + chunks * chunk_size  # tokens of a selection, at most the budget
         self.selected = [False] * batch  # per row: a selection, or still the whole prefix
@@ -92,7 +91,7 @@ class RetrievalView(View):
     def _split(self, recent: float) -> tuple[int, int]:
         """Tokens of the window, and how many chunks are selected."""
         interval = self.cache.flush_interval
-        if self.kind == "streaming":
+        if self.kind.unit is None:
             return (self.budget - self.chunk_size) // interval * interval, 0
         return split_view(self.budget, self.chunk_size, interval, recent)
 
@@ -124,7 +123,7 @@ class RetrievalView(View):
 
     def open(self, row: int) -> None:
         """A row has been prefilled, or is back at an earlier length. Its view is chosen now, or by `catch_up`."""
-        if self._offload is None and self.kind != "snapkv":  # SnapKV goes by the prompt's queries
+        if self._offload is None and (self.kind.renews or self.kind.unit is None):  # else by the prompt's queries
             self.fit(row)
             self._put_off[row] = True
         else:
@@ -148,7 +147,7 @@ class RetrievalView(View):
         """Chooses anew for these rows, COMMON perhaps among them, where there is something to choose. Returns those for
         which it did. What streams past is gathered in the next verify."""
         renewed = []
-        for row in rows if self.renews else ():
+        for row in rows if self.kind.renews else ():
             if row == COMMON:
                 chosen = bool(self.shared.renew([0]))
                 self.num_rebuilds += chosen
@@ -271,7 +270,7 @@ class RetrievalView(View):
 
         keys: [K, S, D], those of all tokens. None: the resident ones.
         """
-        if self.kind == "retrieval":
+        if self.kind.unit == "chunk":
             keys, smoothed = self._of_row(self.source.chunk_keys[i])[:, : self.room // self.chunk_size], 0
         else:
             keys, smoothed = self._of_row(self.source.k[i])[:, : self.room] if keys is None else keys, SMOOTHED
@@ -286,7 +285,7 @@ class RetrievalView(View):
     def _all_scores(self) -> Tensor:
         """`_scores` of all layers, [L, K, chunks or tokens]; several layers at a time, where keys are few enough."""
         count = self.cache.config.n_layer
-        if self.kind != "retrieval":
+        if self.kind.unit != "chunk":
             return torch.stack([self._scores(i) for i in range(count)])
         queries, weight = self._newest(slice(None))
         keys = self.source.all_chunk_keys[:, :, :, : self.room // self.chunk_size]  # [L, B, K, C, D]
@@ -343,8 +342,8 @@ class CommonView(RetrievalView):
 
     def _split(self, recent: float) -> tuple[int, int]:
         rest, chunk = self.budget - self.chunk_size, self.chunk_size
-        window = rest if self.kind == "streaming" else min(int(rest * recent / 2), rest - chunk) // chunk * chunk
-        return window, 0 if self.kind == "streaming" else (rest - window) // chunk
+        window = rest if self.kind.unit is None else min(int(rest * recent / 2), rest - chunk) // chunk * chunk
+        return window, 0 if self.kind.unit is None else (rest - window) // chunk
 
     def open(self, row: int) -> None:
         if self._offload is None:
