@@ -95,17 +95,19 @@ def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[i
 
 
 def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=1024, max_new_tokens=512, sampling=None,
-               rule="rejection", drafting=None, num_resident_layers=None, pack=False, base=0, **settings) -> State:
+               rule="rejection", drafting=None, num_resident_layers=None, pack=False, base=0, compiler=None,
+               **settings) -> State:
     """A State with prompts prefilled, without an Engine around it.
 
     sampling: of the law; rule: how drawn tokens are checked.
     base: tokens that the prompts have in common, which its rows share.
+    compiler: of its steps. None: they run as they are written.
     """
     chosen = {"gamma": 6, "block_size": 8, "flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16,
               "prefill_chunk_size": 2048, "sampling": rule, **settings}
     resolved = Settings(**chosen).resolve(has_model=draft is not None)
     common = {"capacity": capacity, "budget": budget, "vocab_size": vocab_size,
-              "compiler": Compiler(torch.device("cpu"))}
+              "compiler": compiler or Compiler(torch.device("cpu"))}
     shared = None
     if base:
         document = State(target, None, resolved, batch=1, num_resident_layers=num_resident_layers, **common)

@@ -146,8 +146,8 @@ class Level:
         Args:
             num_lengths: so many of the first arguments are lengths of caches, in ascending order: other kernels run
                 only where two are equal, or the first is 0.
-            warm_up: calls with the same arguments before a graph is recorded. More than 1 for what is made of steps
-                that are graphs already, and may not be called again.
+            warm_up: calls with the same arguments before a graph is recorded, unless it is prepared. More than 1 for
+                what is made of steps that are graphs already, and may not be called again.
         """
         if self.compiler.recorder is None:
             return function
@@ -155,7 +155,8 @@ class Level:
 
 
 class Graphed:
-    """Runs a function as it is the first times, then records a graph per set of arguments and replays it.
+    """Runs a function as it is the first times, then records a graph per set of arguments and replays it. `prepare`
+    records it beforehand.
 
     What a function does must follow from its arguments: those that are no tensors are part of the graph's key. Within
     the recording of another graph it runs as it is, and becomes part of that.

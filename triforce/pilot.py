@@ -104,6 +104,7 @@ class Pilot:
         """The next round's plan."""
         if not self._planned:
             self._planned = self._choose()
+        self._begins = self._begins and self.controller is None
         return self._planned.pop(0)
 
     def ahead(self) -> list[Plan]:
@@ -127,7 +128,6 @@ class Pilot:
                             padded_inner=self.padding.inner)]
         if not self._begins:
             return [self._best()]
-        self._begins = False
         if not self.hierarchy.outer.is_recorded:
             return [Plan(padded=self.padding.plain)]
         second = self._best()

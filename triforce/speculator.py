@@ -168,7 +168,8 @@ class Speculator(Drafter):
             prepare()
 
     def _preparations_of_check(self, plan: Plan, extent: Extent, probs: Tensor | None = None):
-        return preparations(self.step, *extent, self._rows_of(plan, self._nothing), self.checked, probs)
+        rows = self._rows_of(plan)
+        return iter(()) if rows is None else preparations(self.step, *extent, rows, self.checked, probs)
 
     def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
         """What records the steps of `round`; see `graphs.preparations`."""
@@ -176,8 +177,8 @@ class Speculator(Drafter):
         if plan.gamma:
             yield from self.drafters[plan.drafter].preparations(plan, self.draft_probs)
 
-    def _rows_of(self, plan: Plan, num_drafted: Tensor) -> int:
-        """Rows of the step that checks these.
+    def _rows_of(self, plan: Plan, num_drafted: Tensor | None = None) -> int | None:
+        """Rows of the step that checks these. None where they decide, and are not drafted yet.
 
         Measured times influence the plans, so a step's duration must not reveal tokens that are then discarded: only
         a count that settled tokens decide is looked at. Elsewhere a step has as many rows as could have been drafted.
@@ -186,6 +187,8 @@ class Speculator(Drafter):
         if unit == self.rows or self.tree.size and plan.gamma:
             return self.rows
         if plan.gamma and self.level == FULL and self.drafters[plan.drafter].settled_count:
+            if num_drafted is None:
+                return None
             drafted = int(num_drafted.max())
         return min(-(-(1 + drafted) // unit) * unit, self.rows)
 

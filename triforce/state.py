@@ -276,14 +276,16 @@ class State:
         self._open(max_new_tokens, plan, padding)
 
     def _record_ahead(self) -> None:
-        """Records the steps of the first rounds, as long as the device works on the prompts."""
-        if self.compiler.recorder is None:
+        """Records the steps of the first rounds, as long as the device works on the prompts. Ranks record them all:
+        a step that some replay and others run as it is written would not find its all-reduces together."""
+        sources = self.hierarchy.sources.values()
+        if self.compiler.recorder is None or not all(source.records_unseen for source in sources):
             return
         work = torch.cuda.Event()
         work.record()
         for plan in self.pilot.ahead():
             for prepare in self.hierarchy.outer.preparations_of_round(plan):
-                if work.query():
+                if self.target.group is None and work.query():
                     return
                 prepare()
 

@@ -30,6 +30,7 @@ class ModelDrafter(Drafter):
     # The most tokens that are settled between two proposals and that the draft has not seen: the last drafted one, a
     # bonus token of each level above, and the pending one.
     CATCH_UP_ROWS = 4
+    records_unseen = True
 
     def __init__(self, model: Transformer, memory: DraftMemory, tape: Tape, *, max_drafted: int, compiler: Compiler):
         self.model, self.memory, self.tape = model, memory, tape

@@ -31,7 +31,7 @@ class NgramDrafter(Drafter):
         longest: tokens that are compared. shortest: a match of fewer proposes nothing.
     """
 
-    emits_laws = False
+    emits_laws, records_unseen = False, True
 
     def __init__(self, tape: Tape, *, max_drafted: int, longest: int = 4, shortest: int = 2, compiler: Compiler):
         self.tape, self.max_drafted, self.longest, self.shortest = tape, max_drafted, longest, shortest

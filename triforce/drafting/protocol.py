@@ -28,6 +28,8 @@ class Drafter:
     # How many tokens it proposes follows from the plan and the tokens up to `start`. False where it depends on tokens
     # that it drafts, for instance if it stops at a full stop that it drew.
     settled_count = True
+    # A GPU may record its part of a step before it has run, and before `open`: no kernel of it is chosen by trying.
+    records_unseen = False
     nbytes = 0  # of its caches
     weight_bytes = 0  # of its model, which a proposal reads once a token
 
@@ -46,8 +48,8 @@ class Drafter:
         raise NotImplementedError
 
     def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
-        """What can be done for `propose` before the first call, while the device works on the prompts: functions that
-        record its steps, see `graphs.preparations`."""
+        """Functions that record the steps of `propose`, see `graphs.preparations`. They are called before `open`, while
+        the device works on the prompts, if all drafters have `records_unseen`."""
         yield from ()
 
     def commit(self, length: Tensor) -> None:

@@ -20,6 +20,8 @@ class SharedDrafter(Drafter):
         source: the rank whose proposals hold for all.
     """
 
+    records_unseen = True
+
     def __init__(self, drafter: ModelDrafter | None, tape: Tape, group: Group, source: int):
         self.runs_here = drafter is not None
         self.own = drafter if drafter is not None else Drafter()
