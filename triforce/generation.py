@@ -21,7 +21,7 @@ class Stats:
     reused_tokens: int = 0  # of the prompt: their K/V were there before the call
     load: float = 0.0  # before the call, of a command: from its start until the model was ready
     ttft: float = 0.0  # from the call to the first token: prefill and the first round
-    prefill: float = 0.0  # of that: until the prompts were in the cache
+    prefill: float = 0.0  # of that: until the prompts were in the cache, and steps recorded beside it
     compiling: float = 0.0  # of that: waiting for compiled steps, where `compile` is True
     decode: float = 0.0  # after the first token
     recording: float = 0.0  # of all, after the prefill: warming up steps and recording graphs
