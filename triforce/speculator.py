@@ -168,7 +168,7 @@ class Speculator(Drafter):
             prepare()
 
     def _preparations_of_check(self, plan: Plan, extent: Extent, probs: Tensor | None = None):
-        rows = self._rows_of(plan)
+        rows = self._rows_of(plan) if self.is_recorded else None
         return iter(()) if rows is None else preparations(self.step, *extent, rows, self.checked, probs)
 
     def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
