@@ -102,14 +102,14 @@ class Pilot:
 
     def choose(self) -> Plan:
         """The next round's plan."""
-        if not self._planned:
-            self._planned = self._choose()
+        self.ahead()
         self._begins = self._begins and self.controller is None
         return self._planned.pop(0)
 
     def ahead(self) -> list[Plan]:
-        """What the first rounds follow, as far as it is known: before `choose` is called."""
-        self._planned = self._choose()
+        """What the rounds to come follow, as far as it is known: at least the next one's plan."""
+        if not self._planned:
+            self._planned = self._choose()
         return list(self._planned)
 
     def _choose(self) -> list[Plan]:
@@ -144,8 +144,7 @@ class Pilot:
             self._planned = [self.controller.plans[0]]
             return
         self._learn()
-        if not self._planned:
-            self._planned = self._choose()
+        self.ahead()
 
     def _learn(self) -> None:
         for result in self._unseen:

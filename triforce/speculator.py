@@ -169,7 +169,8 @@ class Speculator(Drafter):
 
     def _preparations_of_check(self, plan: Plan, extent: Extent, probs: Tensor | None = None):
         rows = self._rows_of(plan) if self.is_recorded else None
-        return iter(()) if rows is None else preparations(self.step, *extent, rows, self.checked, probs)
+        if rows is not None:
+            yield from preparations(self.step, *extent, rows, self.checked, probs)
 
     def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
         """What records the steps of `round`; see `graphs.preparations`."""
