@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from triforce import attention
+from triforce.graphs import traced
 
 
 def softmax_attention(q, k, v, visible):
@@ -102,23 +103,65 @@ def test_masked_keys_contribute_exactly_nothing():
     assert (nothing[0] == 0).all() and (nothing[1] == float("-inf")).all()
 
 
-def test_keys_that_are_cut_off_go_to_one_kernel_of_a_gpu(monkeypatch):
-    """It says 0 for a row that sees nothing, which must then weigh nothing."""
+@pytest.mark.parametrize("function", [attention.masked_long, attention.masked])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masked_keys_go_to_one_kernel_of_a_gpu(function, dtype, monkeypatch):
+    """In half precision, with a mask that hides keys by a finite number, whichever mask was given: of a row that sees
+    nothing the kernel would otherwise say that it sees one key."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, 2, n, 8, dtype=torch.bfloat16) for n in (4, 16, 16))
     seen = torch.arange(16) < torch.tensor([0, 5, 16])[:, None]
-    bias = attention.fold_mask(seen[:, None].expand(-1, 4, -1), 1).bfloat16()
-    expected, asked = attention.cut_off(q, k, v, bias), []
+    bias, asked = attention.fold_mask(seen[:, None].expand(-1, 4, -1), 1, dtype), []
 
     def kernel(q, k, v, is_causal, bias):
-        asked.append(bias.shape)
-        return expected[0], torch.where(expected[1].isinf(), 0.0, expected[1])
+        asked.append(bias)
+        return attention._plain(q, k, v, bias)
 
+    expected = attention.masked(q, k, v, bias)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
     monkeypatch.setattr(attention, "_efficient_cuda", kernel)
-    found = attention.cut_off(q, k, v, bias)
-    assert asked == [(3, 2, 4, 16)] and torch.equal(found[1], expected[1])
-    assert found[1][0].isinf().all() and not found[1][1:].isinf().any()
+    monkeypatch.setattr(attention, "_matmul", lambda a, b, dtype: (a.float() @ b.float()).to(dtype))
+    found = function(q, k, v, bias)
+    assert [one.shape for one in asked] == [(3, 2, 4, 16)]
+    assert asked[0].dtype == torch.bfloat16 and asked[0].isfinite().all()
+    monkeypatch.undo()
+    own = attention.partial(q, k[:, :, :4], v[:, :, :4])
+    for one, other in zip(attention.merge(own, found), attention.merge(own, expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+    assert all(torch.equal(one[0], mine[0].float()) for one, mine in zip(attention.merge(own, found), own, strict=True))
+
+
+def test_many_masked_keys_are_products_on_a_gpu(monkeypatch):
+    """The one kernel goes through all keys of a head in a row. What the compiler fuses has no need of it."""
+    def shapes(count):
+        return [torch.randn(1, 2, n, 8, dtype=torch.bfloat16) for n in (4, count, count)]
+
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(attention, "_efficient_cuda", lambda q, k, *more: asked.append(k.shape[2]) or (q, q[..., 0]))
+    monkeypatch.setattr(attention, "_plain", lambda q, k, *more: (q, q[..., 0]))
+    for count in (16, attention.AT_ONCE, attention.AT_ONCE + 8, 12):
+        attention.masked(*shapes(count), torch.zeros(1, 1, 4, count), True)
+    with traced():
+        attention.masked(*shapes(16), torch.zeros(1, 1, 4, 16), True)
+    assert asked == [16, attention.AT_ONCE]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, monkeypatch):
+    """At once, where a CPU merges one after the other; some rows see nothing in the others."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 2, 3, 8)
+    keys = [torch.randn(2, 2, 2, 5, 8) for _ in range(count)]
+    states = [attention.partial(q, k, v) for k, v in keys]
+    for out, lse in states[1:]:
+        out[0], lse[0] = 0.0, -torch.inf
+    expected = attention.join(states)
+    calls, merge_last = [], attention.merge_last
+    monkeypatch.setattr(attention, "merge_last", lambda *states: calls.append(1) or merge_last(*states))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    torch.testing.assert_close(attention.join(states), expected)
+    assert len(calls) == (count == 2)
 
 
 def test_many_sequences_are_given_to_the_kernel_in_parts_that_it_splits():

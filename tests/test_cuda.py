@@ -491,21 +491,25 @@ def test_heads_are_turned_as_on_a_cpu(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_keys_that_are_cut_off(dtype):
-    """One kernel: nearly what plain products give, nothing for rows that see nothing, the same bits in any place."""
+def test_masked_keys(dtype):
+    """One kernel: nearly what plain products give, no weight for rows that see nothing, the same bits in any place."""
     torch.manual_seed(0)
     for kv_heads, group, rows, keys in ((8, 4, 4, 256), (32, 1, 8, 128), (4, 4, 2, 1024)):
         shape = [(4, kv_heads, n, 128) for n in (group * rows, 2048, 2048)]
         q, k, v = (torch.randn(one, device="cuda", dtype=dtype) for one in shape)
         k, v = k[:, :, 128 : 128 + keys], v[:, :, 128 : 128 + keys]
         seen = torch.arange(keys, device="cuda") < torch.tensor([0, 5, keys // 2, keys], device="cuda")[:, None]
-        bias = attention.fold_mask(seen[:, None].expand(-1, rows, -1), group).to(dtype)
-        out, lse = attention.cut_off(q, k, v, bias)
+        bias = attention.fold_mask(seen[:, None].expand(-1, rows, -1), group, dtype)
+        out, lse = attention.masked_long(q, k, v, bias)
         expected = attention._plain(q.double(), k.double(), v.double(), bias.double())
         torch.testing.assert_close(out[1:].double(), expected[0][1:], atol=1e-2, rtol=1e-2)
-        torch.testing.assert_close(lse.double(), expected[1], atol=1e-4, rtol=1e-4)
-        assert lse[0].isinf().all() and (out[0] == 0).all()
-        alone = attention.cut_off(q[2:3, :, 1:2], k[2:3], v[2:3], bias[2:3, :, 1:2])
+        torch.testing.assert_close(lse[1:].double(), expected[1][1:], atol=1e-4, rtol=1e-4)
+        assert lse.isfinite().all() and (lse[0] < -60_000).all()
+        own = attention.masked(q, k, v, attention.fold_mask(torch.ones_like(seen)[:, None].expand(-1, rows, -1), group))
+        for one, other in zip(attention.merge(own, (out, lse)), own, strict=True):
+            assert torch.equal(one[0], other[0].float())
+        assert torch.equal(attention.join([own, own, (out, lse)])[0], attention.join([own, own])[0])
+        alone = attention.masked_long(q[2:3, :, 1:2], k[2:3], v[2:3], bias[2:3, :, 1:2])
         assert torch.equal(alone[0][0, :, 0], out[2, :, 1]) and torch.equal(alone[1][0, :, 0], lse[2, :, 1])
 
 
@@ -542,13 +546,14 @@ def test_a_race_has_the_same_winners_on_a_gpu(words):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_laws_and_draws_of_a_batch_over_a_large_vocabulary(rows):
-    """Compiled, and in two steps where the vocabulary is summed up: what a CPU says of the same numbers."""
+def test_laws_and_draws_of_a_batch_over_a_large_vocabulary(rows, monkeypatch):
+    """As they are written and compiled, and in two steps where the vocabulary is summed up: what a CPU says of the
+    same numbers."""
     batch, vocab_size = 16, 128_256
     logits = torch.randn(batch, rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     u = torch.rand(batch, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     made = []
-    for device in ("cpu", "cuda"):
+    for device, compiled in (("cpu", False), ("cuda", False), ("cuda", True)):
         params = sampling.SamplingParams(batch, device)
         params.set(temperature=0.8, top_p=[0.5, 0.9, 1.0, 0.99] * 4, top_k=None, min_p=None, seed=0)
 
@@ -556,12 +561,14 @@ def test_laws_and_draws_of_a_batch_over_a_large_vocabulary(rows):
             law = sampling.probabilities(logits, params)
             return law, sampling.sample(law, u)
 
-        call = torch.compile(both, dynamic=False) if device == "cuda" else both
+        monkeypatch.setattr(nucleus, "is_traced", lambda compiled=compiled: compiled)  # compiled code searches
+        call = torch.compile(both, dynamic=False) if compiled else both
         made.append([x.cpu() for x in call(logits.to(device), u.to(device))])
-    (law, tokens), (found_law, found_tokens) = made
-    torch.testing.assert_close(found_law, law, rtol=1e-3, atol=1e-4)
-    assert (found_tokens != tokens).float().mean() < 0.1  # a draw at a border may fall to the other side
-    assert (found_law.gather(2, found_tokens[..., None]) > 0).all()
+    law, tokens = made[0]
+    for found_law, found_tokens in made[1:]:
+        torch.testing.assert_close(found_law, law, rtol=1e-3, atol=1e-4)
+        assert (found_tokens != tokens).float().mean() < 0.1  # a draw at a border may fall to the other side
+        assert (found_law.gather(2, found_tokens[..., None]) > 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -7,6 +7,7 @@ import torch
 from conftest import make_state, random_pair, random_prompt, run_rounds
 
 from triforce import nucleus, sampling
+from triforce.graphs import traced
 from triforce.nucleus import nearly_kept, ranked, searched
 
 
@@ -47,17 +48,21 @@ def test_both_ways_find_what_survives(words, top_k):
         assert [[set(one.nonzero().flatten().tolist()) for one in row] for row in mask] == expected
 
 
-def test_many_words_on_a_gpu_are_searched(monkeypatch):
+def test_many_words_on_a_gpu_are_searched_where_that_is_compiled(monkeypatch):
     asked = []
     for name in ("ranked", "searched"):
         monkeypatch.setattr(nucleus, name, lambda *args, name=name: asked.append(name))
-    for device, words in (("cpu", 2**22), ("meta", 2**22)):
-        nucleus.smallest_kept(torch.empty(1, 1, words, device=device), None, torch.ones(1))
-    assert asked == ["ranked", "ranked"]
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.device.type == "meta"))
-    for words, dtype in ((2**22, torch.float32), (2**22 - 1, torch.float32), (2**22, torch.float64)):
+    many = 2**22
+
+    def ask(words=many, dtype=torch.float32):
         nucleus.smallest_kept(torch.empty(1, 1, words, device="meta", dtype=dtype), None, torch.ones(1))
-    assert asked[2:] == ["searched", "ranked", "ranked"]
+
+    with traced():
+        ask()
+        monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
+        ask(), ask(many - 1), ask(dtype=torch.float64)
+    ask()
+    assert asked == ["ranked", "searched", "ranked", "ranked", "ranked"]
 
 
 @pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 40, 0]], ids=str)
@@ -74,14 +79,28 @@ def test_borders_are_found_nearly(top_k, monkeypatch):
     assert (near[exact == 0] == 0).all() and (near[exact > 1e-4] > 0.8 * exact[exact > 1e-4]).all()
 
 
-def test_many_words_and_those_on_a_cpu_are_ranked(monkeypatch):
+def test_the_laws_of_a_cpu_have_exact_borders(monkeypatch):
     asked = []
     monkeypatch.setattr(nucleus, "smallest_kept", lambda probs, *more: asked.append(probs.shape[-1]))
     nearly_kept(torch.ones(1, 1, 9), None, torch.ones(1))
     monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
     nearly_kept(torch.ones(1, 1, 8) / 8, None, torch.ones(1))
-    nearly_kept(torch.empty(1, 1, nucleus.NEARLY + 1), None, torch.ones(1))
-    assert asked == [9, nucleus.NEARLY + 1]
+    assert asked == [9]
+
+
+@pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 400, 0]], ids=str)
+def test_of_many_rows_the_most_probable_words_are_ranked(top_k, monkeypatch):
+    """Exactly, and what needs more of them is cut there. Where every word survives, every word does."""
+    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(nucleus, "NEARLY", 100)
+    monkeypatch.setattr(nucleus, "RANKED", 200)
+    probs, top_p = laws(700), torch.tensor([0.9, 1.0, 0.37], dtype=torch.float64)
+    given = None if top_k is None else torch.tensor(top_k)
+    exact = ranked(probs, None if given is None else given[:, None, None], top_p[:, None, None])
+    near = nearly_kept(probs, given, top_p)
+    least = probs.topk(200).values[..., -1:]
+    assert torch.equal(near, torch.where(exact == 0, 0.0, torch.maximum(exact, least)))
+    assert (exact > least).any() and ((exact > 0) & (exact < least)).any()
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])

@@ -126,6 +126,23 @@ def test_sample_inverts_the_cumulative_distribution():
     assert sample(3 * probs.expand(7, -1), u).tolist() == [1, 1, 3, 3, 3, 4, 4]  # any positive sum
 
 
+@pytest.mark.parametrize("words", [1024, 1025, 6000])
+def test_a_draw_in_two_steps_is_the_same(words):
+    """Of laws with few words as of those with many, whatever their sum; and no word without a chance is drawn."""
+    generator = torch.Generator().manual_seed(0)
+    laws = (4 * torch.randn(3, 5, words, generator=generator)).softmax(-1)
+    laws[1] = torch.where(laws[1] >= laws[1].topk(3).values[..., -1:], laws[1], 0.0)
+    laws[2, :, 40:] = 0.0  # the last stretches are empty
+    for u in (torch.rand(3, 5, dtype=torch.float64, generator=generator), torch.zeros(3, 5, dtype=torch.float64),
+              torch.full((3, 5), 1 - 2.0**-52, dtype=torch.float64)):
+        for law in (laws, 3 * laws):
+            assert torch.equal(sampling._in_two_steps(law, u), sample(law, u))
+        assert (laws.gather(2, sample(laws, u)[..., None]) > 0).all()
+    border = laws[..., :700].double().sum(-1) / laws.double().sum(-1)  # the end of what may lie within a stretch
+    found = sampling._in_two_steps(laws, border.clamp(max=1 - 2.0**-52))
+    assert (laws.gather(2, found[..., None]) > 0).all()
+
+
 def test_noise_is_uniform_and_independent_across_keys():
     seeds, positions = torch.arange(200), torch.arange(500).expand(200, -1)
     u = uniform(seeds, positions, 1, sampling.SAMPLE)

@@ -13,12 +13,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .graphs import is_traced
+
 LONG = 2048  # keys from which on it pays to have a kernel split them
 TILE = 128  # rows that cuDNN's kernel takes at a time
 FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
+AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and a softmax, one after the other
 PLANNED = 2**30  # scores (rows times keys) of a layer, from which on a plan of cuDNN's pays that is used once
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
+HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
 FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
 State = tuple[Tensor, Tensor]  # out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs)
 
@@ -33,9 +37,13 @@ def unfold(out: Tensor, n_head: int) -> Tensor:
     return out.reshape(out.shape[0], n_head, -1, out.shape[-1])
 
 
-def fold_mask(visible: Tensor, group: int) -> Tensor:
-    """Boolean [B, M, S] -> additive float32 [B, 1, G * M, S], 0 where visible and -inf elsewhere."""
-    bias = torch.where(visible, 0.0, float("-inf"))
+def fold_mask(visible: Tensor, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Boolean [B, M, S] -> additive [B, 1, G * M, S] of a dtype, 0 where visible and -inf elsewhere.
+
+    In half precision it is HIDDEN elsewhere. What is seen beside it weighs as if that were -inf. A GPU's kernel takes
+    a row that sees only -inf for one that sees a key; of one that sees only HIDDEN, it says that it weighs nothing.
+    """
+    bias = torch.where(visible, 0.0, HIDDEN if _is_half(dtype) else float("-inf")).to(dtype)
     return (bias if group == 1 else bias.repeat(1, group, 1))[:, None]
 
 
@@ -141,8 +149,8 @@ def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128)
 
 def merge_parts(out: Tensor, lse: Tensor) -> State:
     """States over parts of the keys, [P, K, R, D] and [P, K, R] -> their union as a batch of one."""
-    total = lse.logsumexp(0, keepdim=True)
-    return (out * torch.exp(lse - total)[..., None]).sum(0, keepdim=True), total
+    logs = lse.log_softmax(0)  # of each part's share; on a GPU one kernel, where `logsumexp` takes eight
+    return (out * logs.exp()[..., None]).sum(0, keepdim=True), lse[:1] - logs[:1]
 
 
 def sequences_a_call(batch: int, n_kv_head: int, rows: int, processors: int) -> int:
@@ -193,10 +201,12 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
     """Attention over few keys with an additive mask; a masked key contributes exactly nothing.
 
     Args:
-        q: [B, K, R, D]. k, v: [B, K, S, D]. bias: [B, 1, R, S] of 0 and -inf.
+        q: [B, K, R, D]. k, v: [B, K, S, D]. bias: [B, 1, R, S], see `fold_mask`.
         no_empty_rows: the caller vouches that each row sees a key. The CPU kernel answers lse 0 for a row that
             sees none, so it may only be used then.
     """
+    if k.shape[2] <= AT_ONCE and not is_traced() and _masks_at_once(q, k):
+        return _at_once(q, k, v, bias)
     missing = FEWEST - k.shape[2] if q.device.type == "cpu" else 0
     if missing > 0:
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (k, v))
@@ -206,16 +216,20 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
     return _plain(q, k, v, bias)
 
 
-def cut_off(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> State:
-    """`masked`, where each row sees the first so many keys, or none. On a GPU one kernel, for q in half precision.
+def masked_long(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> State:
+    """`masked` of any number of keys, never compiled: on a GPU one kernel, for q in half precision."""
+    return _at_once(q, k, v, bias) if _masks_at_once(q, k) else masked(q, k, v, bias)
 
-    Args:
-        bias: [B, 1, R, S], of the dtype of q.
-    """
-    if not q.is_cuda or not _is_half(q.dtype) or q.shape[3] % 8 or k.shape[2] % 8:
-        return masked(q, k, v, bias)
-    out, lse = _efficient_cuda(q, k, v, False, bias.expand(-1, q.shape[1], -1, -1))
-    return out, lse + bias[..., 0]  # of no keys the kernel says 0
+
+def _masks_at_once(q: Tensor, k: Tensor) -> bool:
+    """Whether a GPU has one kernel for masked keys of such a shape."""
+    return q.is_cuda and _is_half(q.dtype) and q.shape[3] % 8 == 0 and k.shape[2] % 8 == 0
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> State:
+    if bias.dtype != q.dtype:
+        bias = bias.clamp(min=HIDDEN).to(q.dtype)
+    return _efficient_cuda(q, k, v, False, bias.expand(-1, q.shape[1], -1, -1))
 
 
 def apart(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> State:
@@ -252,6 +266,9 @@ def merge_last(a: State, b: State) -> Tensor:
 def join(states: list[State]) -> Tensor:
     """The output of attention over the union of disjoint sets of keys, of which every row sees a key in the first."""
     state, *others = states
+    if len(others) > 1 and state[0].is_cuda and not is_traced():  # fewer kernels than one merge after the other
+        shares = torch.stack([lse for _, lse in states]).softmax(0)[..., None]
+        return (torch.stack([out for out, _ in states]) * shares).sum(0)
     for other in others[:-1]:
         state = merge(state, other)
     return merge_last(state, others[-1]) if others else state[0]

@@ -155,9 +155,10 @@ def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int,
     """Logits and laws of a step, sorted and summed up; and the laws that are passed from level to level, or the noise
     of levels that share it: ten whole numbers of 64 bits a word while it is made. On a GPU, what drafts holds for each
     word whether it lies above each border, and its share of the mass there."""
-    words = batch * config.vocab_size
-    nearly = nucleus.NEARLY // words * words * nucleus.EDGES * 5 if device.type == "cuda" else 0
-    return nearly + words * settings.tree.rows * (16 + (80 if settings.coupled else 4 * levels))
+    words, cuda = batch * config.vocab_size, device.type == "cuda"
+    nearly = nucleus.NEARLY // words * words * nucleus.EDGES * 5 if cuda else 0
+    ranked = 40 if cuda else 16  # a CPU ranks no more words than it needs
+    return nearly + words * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
 
 
 def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, capacity: int, base: int,

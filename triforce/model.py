@@ -498,9 +498,9 @@ class Attention(nn.Module):
 
     def output(self, states: list[attention.State], dtype: torch.dtype) -> Tensor:
         """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each -> [B, M, dim]."""
-        y = attention.join(states).to(dtype)
-        y = y.reshape(y.shape[0], self.n_head, -1, self.head_dim)  # [B, H, M, D]
-        y = self.out(y.transpose(1, 2).flatten(2))
+        y = attention.join(states)
+        y = y.reshape(y.shape[0], self.n_head, -1, self.head_dim).transpose(1, 2)  # [B, M, H, D]
+        y = self.out(y.to(dtype, memory_format=torch.contiguous_format).flatten(2))
         return y if self.group is None else self.group.all_reduce(y)
 
 

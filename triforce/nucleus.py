@@ -1,10 +1,10 @@
 """The least probability that survives top-k and top-p. Masses are whole numbers, so no order of adding them matters.
 
-There are two ways to the same number. Few words are **ranked**. Of many words in many rows on a GPU the number is
-**searched for**, bit by bit: a probability survives if the more probable ones are fewer than k and have less mass than
-p, so each pass over the words says on which side of a few candidates it lies. A pass reads the words once; a sort reads
-and writes them again and again. A law that only drafts need not be exact: for a few rows on a GPU, one pass finds the
-border **nearly**.
+There are two ways to the same number. Words are **ranked**. For many words in many rows, compiled code **searches**,
+bit by bit: a probability survives if the more probable ones are fewer than k and have less mass than p, so each pass over
+the words says on which side of a few candidates the number lies. A compiled pass reads the words once; a sort reads and
+writes them again and again. A law that only drafts need not be exact: for a few rows on a GPU, one pass finds the
+border **nearly**, and for more rows the most probable words alone are ranked.
 
 Shapes: B batch, n positions, V vocabulary.
 """
@@ -15,27 +15,30 @@ from torch import Tensor
 from .graphs import is_traced
 
 FIRST = (128, 4096)  # on a CPU so many of the most probable words are ranked before all are
-SEARCHED = 2**22  # probabilities from which on a GPU searches (measured on an H200)
+SEARCHED = 2**22  # probabilities from which on compiled code searches (measured on an H200)
 BITS = 2  # that a pass decides: of 3, a pass takes twice as long
 PATTERN_BITS = 30  # of float32 numbers from 0 to 1: in the order of the numbers, as whole numbers
 UNIT = 2.0**56  # of masses
 NEARLY = 5 * 2**15  # probabilities up to which a GPU looks for a border nearly
+RANKED = 1024  # words of each row that are ranked beyond that
 EDGES, HALVINGS = 128, 16  # borders that are tried then, from the largest probability down to so many halvings of it
 
 
 def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     """All at least as probable survive: probs [B, n, V], top_k [B] (0: all; None: all of all rows), top_p [B] ->
     [B, n, 1]."""
-    searches = _on_gpu(probs) and probs.numel() >= SEARCHED and probs.dtype == torch.float32
+    searches = is_traced() and _on_gpu(probs) and probs.numel() >= SEARCHED and probs.dtype == torch.float32
     top_k = None if top_k is None else top_k[:, None, None]
     return (searched if searches else ranked)(probs, top_k, top_p[:, None, None].double())
 
 
 def nearly_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     """`smallest_kept`, or up to 9% less, for laws that only draft. For one of 32,000 words an H200 takes 20 us, and 74
-    where it ranks them."""
-    if not _on_gpu(probs) or probs.numel() > NEARLY:
+    where it ranks them. Of many rows, no more than RANKED words survive."""
+    if not _on_gpu(probs):
         return smallest_kept(probs, top_k, top_p)
+    if probs.numel() > NEARLY:
+        return ranked(probs, None if top_k is None else top_k[:, None, None], top_p[:, None, None].double(), RANKED)
     top_p = top_p[:, None, None].to(probs.dtype)
     steps = torch.arange(EDGES, device=probs.device) * (HALVINGS / EDGES)
     edges = probs.amax(-1, keepdim=True) * torch.exp2(-steps)  # [B, n, EDGES], descending
@@ -51,9 +54,13 @@ def nearly_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     return torch.where(place == every, 0.0, edges.gather(-1, place.clamp(max=every - 1)))
 
 
-def ranked(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
-    """By sorting; arguments as in `searched`."""
-    order = _most_probable(probs, top_k, top_p)  # [B, n, V or fewer]
+def ranked(probs: Tensor, top_k: Tensor | None, top_p: Tensor, most: int | None = None) -> Tensor:
+    """By sorting; arguments as in `searched`. most: so many words are ranked, and no others survive. None: as many as
+    decide."""
+    if most is None:
+        order = _most_probable(probs, top_k, top_p)  # [B, n, V or fewer]
+    else:
+        order = probs.topk(min(most, probs.shape[-1])).values
     mass = _mass(order)
     upto = running_sum(mass)
     before = upto - mass

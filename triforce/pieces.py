@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor, dtype, nn
 
 from .kept import Folder
 from .model import Block
@@ -49,6 +49,8 @@ def _describe(arg):
         return [_describe(one) for one in arg]
     if arg is None or isinstance(arg, (bool, int, float, str)):
         return arg
+    if isinstance(arg, dtype):
+        return str(arg)
     return arg.kind if isinstance(arg, Block) else type(arg).__name__
 
 

@@ -11,13 +11,16 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .config import Sampling, check_biases
 from .graphs import is_traced
-from .nucleus import nearly_kept, running_sum, smallest_kept
+from .nucleus import nearly_kept, smallest_kept
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
+MANY = 2**16  # probabilities above which a GPU draws in two steps
+STRETCH = 1024  # tokens that are summed up then, beside others
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,24 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
 
     Sums are taken in float64, so a token's chance is right to 2**-52, not to the 2**-24 of a float32 uniform.
     """
-    cumulative = running_sum(probs.double())
+    if probs.is_cuda and probs.numel() > MANY:
+        return _in_two_steps(probs, u)
+    cumulative = probs.double().cumsum(-1)
     return (cumulative <= u[..., None] * cumulative[..., -1:]).sum(-1)
+
+
+def _in_two_steps(probs: Tensor, u: Tensor) -> Tensor:
+    """`sample`, which finds a stretch of tokens first, then the token in it: of all others it needs but the sums."""
+    stretches = F.pad(probs, (0, -probs.shape[-1] % STRETCH)).unflatten(-1, (-1, STRETCH))
+    upto = F.pad(stretches.sum(-1, dtype=torch.float64).cumsum(-1), (1, 0))  # [..., N + 1], from 0 on
+    passed = u[..., None] * upto[..., -1:]
+    which = (upto[..., 1:-1] <= passed).sum(-1, keepdim=True)
+    place = which[..., None].expand(*which.shape, STRETCH)
+    within = stretches.gather(-2, place).squeeze(-2).double().cumsum(-1)
+    # The stretch's sum may be rounded in another way here, and a token without a chance must not be drawn.
+    most = torch.nextafter(within[..., -1:], torch.zeros_like(within[..., -1:]))
+    rest = torch.minimum(passed - upto.gather(-1, which), most)
+    return which.squeeze(-1) * STRETCH + (within <= rest).sum(-1)
 
 
 def uniform(seed: Tensor, position: Tensor, level: int, purpose: int) -> Tensor:

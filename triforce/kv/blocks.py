@@ -18,7 +18,7 @@ from .target import TargetCache
 
 
 def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, tree, tail_slots: int,
-                     config: ModelConfig, view_len: Tensor | None, room: int):
+                     config: ModelConfig, view_len: Tensor | None, room: int, dtype: torch.dtype):
     """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T]; and of
     a tree whose rows see their paths apart, the slots of these [B, M, P] and their bias [B, 1, 1, M, P]; or None.
 
@@ -27,6 +27,7 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
     Args:
         tree: what has a `Layout`.
         view_len, room: of a view that lies before the tail, [B], and its capacity. None, 0: there is none.
+        dtype: of the bias over slots.
     """
     layout, first = tree.layout(start.device), start - prefix_len  # the pending token's slot
     rows, positions = tree.rows, start[:, None] + layout.depths  # [B, M]
@@ -40,19 +41,19 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
     path = None if layout.path is None else first[:, None, None] + layout.path  # [B, M, P]
     if path is not None and not layout.apart:
         seen = seen | (path[..., None] == slot).any(2)
-    bias = attention.fold_mask(seen, group)
+    bias = attention.fold_mask(seen, group, dtype)
     if room:
-        bias = torch.cat([_view_bias(view_len, 0, room, rows, group), bias], -1)
+        bias = torch.cat([_view_bias(view_len, 0, room, rows, group, dtype), bias], -1)
     if not layout.apart:
         return cos, sin, slots + room, bias, None, None
     own = torch.where(path >= 0, 0.0, float("-inf"))[:, None, None]
     return cos, sin, slots + room, bias, path.clamp(min=0) + room, own
 
 
-def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int) -> Tensor:
+def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int, dtype: torch.dtype) -> Tensor:
     """Hides, of positions [start, stop) of a view, those that a row of the batch does not have."""
     held = torch.arange(start, stop, device=view_len.device) < view_len[:, None]  # [B, stop - start]
-    return attention.fold_mask(held[:, None].expand(-1, rows, -1), group)
+    return attention.fold_mask(held[:, None].expand(-1, rows, -1), group, dtype)
 
 
 class TargetBlock:
@@ -74,13 +75,12 @@ class TargetBlock:
         self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
         self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
             cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if view.joined else None,
-            tail.room if view.joined else 0)
+            tail.room if view.joined else 0, torch.float32 if view.joined else tail.whole.dtype)
         self.ragged_bias = None
         if not view.joined and extent.longest > extent.dense:
             first = 0 if extent.starts else extent.dense
-            bias = _view_bias(view.own_len - view.starts if extent.starts else view.own_len, first,
-                              first + extent.longest - extent.dense, rows, cache.group)
-            self.ragged_bias = bias.to(cache.tail.whole.dtype)
+            self.ragged_bias = _view_bias(view.own_len - view.starts if extent.starts else view.own_len, first,
+                                          first + extent.longest - extent.dense, rows, cache.group, tail.whole.dtype)
 
     def layer(self, i: int) -> "TargetLayer":
         return TargetLayer(self, i)
@@ -178,7 +178,7 @@ class TargetLayer:
             end = min(begin + prefix.GROWTH, longest - dense)
             seen = [torch.stack([x[row, :, start + begin : start + end] for row, start in enumerate(starts)])
                     if starts else x[:, :, dense + begin : dense + end] for x in (k, v)]
-            state = attention.of_some(attention.cut_off, block.runs, q, *seen, block.ragged_bias[..., begin:end])
+            state = attention.of_some(attention.masked_long, block.runs, q, *seen, block.ragged_bias[..., begin:end])
             merged = state if merged is None else block.compiled(attention.merge)(merged, state)
         return merged
 
@@ -196,7 +196,7 @@ class TargetLayer:
                 merged = merge(merged or attention.empty(q), state)
             if split < k.shape[2]:
                 bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
-                state = attention.cut_off(q, k[:, :, split:], v[:, :, split:], bias)
+                state = attention.masked_long(q, k[:, :, split:], v[:, :, split:], bias)
                 merged = merge(merged or attention.empty(q), state)
             if block.on_piece is not None:
                 block.on_piece(self._i, number, kv)

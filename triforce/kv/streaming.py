@@ -53,9 +53,9 @@ class StreamingCache(Store):
 
 
 def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int, num_sink: int, window_size: int,
-                        group: int):
+                        group: int, dtype: torch.dtype):
     """What all layers share: cos, sin of the keys [B, 1, capacity, D] and of the rows [B, 1, M, D], slots [B, M], bias
-    [B, 1, G * M, capacity]. angles: those of every rank, [capacity, D] each."""
+    [B, 1, G * M, capacity] of a dtype. angles: those of every rank, [capacity, D] each."""
     capacity = len(angles[0])
     ring = capacity - num_sink
     positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
@@ -69,7 +69,7 @@ def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int,
     (key_cos, key_sin), (cos, sin) = ([table[rank] for table in angles] for rank in ranks)
     held, positions = held[:, None], positions[..., None]
     recent = (held > positions - window_size) & (held >= num_sink) | (slot < num_sink)
-    bias = attention.fold_mask((held <= positions) & recent, group)
+    bias = attention.fold_mask((held <= positions) & recent, group, dtype)
     return key_cos[:, None], key_sin[:, None], cos[:, None], sin[:, None], slots, bias
 
 
@@ -80,7 +80,7 @@ class StreamingBlock:
         self.cache, self.compiled = cache, compiled
         config = cache.config
         self.key_cos, self.key_sin, self.cos, self.sin, self.slots, self.bias = compiled(_streaming_geometry)(
-            cache.angles, start, rows, cache.num_sink, cache.window_size, config.query_group)
+            cache.angles, start, rows, cache.num_sink, cache.window_size, config.query_group, cache.k[0].dtype)
 
     def layer(self, i: int) -> "StreamingLayer":
         return StreamingLayer(self, i)
