@@ -6,10 +6,11 @@
     torchrun --nproc-per-node 2 benchmarks/questions.py --shape llama-3.1-8b --context 122880 --text book.txt
     python benchmarks/questions.py --plot rows.jsonl
 
-The document is prefilled once (`prefill`). Then: all questions side by side, twice, as graphs are recorded in the first
-call ("questions", and "questions again", in another order, so that no row holds its question yet); autoregression over
-the same shared prefix ("autoregression"); the questions one after the other, by speculation and by autoregression ("one
-by one", "one by one, autoregression": a few of them); samples of one question; a conversation; the document in a file.
+The document is prefilled once (`prefill`). Then: all questions side by side, once and --again, as graphs are recorded
+in the first call ("questions", and "questions again", in another order, so that no row holds its question yet);
+autoregression over the same shared prefix ("autoregression"); the questions one after the other, by speculation and by
+autoregression ("one by one", "one by one, autoregression": a few of them); samples of one question; a conversation; the
+document in a file.
 `--peers` adds transformers on the same weights.
 """
 
@@ -100,9 +101,9 @@ def rows_of(engine: Engine, tokenizer, ids: list[int], args):
                 "block": engine.caches.state.settings.block_size}
 
     if "questions" in args.parts:
-        first = answered(*ask(asked))
-        yield "questions", {**first, **plan()}
-        yield "questions again", {**answered(*ask([*asked[1:], asked[0]], seed=100)), **plan()}
+        yield "questions", {**answered(*ask(asked)), **plan()}
+        for i in range(1, 1 + args.again):
+            yield "questions again", {**answered(*ask([*asked[i:], *asked[:i]], seed=100 * i)), **plan()}
     if "autoregression" in args.parts:
         yield "autoregression", answered(*ask(asked, speculate=False, one_row=True))
     if "samples" in args.parts:
@@ -244,6 +245,7 @@ def main() -> None:
     p.add_argument("--context", type=int, default=16_384)
     p.add_argument("--text", help="a text file (default: CPython's language reference)")
     p.add_argument("--questions", type=int, default=8)
+    p.add_argument("--again", type=int, default=1, help="calls with all questions after the first one")
     p.add_argument("--samples", type=int, nargs="+", default=[32])
     p.add_argument("--singles", type=int, default=3, help="questions that are asked one by one")
     p.add_argument("--max-new-tokens", type=int, default=128)

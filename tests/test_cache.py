@@ -40,6 +40,24 @@ def test_ragged_rows_equal_the_dense_twin(pair, growth, monkeypatch):
         assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
 
 
+@pytest.mark.parametrize("base", [0, 96])
+def test_a_batch_reads_no_more_than_its_rows_will_flush(pair, base):
+    """The longest row may flush less often than another. What is read beyond that is masked, and takes time."""
+    prompts = [random_prompt(96) + random_prompt(n, seed=n) for n in (33, 40, 33)]  # of which 32 are flushed, for all
+    texts = run_rounds(make_state(*pair, prompts, base=base), 30)
+    for tokens, grown in ((8, 0), (9, 16), (24, 16), (25, 32)):
+        state = make_state(*pair, prompts, base=base, max_new_tokens=tokens)
+        assert state.cache.prefix.extent_after(512) == (128 - base, 128 - base + grown, ())
+        assert [text[:tokens] for text in run_rounds(state, tokens)] == [text[:tokens] for text in texts]
+    prompts[2] = prompts[2] + random_prompt(16, seed=3)
+    texts = run_rounds(make_state(*pair, prompts, base=base), 30)
+    for tokens, grown in ((8, 0), (9, 16), (16, 16)):  # of 9 more, the longest row flushes none
+        state = make_state(*pair, prompts, base=base, max_new_tokens=tokens)
+        starts = tuple(length - base for length in (128, 128, 144))
+        assert state.cache.prefix.extent_after(512) == (128 - base, 128 - base + grown, starts)
+        assert [text[:tokens] for text in run_rounds(state, tokens)] == [text[:tokens] for text in texts]
+
+
 def test_views_share_what_was_verified(pair):
     """After rounds and a flush, prefix and tail hold the K/V of a fresh prefill of the same text."""
     target, draft = pair

@@ -200,10 +200,10 @@ class Hierarchy:
             source.rewind(row, length)
         self.outer.length[row].fill_(length)
 
-    def open(self, max_len: int) -> None:
-        """All prompts are in: no row's prefix will outgrow max_len. What drafts at the bottom is opened after it."""
+    def open(self, ends: list[int]) -> None:
+        """All prompts are in: no row's prefix will outgrow its end. What drafts at the bottom is opened after it."""
         self._last = self._last_plan = None
-        self.cache.prefix.open(max_len)
+        self.cache.prefix.open(ends)
         for level in self.levels:
             level.totals.zero_()
             level.going = None

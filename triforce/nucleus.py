@@ -1,10 +1,10 @@
 """The least probability that survives top-k and top-p. Masses are whole numbers, so no order of adding them matters.
 
 There are two ways to the same number. Words are **ranked**. For many words in many rows, compiled code **searches**,
-bit by bit: a probability survives if the more probable ones are fewer than k and have less mass than p, so each pass over
-the words says on which side of a few candidates the number lies. A compiled pass reads the words once; a sort reads and
-writes them again and again. A law that only drafts need not be exact: for a few rows on a GPU, one pass finds the
-border **nearly**, and for more rows the most probable words alone are ranked.
+bit by bit: a probability survives if the more probable ones are fewer than k and have less mass than p, so each pass
+over the words says on which side of a few candidates the number lies. A compiled pass reads the words once; a sort
+reads and writes them again and again. A law that only drafts need not be exact: for a few rows on a GPU, one pass finds
+the border **nearly**, and for more rows the most probable words alone are ranked.
 
 Shapes: B batch, n positions, V vocabulary.
 """

@@ -124,11 +124,12 @@ def _go_through(state: State, lengths: list[int]) -> None:
         state.cache.prefix.truncate(row, length)
         if hierarchy.view is not None:
             hierarchy.view.fit(row)
-    hierarchy.open(state.capacity)
-    hierarchy.open_sources(state.capacity)
     outer, inner, here = hierarchy.outer, hierarchy.inner, state.tape.buffer()
-    for rows in {1, outer.rows}:
-        outer.rehearse(here, rows)
+    for ends in (lengths, [state.capacity] * state.batch):  # a prefix that no row will add to has no masked part
+        hierarchy.open(ends)
+        for rows in {1, outer.rows}:
+            outer.rehearse(here, rows)
+    hierarchy.open_sources(state.capacity)
     if inner is not None:
         inner.rehearse(here, inner.rows, outer.draft_probs)
         if outer.tree.size:

@@ -123,7 +123,7 @@ class LongMemory:
         return self.view.extent
 
     def open(self, max_len: int) -> None:
-        self.cache.prefix.open(max_len)
+        self.cache.prefix.open([max_len] * len(self.cache.lens))
         self._opened = [tail.clone() for tail in self.cache.tail.kv]
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:

@@ -136,18 +136,20 @@ class PrefixStore(View):
             layers = zip(self.k, self.v, strict=True)
             self.packed = [PackedPrefix(k[0, :, :length], v[0, :, :length]) for k, v in layers]
 
-    def open(self, max_len: int) -> None:
-        """The prompts are in, and no row will outgrow max_len: decides what of a batch is masked."""
+    def open(self, ends: list[int]) -> None:
+        """The prompts are in, and no row will outgrow its end: decides what of a batch is masked."""
         self._batch_extent = None
         if len(self.lens) == 1 and self.shared is None:
             return
         own = self.own_lens
         dense = min(own)
         if self.offload is None and max(own) > dense:
-            self._batch_extent = Extent(dense, dense + max_len - max(self.lens), tuple(own))
+            grown = max(end - length for end, length in zip(ends, self.lens, strict=True))
+            room = self.capacity - max(self.lens)  # what is read has to lie there, even if it is masked
+            self._batch_extent = Extent(dense, dense + min(grown, room), tuple(own))
             self.starts.copy_(staged(own, self.starts.device), non_blocking=True)
         else:  # the pieces of what streams past are those of all rows
-            self._batch_extent = Extent(dense, max_len - self.base)
+            self._batch_extent = Extent(dense, max(ends) - self.base)
 
     @property
     def own_lens(self) -> list[int]:
