@@ -265,7 +265,7 @@ def test_fp8_drafts_are_accepted(dtype):
     for draft_dtype in (None, "fp8"):
         engine = triforce.load("tiny", device="cuda", dtype=dtype, draft_dtype=draft_dtype, gamma=6, max_seq_len=24_576)
         ids = engine.encode_prompt(default_document())[:CONTEXT]
-        outs = [engine.generate(ids, 256, temperature=0.6, seed=seed, ignore_eos=True) for seed in range(3)]
+        outs = [engine.generate(ids, 256, temperature=0.6, seed=seed, ignore_eos=True) for seed in range(10)]
         rates[draft_dtype] = statistics.fmean(out.stats.acceptance_rate["full"] for out in outs)
     print(f"{dtype}: accepted at the full level {rates}")
     assert rates[None] > 0.5 and abs(rates["fp8"] - rates[None]) < 0.1
@@ -704,7 +704,7 @@ def test_a_graph_gets_memory_that_the_allocator_keeps():
 @in_half_precision
 def test_a_warm_up_leaves_no_trace(dtype, monkeypatch):
     """But that of the kernels that it has loaded: neither in what is said nor in the memory. (Threads leave each other
-    their handles of cuBLAS, with workspaces. After two warm-ups there are enough for all.)"""
+    their handles of cuBLAS, with workspaces. After two warm-ups and a call without there are enough for all.)"""
     said, held, real = [], [], warm_up.begin
     for begin in (real, real, lambda *args: None, real):
         monkeypatch.setattr(warm_up, "begin", begin)
@@ -716,7 +716,7 @@ def test_a_warm_up_leaves_no_trace(dtype, monkeypatch):
         del engine
         gc.collect()
         held.append(torch.cuda.memory_allocated())
-    assert said[0] == said[2] and held[2] - held[1] == held[3] - held[2]
+    assert said[0] == said[2] and held[3] - held[2] <= held[2] - held[1]
 
 
 def test_recordings_share_a_workspace():
