@@ -193,11 +193,11 @@ class TargetLayer:
             split = min(max(dense - start, 0), k.shape[2])
             if split > 0:
                 state = attention.partial(q, k[:, :, :split], v[:, :, :split])
-                merged = merge(merged or attention.empty(q), state)
+                merged = state if merged is None else merge(merged, state)
             if split < k.shape[2]:
                 bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
                 state = attention.masked_long(q, k[:, :, split:], v[:, :, split:], bias)
-                merged = merge(merged or attention.empty(q), state)
+                merged = state if merged is None else merge(merged, state)
             if block.on_piece is not None:
                 block.on_piece(self._i, number, kv)
         return [] if merged is None else [merged]
