@@ -136,7 +136,8 @@ def plot(path: str) -> None:
     rows, plt = read_rows(path), pyplot()
     figure, axes = plt.subplots(figsize=(11, 0.32 * len(rows) + 1.6))
     labels = [f"{row['checkpoint']}: {row['way']}, {row['context']:,} + {row['new']}"
-              + (f", {row['gpus']} GPUs" if row["gpus"] > 1 else "") for row in rows]
+              + (f", {row['gpus']} GPUs" if row["gpus"] > 1 else "") + (f", {row['flags']}" if row["flags"] else "")
+              for row in rows]
     left = [0.0] * len(rows)
     for part in PARTS:
         widths = [row.get(part, 0.0) for row in rows]  # of earlier rows no process waited for the compiler
