@@ -147,21 +147,26 @@ def test_many_masked_keys_are_products_on_a_gpu(monkeypatch):
     assert asked == [16, attention.AT_ONCE]
 
 
+@pytest.mark.parametrize("hidden", [-torch.inf, attention.HIDDEN])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, monkeypatch):
-    """At once, where a CPU merges one after the other; some rows see nothing in the others."""
+def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, hidden, monkeypatch):
+    """At once, where a CPU merges one after the other. A last state that hides all keys of a row changes none of the
+    row's bits, whatever it says of them. The states of a prefill, which has many rows, are merged."""
     torch.manual_seed(0)
     q = torch.randn(2, 2, 3, 8)
-    keys = [torch.randn(2, 2, 2, 5, 8) for _ in range(count)]
-    states = [attention.partial(q, k, v) for k, v in keys]
-    for out, lse in states[1:]:
-        out[0], lse[0] = 0.0, -torch.inf
+    states = [attention.partial(q, *torch.randn(2, 2, 2, 5, 8)) for _ in range(count)]
+    states[1:] = [(out.bfloat16(), lse) for out, lse in states[1:]]
+    nothing = states[-1][0] + 1, torch.full_like(states[0][1], hidden)
     expected = attention.join(states)
     calls, merge_last = [], attention.merge_last
     monkeypatch.setattr(attention, "merge_last", lambda *states: calls.append(1) or merge_last(*states))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    torch.testing.assert_close(attention.join(states), expected)
-    assert len(calls) == (count == 2)
+    found = attention.join(states)
+    torch.testing.assert_close(found, expected)
+    assert not calls and torch.equal(attention.join([*states, nothing]), found)
+    many = [(out.repeat(1, 1, 171, 1), lse.repeat(1, 1, 171)) for out, lse in states]  # 513 rows
+    torch.testing.assert_close(attention.join(many)[:, :, :3], expected)
+    assert len(calls) == (count > 1)
 
 
 def test_many_sequences_are_given_to_the_kernel_in_parts_that_it_splits():

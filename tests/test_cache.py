@@ -42,7 +42,8 @@ def test_ragged_rows_equal_the_dense_twin(pair, growth, monkeypatch):
 
 @pytest.mark.parametrize("base", [0, 96])
 def test_a_batch_reads_no_more_than_its_rows_will_flush(pair, base):
-    """The longest row may flush less often than another. What is read beyond that is masked, and takes time."""
+    """The longest row may flush less often than another. What is read beyond that is masked, and takes time. The same
+    of a draft that reads all."""
     prompts = [random_prompt(96) + random_prompt(n, seed=n) for n in (33, 40, 33)]  # of which 32 are flushed, for all
     texts = run_rounds(make_state(*pair, prompts, base=base), 30)
     for tokens, grown in ((8, 0), (9, 16), (24, 16), (25, 32)):
@@ -52,9 +53,12 @@ def test_a_batch_reads_no_more_than_its_rows_will_flush(pair, base):
     prompts[2] = prompts[2] + random_prompt(16, seed=3)
     texts = run_rounds(make_state(*pair, prompts, base=base), 30)
     for tokens, grown in ((8, 0), (9, 16), (16, 16)):  # of 9 more, the longest row flushes none
-        state = make_state(*pair, prompts, base=base, max_new_tokens=tokens)
+        state = make_state(*pair, prompts, base=base, max_new_tokens=tokens, draft_cache="full",
+                           retrieval=False)
         starts = tuple(length - base for length in (128, 128, 144))
         assert state.cache.prefix.extent_after(512) == (128 - base, 128 - base + grown, starts)
+        memory = state.hierarchy.sources["model"].memory
+        assert memory.cache.prefix.extent_after(512) == (128, 128 + grown, (128, 128, 144))
         assert [text[:tokens] for text in run_rounds(state, tokens)] == [text[:tokens] for text in texts]
 
 
@@ -233,7 +237,7 @@ def test_a_draft_that_was_left_out_catches_up(pair):
     # Nothing; the last 59 tokens; so far back that it begins anew.
     for known, computed in ((699, 0), (640, 59), (30, 64 + 64)):
         drafter.prefill(0, known)
-        drafter.open(1024)
+        drafter.open([1024])
         drafter.leave_out()
         seen = []
         hook = draft.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].shape[1]))

@@ -505,10 +505,10 @@ def test_masked_keys(dtype):
         torch.testing.assert_close(out[1:].double(), expected[0][1:], atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(lse[1:].double(), expected[1][1:], atol=1e-4, rtol=1e-4)
         assert lse.isfinite().all() and (lse[0] < -60_000).all()
-        own = attention.masked(q, k, v, attention.fold_mask(torch.ones_like(seen)[:, None].expand(-1, rows, -1), group))
-        for one, other in zip(attention.merge(own, (out, lse)), own, strict=True):
-            assert torch.equal(one[0], other[0].float())
-        assert torch.equal(attention.join([own, own, (out, lse)])[0], attention.join([own, own])[0])
+        own, other = (attention.partial(q, k[:, :, at], v[:, :, at]) for at in (slice(64), slice(64, None)))
+        for one, mine in zip(attention.merge(own, (out, lse)), own, strict=True):
+            assert torch.equal(one[0], mine[0].float())
+        assert torch.equal(attention.join([own, other, (out, lse)])[0], attention.join([own, other])[0])
         alone = attention.masked_long(q[2:3, :, 1:2], k[2:3], v[2:3], bias[2:3, :, 1:2])
         assert torch.equal(alone[0][0, :, 0], out[2, :, 1]) and torch.equal(alone[1][0, :, 0], lse[2, :, 1])
 
@@ -716,7 +716,7 @@ def test_a_warm_up_leaves_no_trace(dtype, monkeypatch):
         del engine
         gc.collect()
         held.append(torch.cuda.memory_allocated())
-    assert said[0] == said[2] and held[3] - held[2] <= held[2] - held[1]
+    assert said[0] == said[2] and held[3] <= held[2]
 
 
 def test_recordings_share_a_workspace():

@@ -84,11 +84,11 @@ def test_the_draft_is_told_everything(ranks):
     for one in (drafter, other):  # the rank without it passes over all of that
         one.prefill(1, 100, False)
         one.rewind(0, 50)
-        one.open(1000)
+        one.open([1000, 1000])
         one.catch_up([7, 8])
         one.leave_out()
         one.flush(1, 128)
         one.commit(length)
-    assert drafter.own.told == [("prefill", 1, 100, False), ("rewind", 0, 50), ("open", 1000), ("catch_up", [7, 8]),
-                                ("leave_out",), ("flush", 1, 128), ("commit", length)]
+    assert drafter.own.told == [("prefill", 1, 100, False), ("rewind", 0, 50), ("open", [1000, 1000]),
+                                ("catch_up", [7, 8]), ("leave_out",), ("flush", 1, 128), ("commit", length)]
     assert (drafter.nbytes, other.nbytes) == (12, 0)

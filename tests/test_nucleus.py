@@ -90,7 +90,8 @@ def test_the_laws_of_a_cpu_have_exact_borders(monkeypatch):
 
 @pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 400, 0]], ids=str)
 def test_of_many_rows_the_most_probable_words_are_ranked(top_k, monkeypatch):
-    """Exactly, and what needs more of them is cut there. Where every word survives, every word does."""
+    """Exactly, and what needs more of them is cut there. Where every word survives, every word does. Of more words than
+    are ranked, top-p is a share of those that are."""
     monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
     monkeypatch.setattr(nucleus, "NEARLY", 100)
     monkeypatch.setattr(nucleus, "RANKED", 200)
@@ -101,6 +102,8 @@ def test_of_many_rows_the_most_probable_words_are_ranked(top_k, monkeypatch):
     least = probs.topk(200).values[..., -1:]
     assert torch.equal(near, torch.where(exact == 0, 0.0, torch.maximum(exact, least)))
     assert (exact > least).any() and ((exact > 0) & (exact < least)).any()
+    more, half = (nearly_kept(probs, torch.full((3,), count), torch.full((3,), 0.5).double()) for count in (400, 200))
+    assert torch.equal(more, half)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])

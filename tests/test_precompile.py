@@ -132,7 +132,7 @@ def test_every_piece_that_a_step_calls_is_traced(pair, asked, traced_once, monke
     engine = make_engine(target, None if "draft" in options else draft, drafting=drafting, compile="beside",
                          max_batch_size=rows, **SETTINGS, **options)
     prefix = engine.prefill(random_prompt(200)) if shared else None
-    for tokens in (2, 24):  # before a row flushes, a batch has no masked part
+    for tokens in (2, 24):  # where no row will flush, a batch has no masked part
         run(engine, rows, tokens=tokens, prefix=prefix)
     assert (engine.caches.state.base > 0) == shared
     traced = precompile.collect(asked[0])

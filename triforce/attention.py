@@ -2,8 +2,8 @@
 
 A partial state is `(out, lse)`: attention over some of the keys, normalised over those alone, and the log of the sum
 of their exponentials. Two states over disjoint keys merge exactly (the identity behind FlashAttention, arXiv
-2205.14135, and Flash-Decoding), so a long unmasked prefix goes to the fastest fused kernel of the device while the
-few newest keys, which need a mask, go through plain matmuls.
+2205.14135, and Flash-Decoding), so a long unmasked prefix goes to the fastest fused kernel of the device, while the
+few newest keys, which need a mask, go through another kernel, or through plain matmuls.
 
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, R = G * M folded rows, S keys, D head_dim.
 """
@@ -19,6 +19,7 @@ LONG = 2048  # keys from which on it pays to have a kernel split them
 TILE = 128  # rows that cuDNN's kernel takes at a time
 FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
 AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and a softmax, one after the other
+FEW_ROWS = 512  # of a state: more are a prefill's, where states joined at once would take as much memory again as they
 PLANNED = 2**30  # scores (rows times keys) of a layer, from which on a plan of cuDNN's pays that is used once
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
@@ -38,10 +39,11 @@ def unfold(out: Tensor, n_head: int) -> Tensor:
 
 
 def fold_mask(visible: Tensor, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Boolean [B, M, S] -> additive [B, 1, G * M, S] of a dtype, 0 where visible and -inf elsewhere.
+    """Boolean [B, M, S] -> additive [B, 1, G * M, S] of a dtype: 0 where visible, elsewhere -inf, or HIDDEN in half
+    precision.
 
-    In half precision it is HIDDEN elsewhere. What is seen beside it weighs as if that were -inf. A GPU's kernel takes
-    a row that sees only -inf for one that sees a key; of one that sees only HIDDEN, it says that it weighs nothing.
+    Beside a visible key, one with HIDDEN weighs exactly nothing. A row that sees no key weighs nothing beside any other
+    state, which is why it is no -inf: of a row with that alone, a GPU's kernel says that it sees a key.
     """
     bias = torch.where(visible, 0.0, HIDDEN if _is_half(dtype) else float("-inf")).to(dtype)
     return (bias if group == 1 else bias.repeat(1, group, 1))[:, None]
@@ -198,10 +200,11 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False) -> State:
-    """Attention over few keys with an additive mask; a masked key contributes exactly nothing.
+    """Attention over few keys with an additive mask. A masked key contributes exactly nothing to a row that sees one.
 
     Args:
-        q: [B, K, R, D]. k, v: [B, K, S, D]. bias: [B, 1, R, S], see `fold_mask`.
+        q: [B, K, R, D]. k, v: [B, K, S, D]. bias: [B, 1, R, S], see `fold_mask`. A row that sees no key has an lse of
+            -inf, or of about HIDDEN, and an output that means nothing.
         no_empty_rows: the caller vouches that each row sees a key. The CPU kernel answers lse 0 for a row that
             sees none, so it may only be used then.
     """
@@ -266,7 +269,9 @@ def merge_last(a: State, b: State) -> Tensor:
 def join(states: list[State]) -> Tensor:
     """The output of attention over the union of disjoint sets of keys, of which every row sees a key in the first."""
     state, *others = states
-    if len(others) > 1 and state[0].is_cuda and not is_traced():  # fewer kernels than one merge after the other
+    # Fewer kernels than one merge after the other. Of two states, too: a third that weighs nothing, which a batch may
+    # have or not, then changes no bits.
+    if others and state[0].is_cuda and not is_traced() and state[0].shape[2] <= FEW_ROWS:
         shares = torch.stack([lse for _, lse in states]).softmax(0)[..., None]
         return (torch.stack([out for out, _ in states]) * shares).sum(0)
     for other in others[:-1]:

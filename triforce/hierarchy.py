@@ -210,9 +210,9 @@ class Hierarchy:
         if self.view is not None:
             self.view.num_rebuilds = 0
 
-    def open_sources(self, max_len: int) -> None:
+    def open_sources(self, ends: list[int]) -> None:
         for source in self.sources.values():
-            source.open(max_len)
+            source.open(ends)
 
     def flush(self, row: int, length: int) -> None:
         """A row of `length` tokens has filled a flush interval, which moves from the tail to the prefix."""

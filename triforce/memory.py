@@ -157,7 +157,8 @@ def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int,
     word whether it lies above each border, and its share of the mass there."""
     words, cuda = batch * config.vocab_size, device.type == "cuda"
     nearly = nucleus.NEARLY // words * words * nucleus.EDGES * 5 if cuda else 0
-    ranked = 40 if cuda else 16  # a CPU ranks no more words than it needs
+    # A GPU ranks all words of a row: the law, sorted, and four whole numbers of 64 bits of each. A CPU seldom does.
+    ranked = 40 if cuda else 16
     return nearly + words * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
 
 

@@ -1,10 +1,10 @@
 """The least probability that survives top-k and top-p. Masses are whole numbers, so no order of adding them matters.
 
-There are two ways to the same number. Words are **ranked**. For many words in many rows, compiled code **searches**,
-bit by bit: a probability survives if the more probable ones are fewer than k and have less mass than p, so each pass
-over the words says on which side of a few candidates the number lies. A compiled pass reads the words once; a sort
-reads and writes them again and again. A law that only drafts need not be exact: for a few rows on a GPU, one pass finds
-the border **nearly**, and for more rows the most probable words alone are ranked.
+There are two ways to the same number. Words are **ranked**. For many words in many rows, a GPU's compiled code
+**searches**, bit by bit: a probability survives if the more probable ones are fewer than k and have less mass than p,
+so each pass over the words says on which side of a few candidates the number lies. A compiled pass reads the words
+once; a sort reads and writes them again and again. A law that only drafts need not be exact: for a few rows on a GPU,
+one pass finds the border **nearly**, and for more rows the most probable words alone are ranked.
 
 Shapes: B batch, n positions, V vocabulary.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from .graphs import is_traced
 
 FIRST = (128, 4096)  # on a CPU so many of the most probable words are ranked before all are
-SEARCHED = 2**22  # probabilities from which on compiled code searches (measured on an H200)
+SEARCHED = 2**22  # probabilities from which on a GPU's compiled code searches (measured on an H200)
 BITS = 2  # that a pass decides: of 3, a pass takes twice as long
 PATTERN_BITS = 30  # of float32 numbers from 0 to 1: in the order of the numbers, as whole numbers
 UNIT = 2.0**56  # of masses
@@ -33,8 +33,12 @@ def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
 
 
 def nearly_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
-    """`smallest_kept`, or up to 9% less, for laws that only draft. For one of 32,000 words an H200 takes 20 us, and 74
-    where it ranks them. Of many rows, no more than RANKED words survive."""
+    """Nearly `smallest_kept`, for laws that only draft.
+
+    Of few rows the border is up to 9% less: for one of 32,000 words an H200 takes 20 us, and 74 where it ranks them. Of
+    many rows it is at least the last of RANKED words, and top-p is a share of the mass of these where top-k asks for
+    more. Where all words are to survive, all do.
+    """
     if not _on_gpu(probs):
         return smallest_kept(probs, top_k, top_p)
     if probs.numel() > NEARLY:
@@ -55,7 +59,7 @@ def nearly_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
 
 
 def ranked(probs: Tensor, top_k: Tensor | None, top_p: Tensor, most: int | None = None) -> Tensor:
-    """By sorting; arguments as in `searched`. most: so many words are ranked, and no others survive. None: as many as
+    """By sorting; arguments as in `searched`. most: only the most probable words are ranked, so many. None: as many as
     decide."""
     if most is None:
         order = _most_probable(probs, top_k, top_p)  # [B, n, V or fewer]

@@ -127,17 +127,17 @@ def _go_through(state: State, lengths: list[int]) -> None:
     outer, inner, here = hierarchy.outer, hierarchy.inner, state.tape.buffer()
     for ends in (lengths, [state.capacity] * state.batch):  # a prefix that no row will add to has no masked part
         hierarchy.open(ends)
+        hierarchy.open_sources(ends)
         for rows in {1, outer.rows}:
             outer.rehearse(here, rows)
-    hierarchy.open_sources(state.capacity)
+        for name, source in hierarchy.sources.items():
+            for level in hierarchy.levels:
+                if level.rows > 1 and name != "custom":
+                    source.propose(here, Plan(min(2, level.rows - 1), name), level.draft_probs)
     if inner is not None:
         inner.rehearse(here, inner.rows, outer.draft_probs)
         if outer.tree.size:
             inner.rehearse_growth()
-    for name, source in hierarchy.sources.items():
-        for level in hierarchy.levels:
-            if level.rows > 1 and name != "custom":
-                source.propose(here, Plan(min(2, level.rows - 1), name), level.draft_probs)
 
 
 class Unknown(Drafter):

@@ -305,9 +305,10 @@ class State:
     def _open(self, max_new_tokens: int, plan: Plan | None, padding: Padding | None) -> None:
         interval = self.settings.flush_interval
         self._ends = [length + max_new_tokens for length in self.lens]
-        ends = [min(held + (end - held) // interval * interval, self.capacity)
-                for held, end in zip(self.cache.lens, self._ends, strict=True)]
-        self.hierarchy.open(ends)
+        # A prefix grows by whole intervals.
+        prefix_ends = [min(held + (end - held) // interval * interval, self.capacity)
+                       for held, end in zip(self.cache.lens, self._ends, strict=True)]
+        self.hierarchy.open(prefix_ends)
         if self.hierarchy.view is not None:
             self.hierarchy.view.open_common()
         for row in range(self.batch):
@@ -315,7 +316,7 @@ class State:
         self.pilot.open(plan, padding or self.pilot.padding, self.lens, max_new_tokens, self.texts)
         # Before what drafts takes in the prompts: so many small kernels are more than the host can be ahead by.
         self._record_ahead()
-        self.hierarchy.open_sources(max(ends))
+        self.hierarchy.open_sources(prefix_ends)
         if self.compiler.recorder is not None:
             torch.cuda.current_stream().synchronize()  # the time of the prefill is not the first round's
         self.num_forwards, self.num_flushes, self._recorded = 0, 0, self.compiler.seconds

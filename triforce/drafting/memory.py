@@ -27,8 +27,8 @@ class DraftMemory(Protocol):
     never_grows: bool  # that is always the same
     nbytes: int
 
-    def open(self, max_len: int) -> None:
-        """Called once all prompts are in: no row's prefix will outgrow max_len."""
+    def open(self, ends: list[int]) -> None:
+        """Called once all prompts are in: no row's prefix will outgrow its end."""
 
     def rewind(self, row: int, length: int) -> bool:
         """Back to the first `length` tokens, where `open` was called. False: they are to be taken in once more."""
@@ -54,7 +54,7 @@ class StreamingMemory:
         self.model, self.tokens, self.cache = model, tokens, cache
         self.nbytes = cache.nbytes
 
-    def open(self, max_len: int) -> None:
+    def open(self, ends: list[int]) -> None:
         """It never grows."""
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
@@ -122,8 +122,8 @@ class LongMemory:
     def extent(self) -> Extent:
         return self.view.extent
 
-    def open(self, max_len: int) -> None:
-        self.cache.prefix.open([max_len] * len(self.cache.lens))
+    def open(self, ends: list[int]) -> None:
+        self.cache.prefix.open(ends)
         self._opened = [tail.clone() for tail in self.cache.tail.kv]
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:

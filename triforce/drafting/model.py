@@ -54,10 +54,10 @@ class ModelDrafter(Drafter):
         else:
             self._awaited[row] = length, 0
 
-    def open(self, max_len: int) -> None:
+    def open(self, ends: list[int]) -> None:
         self._take_in(self._awaited)
         self._awaited = {}
-        self.memory.open(max_len)
+        self.memory.open(ends)
 
     def _take_in(self, rows: dict[int, tuple[int, int]]) -> None:
         """By row: its length, and how many of these tokens are known."""

@@ -62,8 +62,8 @@ class Drafter:
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
         """The first `length` tokens of a row of the tape are settled. fresh: the row is a new conversation."""
 
-    def open(self, max_len: int) -> None:
-        """All prompts are in: no row's prefix will outgrow max_len."""
+    def open(self, ends: list[int]) -> None:
+        """All prompts are in: no row's prefix will outgrow its end."""
 
     def rewind(self, row: int, length: int) -> None:
         """Back to the first `length` tokens of a row, where `open` was called."""

@@ -54,8 +54,8 @@ class SharedDrafter(Drafter):
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
         self.own.prefill(row, length, fresh)
 
-    def open(self, max_len: int) -> None:
-        self.own.open(max_len)
+    def open(self, ends: list[int]) -> None:
+        self.own.open(ends)
 
     def rewind(self, row: int, length: int) -> None:
         self.own.rewind(row, length)

@@ -72,10 +72,12 @@ class TargetBlock:
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         self.going, self.runs = going, None if going is None else runs(going)
         tail = cache.tail
+        keys = tail.slots + (tail.room if view.joined else 0)
         self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
         self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
             cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if view.joined else None,
-            tail.room if view.joined else 0, torch.float32 if view.joined else tail.whole.dtype)
+            tail.room if view.joined else 0,
+            torch.float32 if keys > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
         self.ragged_bias = None
         if not view.joined and extent.longest > extent.dense:
             first = 0 if extent.starts else extent.dense
@@ -132,7 +134,7 @@ class TargetLayer:
 
     def read(self, q: Tensor) -> list:
         """What the queries see in the view: states over what all rows share, over its dense part and over its ragged
-        part, where there are such."""
+        part, where there are such. The ragged part comes last: where it weighs nothing, no bits depend on it."""
         block, view = self._block, self._block.view
         if self._i >= len(view.k):
             return self._read_pieces(q)
@@ -141,8 +143,6 @@ class TargetLayer:
             return states
         k, v = view.k[self._i], view.v[self._i]
         dense, _, starts = block.extent
-        if block.ragged_bias is not None:
-            states.append(self._ragged(q, k, v))
         start = 0
         if view.packed is not None and q.shape[2] >= MIN_ROWS:
             packed = view.packed[self._i]
@@ -158,6 +158,8 @@ class TargetLayer:
                     if block.going is None or row in block.going else attention.empty(q[row, None])
                     for row, stop in enumerate(starts)]
             states.append(attention.as_batch(rows))
+        if block.ragged_bias is not None:
+            states.append(self._ragged(q, k, v))
         return states
 
     def _shared(self, q: Tensor) -> list[attention.State]:
