@@ -187,9 +187,9 @@ def transformers_rows(engine: Engine, tokenizer, ids: list[int], args) -> dict:
 
 
 def run(args) -> None:
-    if args.again >= args.questions:
-        raise SystemExit(f"--again ({args.again}) must be less than --questions ({args.questions}): no row is to "
-                         "be asked what it still holds")
+    if args.again >= max(args.questions, 2):
+        raise SystemExit(f"--again ({args.again}) must be less than --questions ({args.questions}), or 1: no row is "
+                         "to be asked what it still holds")
     group, args.device = from_environment(args.device)
     cap_memory(args.memory_cap)
     engine, tokenizer = engine_of(args, group)

@@ -21,15 +21,17 @@ PATTERN_BITS = 30  # of float32 numbers from 0 to 1: in the order of the numbers
 UNIT = 2.0**56  # of masses
 NEARLY = 5 * 2**15  # probabilities up to which a GPU looks for a border nearly
 RANKED = 1024  # words of each row that are ranked beyond that
+STRETCH = 1024  # numbers that a GPU sums up beside others
 EDGES, HALVINGS = 128, 16  # borders that are tried then, from the largest probability down to so many halvings of it
 
 
-def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
+def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor, most: int | None = None) -> Tensor:
     """All at least as probable survive: probs [B, n, V], top_k [B] (0: all; None: all of all rows), top_p [B] ->
-    [B, n, 1]."""
-    searches = is_traced() and _on_gpu(probs) and probs.numel() >= SEARCHED and probs.dtype == torch.float32
-    top_k = None if top_k is None else top_k[:, None, None]
-    return (searched if searches else ranked)(probs, top_k, top_p[:, None, None].double())
+    [B, n, 1]. most: see `ranked`."""
+    top_k, top_p = None if top_k is None else top_k[:, None, None], top_p[:, None, None].double()
+    if most is None and is_traced() and _on_gpu(probs) and probs.numel() >= SEARCHED and probs.dtype == torch.float32:
+        return searched(probs, top_k, top_p)
+    return ranked(probs, top_k, top_p, most)
 
 
 def nearly_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
@@ -42,7 +44,7 @@ def nearly_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     if not _on_gpu(probs):
         return smallest_kept(probs, top_k, top_p)
     if probs.numel() > NEARLY:
-        return ranked(probs, None if top_k is None else top_k[:, None, None], top_p[:, None, None].double(), RANKED)
+        return smallest_kept(probs, top_k, top_p, RANKED)
     top_p = top_p[:, None, None].to(probs.dtype)
     steps = torch.arange(EDGES, device=probs.device) * (HALVINGS / EDGES)
     edges = probs.amax(-1, keepdim=True) * torch.exp2(-steps)  # [B, n, EDGES], descending
@@ -131,12 +133,16 @@ def _most_probable(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor
     return probs.sort(dim=-1, descending=True).values
 
 
-def running_sum(x: Tensor, stretch: int = 1024) -> Tensor:
+def in_stretches(x: Tensor) -> Tensor:
+    """[..., N] -> [..., stretches, STRETCH], with zeros at the end of the last."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % STRETCH)).unflatten(-1, (-1, STRETCH))
+
+
+def running_sum(x: Tensor) -> Tensor:
     """x.cumsum(-1) of [B, ..., N]. For a batch on a GPU in two steps, stretches and their sums: the compiler of torch
     2.11 fails on long scans of several rows."""
-    if not _on_gpu(x) or len(x) == 1 or x.shape[-1] <= stretch:
+    if not _on_gpu(x) or len(x) == 1 or x.shape[-1] <= STRETCH:
         return x.cumsum(-1)
-    size = x.shape[-1]
-    within = torch.nn.functional.pad(x, (0, -size % stretch)).unflatten(-1, (-1, stretch)).cumsum(-1)
+    within = in_stretches(x).cumsum(-1)
     before = torch.nn.functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))
-    return (within + before[..., None]).flatten(-2)[..., :size]
+    return (within + before[..., None]).flatten(-2)[..., : x.shape[-1]]

@@ -125,7 +125,10 @@ def _go_through(state: State, lengths: list[int]) -> None:
         if hierarchy.view is not None:
             hierarchy.view.fit(row)
     outer, inner, here = hierarchy.outer, hierarchy.inner, state.tape.buffer()
-    for ends in (lengths, [state.capacity] * state.batch):  # a prefix that no row will add to has no masked part
+    ends_of = [[state.capacity] * state.batch]
+    if state.batch > 1 or state.base:  # a prefix that no row will add to has no masked part
+        ends_of.append(lengths)
+    for ends in ends_of:
         hierarchy.open(ends)
         hierarchy.open_sources(ends)
         for rows in {1, outer.rows}:

@@ -15,12 +15,11 @@ from torch.nn import functional as F
 
 from .config import Sampling, check_biases
 from .graphs import is_traced
-from .nucleus import nearly_kept, running_sum, smallest_kept
+from .nucleus import STRETCH, in_stretches, nearly_kept, running_sum, smallest_kept
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
 MANY = 2**16  # probabilities above which a GPU draws in two steps
-STRETCH = 1024  # tokens of a stretch
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
 def _in_two_steps(probs: Tensor, u: Tensor) -> Tensor:
     """`sample`, which finds a stretch of tokens first, and then the token in it. Of the other stretches only the sums
     are needed. Arguments of the same shape, but for V."""
-    stretches = F.pad(probs, (0, -probs.shape[-1] % STRETCH)).unflatten(-1, (-1, STRETCH))
+    stretches = in_stretches(probs)
     upto = F.pad(stretches.sum(-1, dtype=torch.float64).cumsum(-1), (1, 0))  # [..., N + 1], from 0 on
     passed = u[..., None] * upto[..., -1:]
     which = (upto[..., 1:-1] <= passed).sum(-1, keepdim=True)
