@@ -154,6 +154,7 @@ def test_joint_law_is_the_targets_where_ngrams_draft(models, monkeypatch, case, 
 def test_rebuilding_when_acceptance_drops_does_not_bias(models):
     """A round cut at a flush position must not let what it checked beyond decide whether retrieval is rebuilt."""
     def about_to_drop(state):
+        state.hierarchy.view.catch_up(range(state.batch))  # or the first round would choose, and forget what follows
         for policy in state.pilot.rebuilds.values():
             policy.tokens, policy.recent, policy.average = 12, 0.68, 0.951
 
@@ -189,7 +190,7 @@ def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, lea
     gathered, gather, scores = [], RetrievalView.gather, views.chunk_scores
 
     def counted(self, *args):
-        gathered.append(self.awaits_pieces)
+        gathered.append(self.awaiting)
         gather(self, *args)
 
     monkeypatch.setattr(RetrievalView, "gather", counted)
