@@ -60,10 +60,9 @@ def measure(hierarchy: "Hierarchy", padding: Padding, group=None) -> Costs:
             rehearsals.enter_context(level.rehearsal())
 
         def step(level, rows: int) -> float:
-            streams = level is outer and hierarchy.cache.prefix.offload is not None
             probs = outer.draft_probs if level is inner else None
-            return milliseconds(lambda: level.rehearse(here, rows, probs), device, warm_up=1 if streams else recorded,
-                                group=group)
+            return milliseconds(lambda: level.rehearse(here, rows, probs), device, group=group,
+                                warm_up=recorded if level.is_recorded else 1)
 
         padded = padding.drafts
         costs = Costs({rows: step(outer, rows) for rows in sizes(outer, padded)},

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_state, random_prompt
+from conftest import assert_view_holds_its_selection, make_state, random_prompt
 
 from triforce.drafting.protocol import Drafter
 from triforce.graphs import Compiler, Graphed
+from triforce.plan import AUTOREGRESSION
 
 PROMPT = random_prompt(100)
 
@@ -38,9 +39,9 @@ def gpu(monkeypatch):
 BLOCKS = {"gamma": 3, "block_size": 4, "flush_interval": 96, "budget": 128}
 
 
-def recording_state(pair, **settings):
+def recording_state(pair, prompt=PROMPT, **settings):
     compiler = Compiler(torch.device("cpu"), recorder=object())
-    return make_state(*pair, [PROMPT], compiler=compiler, **(BLOCKS | settings))
+    return make_state(*pair, [prompt], compiler=compiler, **(BLOCKS | settings))
 
 
 def steps_of(state) -> dict[str, Graphed]:
@@ -72,6 +73,59 @@ def test_what_is_recorded_ahead_is_what_the_first_rounds_run(pair, gpu, kind):
         assert state.round() == plain.round()
     for name in expected:
         assert len(steps_of(state)[name].graphs) == 1 and not steps_of(state)[name]._unplayed
+
+
+def test_a_step_over_few_pieces_from_the_host_is_recorded(pair, gpu):
+    """Once for what gathers, and once for what does not. Where there are many pieces, none is."""
+    prompt, settings, said = random_prompt(300), BLOCKS | {"flush_interval": 32, "rebuild_interval": 1}, []
+    for tokens in (160, 152, 64):  # of 288, and soon of 320
+        state = recording_state(pair, prompt, **settings, num_resident_layers=0, piece_tokens=tokens)
+        outer = state.hierarchy.outer
+        assert ("full" in prepared(state)) == outer.is_recorded == (tokens > 64)
+        said.append([state.round() for _ in range(18)])
+        assert state.num_flushes == 1 and outer.is_recorded == (tokens == 160)
+        if tokens == 152:  # nothing is recorded for a length of three pieces
+            assert {key[1] for key in outer.step.graphs} == {288}
+            continue
+        gathers = {(key[1], key[5]) for key in outer.step.graphs}  # by the length of the prefix; after a flush, too
+        assert gathers == ({(288, False), (288, True), (320, True)} if tokens == 160 else set())
+        assert state.hierarchy.view.awaiting == [0]
+        state.round(AUTOREGRESSION)
+        assert_view_holds_its_selection(state.hierarchy.view)
+    plain = make_state(*pair, [prompt], **settings, num_resident_layers=0, piece_tokens=160)
+    assert said == [[plain.round() for _ in range(18)]] * 3 and plain.hierarchy.view.num_rebuilds > 4
+
+
+def test_a_view_of_what_rows_share_is_gathered_by_what_was_recorded_ahead(pair, gpu):
+    document = random_prompt(300)
+    prompts = [document[:288] + random_prompt(20, seed=row) for row in (1, 2)]
+    how = BLOCKS | {"flush_interval": 32, "budget": 64, "base": 288, "num_resident_layers": 0, "piece_tokens": 160}
+    compiler = Compiler(torch.device("cpu"), recorder=object())
+    state, plain = make_state(*pair, prompts, compiler=compiler, **how), make_state(*pair, prompts, **how)
+    [(key, _)] = state.hierarchy.outer.step.graphs.items()
+    assert key[5] is True and key in state.hierarchy.outer.step._unplayed
+    assert state.round() == plain.round()
+    assert not state.hierarchy.outer.step._unplayed and not state.hierarchy.view.shared.awaiting
+    assert [state.round() for _ in range(6)] == [plain.round() for _ in range(6)]
+
+
+def test_a_step_that_gathers_for_some_rows_is_not_recorded(pair, gpu, monkeypatch):
+    """There are too many such sets of rows."""
+    prompts = [random_prompt(n, seed=n) for n in (300, 310, 290)]
+    how = BLOCKS | {"flush_interval": 32, "budget": 64, "rebuild_interval": 8, "num_resident_layers": 0}
+    compiler = Compiler(torch.device("cpu"), recorder=object())
+    state, plain = make_state(*pair, prompts, compiler=compiler, **how), make_state(*pair, prompts, **how)
+    outer, view, record, some, recorded = state.hierarchy.outer, state.hierarchy.view, Graphed._record, 0, []
+
+    def noted(self, args):
+        recorded.extend([len(view.awaiting)] * (self is outer.step))
+        return record(self, args)
+
+    monkeypatch.setattr(Graphed, "_record", noted)
+    for _ in range(30):
+        some += len(view.awaiting) in (1, 2)
+        assert state.round() == plain.round()
+    assert some > 5 and outer.step.graphs and set(recorded) <= {0, 3}
 
 
 def test_nothing_is_recorded_ahead_once_the_device_is_done(pair, gpu, monkeypatch):

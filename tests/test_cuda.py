@@ -20,6 +20,7 @@ import triforce
 from triforce import attention, coupled, float8, jobs, nucleus, sampling, warm_up
 from triforce.errors import UserError
 from triforce.graphs import Compiler, Graphed
+from triforce.kv.offload import Offload
 from triforce.kv.prefix import STRIDE
 from triforce.model import ModelConfig, RotaryEmbedding, Transformer, rotate
 from triforce.plan import AUTOREGRESSION
@@ -586,17 +587,19 @@ def test_other_dtypes(dtype):
 def offloading(models, resident=0, **kw):
     target, draft = models
     return make_engine(target, draft, gamma=6, gamma_inner=2, block_size=16, prefill_chunk_size=4096,
-                       flush_interval=128, budget=512, compile="beside", max_seq_len=24_576, offload=True,
-                       num_resident_layers=resident, **{"piece_tokens": 1024, **kw})
+                       flush_interval=128, budget=512, max_seq_len=24_576, offload=True, num_resident_layers=resident,
+                       **{"piece_tokens": 1024, "compile": "beside", **kw})
 
 
 @in_half_precision
-@pytest.mark.parametrize("resident", [0, 2])
-def test_offloaded_greedy_bits(dtype, resident):
-    """512 tokens at 16K, streamed from pinned memory: the same bits whatever drafts."""
+@pytest.mark.parametrize("resident,piece", [(0, 1024), (2, 1024), (0, 12_288), (2, 12_288)])
+def test_offloaded_greedy_bits(dtype, resident, piece):
+    """512 tokens at 16K, streamed from pinned memory: the same bits whatever drafts. In few pieces, as a graph."""
     ids, random_models = random_prompt(CONTEXT, vocab_size=VOCAB), random_models_in(dtype)
-    state = prepare(offloading(random_models, resident, keep_logits=True), ids, VOCAB)
+    state = prepare(offloading(random_models, resident, keep_logits=True, piece_tokens=piece), ids, VOCAB)
     tokens, hashes, rejected, _ = bits(state, NEW)
+    graphs = state.hierarchy.outer.step.graphs
+    assert len(graphs) >= 3 if piece > 1024 else not graphs
     print(f"offloaded, {resident} resident layers: rejected {rejected}, flushes {state.num_flushes}, "
           f"rebuilds {state.hierarchy.view.num_rebuilds}")
     assert min(rejected.values()) >= 20 and state.num_flushes >= 2 and state.hierarchy.view.num_rebuilds >= 2
@@ -610,6 +613,67 @@ def test_offloaded_greedy_bits(dtype, resident):
     streamed, device = (bits(prepare(engine, ids, VOCAB), 64, plan=AUTOREGRESSION)[:2] for engine in engines)
     print(f"one piece: tokens equal {streamed[0] == device[0]}, logits hashes equal {streamed[1] == device[1]}")
     assert streamed[0] == device[0]
+
+
+def test_a_graph_waits_for_the_copies_before_it(random_models, monkeypatch):
+    """Also one that was recorded before any copy; however late they come."""
+    ids, found, copy = random_prompt(CONTEXT, vocab_size=VOCAB), [], Offload.copy
+
+    def late(self, *args):
+        with torch.cuda.stream(self.copy_stream):
+            torch.cuda._sleep(3_000_000)
+        copy(self, *args)
+
+    for slow in (False, True):
+        monkeypatch.setattr(Offload, "copy", late if slow else copy)
+        with mock.patch.object(torch.cuda.Event, "query", lambda self: False):
+            engine = offloading(random_models, piece_tokens=12_288, keep_logits=True, compile=None)
+            state = prepare(engine, ids, VOCAB)
+        assert len(state.hierarchy.outer.step.graphs) == 1 and not state.num_forwards
+        found.append(bits(state, 40, plan=AUTOREGRESSION)[:2])
+    assert found[0] == found[1]
+
+
+def test_what_a_graph_gathers_is_what_a_step_gathers(random_models, monkeypatch):
+    """One that is recorded, and one that is not: the same bits, and the same view, which holds what was selected."""
+    ids, found = random_prompt(CONTEXT, vocab_size=VOCAB), []
+    for few in (2, 0):
+        monkeypatch.setattr("triforce.kv.offload.FEW_PIECES", few)
+        engine = offloading(random_models, piece_tokens=12_288, keep_logits=True, compile=None)
+        state = prepare(engine, ids, VOCAB)
+        said = bits(state, 300)[:2]
+        assert bool(state.hierarchy.outer.step.graphs) == (few > 0) and state.hierarchy.view.awaiting
+        state.round(AUTOREGRESSION)
+        view = state.hierarchy.view
+        assert_view_holds_its_selection(view)
+        found.append((said, [x.clone() for x in (*view.k, *view.v)]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_a_recording_with_copies_that_is_broken_off(random_models, monkeypatch):
+    """By Ctrl-C, while the copy stream works for it. Afterwards steps are recorded as ever."""
+    ids, copy, breaks = random_prompt(CONTEXT, vocab_size=VOCAB), Offload.copy, [False]
+
+    def interrupted(self, *args):
+        copy(self, *args)
+        if breaks[0] and torch.cuda.is_current_stream_capturing():
+            breaks[0] = False
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Offload, "copy", interrupted)
+    engine = offloading(random_models, piece_tokens=12_288, keep_logits=True, compile=None)
+    with mock.patch.object(torch.cuda.Event, "query", lambda self: True):
+        state = prepare(engine, ids, VOCAB)
+    expected = bits(state, 40)[:2]
+    state.rewind(1000)
+    state.hierarchy.outer.step.graphs.clear()
+    breaks[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        bits(state, 40)
+    assert not breaks[0]
+    state.rewind(1000)
+    assert bits(state, 40)[:2] == expected and state.hierarchy.outer.step.graphs
 
 
 def test_a_prefill_of_many_chunks_has_the_same_bits_compiled_or_not(random_models):

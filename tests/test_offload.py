@@ -72,11 +72,11 @@ def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
     state = state_of(models, num_resident_layers=0, sampling={"temperature": 0.8})
 
     state.pilot.think, plain = lambda: None, 0
-    state.pilot.choose = lambda: (ONE_ROW if state.hierarchy.view.awaits_pieces else Plan(3, "model", True, 1, 2))
+    state.pilot.choose = lambda: (ONE_ROW if state.hierarchy.view.awaiting else Plan(3, "model", True, 1, 2))
     for _ in range(80):
-        awaited, flushes = state.hierarchy.view.awaits_pieces, state.num_flushes
+        awaited, flushes = state.hierarchy.view.awaiting, state.num_flushes
         (tokens,) = state.round()
-        assert not (awaited and state.hierarchy.view.awaits_pieces)
+        assert not (awaited and state.hierarchy.view.awaiting)
         if awaited and state.num_flushes == flushes:
             plain += 1
             assert len(tokens) == 1
@@ -128,9 +128,9 @@ def test_gathering_takes_what_was_selected(models, piece):
         before = [k.clone() for k in state.hierarchy.view.k]
         state.hierarchy.view.rebuild(0, at_once=False)
         assert torch.equal(before[1], state.hierarchy.view.k[1])  # layer 1 is offloaded in both
-        assert state.hierarchy.view.awaits_pieces
+        assert state.hierarchy.view.awaiting
         state.round()
-        assert not state.hierarchy.view.awaits_pieces
+        assert not state.hierarchy.view.awaiting
         same_views(state, resident)
         state.hierarchy.view.k[1].zero_()
         state.hierarchy.view.rebuild(0)  # the same queries' successors: only that it is complete is compared
@@ -161,9 +161,9 @@ def test_each_row_of_a_batch_gathers_its_own(models, piece):
             kv.fill_(7.0)
         for row in rows:
             view.rebuild(row, at_once=False)
-        assert view.awaits_pieces
+        assert view.awaiting
         state.round()
-        assert not view.awaits_pieces and state.num_flushes == 0
+        assert not view.awaiting and state.num_flushes == 0
         for row in range(3):
             if row in rows:
                 assert_view_holds_its_selection(state.hierarchy.view, row)

@@ -306,11 +306,11 @@ def test_what_streams_past_is_gathered_for_all_rows(pair):
     """The view of an offloaded document is empty until the first verify streams it past; then it holds what it says."""
     prompts = PROMPTS[::2]  # neither fills a flush interval with its next token
     state = make_state(*pair, prompts, base=BASE, num_resident_layers=1, piece_tokens=48)
-    assert state.hierarchy.view.shared.awaits_pieces
+    assert state.hierarchy.view.shared.awaiting
     with pytest.raises(AssertionError):
         assert_view_holds_its_selection(state.hierarchy.view.shared)
     state.round(AUTOREGRESSION)
-    assert not state.hierarchy.view.shared.awaits_pieces
+    assert not state.hierarchy.view.shared.awaiting
     assert_view_holds_its_selection(state.hierarchy.view.shared)
 
 

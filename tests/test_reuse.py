@@ -11,7 +11,7 @@ import triforce
 from triforce import UserError, caches
 from triforce.config import Settings
 from triforce.drafting.ngram import NgramMeter
-from triforce.kv.offload import Offload
+from triforce.kv.offload import Passage
 from triforce.kv.target import TargetCache
 from triforce.model import Transformer
 from triforce.prefix import asked
@@ -204,12 +204,13 @@ def test_nothing_is_gathered_from_behind_a_shared_prefix(pair, monkeypatch):
     """Where its last piece ends early, a device's buffer goes on with what was copied before."""
     def padded(self, i: int, length: int):
         for number, kv in pieces(self, i, length):
-            tokens = min(length - number * self.piece, self.piece)
-            rest = torch.full_like(kv[:, :, :1], 7.0).expand(-1, -1, self.piece - tokens, -1, -1)
+            size = self.offload.piece
+            tokens = min(length - number * size, size)
+            rest = torch.full_like(kv[:, :, :1], 7.0).expand(-1, -1, size - tokens, -1, -1)
             yield number, torch.cat([kv[:, :, :tokens], rest], 2)
 
-    pieces = Offload.pieces
-    monkeypatch.setattr(Offload, "pieces", padded)
+    pieces = Passage.pieces
+    monkeypatch.setattr(Passage, "pieces", padded)
     engine = make_engine(*pair, **SETTINGS, offload=True, num_resident_layers=0, piece_tokens=80,
                          rebuild_interval=10**6)
     book = engine.prefill(DOCUMENT)
@@ -220,7 +221,7 @@ def test_nothing_is_gathered_from_behind_a_shared_prefix(pair, monkeypatch):
         flushes = state.num_flushes
         state.hierarchy.view.shared.rebuild(0, at_once=False)
         state.round()
-        if state.num_flushes == flushes and not state.hierarchy.view.shared.awaits_pieces:
+        if state.num_flushes == flushes and not state.hierarchy.view.shared.awaiting:
             gathered += 1
             assert_view_holds_its_selection(state.hierarchy.view.shared)
 

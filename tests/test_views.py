@@ -174,7 +174,7 @@ def test_rows_that_stream_past_are_gathered_each_for_itself(pair):
         for row in range(2):
             state.hierarchy.view.rebuild(row, at_once=False)
         state.round()
-        if state.num_flushes == flushes and not state.hierarchy.view.awaits_pieces:  # nothing has moved on since
+        if state.num_flushes == flushes and not state.hierarchy.view.awaiting:  # nothing has moved on since
             gathered += 1
             for row in range(2):
                 assert_view_holds_its_selection(state.hierarchy.view, row)

@@ -24,6 +24,7 @@ import torch
 from . import memory
 from .config import Placement, Settings
 from .costs import prefill_seconds
+from .graphs import recorder
 from .jobs import Job, Models, find_compiler, kept_folder, start_all
 from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
@@ -96,7 +97,7 @@ class Caches:
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
         self._due: list[Job] = []  # what is to be compiled once the present answer has ended
         self._held_back = False  # nor then
-        self._recorder = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # of all graphs
+        self._recorder = recorder(self, self.device) if self.device.type == "cuda" else None  # of all graphs
         self._rests_since = self._busy_since = time.monotonic()
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
         self._planned: dict[tuple, tuple[memory.Part, ...]] = {}  # by what `_parts` was asked

@@ -10,7 +10,8 @@ import contextlib
 import contextvars
 import gc
 import time
-from collections import Counter, OrderedDict
+import weakref
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -39,6 +40,18 @@ def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 
 def staged(numbers: list, device: torch.device) -> Tensor:
     """Numbers of the host's, from where `copy_(..., non_blocking=True)` to a device waits for nothing."""
     return torch.tensor(numbers, pin_memory=device.type == "cuda")
+
+
+_unused: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)  # streams whose owners are gone
+
+
+def recorder(owner: object, device: torch.device) -> torch.cuda.Stream:
+    """A stream to record on, for as long as its owner lives, which records one graph at a time. Then it serves another:
+    cuBLAS takes 32 MiB for each stream that it is called on, and never gives them back."""
+    unused = _unused[device]
+    stream = unused.pop() if unused else torch.cuda.Stream(device)
+    weakref.finalize(owner, unused.append, stream)
+    return stream
 
 
 def unreserved(device: torch.device) -> int:
@@ -80,8 +93,7 @@ class Compiler:
     All graphs of a State share one pool of memory, which ends with the last of them.
 
     Args:
-        recorder: the stream on which steps are recorded as CUDA graphs. None: they are not. One stream for all that an
-            engine records: cuBLAS takes 32 MiB for each stream that it is called on, and never gives them back.
+        recorder: the stream on which steps are recorded as CUDA graphs. None: they are not.
         pieces: compiled ones, see `pieces.Pieces`. None: every function runs as it is written.
         waited: seconds until these were compiled and loaded.
     """

@@ -131,7 +131,7 @@ class Hierarchy:
     def gathering(self) -> RetrievalView | None:
         """The view that the next verify gathers, if one waits for that: the common one where rows share a prefix."""
         view = self.view if self.view is None or self.view.shared is None else self.view.shared
-        return view if view is not None and view.awaits_pieces else None
+        return view if view is not None and view.awaiting else None
 
     def round(self, plan: Plan, lengths: list[int], next_extent: Extent | None = None,
               meanwhile: Callable[[], None] | None = None) -> Round:
@@ -151,15 +151,15 @@ class Hierarchy:
                 source.catch_up(lengths)
             else:
                 source.leave_out()
-        gathering = self.gathering
-        self.outer.on_piece = None if gathering is None else gathering.gather
+        self.outer.gathering = gathering = self.gathering
+        self.outer.view.run_ahead()
         drafted = self.outer.draft(plan)
         clock.drafted()
         self.outer.check(plan, drafted)
-        if gathering is not None:
-            gathering.gathered()
         if next_extent is not None:
             self.outer.look_ahead(plan, next_extent)
+        if gathering is not None:
+            gathering.gathered()
         if meanwhile is not None:
             with clock.beside():
                 meanwhile()
@@ -174,6 +174,11 @@ class Hierarchy:
         before, self._last = self._last_plan, timing
         self._last_plan = plan
         return Round(plan, rows, Timing(before, *told) if before is not None and told[1] > 0 else None)
+
+    def preparations_of_round(self, plan: Plan) -> Iterator[Callable[[], None]]:
+        """What records the steps of the next round; see `graphs.preparations`."""
+        self.outer.gathering = self.gathering
+        yield from self.outer.preparations_of_round(plan)
 
     def _check(self, plan: Plan) -> None:
         """Raises ValueError for a plan that asks for drafters that are not here, or for more rows than there are."""

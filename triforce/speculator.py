@@ -24,6 +24,7 @@ from .graphs import Compiler, Graphed, preparations, put
 from .kv.blocks import TargetBlock
 from .kv.store import Extent, View
 from .kv.target import TargetCache
+from .kv.views import RetrievalView
 from .model import Transformer
 from .plan import Plan
 from .sampling import ACCEPT, SAMPLE
@@ -126,10 +127,9 @@ class Speculator(Drafter):
         self.checked = tape.buffer()
         self._compiler, self._levels = compiler, {}
         steps = compiler.level(f"level{level}")
-        # What streams from the host takes a second, beside which enqueueing it anew takes nothing: no graph.
-        streams = level == FULL and cache.prefix.streams is not None
-        self.step = self._step if streams else steps.step(self._step, num_lengths=2)
-        self.on_piece, self.going = None, None  # see TargetBlock
+        self.step = steps.step(self._step, num_lengths=2)
+        self.gathering: RetrievalView | None = None  # takes what it awaits out of what the next step streams past
+        self.going: list[int] | None = None  # see TargetBlock
         # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
         self._drafting_round = steps.step(self._round, num_lengths=2, warm_up=4)
         self._growing = steps.step(self._grow, num_lengths=2)
@@ -137,7 +137,7 @@ class Speculator(Drafter):
     @property
     def is_recorded(self) -> bool:
         """Whether its steps become graphs."""
-        return isinstance(self.step, Graphed)
+        return self._records(self.view.extent)
 
     def round(self, plan: Plan, probs: Tensor | None = None) -> None:
         """Emits 1 to S tokens a row (none where `limit` is reached): on the tape, and in the outbox.
@@ -145,6 +145,7 @@ class Speculator(Drafter):
         Args:
             probs: see `Drafter.propose`; written from row length - base on.
         """
+        self.view.run_ahead()
         self.check(plan, self.draft(plan), probs)
 
     def draft(self, plan: Plan) -> Tensor:
@@ -154,13 +155,29 @@ class Speculator(Drafter):
         return self.drafters[plan.drafter].propose(self.length, plan, self.draft_probs)
 
     def check(self, plan: Plan, num_drafted: Tensor, probs: Tensor | None = None) -> None:
-        """The other part: they are checked, and tokens are emitted."""
+        """The other part: they are checked, and tokens are emitted. What the step reads has run ahead."""
         self.asked.fill_(plan.gamma)
         self.checked.copy_(num_drafted)
         self.num_rows = self._rows_of(plan, num_drafted)
         if self.tree.cut(self.num_rows).size and not plan.branches:
             self.tape.nodes.take(*self.tape.read_spine(self.length, self.rows), Shape(self.rows - 1))
-        self.step(*self.view.extent, self.num_rows, self.checked, probs)
+        self._run(self.num_rows, probs)
+
+    def _run(self, rows: int, probs: Tensor | None) -> None:
+        """A step, as a graph if that is of use."""
+        step = self._step if isinstance(self.step, Graphed) and not self.is_recorded else self.step
+        step(*self.view.extent, rows, bool(self._awaiting), self.checked, probs)
+
+    @property
+    def _awaiting(self) -> list[int]:
+        return [] if self.gathering is None else self.gathering.awaiting
+
+    def _records(self, extent: Extent) -> bool:
+        """Whether a step over an extent is to be a graph. One that gathers for some rows is not: each set of rows would
+        need its own."""
+        if not isinstance(self.step, Graphed) or not self.view.worth_recording(extent):
+            return False
+        return not self._awaiting or len(self._awaiting) == len(self.gathering.lens)
 
     def look_ahead(self, plan: Plan, extent: Extent) -> None:
         """Prepares `check` for another extent of the view, while the device is busy with the present one."""
@@ -168,9 +185,9 @@ class Speculator(Drafter):
             prepare()
 
     def _preparations_of_check(self, plan: Plan, extent: Extent, probs: Tensor | None = None):
-        rows = self._rows_of(plan) if self.is_recorded else None
+        rows = self._rows_of(plan) if self._records(extent) else None
         if rows is not None:
-            yield from preparations(self.step, *extent, rows, self.checked, probs)
+            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.checked, probs)
 
     def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
         """What records the steps of `round`; see `graphs.preparations`."""
@@ -258,7 +275,8 @@ class Speculator(Drafter):
         self.length.copy_(here)
         self.base.copy_(here)
         torch.add(here, self.rows, out=self.limit)
-        self.step(*self.view.extent, rows, self.checked, probs)
+        self.view.run_ahead()
+        self._run(rows, probs)
 
     def rehearse_growth(self) -> None:
         """A step that grows branches from where the last rehearsal was."""
@@ -270,13 +288,13 @@ class Speculator(Drafter):
             self._levels[rows] = self._compiler.level(f"level{self.level}_rows{rows}")
         return self._levels[rows]
 
-    def _step(self, dense: int, longest: int, starts: tuple, rows: int, num_drafted: Tensor,
+    def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_drafted: Tensor,
               probs: Tensor | None) -> None:
         compiled, tree = self._level(rows), self.tree.cut(rows)
         nodes = self.tape.nodes if tree.size else None
         block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree)
         kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest, starts),
-                         self.keep_queries, compiled, self.on_piece, self.going)
+                         self.keep_queries, compiled, self.gathering.gather if gathers else None, self.going)
         hidden = self.model(block, kv)
         if self.hidden is not None:
             self.hidden[:, : tree.rows] = hidden

@@ -284,7 +284,7 @@ class State:
         work = torch.cuda.Event()
         work.record()
         for plan in self.pilot.ahead():
-            for prepare in self.hierarchy.outer.preparations_of_round(plan):
+            for prepare in self.hierarchy.preparations_of_round(plan):
                 if self.target.group is None and work.query():
                     return
                 prepare()

@@ -13,6 +13,7 @@ from ..graphs import is_traced, put
 from ..model import ModelConfig, RotaryEmbedding, eager, rotate
 from ..packed import MANY_ROWS, MIN_ROWS
 from . import prefix
+from .offload import Passage
 from .store import Extent, View, runs
 from .target import TargetCache
 
@@ -65,11 +66,12 @@ class TargetBlock:
 
         tree: a `TokenTree`, or else what has rows and a `Layout`.
         going: rows of the batch that go on; of the others, nothing is attended to. None: all.
-        on_piece: called with (layer, number, piece) for what `Offload.pieces` streams past, before it is overwritten.
+        on_piece: called with (layer, number, piece) for what streams past, before it is overwritten.
         """
         rows = tree.rows
         self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
+        self.passage = None if view.streams is None else Passage(view.streams, ahead=True)
         self.going, self.runs = going, None if going is None else runs(going)
         tail = cache.tail
         keys = tail.slots + (tail.room if view.joined else 0)
@@ -165,7 +167,8 @@ class TargetLayer:
     def _shared(self, q: Tensor) -> list[attention.State]:
         """Over what all rows share, in one call for those that go on."""
         block, going = self._block, self._block.going
-        states = over_shared(block.view, self._i, q if going is None else q[going], block.compiled, block.on_piece)
+        states = over_shared(block.view, self._i, q if going is None else q[going], block.passage, block.compiled,
+                             block.on_piece)
         if going is None:
             return states
         out, lse = attention.empty(q)
@@ -186,11 +189,11 @@ class TargetLayer:
 
     def _read_pieces(self, q: Tensor) -> list:
         """The same of a layer that streams past: the states of its pieces, merged as they come."""
-        block, offload = self._block, self._block.view.offload
-        merged, merge = None, block.compiled(attention.merge)
+        block, merged = self._block, None
+        merge = block.compiled(attention.merge)
         dense, longest, _ = block.extent
-        for number, kv in offload.pieces(self._i, longest):
-            start = number * offload.piece
+        for number, kv in block.passage.pieces(self._i, longest):
+            start = number * block.view.offload.piece
             k, v = kv[:, :, : longest - start].transpose(2, 3)  # [B, K, n, D] each
             split = min(max(dense - start, 0), k.shape[2])
             if split > 0:
@@ -205,11 +208,12 @@ class TargetLayer:
         return [] if merged is None else [merged]
 
 
-def over_shared(view: View, i: int, q: Tensor, compiled=eager, on_piece=None,
+def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, compiled=eager, on_piece=None,
                 prefills: bool = False) -> list[attention.State]:
     """The state of queries [B, K, R, D] over layer i of what all rows have before a view.
 
     Args:
+        passage: of what streams past, if anything does.
         on_piece: see `TargetBlock`.
         prefills: the kernel may depend on the number of rows. In a round it may not: rows that end would change the
             bits of the others.
@@ -221,7 +225,7 @@ def over_shared(view: View, i: int, q: Tensor, compiled=eager, on_piece=None,
             return [attention.of_batch(shared.packed[i].partial, q)]
         return [attention.over_shared(q, *view.before(i), merged, once=prefills)]
     state = None
-    for number, kv in shared.offload.pieces(i, base):
+    for number, kv in passage.pieces(i, base):
         k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each
         seen = attention.over_shared(q, k, v, merged, once=prefills)
         state = seen if state is None else compiled(attention.merge)(state, seen)
@@ -237,14 +241,16 @@ class PrefillBlock:
         rows: of the batch, with the same positions.
         begin, end: the positions of the whole prefill that this chunk is a part of.
         lengths: of several rows, where the tokens of each end. What comes after is padding. None: at `end`, all.
+        passage: of all chunks together, where a shared prefix streams past.
         on_layer: called with each layer's number when the last chunk's keys and values are written.
     """
 
     def __init__(self, cache: TargetCache, rows: range, start: int, stop: int, *, begin: int, end: int,
-                 lengths: list[int] | None = None, keep_queries: bool = False, on_layer=None):
+                 lengths: list[int] | None = None, keep_queries: bool = False, passage: Passage | None = None,
+                 on_layer=None):
         self.cache, self.rows, self.start, self.stop, self.begin, self.end = cache, rows, start, stop, begin, end
         self.lengths = lengths or [end] * len(rows)
-        self.keep_queries, self.on_layer = keep_queries, on_layer
+        self.keep_queries, self.passage, self.on_layer = keep_queries, passage, on_layer
         self.cos, self.sin = cache.rope(torch.arange(start, stop, device=cache.prefix.len.device))  # [M, D]
 
     def layer(self, i: int) -> "PrefillLayer":
@@ -296,7 +302,7 @@ class PrefillLayer:
         group, own = self.n_head // self.n_kv_head, block.start - prefix.base
         states = [attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))]
         folded = attention.fold(q, self.n_kv_head)
-        before = [] if prefix.shared is None else over_shared(prefix, self._i, folded, prefills=True)
+        before = [] if prefix.shared is None else over_shared(prefix, self._i, folded, block.passage, prefills=True)
         if own > 0:
             count, over = block.stop - block.start, (folded, self._own_k[:, :, :own], self._own_v[:, :, :own])
             # A number of rows that is met once only needs one plan for all keys.
@@ -335,9 +341,10 @@ def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size:
         for row, length in zip(rows, lengths, strict=True):
             kept = min(length - edges[-2], count)
             cache.query_weight[row] = torch.arange(cache.query_weight.shape[1], device=cache.query_weight.device) < kept
-    blocks = []
+    blocks, streams = [], cache.prefix.streams
+    passage = None if streams is None else Passage(streams)
     for a, b in zip(edges, edges[1:], strict=False):
-        block = PrefillBlock(cache, rows, a, b, begin=start, end=stop, lengths=lengths, on_layer=on_layer,
-                             keep_queries=keep_queries and b == stop)
+        block = PrefillBlock(cache, rows, a, b, begin=start, end=stop, lengths=lengths, passage=passage,
+                             on_layer=on_layer, keep_queries=keep_queries and b == stop)
         blocks.append((a - start, b - start, block))
     return blocks

@@ -2,7 +2,9 @@
 
 Knows nothing of attention or of speculation: it keeps tokens and hands out pieces. A piece is a few megabytes of one
 layer's keys and values, copied on a stream of its own into one of a few staging buffers, the next ones in flight while
-the device attends to this one. Copies are enqueued far ahead of the device, so the host never waits within a step.
+the device attends to this one. The pieces that a step, or a prefill, asks for one after the other are a **passage**.
+Its copies are enqueued far ahead of the device, so the host never waits within a step; the first ones even before
+tokens are drafted. A step with its passage can be recorded as a graph.
 
 Tokens lie in host memory one after the other, so that the keys, or the values, of any run of tokens are one contiguous
 copy: a piece, a chunk of a prefill, a flush. On a CPU, where host memory is the device's, a piece is a view and nothing
@@ -13,6 +15,7 @@ Shapes: B batch, K KV heads, S capacity, P tokens of a piece, D head_dim.
 
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -25,6 +28,8 @@ from ..model import ModelConfig
 PIECE_BYTES = 64 * 2**20
 # The bus runs ahead by so many pieces while the device does the rest of a layer's work, and by no more than a layer.
 STAGING_BUFFERS = 3, 8  # at least, and at most
+# Up to so many pieces of a layer take no longer to copy than the host takes to enqueue the step: so it is recorded.
+FEW_PIECES = 2
 
 
 def piece_tokens(bytes_per_token: int, interval: int, capacity: int, wanted: int | None = None) -> int:
@@ -67,40 +72,40 @@ class Offload:
         buffers = min(max(-(-capacity // self.piece) + 1, fewest), most) if streams else 0
         self.staging = [torch.zeros(2, batch, self.piece, *token, dtype=dtype, device=device) for _ in range(buffers)]
         if self.on_cuda:
-            self.copy_stream = torch.cuda.Stream(self.device)
-            self._free: list[torch.cuda.Event | None] = [None] * buffers
-            self._next = 0
+            self._open_stream()
+
+    def _open_stream(self) -> None:
+        self.copy_stream = torch.cuda.Stream(self.device)
+        # Of the copies of `run_ahead`. External: a graph waits for the latest, not for those of its recording.
+        self.ready = [torch.cuda.Event(external=True) for _ in self.staging]
+        for event in self.ready:
+            event.record(self.copy_stream)  # a step that is recorded before any copy would wait for nothing
 
     @property
     def nbytes(self) -> int:
         """On the host."""
         return sum(kv.nbytes for kv in self.host.values())
 
-    def pieces(self, i: int, length: int) -> Iterator[tuple[int, Tensor]]:
-        """(number, [2, B, P, K, D]) of the pieces of layer i that hold tokens before `length`.
+    def in_few_pieces(self, length: int) -> bool:
+        """Whether a step over so many tokens is worth recording."""
+        return length <= FEW_PIECES * self.piece
 
-        What a piece holds at `length` and beyond is undefined. It is the caller's until the next one is asked for.
-        """
-        for number, start in enumerate(range(0, length, self.piece)):
-            tokens = min(length - start, self.piece)
-            if self.on_cuda:
-                yield number, self._fetch(i, start, tokens)
-            else:
-                yield number, self.host[i][:, :, start : start + self.piece]
+    def run_ahead(self, length: int) -> None:
+        """Before a step over `length` tokens: enqueues copies of its first pieces, as many as there are buffers."""
+        if not self.on_cuda:
+            return
+        self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))  # the buffers may be in use
+        in_order = ((i, start) for i in self.layers for start in range(0, length, self.piece))
+        for slot, (i, start) in enumerate(islice(in_order, len(self.staging))):
+            self.copy(slot, i, start, length)
+            self.ready[slot].record(self.copy_stream)
 
-    def _fetch(self, i: int, start: int, tokens: int):
-        """Enqueues a copy, and has the compute stream wait for it."""
-        compute, slot = torch.cuda.current_stream(self.device), self._next
-        buffer, self._next = self.staging[slot], (slot + 1) % len(self.staging)
-        # This buffer's last reader was enqueued before the next buffer was asked for: nothing younger is waited for.
-        self._free[slot - 1] = compute.record_event()
-        if self._free[slot] is not None:
-            self.copy_stream.wait_event(self._free[slot])
+    def copy(self, slot: int, i: int, start: int, length: int) -> None:
+        """Enqueues a copy of the piece of layer i at `start`, as far as it holds tokens before `length`."""
+        stop = min(start + self.piece, length)
         with torch.cuda.stream(self.copy_stream):
-            for target, source in zip(buffer.flatten(0, 1), self.host[i].flatten(0, 1), strict=True):
-                target[:tokens].copy_(source[start : start + tokens], non_blocking=True)
-        compute.wait_stream(self.copy_stream)
-        return buffer
+            for target, source in zip(self.staging[slot].flatten(0, 1), self.host[i].flatten(0, 1), strict=True):
+                target[: stop - start].copy_(source[start:stop], non_blocking=True)
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
         """Tokens [start, stop) of a row, on the device: [2, K, stop - start, D]."""
@@ -151,6 +156,51 @@ class Offload:
         """After a prefill, whether it ended or was broken off."""
         self.wait_stored()
         self._work = None
+
+
+class Passage:
+    """Pieces in the order in which one step, or one prefill, asks for them.
+
+    Args:
+        ahead: it is that of a step, whose first pieces are copied by `Offload.run_ahead`.
+    """
+
+    def __init__(self, offload: Offload, ahead: bool = False):
+        self.offload, self._count, buffers = offload, 0, len(offload.staging)
+        self._ahead = buffers if ahead else 0
+        self._free: list[torch.cuda.Event | None] = [None] * buffers  # by buffer: its last reader has been enqueued
+
+    def pieces(self, i: int, length: int) -> Iterator[tuple[int, Tensor]]:
+        """(number, [2, B, P, K, D]) of the pieces of layer i that hold tokens before `length`.
+
+        What a piece holds at `length` and beyond is undefined. It is the caller's until the next one is asked for.
+        """
+        size = self.offload.piece
+        for number, start in enumerate(range(0, length, size)):
+            if self.offload.on_cuda:
+                yield number, self._fetch(i, start, length)
+            else:
+                yield number, self.offload.host[i][:, :, start : start + size]
+
+    def _fetch(self, i: int, start: int, length: int) -> Tensor:
+        """Enqueues a copy, if that was not done before the step, and has the compute stream wait for it."""
+        offload, slot = self.offload, self._count % len(self._free)
+        compute, copies = torch.cuda.current_stream(offload.device), offload.copy_stream
+        if self._count > 0:  # nothing younger is waited for than what was enqueued before this one was asked for
+            self._free[slot - 1] = compute.record_event()
+        if self._count < self._ahead:
+            compute.wait_event(offload.ready[slot])
+        else:
+            try:
+                if self._free[slot] is not None:
+                    copies.wait_event(self._free[slot])
+                elif self._count == 0:  # what used the buffers before
+                    copies.wait_stream(compute)
+                offload.copy(slot, i, start, length)
+            finally:  # or a recording that Ctrl-C breaks off could not be ended
+                compute.wait_stream(copies)
+        self._count += 1
+        return offload.staging[slot]
 
 
 class Pins:

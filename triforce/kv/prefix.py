@@ -79,6 +79,17 @@ class PrefixStore(View):
         """What a step streams past from host memory: layers of this prefix, or of the shared one."""
         return self.shared.offload if self.shared is not None else self.offload
 
+    def worth_recording(self, extent: Extent) -> bool:
+        return self.streams is None or self.streams.in_few_pieces(self._streamed(extent))
+
+    def run_ahead(self) -> None:
+        if self.streams is not None:
+            self.streams.run_ahead(self._streamed(self.extent))
+
+    def _streamed(self, extent: Extent) -> int:
+        """Tokens that a step streams past."""
+        return self.base if self.shared is not None else extent.longest
+
     def truncate(self, row: int, length: int) -> None:
         super().truncate(row, length)
         if self.shared is not None:

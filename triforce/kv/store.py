@@ -94,6 +94,7 @@ class View(Store):
     joined = False  # it lies right before the tail, in the same tensors: one call attends over both
     shared = None  # another store, which all rows of the batch have before their own positions
     base = 0  # tokens that all rows see of `shared`
+    streams = None  # what a step over it streams past from host memory
     packed: list | None = None  # per layer: a second copy of its first tokens in the CPU's own layout; see packed.py
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, num_layers: int | None = None,
@@ -140,6 +141,14 @@ class View(Store):
     @property
     def extent(self) -> Extent:
         return Extent(min(self.lens), max(self.lens))
+
+    def worth_recording(self, extent: Extent) -> bool:
+        """Whether a step over it is worth a graph."""
+        return True
+
+    def run_ahead(self) -> None:
+        """To be called before each step, when nothing changes what it reads any more: the first of what streams past
+        is on its way."""
 
 
 def runs(rows: list[int]) -> list[slice]:

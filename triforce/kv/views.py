@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..config import VIEWS, split_view
 from ..graphs import Compiler
+from .offload import Passage
 from .store import Extent, View, runs
 from .target import TargetCache, aligned
 
@@ -166,7 +167,7 @@ class RetrievalView(View):
 
         Args:
             at_once: offloaded layers are streamed past for it; False: they are gathered in the next verify (which is
-                given `on_piece`), and until then keep what was selected before.
+                told so), and until then keep what was selected before.
         """
         self.fit(row)
         if not self.selected[row]:
@@ -180,8 +181,9 @@ class RetrievalView(View):
             return
         self._awaited[row] = True
         if at_once:
+            passage = Passage(self._offload)
             for i in self._offload.layers:
-                for number, kv in self._offload.pieces(i, self.source.lens[row]):
+                for number, kv in passage.pieces(i, self.source.lens[row]):
                     self.gather(i, number, kv)
             self._awaited[row] = False
 
@@ -215,8 +217,9 @@ class RetrievalView(View):
         return _token_index(chunks, prefix_len, self.window_size, self.chunk_size, self.select_size)
 
     @property
-    def awaits_pieces(self) -> bool:
-        return any(self._awaited)
+    def awaiting(self) -> list[int]:
+        """Rows that the next verify gathers tokens for."""
+        return [row for row, awaited in enumerate(self._awaited) if awaited]
 
     def gathered(self) -> None:
         """All pieces of all offloaded layers have been given to `gather`."""
@@ -240,7 +243,7 @@ class RetrievalView(View):
     def _together(self) -> Iterator[slice]:
         """The rows that await pieces, as many at a time as are picked together."""
         count = max(GATHERED // (self.held * self._chunks.shape[2] * self.cache.config.head_dim), 1)
-        for run in runs([row for row, awaited in enumerate(self._awaited) if awaited]):
+        for run in runs(self.awaiting):
             for first in range(run.start, run.stop, count):
                 yield slice(first, min(first + count, run.stop))
 

@@ -1,0 +1,196 @@
+"""What streams past, on streams that note who waits for whom: no copy overtakes a reader, and no reader a copy."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_state, random_prompt
+
+from triforce.kv import blocks, views
+from triforce.kv.offload import FEW_PIECES, Offload, Passage
+from triforce.model import ModelConfig
+from triforce.speculator import Speculator
+
+CONFIG = ModelConfig(64, 32, 3, 4, 2, 8, 48)
+PIECE = 8
+
+
+class Stream:
+    """Work that is enqueued: each item comes after those before it, and after those that the stream waits for."""
+
+    def __init__(self, device=None):
+        self.past: frozenset = frozenset()
+
+    def do(self, item) -> None:
+        self.past |= {item}
+
+    def record_event(self):
+        return Event().record(self)
+
+    def wait_event(self, event) -> None:
+        assert event.past is not None, "PyTorch makes an event when it is first recorded"
+        self.past |= event.past
+
+    wait_stream = wait_event
+
+
+class Event:
+    past: frozenset | None = None
+
+    def __init__(self, external=False):
+        pass
+
+    def record(self, stream):
+        self.past = stream.past
+        return self
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """An Offload of 2 layers, and the stream that computes."""
+    compute, now = Stream(), []
+    now.append(compute)
+
+    @contextlib.contextmanager
+    def on(stream):
+        now.append(stream)
+        yield
+        now.pop()
+
+    for name, value in {"Stream": Stream, "Event": Event, "stream": on, "current_stream": lambda _: now[-1]}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def make(capacity: int) -> SimpleNamespace:
+        made = Offload(CONFIG, 1, batch=1, capacity=capacity, interval=PIECE, piece=PIECE, device="cpu",
+                       dtype=torch.float32, runs_on=torch.device("cuda"))
+        made.on_cuda = True
+        made._open_stream()
+        for kv in made.host.values():
+            kv.normal_()
+        found = SimpleNamespace(offload=made, compute=compute, copied=[], read=[])
+        original = made.copy
+
+        def copy(slot, i, start, length):
+            for user in found.read:  # in the buffer that is overwritten
+                assert user[0] != slot or user in made.copy_stream.past
+            original(slot, i, start, length)
+            found.copied.append((slot, i, start))
+            made.copy_stream.do(("copy", len(found.copied), slot))
+
+        made.copy = copy
+        return found
+
+    return make
+
+
+def go_through(found, passage, length: int) -> None:
+    """A step's reading: whatever it reads has been copied, and is what lies on the host."""
+    for i in found.offload.layers:
+        for number, kv in passage.pieces(i, length):
+            slot = next(s for s, buffer in enumerate(found.offload.staging) if buffer is kv)
+            latest = max(item for item in range(len(found.copied)) if found.copied[item][0] == slot)
+            assert found.copied[latest] == (slot, i, number * PIECE)
+            assert ("copy", latest + 1, slot) in found.compute.past
+            tokens = min(length - number * PIECE, PIECE)
+            here = found.offload.host[i][:, :, number * PIECE : number * PIECE + tokens]
+            assert torch.equal(kv[:, :, :tokens], here)
+            reading = (slot, len(found.read))
+            found.read.append(reading)
+            found.compute.do(reading)
+
+
+@pytest.mark.parametrize("length", [5, 16, 37, 100])
+def test_every_piece_is_there_when_it_is_read(device, length):
+    found = device(104)
+    count, buffers = 2 * -(-length // PIECE), len(found.offload.staging)
+    for _ in range(2):  # steps, one after the other
+        before = len(found.copied)
+        found.offload.run_ahead(length)
+        assert len(found.copied) == before + min(buffers, count)
+        go_through(found, Passage(found.offload, ahead=True), length)
+        assert len(found.copied) == before + count
+        before = len(found.copied)
+        go_through(found, Passage(found.offload), length)  # as a prefill does
+        assert len(found.copied) == before + count
+
+
+def test_a_step_that_is_recorded_asks_for_none_of_the_first_pieces(device):
+    """They are copied before it; and it waits for events of their own, of which a graph sees the latest."""
+    found = device(104)
+    list(Passage(found.offload, ahead=True).pieces(1, 100))
+    first = len(found.offload.staging)
+    assert [start for _, _, start in found.copied] == [PIECE * n for n in range(first, 13)]
+
+
+def test_what_is_broken_off_is_copied_again(device):
+    found = device(40)
+    found.offload.run_ahead(40)
+    found.offload.host[1].zero_()  # the next prompt
+    found.offload.run_ahead(40)
+    go_through(found, Passage(found.offload, ahead=True), 40)
+
+
+def test_a_recording_that_is_broken_off_in_a_copy_can_be_ended(device):
+    """What the copy stream was given to do for it, the stream that records waits for."""
+    found, copy = device(104), Offload.copy
+
+    def interrupted(*args):
+        copy(found.offload, *args)
+        found.offload.copy_stream.do("a copy")
+        raise KeyboardInterrupt
+
+    found.offload.copy = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        list(Passage(found.offload, ahead=True).pieces(1, 100))
+    assert "a copy" in found.compute.past
+
+
+SHARED = {"base": 288, "flush_interval": 32, "num_resident_layers": 0, "piece_tokens": 64}
+
+
+@pytest.mark.parametrize("how", [SHARED | {"base": 0}, SHARED], ids=["own", "shared"])
+def test_the_first_pieces_are_on_their_way_while_tokens_are_drafted(pair, monkeypatch, how):
+    """Those of what streams past, as far as it goes: of a shared prefix, all; of one's own, up to the last flush."""
+    prompt, log = random_prompt(360), []
+
+    def noted(name, function):
+        return lambda self, *args: log.append(name) or function(self, *args)
+
+    state = make_state(*pair, [prompt, prompt[:340]][: 1 + (how["base"] > 0)], retrieval=False, **how)
+    monkeypatch.setattr(Offload, "run_ahead", lambda self, length: log.append(length))
+    for name in ("draft", "check"):
+        monkeypatch.setattr(Speculator, name, noted(name, getattr(Speculator, name)))
+    state.round()
+    assert log == [how["base"] or 352, "draft", "check"]
+    with state.hierarchy.outer.rehearsal():
+        state.hierarchy.outer.rehearse(state.hierarchy.outer.length.clone(), 1)
+    assert log[3:] == log[:1]
+
+
+def test_what_runs_ahead_is_a_steps_alone(pair, monkeypatch):
+    """A prefill, and a view that is chosen at once, copy all that they read."""
+    made = []
+
+    class Noted(Passage):
+        def __init__(self, offload, ahead=False):
+            super().__init__(offload, ahead)
+            made.append(ahead)
+
+    for module in (blocks, views):
+        monkeypatch.setattr(module, "Passage", Noted)
+    document = random_prompt(360)
+    state = make_state(*pair, [document, document[:340]], **SHARED)
+    assert made and not any(made)  # of the document, and of what comes after it: several chunks, one passage each
+    made.clear()
+    state.round()
+    assert made == [True]
+    made.clear()
+    own = make_state(*pair, [document], budget=64, **SHARED | {"base": 0})
+    own.hierarchy.view.rebuild(0)
+    assert len(made) == 2 and not any(made)
+
+
+def test_a_step_is_recorded_if_its_layers_are_few_pieces(device):
+    found = device(104)
+    assert found.offload.in_few_pieces(FEW_PIECES * PIECE) and not found.offload.in_few_pieces(FEW_PIECES * PIECE + 1)
