@@ -107,6 +107,8 @@ def test_some_of_a_device_is_left_free(monkeypatch):
     assert fitting_layers(TARGET, [], CPU, None, **fit) == 3
     assert fitting_layers(TARGET, [Part("other", 2 * layer)], CPU, None, **fit) == 1
     assert fitting_layers(TARGET, [], CPU, 2 * layer, **fit) == 2
+    monkeypatch.setattr(memory, "available", lambda device: memory.SPARE + 3 * layer)  # steps are recorded there, too
+    assert fitting_layers(TARGET, [], torch.device("cuda"), None, **fit) == 3 < TARGET.n_layer
 
 
 def test_what_does_not_fit_is_named_with_what_helps(monkeypatch):

@@ -200,13 +200,15 @@ def host_part(config: ModelConfig, num_layers: int, **sizes) -> Part:
 def fitting_layers(config: ModelConfig, parts: Collection[Part], device: torch.device, resident_memory: int | None,
                    **sizes) -> int:
     """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes."""
-    return layers_within(config, parts, available(device), resident_memory, **sizes)
+    return layers_within(config, parts, available(device), device, resident_memory, **sizes)
 
 
-def layers_within(config: ModelConfig, parts: Collection[Part], free: int | None, resident_memory: int | None,
-                  **sizes) -> int:
+def layers_within(config: ModelConfig, parts: Collection[Part], free: int | None, device: torch.device,
+                  resident_memory: int | None, **sizes) -> int:
     """The same of so many free bytes; None: nobody knows how many."""
-    room = [] if free is None else [int(0.95 * free) - sum(part.bytes for part in parts)]
+    room = []
+    if free is not None:
+        room = [min(int(0.95 * free), _less_spare(free, device)) - sum(part.bytes for part in parts)]
     room += [] if resident_memory is None else [resident_memory]
     return min(max(min(room, default=0) // layer_bytes(config, **sizes), 0), config.n_layer)
 
@@ -234,7 +236,11 @@ def available(device: torch.device) -> int | None:
 def comfortable(device: torch.device) -> int | None:
     """Bytes to plan with where there is a choice: what is `available`, less `SPARE` on a GPU."""
     free = available(device)
-    return free if free is None or device.type != "cuda" else max(free - SPARE, 0)
+    return None if free is None else _less_spare(free, device)
+
+
+def _less_spare(free: int, device: torch.device) -> int:
+    return max(free - SPARE, 0) if device.type == "cuda" else free
 
 
 def ran_out(error: Exception) -> bool:

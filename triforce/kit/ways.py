@@ -203,7 +203,8 @@ class Planner:
         wanted = None if place.resident_memory is None else parse_size(place.resident_memory, "resident_memory")
         if place.offload is True and wanted is None:
             return 0
-        return memory.layers_within(self.target, parts_with(0), self.free, wanted, **sizes, dtype=self.dtype)
+        return memory.layers_within(self.target, parts_with(0), self.free, self.device, wanted, **sizes,
+                                    dtype=self.dtype)
 
     def _on_host(self, resident: int | None, **sizes) -> Part:
         offloaded = 0 if resident is None else self.target.n_layer - resident
