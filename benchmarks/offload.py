@@ -111,14 +111,15 @@ def rebuild_ways(state: State) -> dict[str, float]:
     outer, view, offload = state.hierarchy.outer, state.hierarchy.view, state.cache.prefix.offload
 
     def verify(gathers: bool) -> float:
+        view.gathered()
         for _ in range(3):  # it is warmed up, and perhaps recorded
             if gathers:
                 view.rebuild(0, at_once=False)
             begun = wait()
             outer.round(AUTOREGRESSION)
-            seconds = wait() - begun
+            last = wait() - begun
             view.gathered()
-        return seconds * 1e3
+        return last * 1e3
 
     def from_host() -> None:
         for i in offload.layers:
@@ -203,7 +204,7 @@ def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[
     with torch.inference_mode():
         for _ in range(3):  # it is warmed up, and perhaps recorded
             outer.round(AUTOREGRESSION)
-        begun = wait()
+            begun = wait()
         state.rewind(new)
         row["rewind_s"] = wait() - begun
         enqueued = wait()

@@ -10,6 +10,7 @@ from conftest import make_state, random_prompt
 from triforce.kv import blocks, views
 from triforce.kv.offload import FEW_PIECES, Offload, Passage
 from triforce.model import ModelConfig
+from triforce.plan import AUTOREGRESSION
 from triforce.speculator import Speculator
 
 CONFIG = ModelConfig(64, 32, 3, 4, 2, 8, 48)
@@ -19,8 +20,9 @@ PIECE = 8
 class Stream:
     """Work that is enqueued: each item comes after those before it, and after those that the stream waits for."""
 
-    def __init__(self, device=None):
+    def __init__(self, device=None, priority=0):
         self.past: frozenset = frozenset()
+        self.priority = priority
 
     def do(self, item) -> None:
         self.past |= {item}
@@ -39,7 +41,7 @@ class Event:
     past: frozenset | None = None
 
     def __init__(self, external=False):
-        pass
+        self.external = external
 
     def record(self, stream):
         self.past = stream.past
@@ -120,6 +122,8 @@ def test_a_step_that_is_recorded_asks_for_none_of_the_first_pieces(device):
     found = device(104)
     list(Passage(found.offload, ahead=True).pieces(1, 100))
     first = len(found.offload.staging)
+    assert all(event.external for event in found.offload.ready)
+    assert found.offload.copy_stream.priority < 0  # or it may be the very stream that is recorded on
     assert [start for _, _, start in found.copied] == [PIECE * n for n in range(first, 13)]
 
 
@@ -166,6 +170,9 @@ def test_the_first_pieces_are_on_their_way_while_tokens_are_drafted(pair, monkey
     with state.hierarchy.outer.rehearsal():
         state.hierarchy.outer.rehearse(state.hierarchy.outer.length.clone(), 1)
     assert log[3:] == log[:1]
+    del log[:]
+    state.hierarchy.outer.round(AUTOREGRESSION)
+    assert log == [how["base"] or 352, "draft", "check"]
 
 
 def test_what_runs_ahead_is_a_steps_alone(pair, monkeypatch):

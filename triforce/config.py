@@ -206,8 +206,8 @@ class Settings(Options):
                                             "multiples of 128 are fastest there)",
                                             whole(1, 2048), type=int)
     piece_tokens: int | None = option(
-        None, "tokens of an offloaded layer copied at a time (default: 64 MiB of them); steps over at most two such "
-        "pieces a layer are recorded as graphs", whole(1, 2048), type=int)
+        None, "tokens of an offloaded layer copied at a time (default: 64 MiB of them); smaller pieces take longer, "
+        "and a verify of more than two a layer is not recorded as a CUDA graph", whole(1, 2048), type=int)
     reuse: bool = option(
         True, "prompts of a call share the tokens that they begin with in common, and a prompt that begins with what "
         "the last call holds computes only the rest; with --no-reuse each is computed from its beginning",

@@ -46,10 +46,13 @@ _unused: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)  # stre
 
 
 def recorder(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """A stream to record on, for as long as its owner lives, which records one graph at a time. Then it serves another:
+    """A stream to record on: the owner's alone, until Python has collected the owner. Then another owner gets it, since
     cuBLAS takes 32 MiB for each stream that it is called on, and never gives them back."""
     unused = _unused[device]
-    stream = unused.pop() if unused else torch.cuda.Stream(device)
+    try:
+        stream = unused.pop()
+    except IndexError:
+        stream = torch.cuda.Stream(device)
     weakref.finalize(owner, unused.append, stream)
     return stream
 

@@ -66,7 +66,7 @@ class TargetBlock:
 
         tree: a `TokenTree`, or else what has rows and a `Layout`.
         going: rows of the batch that go on; of the others, nothing is attended to. None: all.
-        on_piece: called with (layer, number, piece) for what streams past, before it is overwritten.
+        on_piece: called with (layer, number, piece) for what `Passage.pieces` gives, before it is overwritten.
         """
         rows = tree.rows
         self.cache, self.view, self.rows, self.extent = cache, view, rows, extent

@@ -28,7 +28,7 @@ from ..model import ModelConfig
 PIECE_BYTES = 64 * 2**20
 # The bus runs ahead by so many pieces while the device does the rest of a layer's work, and by no more than a layer.
 STAGING_BUFFERS = 3, 8  # at least, and at most
-# Up to so many pieces of a layer take no longer to copy than the host takes to enqueue the step: so it is recorded.
+# With up to so many pieces a layer, the host may take longer to enqueue the step than the bus to copy: it is recorded.
 FEW_PIECES = 2
 
 
@@ -75,7 +75,8 @@ class Offload:
             self._open_stream()
 
     def _open_stream(self) -> None:
-        self.copy_stream = torch.cuda.Stream(self.device)
+        # Of another priority than streams to record on: of each, PyTorch has 32, which it hands out in turns.
+        self.copy_stream = torch.cuda.Stream(self.device, priority=-1)
         # Of the copies of `run_ahead`. External: a graph waits for the latest, not for those of its recording.
         self.ready = [torch.cuda.Event(external=True) for _ in self.staging]
         for event in self.ready:
@@ -91,7 +92,8 @@ class Offload:
         return length <= FEW_PIECES * self.piece
 
     def run_ahead(self, length: int) -> None:
-        """Before a step over `length` tokens: enqueues copies of its first pieces, as many as there are buffers."""
+        """Before a step over `length` tokens, when the host has seen the end of the one before: enqueues copies of its
+        first pieces, as many as there are buffers."""
         if not self.on_cuda:
             return
         self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))  # the buffers may be in use
@@ -191,11 +193,11 @@ class Passage:
         if self._count < self._ahead:
             compute.wait_event(offload.ready[slot])
         else:
+            if self._free[slot] is not None:
+                copies.wait_event(self._free[slot])
+            elif self._count == 0:  # what used the buffers before
+                copies.wait_stream(compute)
             try:
-                if self._free[slot] is not None:
-                    copies.wait_event(self._free[slot])
-                elif self._count == 0:  # what used the buffers before
-                    copies.wait_stream(compute)
                 offload.copy(slot, i, start, length)
             finally:  # or a recording that Ctrl-C breaks off could not be ended
                 compute.wait_stream(copies)

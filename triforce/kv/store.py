@@ -143,12 +143,12 @@ class View(Store):
         return Extent(min(self.lens), max(self.lens))
 
     def worth_recording(self, extent: Extent) -> bool:
-        """Whether a step over it is worth a graph."""
+        """Whether a step over it is to become a graph: not if to enqueue it takes no time beside what streams past."""
         return True
 
     def run_ahead(self) -> None:
-        """To be called before each step, when nothing changes what it reads any more: the first of what streams past
-        is on its way."""
+        """Begins to copy what the next step streams past. To be called before each step, and nothing that it reads may
+        change in between."""
 
 
 def runs(rows: list[int]) -> list[slice]:
