@@ -39,9 +39,9 @@ def gpu(monkeypatch):
 BLOCKS = {"gamma": 3, "block_size": 4, "flush_interval": 96, "budget": 128}
 
 
-def recording_state(pair, prompt=PROMPT, **settings):
+def recording_state(pair, prompts=(PROMPT,), **settings):
     compiler = Compiler(torch.device("cpu"), recorder=object())
-    return make_state(*pair, [prompt], compiler=compiler, **(BLOCKS | settings))
+    return make_state(*pair, list(prompts), compiler=compiler, **(BLOCKS | settings))
 
 
 def steps_of(state) -> dict[str, Graphed]:
@@ -79,7 +79,7 @@ def test_a_step_over_few_pieces_from_the_host_is_recorded(pair, gpu):
     """Once for what gathers, and once for what does not. Where there are many pieces, none is."""
     prompt, settings, said = random_prompt(300), BLOCKS | {"flush_interval": 32, "rebuild_interval": 1}, []
     for tokens in (160, 152, 64):  # of 288, and soon of 320
-        state = recording_state(pair, prompt, **settings, num_resident_layers=0, piece_tokens=tokens)
+        state = recording_state(pair, [prompt], **settings, num_resident_layers=0, piece_tokens=tokens)
         outer = state.hierarchy.outer
         assert ("full" in prepared(state)) == outer.is_recorded == (tokens > 64)
         said.append([state.round() for _ in range(18)])
@@ -100,8 +100,7 @@ def test_a_view_of_what_rows_share_is_gathered_by_what_was_recorded_ahead(pair, 
     document = random_prompt(300)
     prompts = [document[:288] + random_prompt(20, seed=row) for row in (1, 2)]
     how = BLOCKS | {"flush_interval": 32, "budget": 64, "base": 288, "num_resident_layers": 0, "piece_tokens": 160}
-    compiler = Compiler(torch.device("cpu"), recorder=object())
-    state, plain = make_state(*pair, prompts, compiler=compiler, **how), make_state(*pair, prompts, **how)
+    state, plain = recording_state(pair, prompts, **how), make_state(*pair, prompts, **how)
     [(key, _)] = state.hierarchy.outer.step.graphs.items()
     assert key[5] is True and key in state.hierarchy.outer.step._unplayed
     assert state.round() == plain.round()
@@ -113,8 +112,7 @@ def test_a_step_that_gathers_for_some_rows_is_not_recorded(pair, gpu, monkeypatc
     """There are too many such sets of rows."""
     prompts = [random_prompt(n, seed=n) for n in (300, 310, 290)]
     how = BLOCKS | {"flush_interval": 32, "budget": 64, "rebuild_interval": 8, "num_resident_layers": 0}
-    compiler = Compiler(torch.device("cpu"), recorder=object())
-    state, plain = make_state(*pair, prompts, compiler=compiler, **how), make_state(*pair, prompts, **how)
+    state, plain = recording_state(pair, prompts, **how), make_state(*pair, prompts, **how)
     outer, view, record, some, recorded = state.hierarchy.outer, state.hierarchy.view, Graphed._record, 0, []
 
     def noted(self, args):

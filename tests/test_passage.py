@@ -7,10 +7,11 @@ import pytest
 import torch
 from conftest import make_state, random_prompt
 
+from triforce.drafting.model import ModelDrafter
 from triforce.kv import blocks, views
 from triforce.kv.offload import FEW_PIECES, Offload, Passage
 from triforce.model import ModelConfig
-from triforce.plan import AUTOREGRESSION
+from triforce.plan import Plan
 from triforce.speculator import Speculator
 
 CONFIG = ModelConfig(64, 32, 3, 4, 2, 8, 48)
@@ -163,15 +164,15 @@ def test_the_first_pieces_are_on_their_way_while_tokens_are_drafted(pair, monkey
 
     state = make_state(*pair, [prompt, prompt[:340]][: 1 + (how["base"] > 0)], retrieval=False, **how)
     monkeypatch.setattr(Offload, "run_ahead", lambda self, length: log.append(length))
-    for name in ("draft", "check"):
-        monkeypatch.setattr(Speculator, name, noted(name, getattr(Speculator, name)))
+    monkeypatch.setattr(Speculator, "check", noted("check", Speculator.check))
+    monkeypatch.setattr(ModelDrafter, "propose", noted("draft", ModelDrafter.propose))
     state.round()
     assert log == [how["base"] or 352, "draft", "check"]
     with state.hierarchy.outer.rehearsal():
         state.hierarchy.outer.rehearse(state.hierarchy.outer.length.clone(), 1)
     assert log[3:] == log[:1]
     del log[:]
-    state.hierarchy.outer.round(AUTOREGRESSION)
+    state.hierarchy.outer.round(Plan(2, "model"))
     assert log == [how["base"] or 352, "draft", "check"]
 
 

@@ -152,7 +152,6 @@ class Hierarchy:
             else:
                 source.leave_out()
         self.outer.gathering = gathering = self.gathering
-        self.outer.view.run_ahead()
         drafted = self.outer.draft(plan)
         clock.drafted()
         self.outer.check(plan, drafted)

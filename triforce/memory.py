@@ -208,7 +208,7 @@ def layers_within(config: ModelConfig, parts: Collection[Part], free: int | None
     """The same of so many free bytes; None: nobody knows how many."""
     room = []
     if free is not None:
-        room = [min(int(0.95 * free), _less_spare(free, device)) - sum(part.bytes for part in parts)]
+        room = [min(int(0.95 * free), less_spare(free, device)) - sum(part.bytes for part in parts)]
     room += [] if resident_memory is None else [resident_memory]
     return min(max(min(room, default=0) // layer_bytes(config, **sizes), 0), config.n_layer)
 
@@ -235,12 +235,12 @@ def available(device: torch.device) -> int | None:
 
 def comfortable(device: torch.device) -> int | None:
     """Bytes to plan with where there is a choice: what is `available`, less `SPARE` on a GPU."""
-    free = available(device)
-    return None if free is None else _less_spare(free, device)
+    return less_spare(available(device), device)
 
 
-def _less_spare(free: int, device: torch.device) -> int:
-    return max(free - SPARE, 0) if device.type == "cuda" else free
+def less_spare(free: int | None, device: torch.device) -> int | None:
+    """Of so many free bytes, those to plan with; None: nobody knows how many."""
+    return max(free - SPARE, 0) if device.type == "cuda" and free is not None else free
 
 
 def ran_out(error: Exception) -> bool:

@@ -145,17 +145,17 @@ class Speculator(Drafter):
         Args:
             probs: see `Drafter.propose`; written from row length - base on.
         """
-        self.view.run_ahead()
         self.check(plan, self.draft(plan), probs)
 
     def draft(self, plan: Plan) -> Tensor:
-        """The first part of a round: tokens are proposed. Returns how many, [B]."""
+        """The first part of a round: tokens are proposed, and what the step reads runs ahead. Returns how many, [B]."""
+        self.view.run_ahead()
         if plan.gamma == 0:
             return self._nothing  # without speculation it is the same step, hence the same bits
         return self.drafters[plan.drafter].propose(self.length, plan, self.draft_probs)
 
     def check(self, plan: Plan, num_drafted: Tensor, probs: Tensor | None = None) -> None:
-        """The other part: they are checked, and tokens are emitted. What the step reads has run ahead."""
+        """The other part: they are checked, and tokens are emitted."""
         self.asked.fill_(plan.gamma)
         self.checked.copy_(num_drafted)
         self.num_rows = self._rows_of(plan, num_drafted)
@@ -165,8 +165,9 @@ class Speculator(Drafter):
 
     def _run(self, rows: int, probs: Tensor | None) -> None:
         """A step, as a graph if that is of use."""
-        step = self._step if isinstance(self.step, Graphed) and not self.is_recorded else self.step
-        step(*self.view.extent, rows, bool(self._awaiting), self.checked, probs)
+        extent = self.view.extent
+        step = self._step if isinstance(self.step, Graphed) and not self._records(extent) else self.step
+        step(*extent, rows, bool(self._awaiting), self.checked, probs)
 
     @property
     def _awaiting(self) -> list[int]:

@@ -13,7 +13,6 @@ from .. import memory
 from ..caches import MOST_ROWS, VIEWS, needed_tokens, own_tokens, usual_capacity, view_within
 from ..config import Placement, Settings, parse_size
 from ..errors import UserError
-from ..graphs import SPARE
 from ..loading import find_dtype
 from ..memory import Part
 from ..model import ModelConfig
@@ -169,7 +168,7 @@ class Planner:
         least = settings.view_tokens(*view)
         if settings.budget is None:
             least = min(least, VIEWS[0])
-        free = self.free if self.free is None or self.device.type != "cuda" else self.free - SPARE
+        free = memory.less_spare(self.free, self.device)
 
         def of_rows(rows: int, view: int) -> tuple[Part, ...]:
             return self._state(view, batch=rows, capacity=capacity, base=base)
