@@ -187,6 +187,19 @@ def test_a_draft_that_was_no_good_in_earlier_texts_is_hardly_tried():
     assert max(chosen, key=chosen.get).gamma > 0
 
 
+def test_what_is_never_right_waits_twice_as_long_each_time():
+    """Until something of it is kept."""
+    costs = Costs({1: 10.5, 4: 15.0, 8: 20.0}, {}, {"model": (1.9, 1.4)})
+    controller, tried = Controller(costs, 7, 0, Padding(False, False, False), priors={"model": 0.05}), []
+    for token in range(1, 1200):
+        plan = controller.choose()
+        if plan.gamma:
+            tried.append(token)
+        controller.update(1, **({"model": (int(len(tried) == 5), 1)} if plan.gamma else {}))
+    waits = [later - earlier for earlier, later in zip([0, *tried], tried, strict=False)]
+    assert [round(wait / Rate.PROBE_AFTER) for wait in waits[:6]] == [1, 2, 4, 4, 4, 1], waits
+
+
 def test_short_texts_come_back_to_a_draft_that_was_no_good_in_one():
     """They end before what lies idle is tried again."""
     costs, priors, drafted = Costs({1: 7.8, 8: 8.9}, {}, {"model": (0.7, 0.5)}, preparing=54.0), {"model": 0.03}, []
@@ -213,7 +226,7 @@ def test_what_lies_idle_is_tried_once_before_its_round_is_seen():
     controller = Controller(Costs({4: 10.0}, {4: 3.0}, {"model": (0.3, 0.3)}), 3, 3)
     controller.update(1, model=(0, 60), retrieval=(0, 60))
     assert controller.choose() == Plan()
-    controller.update(Controller.PROBE_AFTER)
+    controller.update(Rate.PROBE_AFTER)
     plans = [controller.choose() for _ in range(4)]
     assert [plan.gamma > 0 for plan in plans].count(True) <= 2 and plans[0].gamma > 0  # one for each level at most
     names = [plan.drafter for plan in plans if plan.gamma]
@@ -256,7 +269,7 @@ def test_a_busy_moment_is_not_believed_for_ever(busy):
 def test_what_has_long_been_known_to_be_slow_is_seen_again():
     """Costs of an earlier process, on a machine that was busy to its end."""
     costs = replace(TINY, verify={**TINY.verify, 1: 16.0})
-    controller, _ = busy_then_idle(costs, 0, Controller.PROBE_AFTER + 40)
+    controller, _ = busy_then_idle(costs, 0, Rate.PROBE_AFTER + 40)
     assert controller.plan == Plan(padded=False) and controller.learned.now().verify[1] == pytest.approx(10.5)
 
 
@@ -275,7 +288,7 @@ def test_a_gpu_is_doubted_where_a_step_of_more_rows_takes_less(believed, tokens,
     first = next((i for i, plan in enumerate(chosen) if plan.gamma == 0), None)
     assert (first is not None) == doubted
     if doubted:
-        assert Controller.PROBE_AFTER / 4 <= first < 20 and controller.plan == Plan()
+        assert Rate.PROBE_AFTER / 4 <= first < 20 and controller.plan == Plan()
         assert controller.learned.now().plain == pytest.approx(7.5)
 
 

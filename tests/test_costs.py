@@ -4,12 +4,13 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import make_engine, make_state, random_prompt
 
 from triforce.controller import Controller
-from triforce.costs import Costs, Learned, Shelf, from_json, guess, to_json
+from triforce.costs import LAYER_ON_CPU, Costs, Learned, Shelf, from_json, guess, to_json
 from triforce.kept import Folder
 from triforce.plan import PADDED, Padding, Plan
 
@@ -86,10 +87,30 @@ def test_guesses_know_how_much_is_read(pair):
     longer = guess(state.hierarchy, PADDED, [6000])
     assert set(costs.sources) == {"model", "ngram"} and list(costs.verify) == [4, 8]
     assert [costs.checking(Plan(gamma, "model")) for gamma in (0, 3, 4)] == [{("verify", n): 1.0} for n in (4, 4, 8)]
-    assert longer.verify[8] > 2 * costs.verify[8] and longer.sources == costs.sources
+    config, more = state.target.config, (longer.verify[8] - costs.verify[8]) / 1.56
+    assert more == pytest.approx(5400 * config.kv_elements_per_token * 4 / 2e7) and longer.sources == costs.sources
     assert costs.retrieval[3] < costs.verify[8]
+    layers = [LAYER_ON_CPU * model.config.n_layer for model in pair]
+    assert costs.verify[8] / 1.56 > layers[0] < min(costs.retrieval.values())
+    assert costs.sources["model"][0] > layers[1] and costs.sources["ngram"][0] < 0.01
     assert guess(state.hierarchy, Padding(False, True), [600]).plain == pytest.approx(costs.verify[8] / 1.56, rel=0.01)
     assert list(guess(state.hierarchy, Padding(False, False), [600]).verify) == [1, 2, 3, 4, 6, 8]
+
+
+def test_a_check_of_fewer_rows_takes_no_longer_than_one_of_more():
+    """So a time that says so is cut, and doubted until the step is seen again. A draft's time says nothing of that."""
+    costs = Costs({1: 20.0, 4: 9.0, 8: 30.0}, {1: 25.0}, {"model": (50.0, 50.0)}, plain=40.0)
+    learned = Learned(costs)
+    rows = {name: learned.number["verify", name] for name in costs.verify}
+    plain = learned.number["plain", 0]
+    learned.observe(learned.weights({("model", "first"): 1.0}), 1.0)
+    assert not learned.doubtful.any()
+    learned.observe(learned.weights({("verify", 4): 1.0}), 9.0, checks=True)
+    assert learned.now() == replace(costs, verify={1: 9.0, 4: 9.0, 8: 30.0}, plain=9.0,
+                                    sources={"model": (learned.now().sources["model"][0], 50.0)})
+    assert set(learned.doubtful.nonzero()[0].tolist()) == {rows[1], plain}
+    learned.observe(learned.weights({("plain", 0): 1.0}), 8.0, checks=True)
+    assert set(learned.doubtful.nonzero()[0].tolist()) == {rows[1]} and learned.now().plain < 9
 
 
 def test_what_was_learned_is_kept(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ VOCAB = 5
 class Drafts:
     """In place of a ModelDrafter: always tokens 1, 2, 3, 4, 1, ..., and a note of what it is told."""
 
-    nbytes, weight_bytes = 12, 34
+    nbytes, weight_bytes, num_layers = 12, 34, 5
 
     def __init__(self, tape):
         self.tape, self.told = tape, []
@@ -91,4 +91,4 @@ def test_the_draft_is_told_everything(ranks):
         one.commit(length)
     assert drafter.own.told == [("prefill", 1, 100, False), ("rewind", 0, 50), ("open", [1000, 1000]),
                                 ("catch_up", [7, 8]), ("leave_out",), ("flush", 1, 128), ("commit", length)]
-    assert (drafter.nbytes, other.nbytes) == (12, 0)
+    assert (drafter.nbytes, other.nbytes) == (12, 0) and (drafter.num_layers, other.num_layers) == (5, 0)

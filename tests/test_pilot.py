@@ -15,6 +15,7 @@ from triforce.speculator import Speculator
 def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(pair, monkeypatch):
     """Between the verify that is enqueued and the host's read."""
     state, order = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), []
+    state.pilot._on_cpu = False
     outer, think = state.hierarchy.outer, Pilot.think
     check, read = outer.check, outer.outbox.read
     monkeypatch.setattr(outer, "check", lambda *args: (order.append("check"), check(*args))[1])
@@ -26,6 +27,16 @@ def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(
         assert state.last_round.plan is chosen or state.last_round.plan == AUTOREGRESSION
     assert order == ["check", "think", "read"] * 6
     assert sum(state.pilot.controller.learned.seen) > 0
+
+
+def test_on_a_cpu_a_choice_knows_the_last_round(pair, monkeypatch):
+    """Nothing goes on beside it there."""
+    state, rounds, known = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), [], []
+    monkeypatch.setattr(Controller, "timed", lambda self, plan, *times: rounds.append(plan))
+    monkeypatch.setattr(Controller, "choose", lambda self, **kwargs: known.append(len(rounds)) or self.plans[1])
+    for _ in range(6):
+        state.round()
+    assert known == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("is_recorded,drafts", [(True, True), (True, False), (False, True)])
@@ -53,6 +64,7 @@ def test_what_the_first_rounds_follow_is_known_before_them(pair, monkeypatch):
     """So their steps can be recorded beside the prefill. The controller is asked once."""
     monkeypatch.setattr(Speculator, "is_recorded", True)
     state, asked = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), []
+    state.pilot._on_cpu = False
     monkeypatch.setattr(Controller, "choose", lambda self, **known: asked.append(known) or self.plans[1])
     state.pilot.ahead()
     state.rewind(50)  # broken off before a round: the next text is still the first
@@ -70,24 +82,23 @@ def test_what_the_first_rounds_follow_is_known_before_them(pair, monkeypatch):
 
 
 def test_where_nothing_drafts_few_rounds_are_followed_by_a_choice(pair, monkeypatch):
-    """On a CPU, which does nothing beside. All rounds are learned from, and a choice comes at once after a draft."""
-    state, chosen, learned = make_state(*pair, [random_prompt(100)], auto=True, gamma=3, max_new_tokens=200), [], []
+    """On a CPU, which does nothing beside: after a quarter as many rounds as none has drafted for. All rounds are
+    learned from, and a choice comes at once after a draft. A try does not make them frequent again."""
+    state, chosen, learned = make_state(*pair, [random_prompt(100)], auto=True, gamma=3, max_new_tokens=400), [], []
     plain, drafts = Plan(padded=state.pilot.padding.plain), Plan(1, "model", padded=state.pilot.padding.drafts)
     update = Controller.update
     monkeypatch.setattr(Controller, "choose", lambda self, **known: chosen.append(len(rounds)) or
-                        (drafts if 30 <= len(rounds) < 34 else plain))
+                        (drafts if len(rounds) == 62 or 79 <= len(rounds) < 83 else plain))
     monkeypatch.setattr(Controller, "update", lambda *args, **seen: learned.append(1) or update(*args, **seen))
     rounds = []
-    for _ in range(60):
+    for _ in range(90):
         state.round()
         rounds.append(state.last_round.plan)
-    drafted = [i for i, plan in enumerate(rounds) if plan.gamma]
-    early = [i for i in chosen if i < Pilot.CALM]
-    assert len(early) >= Pilot.CALM - 2 and len(learned) >= 56
-    calm = [i for i in chosen if Pilot.CALM < i < drafted[0]]
-    assert all(b - a == Pilot.EVERY for a, b in zip(calm, calm[1:], strict=False)) and len(calm) >= 2
-    for i in drafted:
-        assert i + 1 in chosen and i + 2 in chosen
+    assert [i for i, plan in enumerate(rounds) if plan.gamma] == [62, 79, 80, 81, 82] and len(learned) >= 88
+    waits = {later: later - earlier for earlier, later in zip(chosen, chosen[1:], strict=False)}
+    assert list(waits.values())[:12] == [1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 5, 7]  # up to the 30th
+    assert list(waits.items())[12:19] == [(38, 8), (46, 8), (54, 8), (62, 8), (63, 1), (71, 8), (79, 8)]
+    assert set(list(waits.values())[19:]) == {1}
 
 
 def test_a_new_text_begins_with_a_plan_of_its_own(pair):

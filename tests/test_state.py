@@ -122,7 +122,7 @@ def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
 def test_the_controller_is_told_what_looking_up_is_good_for(pair, monkeypatch):
     """By all of each row's text so far, prompt and output, in the mean of the rows that go on."""
     told, choose = [], Controller.choose
-    monkeypatch.setattr(Pilot, "CALM", 1000)  # a choice after each round
+    monkeypatch.setattr(Pilot, "SELDOM", 1)  # a choice after each round
     monkeypatch.setattr(Controller, "choose", lambda self, **known: told.append(known) or choose(self, **known))
     texts = [random_prompt(20) * 4, random_prompt(70, seed=1)]
     state = make_state(*pair, texts, auto=True, ngram=True, gamma=7, gamma_inner=3, sampling={"temperature": 0.3})
@@ -130,11 +130,11 @@ def test_the_controller_is_told_what_looking_up_is_good_for(pair, monkeypatch):
     for turn in range(40):
         if turn == 30:
             state.close_row(1)
-        # In each round the plan of the next one is chosen. The first one's is plain.
+        # Before each round its plan is chosen. The first one's is plain.
         expected.append(statistics.fmean(NgramMeter(text).rate for text in texts[: 1 if turn >= 30 else 2]))
         for row, tokens in enumerate(state.round()):
             texts[row] = texts[row] + tokens
-    assert [known["ngram"] for known in told] == expected and len(set(expected)) > 10
+    assert [known["ngram"] for known in told] == expected[1:] and len(set(expected)) > 10
 
 
 @pytest.mark.parametrize("retrieval", [True, False])

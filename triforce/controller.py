@@ -58,15 +58,29 @@ class Rate:
     """
 
     MEMORY, IDLE_MEMORY, PRIOR_WEIGHT, DOUBT = 0.99, 0.998, 4.0, 0.5
+    # Tokens of a row: what has not been tried for so long may have become better. Where nothing of it is kept, the next
+    # try comes after twice as many, PATIENCE at most.
+    PROBE_AFTER, PATIENCE = 64, 256
 
     def __init__(self, prior: float):
         self.prior, self.hits, self.tests, self.age = prior, self.PRIOR_WEIGHT * prior, self.PRIOR_WEIGHT, 0
-        self.was_tested = False
+        self.was_tested, self.wait = False, self.PROBE_AFTER
 
     def update(self, hits: int, tests: int) -> None:
         kept = self.MEMORY**tests
         self.hits, self.tests, self.age = kept * self.hits + hits, kept * self.tests + tests, 0
         self.was_tested = True
+        if hits:
+            self.wait = self.PROBE_AFTER
+
+    def probe(self) -> None:
+        """It is about to be tried: once, though the next plan may be chosen before that round is seen."""
+        self.age, self.wait = 0, min(2 * self.wait, self.PATIENCE)
+
+    @property
+    def is_due(self) -> bool:
+        """It lies idle, and is to be tried."""
+        return self.age >= self.wait
 
     def idle(self, num_tokens: float) -> None:
         kept = self.IDLE_MEMORY**num_tokens
@@ -105,7 +119,6 @@ class Controller:
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
     PLAIN_HOPE = 0.6  # of what a round without speculation takes at most: where that would win, it is tried
-    PROBE_AFTER = 64  # tokens of a row; what has not been tried for so long may have become better
     SHORT = 4  # tokens, and half as many rounds of the level between: the most for what no round has shown yet
     # Of a verify: more than that may be drafted if it should take no longer, although each step that no round has shown
     # may take so many milliseconds more than is guessed.
@@ -239,32 +252,31 @@ class Controller:
             return self.plans[0]
         used = best if self._tree is None else self._chain_of(self._tree)
         for name, rate in self.rates.items():  # try what lies idle, if it could win at all
-            if rate.age >= self.PROBE_AFTER and not self._uses[name][used]:
+            if rate.is_due and not self._uses[name][used]:
                 hopes = np.where(self._uses[name], self.times_per_token(rates | {name: 0.95}) + preparing, np.inf)
                 worth = hopes < 0.9 * times[best]
                 if worth.any():  # by the shortest round that could
                     tried = int(np.where(worth, self._round, np.inf).argmin())
-                    for other in self.rates:  # once: the next plan is chosen before this one's round is seen
+                    for other, tested in self.rates.items():
                         if self._uses[other][tried]:
-                            self.rates[other].age = 0.0
+                            tested.probe()
                     return self.plans[tried]
         return self.plan
 
     def _doubts_plain(self, times: np.ndarray, remaining: float) -> bool:
         """Whether a round without speculation is to show anew what it takes. While others are chosen it is not seen, so
         a time that is too long by chance, as on a busy machine, would be believed to the end. A GPU measures well. Its
-        time is doubted only where a step of more rows takes less, which cannot be, and where recording the step may
-        pay. times, remaining: see `choose`."""
+        time is doubted only where a step of more rows took less, and where recording the step may pay.
+        times, remaining: see `choose`."""
         if self.plan.gamma == 0:
             return False
         step, learned = self._checking[0] > 0, self.learned
-        check = float(self._checking[self._now] @ learned.values)
-        impossible = times[0] > check
-        if self._step_prepared and not impossible:
+        doubtful = learned.doubtful[step].any()
+        if self._step_prepared and not doubtful:
             return False
-        well = learned.seen[step].min() >= learned.WELL and not impossible
-        gain = times[self._now] - self.PLAIN_HOPE * min(times[0], check)  # of a token, at most
-        return (learned.age[step].min() >= (self.PROBE_AFTER if well else self.PROBE_AFTER / 4)
+        well = learned.seen[step].min() >= learned.WELL and not doubtful
+        gain = times[self._now] - self.PLAIN_HOPE * times[0]  # of a token, at most
+        return (learned.age[step].min() >= (Rate.PROBE_AFTER if well else Rate.PROBE_AFTER / 4)
                 and gain * max(remaining, 1.0) > self._step_prepared)
 
     def _preparing(self) -> np.ndarray:

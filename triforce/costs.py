@@ -1,9 +1,10 @@
-"""What each step of a hierarchy takes, in milliseconds: guessed by the bytes that it reads, then learned from rounds.
+"""What each step of a hierarchy takes, in milliseconds: guessed by layers and bytes, then learned from rounds.
 
 No step is run only to be timed. What was learned is kept for the next process, see `kept.py`.
 """
 
 import json
+import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .speculator import Speculator
 
 ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
+LAYER_ON_CPU, LAYER_ON_GPU = 0.3, 0.1  # milliseconds of a layer, whatever it reads: it is made of many operations
 # Milliseconds that a layer takes the host where a step is run for the first time, or recorded: on an H100's host 1.7.
 PREPARING = 1.7
 SIZES = (1, 2, 3, 4, 6, 8, 16, 32)  # rows whose steps have times of their own, where steps have so many
@@ -111,7 +113,8 @@ class Learned:
 
     A round shows two sums, of its drafting and of its verify. Each sum corrects the parts that it is made of by one
     factor: fully the first time, then by a share. What has never been seen moves along with what is like it, as long
-    as that is new, too.
+    as that is new, too. A check of fewer rows takes no longer than one of more: a time that says so, as of a busy
+    machine, is cut to that of more rows, and doubted until the step is seen again.
 
     Args:
         costs: what is known or guessed.
@@ -130,7 +133,9 @@ class Learned:
         self.number = {name: i for i, name in enumerate(self.names)}
         self.values = np.array([max(cost, 1e-6) for cost in parts.values()])
         self.seen = np.full(len(parts), self.WELL) if seen is None else np.minimum(seen, self.WELL)
-        self.age = np.zeros(len(parts))
+        self.age, self.doubtful = np.zeros(len(parts)), np.zeros(len(parts), dtype=bool)
+        self._rows = np.array([which if what == "verify" else 0 if what == "plain" else math.inf
+                               for what, which in parts])  # of checks
         self._recent: dict[tuple, deque] = defaultdict(lambda: deque(maxlen=self.RECENT))
 
     def weights(self, parts: dict[tuple, float]) -> np.ndarray:
@@ -156,6 +161,11 @@ class Learned:
         if not self.seen[used].all():
             self.values[self._like(used)] *= factor
         self.values[used] *= factor**share
+        self.doubtful[used] = False
+        if checks:
+            least = weights @ self.values
+            impossible = (self._rows < self._rows[used].min()) & (self.values > least)
+            self.values[impossible], self.doubtful[impossible] = least, True
         self.seen[used] += 1
         self.age[used] = 0
 
@@ -254,17 +264,18 @@ def prefill_seconds(config: "ModelConfig", start: int, stop: int) -> float:
 
 
 def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:
-    """By the bytes that a step reads. It hopes for the best of what drafts: a round soon shows what that takes."""
+    """By a step's layers, and the bytes that it reads. A round soon shows what it takes."""
     outer, inner, cache = hierarchy.outer, hierarchy.inner, hierarchy.cache
     on_cpu = outer.length.device.type == "cpu"
-    rate = 2e7 if on_cpu else 4e9  # bytes a millisecond
+    rate, layer = (2e7, LAYER_ON_CPU) if on_cpu else (4e9, LAYER_ON_GPU)  # bytes a millisecond
     host_rate = rate if on_cpu else 5e7
     config, itemsize, offload = outer.model.config, outer.model.dtype.itemsize, cache.prefix.streams
     base, batch = cache.prefix.base, len(lengths)
     token = config.kv_elements_per_token * itemsize
     shared, own = base * token, (sum(lengths) - base * batch) * token
     on_host = 0 if offload is None else (shared or own) * len(offload.layers) / config.n_layer
-    reading = (outer.model.weight_bytes + shared + own - on_host) / rate + on_host / host_rate
+    layers = layer * config.n_layer
+    reading = layers + (outer.model.weight_bytes + shared + own - on_host) / rate + on_host / host_rate
     # All rows attend to a shared prefix, which is read once for them. Beyond some number of rows that is arithmetic.
     products = 4 * config.n_head * config.head_dim * config.n_layer * base * batch  # of one token a row
 
@@ -281,11 +292,11 @@ def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs
     costs = Costs(by_rows(outer, padding.drafts, verify), plain=plain, row_unit=outer.row_unit if padding.drafts else 1,
                   preparing=0.0 if hierarchy.compiler.recorder is None else PREPARING * config.n_layer)
     if inner is not None:
-        first = (inner.model.weight_bytes + min(hierarchy.view.nbytes, shared + own)) / rate
+        first = layers + (inner.model.weight_bytes + min(hierarchy.view.nbytes, shared + own)) / rate
         costs.retrieval = by_rows(inner, padding.inner, lambda rows: first * (1 + ROW * (rows - 1) * on_cpu))
         if outer.tree.size:
             costs.growth = first * (1 + ROW * (outer.tape.nodes.width - 1) * on_cpu)
     for name, source in hierarchy.sources.items():
-        first = (source.nbytes + source.weight_bytes) / rate + 0.001
+        first = layer * source.num_layers + (source.nbytes + source.weight_bytes) / rate + 0.001
         costs.sources[name] = first, first if source.weight_bytes else 0.0
     return costs

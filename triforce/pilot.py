@@ -37,8 +37,9 @@ class Pilot:
         meter: gives that of what all rows share. None: it is made here.
     """
 
-    # On a CPU a choice takes 3% of a short round. After so many rounds without drafts each EVERYth is followed by one.
-    CALM, EVERY = 16, 4
+    # On a CPU a choice takes 3% of a short round. Where nothing was drafted for a while, the next one comes after a
+    # quarter as many rounds more, at most so many.
+    SELDOM = 8
 
     def __init__(self, hierarchy: "Hierarchy", settings: Settings, *, shelf: Shelf, group: "Group | None",
                  rebuild_interval: int, common_interval: int, meter: Callable[[], NgramMeter] | None = None):
@@ -59,7 +60,7 @@ class Pilot:
         self._fixed: Plan | None = None
         self._planned: list[Plan] = []  # of the rounds to come, as far as that is known
         self._on_cpu = hierarchy.outer.length.device.type == "cpu"
-        self._calm = 0  # rounds on a CPU since one drafted
+        self._calm = 0  # rounds without drafts of late
         self._unseen: list[Round] = []  # that followed what was chosen, and have not been learned from yet
 
     def open(self, plan: Plan | None, padding: Padding, lengths: list[int], max_new_tokens: int,
@@ -102,6 +103,8 @@ class Pilot:
 
     def choose(self) -> Plan:
         """The next round's plan."""
+        if self._on_cpu:
+            self._learn_and_choose()
         self.ahead()
         self._begins = self._begins and self.controller is None
         return self._planned.pop(0)
@@ -139,8 +142,14 @@ class Pilot:
         return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
 
     def think(self) -> None:
-        """While the device works: takes in what the rounds before showed, and chooses what the next one follows."""
-        if self._calm >= self.CALM and len(self._unseen) < self.EVERY:
+        """While the device works. On a CPU nothing goes on beside: there a choice waits for what the round shows."""
+        if not self._on_cpu:
+            self._learn_and_choose()
+
+    def _learn_and_choose(self) -> None:
+        """Takes in what the rounds before showed, and chooses what the next one follows."""
+        is_calm = self._on_cpu and self._unseen and self._unseen[-1].plan.gamma == 0
+        if is_calm and len(self._unseen) < min(self._calm // 4, self.SELDOM):
             self._planned = [self.controller.plans[0]]
             return
         self._learn()
@@ -178,7 +187,7 @@ class Pilot:
         """
         if self.controller is not None and was_chosen:
             self._unseen.append(result)
-            self._calm = self._calm + 1 if result.plan.gamma == 0 and self._on_cpu else 0
+            self._calm = self._calm + 1 if result.plan.gamma == 0 else self._calm // 2
         for i, meter in enumerate(self.meters):
             if meter is not None:
                 meter.update(result.rows[i].tokens)

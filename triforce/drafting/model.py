@@ -34,7 +34,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, model: Transformer, memory: DraftMemory, tape: Tape, *, max_drafted: int, compiler: Compiler):
         self.model, self.memory, self.tape = model, memory, tape
-        self.nbytes, self.weight_bytes = memory.nbytes, model.weight_bytes
+        self.nbytes, self.weight_bytes, self.num_layers = memory.nbytes, model.weight_bytes, model.config.n_layer
         self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
         self.num_drafted = tape.buffer()
         self.noise = None if tape.coupled else tape.buffer(max_drafted, dtype=torch.float64)

@@ -32,6 +32,7 @@ class Drafter:
     records_unseen = False
     nbytes = 0  # of its caches
     weight_bytes = 0  # of its model, which a proposal reads once a token
+    num_layers = 0  # of its model
 
     def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         """Drafts on the tape what follows its token at `start` [B]: at most plan.gamma tokens, or none.

@@ -27,6 +27,7 @@ class SharedDrafter(Drafter):
         self.own = drafter if drafter is not None else Drafter()
         self.tape, self.group, self.source = tape, group, source
         self.nbytes, self.weight_bytes = self.own.nbytes, max(self.own.weight_bytes, 1)
+        self.num_layers = self.own.num_layers
         self.num_drafted = tape.buffer()
 
     def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
