@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from controller import kept, one_round  # noqa: E402
 
 from triforce.controller import Controller, Rate, at_least, emitted  # noqa: E402
-from triforce.costs import Costs, Learned  # noqa: E402
+from triforce.costs import Costs, Learned, from_json, to_json  # noqa: E402
 from triforce.pilot import Tally  # noqa: E402
 from triforce.plan import Padding, Plan  # noqa: E402
 from triforce.speculator import RowRound  # noqa: E402
@@ -290,6 +290,40 @@ def test_a_gpu_is_doubted_where_a_step_of_more_rows_takes_less(believed, tokens,
     if doubted:
         assert Rate.PROBE_AFTER / 4 <= first < 20 and controller.plan == Plan()
         assert controller.learned.now().plain == pytest.approx(7.5)
+
+
+@pytest.mark.parametrize("drafts", [{"ngram": (0.05, 0.0)}, {"model": (0.3, 0.2)}])
+def test_a_gpus_jitter_is_no_reason_to_record_a_step(drafts):
+    """In a fresh process, whose first round takes the step that checks: the other one is guessed to take as long."""
+    costs, rng = Costs({16: 20.5}, {}, drafts, plain=20.5, preparing=54.0), random.Random(0)
+    for _ in range(20):
+        controller = Controller(costs, 15, 0, seen=[0] * len(costs.parts()), rounds_with=Counter(drafts=4))
+        plans = [replace(controller.plans[0], padded=True)]
+        for i in range(256):
+            drafting, checking = costs.milliseconds(plans[-1])
+            controller.timed(plans[-1], drafting, checking * rng.uniform(0.995, 1.005))
+            count, seen = one_round(rng, plans[-1], {"model": 0.6, "ngram": 0.4})
+            controller.update(count, **seen)
+            plans.append(controller.choose(remaining=256 - i, ngram=0.4))
+        assert all(plan.gamma for plan in plans[2:])
+
+
+def test_an_impossible_time_is_doubted_in_the_next_text_too():
+    """One that is too short to win the recording back keeps what it has learned."""
+    costs, rng = Costs({16: 9.0}, {}, {"ngram": (0.05, 0.0)}, plain=18.75, preparing=54.0), random.Random(0)
+    seen, plain = None, []
+    for tokens in (24, 256):
+        controller, i = Controller(costs, 15, 0, seen=seen, rounds_with=Counter(drafts=4)), 0
+        while i < tokens:
+            plan = controller.choose(remaining=tokens - i, ngram=0.15)
+            plain += [(tokens, i)] * (plan.gamma == 0)
+            drafting, checking = costs.milliseconds(plan)
+            controller.timed(plan, drafting, checking if plan.gamma else 7.5)
+            count = 1 + (plan.gamma > 0 and rng.random() < 0.15)
+            controller.update(count)
+            i += count
+        costs, seen = from_json(to_json(controller.learned), costs)
+    assert plain[0][0] == 256 and plain[0][1] < 20 and controller.learned.now().plain == pytest.approx(7.5)
 
 
 @pytest.mark.parametrize("rates,preparing,doubted", [((0.92, 0.6), 0.0, False), ((0.5, 0.4), 0.0, True),

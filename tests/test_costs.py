@@ -98,19 +98,14 @@ def test_guesses_know_how_much_is_read(pair):
 
 
 def test_a_check_of_fewer_rows_takes_no_longer_than_one_of_more():
-    """So a time that says so is cut, and doubted until the step is seen again. A draft's time says nothing of that."""
-    costs = Costs({1: 20.0, 4: 9.0, 8: 30.0}, {1: 25.0}, {"model": (50.0, 50.0)}, plain=40.0)
-    learned = Learned(costs)
-    rows = {name: learned.number["verify", name] for name in costs.verify}
-    plain = learned.number["plain", 0]
-    learned.observe(learned.weights({("model", "first"): 1.0}), 1.0)
-    assert not learned.doubtful.any()
-    learned.observe(learned.weights({("verify", 4): 1.0}), 9.0, checks=True)
-    assert learned.now() == replace(costs, verify={1: 9.0, 4: 9.0, 8: 30.0}, plain=9.0,
-                                    sources={"model": (learned.now().sources["model"][0], 50.0)})
-    assert set(learned.doubtful.nonzero()[0].tolist()) == {rows[1], plain}
-    learned.observe(learned.weights({("plain", 0): 1.0}), 8.0, checks=True)
-    assert set(learned.doubtful.nonzero()[0].tolist()) == {rows[1]} and learned.now().plain < 9
+    """So a time that says so is not believed, whatever is kept. A guess, or a draft's time, says nothing of that."""
+    costs = Costs({1: 20.0, 4: 9.0, 8: 30.0, 16: 5.0}, {1: 25.0}, {"model": (1.0, 1.0)}, plain=40.0)
+    names = [*costs.parts()]
+    seen = [int(name != ("verify", 16)) for name in names]
+    learned = Learned(*from_json(to_json(Learned(costs, seen)), costs))
+    assert learned.now() == costs
+    assert costs.having(dict(zip(names, learned.believed.tolist(), strict=True))) == replace(
+        costs, verify={1: 9.0, 4: 9.0, 8: 30.0, 16: 5.0}, plain=9.0)
 
 
 def test_what_was_learned_is_kept(tmp_path, monkeypatch):

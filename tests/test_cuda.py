@@ -435,17 +435,23 @@ def test_garbage_waits_while_a_graph_is_recorded(random_models):
         engine = engine_for(random_models)
         return engine.generate(ids, 200, temperature=0.0).tokens  # crosses a flush: a graph is recorded ahead
 
-    first = generate()
+    first, recordings = generate(), []
     record = Graphed._record
 
     def recorded(self, args):
-        function, self.function = self.function, lambda *args: ([[] for _ in range(50_000)], function(*args))
-        before = len(collections)
+        function = self.function
+
+        def within(*args):
+            before = len(collections)
+            recordings.append([[] for _ in range(50_000)][:1])
+            function(*args)
+            assert len(collections) == before
+
+        self.function = within
         try:
             return record(self, args)
         finally:
             self.function = function
-            assert len(collections) == before
 
     gc.callbacks.append(watch := lambda phase, info: collections.append(phase))
     try:
@@ -453,7 +459,7 @@ def test_garbage_waits_while_a_graph_is_recorded(random_models):
             assert generate() == first
     finally:
         gc.callbacks.remove(watch)
-    assert collections and gc.isenabled()
+    assert recordings and collections and gc.isenabled()
 
 
 @torch.inference_mode()

@@ -88,17 +88,17 @@ def test_where_nothing_drafts_few_rounds_are_followed_by_a_choice(pair, monkeypa
     plain, drafts = Plan(padded=state.pilot.padding.plain), Plan(1, "model", padded=state.pilot.padding.drafts)
     update = Controller.update
     monkeypatch.setattr(Controller, "choose", lambda self, **known: chosen.append(len(rounds)) or
-                        (drafts if len(rounds) == 62 or 79 <= len(rounds) < 83 else plain))
+                        (drafts if len(rounds) == 62 or 82 <= len(rounds) < 86 else plain))
     monkeypatch.setattr(Controller, "update", lambda *args, **seen: learned.append(1) or update(*args, **seen))
     rounds = []
     for _ in range(90):
         state.round()
         rounds.append(state.last_round.plan)
-    assert [i for i, plan in enumerate(rounds) if plan.gamma] == [62, 79, 80, 81, 82] and len(learned) >= 88
     waits = {later: later - earlier for earlier, later in zip(chosen, chosen[1:], strict=False)}
+    assert [i for i, plan in enumerate(rounds) if plan.gamma] == [62, 82, 83, 84, 85] and len(learned) >= 88
     assert list(waits.values())[:12] == [1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 5, 7]  # up to the 30th
-    assert list(waits.items())[12:19] == [(38, 8), (46, 8), (54, 8), (62, 8), (63, 1), (71, 8), (79, 8)]
-    assert set(list(waits.values())[19:]) == {1}
+    assert list(waits.items())[12:20] == [(38, 8), (46, 8), (54, 8), (62, 8), (63, 1), (68, 5), (74, 6), (82, 8)]
+    assert set(list(waits.values())[20:]) == {1}
 
 
 def test_a_new_text_begins_with_a_plan_of_its_own(pair):
@@ -149,8 +149,8 @@ def test_the_controller_is_told_what_is_recorded_and_what_may_come(pair, monkeyp
 
 
 def test_thinking_does_not_count_as_the_rounds_time(pair, monkeypatch):
-    state, think = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), Pilot.think
-    monkeypatch.setattr(Pilot, "think", lambda self: (time.sleep(0.3), think(self))[1])
+    state, think = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), Pilot._learn_and_choose
+    monkeypatch.setattr(Pilot, "_learn_and_choose", lambda self: (time.sleep(0.3), think(self))[1])
     for _ in range(2):
         state.round()
         assert state.last_round.timing.checking < 250

@@ -64,7 +64,7 @@ class Rate:
 
     def __init__(self, prior: float):
         self.prior, self.hits, self.tests, self.age = prior, self.PRIOR_WEIGHT * prior, self.PRIOR_WEIGHT, 0
-        self.was_tested, self.wait = False, self.PROBE_AFTER
+        self.was_tested, self.wait, self._is_probed = False, self.PROBE_AFTER, False
 
     def update(self, hits: int, tests: int) -> None:
         kept = self.MEMORY**tests
@@ -72,10 +72,13 @@ class Rate:
         self.was_tested = True
         if hits:
             self.wait = self.PROBE_AFTER
+        elif self._is_probed:
+            self.wait = min(2 * self.wait, self.PATIENCE)
+        self._is_probed = False
 
     def probe(self) -> None:
         """It is about to be tried: once, though the next plan may be chosen before that round is seen."""
-        self.age, self.wait = 0, min(2 * self.wait, self.PATIENCE)
+        self.age, self._is_probed = 0, True
 
     @property
     def is_due(self) -> bool:
@@ -207,7 +210,8 @@ class Controller:
 
     def _add_up(self) -> None:
         """Milliseconds of a round of each plan."""
-        drafting, checking = (weights @ self.learned.values for weights in (self._drafting, self._checking))
+        self._costs = self.learned.believed
+        drafting, checking = (weights @ self._costs for weights in (self._drafting, self._checking))
         self._round = drafting + checking
         new = self._drafting @ (self.learned.seen == 0)  # steps that no round has shown
         self._dear = (new > 0) & (drafting + self.UNSURE * new > self.CHEAP * checking)
@@ -266,15 +270,16 @@ class Controller:
     def _doubts_plain(self, times: np.ndarray, remaining: float) -> bool:
         """Whether a round without speculation is to show anew what it takes. While others are chosen it is not seen, so
         a time that is too long by chance, as on a busy machine, would be believed to the end. A GPU measures well. Its
-        time is doubted only where a step of more rows took less, and where recording the step may pay.
+        time is doubted only where a step of more rows takes less, which cannot be, and where recording the step may
+        pay.
         times, remaining: see `choose`."""
         if self.plan.gamma == 0:
             return False
         step, learned = self._checking[0] > 0, self.learned
-        doubtful = learned.doubtful[step].any()
-        if self._step_prepared and not doubtful:
+        impossible = self._costs[step].sum() < self.CERTAIN * learned.values[step].sum()
+        if self._step_prepared and not impossible:
             return False
-        well = learned.seen[step].min() >= learned.WELL and not doubtful
+        well = learned.seen[step].min() >= learned.WELL and not impossible
         gain = times[self._now] - self.PLAIN_HOPE * times[0]  # of a token, at most
         return (learned.age[step].min() >= (Rate.PROBE_AFTER if well else Rate.PROBE_AFTER / 4)
                 and gain * max(remaining, 1.0) > self._step_prepared)
@@ -325,7 +330,7 @@ class Controller:
             for length in BRANCHES if known else [one for one in BRANCHES if one <= self.SHORT]:
                 shape, tokens = likeliest(chances, gamma, length, rows=self._trees[0], depth=self._sizes[1],
                                           width=self._trees[1], drafted=drafted)
-                round_time = self._round[i] + self._growing(shape.length) @ self.learned.values
+                round_time = self._round[i] + self._growing(shape.length) @ self._costs
                 time = round_time / tokens + preparing[i]
                 if time < least and shape.parents:
                     found, least = replace(self.plans[i], branches=shape.length, shape=shape), time

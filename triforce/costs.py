@@ -4,7 +4,6 @@ No step is run only to be timed. What was learned is kept for the next process, 
 """
 
 import json
-import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -113,8 +112,7 @@ class Learned:
 
     A round shows two sums, of its drafting and of its verify. Each sum corrects the parts that it is made of by one
     factor: fully the first time, then by a share. What has never been seen moves along with what is like it, as long
-    as that is new, too. A check of fewer rows takes no longer than one of more: a time that says so, as of a busy
-    machine, is cut to that of more rows, and doubted until the step is seen again.
+    as that is new, too.
 
     Args:
         costs: what is known or guessed.
@@ -133,9 +131,9 @@ class Learned:
         self.number = {name: i for i, name in enumerate(self.names)}
         self.values = np.array([max(cost, 1e-6) for cost in parts.values()])
         self.seen = np.full(len(parts), self.WELL) if seen is None else np.minimum(seen, self.WELL)
-        self.age, self.doubtful = np.zeros(len(parts)), np.zeros(len(parts), dtype=bool)
-        self._rows = np.array([which if what == "verify" else 0 if what == "plain" else math.inf
-                               for what, which in parts])  # of checks
+        self.age = np.zeros(len(parts))
+        rows = {(what, which): which for what, which in parts if what in ("verify", "plain")}  # of "plain": 0
+        self._checks = np.array([self.number[name] for name in sorted(rows, key=rows.get, reverse=True)])
         self._recent: dict[tuple, deque] = defaultdict(lambda: deque(maxlen=self.RECENT))
 
     def weights(self, parts: dict[tuple, float]) -> np.ndarray:
@@ -161,11 +159,6 @@ class Learned:
         if not self.seen[used].all():
             self.values[self._like(used)] *= factor
         self.values[used] *= factor**share
-        self.doubtful[used] = False
-        if checks:
-            least = weights @ self.values
-            impossible = (self._rows < self._rows[used].min()) & (self.values > least)
-            self.values[impossible], self.doubtful[impossible] = least, True
         self.seen[used] += 1
         self.age[used] = 0
 
@@ -178,6 +171,14 @@ class Learned:
         kinds = {self.names[i][0] for i in used}
         new = {kind for kind in kinds if all(unseen[i] for i, name in enumerate(self.names) if name[0] == kind)}
         return others & np.array([name[0] in new for name in self.names])
+
+    @property
+    def believed(self) -> np.ndarray:
+        """`values`, but that a check takes no longer than one of more rows that was seen: a time that says so is that
+        of a busy machine."""
+        values, own = self.values.copy(), self.values[self._checks]
+        values[self._checks] = np.minimum(own, np.minimum.accumulate(np.where(self.seen[self._checks], own, np.inf)))
+        return values
 
     def pass_by(self, num_tokens: float) -> None:
         """So many tokens of a row were emitted. What lies idle gets another chance, now and then."""

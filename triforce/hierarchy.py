@@ -7,7 +7,6 @@
 Which of them take part in a round is the plan's to say.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ class Clock:
 
     def __init__(self, compiler: Compiler, device: torch.device):
         self.compiler, self.on_gpu, self.recorded = compiler, device.type == "cuda", compiler.num_recorded
-        self.begun, self.apart = time.perf_counter(), 0.0
+        self.begun = time.perf_counter()
         if self.on_gpu:
             self.start, self.middle = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.start.record()
@@ -70,16 +69,9 @@ class Clock:
         if self.on_gpu:
             self.middle.record()
 
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """Within, the host does what takes a GPU's round no time. On a CPU it does not count, either."""
-        begun = time.perf_counter()
-        yield
-        self.apart = 0.0 if self.on_gpu else time.perf_counter() - begun
-
     def read(self, plan: Plan) -> Timing | None:
         """After the host has read what the round brought."""
-        total = (time.perf_counter() - self.begun - self.apart) * 1e3
+        total = (time.perf_counter() - self.begun) * 1e3
         drafting = self.start.elapsed_time(self.middle) if self.on_gpu else (self.between - self.begun) * 1e3
         if self.compiler.num_recorded != self.recorded:
             return None
@@ -160,8 +152,7 @@ class Hierarchy:
         if gathering is not None:
             gathering.gathered()
         if meanwhile is not None:
-            with clock.beside():
-                meanwhile()
+            meanwhile()
         rows, told = self.outer.outbox.read()
         timing = clock.read(plan)
         for row, brought in enumerate(rows):

@@ -187,7 +187,7 @@ class Pilot:
         """
         if self.controller is not None and was_chosen:
             self._unseen.append(result)
-            self._calm = self._calm + 1 if result.plan.gamma == 0 else self._calm // 2
+            self._calm = min(self._calm + 1, 4 * self.SELDOM) if result.plan.gamma == 0 else self._calm // 2
         for i, meter in enumerate(self.meters):
             if meter is not None:
                 meter.update(result.rows[i].tokens)
