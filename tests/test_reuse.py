@@ -1,5 +1,6 @@
 """What the caches hold is not computed again: prompts that share a beginning, prompts that go on, conversations."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -544,6 +545,36 @@ def test_a_document_in_messages(tiny):
         tiny.generate([1, 2], prefix=book)
 
 
+@pytest.mark.parametrize("has_document", [True, False])
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "none"])
+def test_a_conversation_is_saved_and_gone_on_with(tiny, tmp_path, has_document, template):
+    """By another engine, which answers as the first would. Where the engine has answered others meanwhile, the file has
+    the document's keys and values, and all tokens."""
+    path, text = tmp_path / "talk.prefix", "Call me Ishmael. Some years ago, never mind how long. " * 60
+    book = None
+    if has_document:
+        book = tiny.prefill([{"role": "user", "content": text}] if template else text, chat_template=template)
+    chat = tiny.chat(book) if has_document else tiny.chat(system="Be brief.", chat_template=template)
+    with pytest.raises(UserError, match="nothing has been said") if book is None else contextlib.nullcontext():
+        chat.save(path)
+    if has_document:
+        assert tiny.open(path).tokens == book.tokens
+    chat.send("Who are you, and where do you come from? " * 40, **LAW)
+    chat.save(path)
+    other = triforce.load("tiny", device="cpu")
+    opened = other.open(path)
+    held = book.num_shared if has_document else 0
+    assert opened.num_shared > held + 256 and opened.messages == (chat.messages if template else None)
+    gone_on, expected = other.chat(opened).send("And then?", **LAW), chat.send("And then?", **LAW)
+    assert gone_on.tokens == expected.tokens and gone_on.stats.prompt_len == expected.stats.prompt_len
+    assert gone_on.stats.shared_tokens == opened.num_shared
+    tiny.generate("Something else. " * 100, **LAW)
+    chat.save(path)
+    later = other.open(path)
+    assert later.num_shared == held and len(later) > len(opened)
+    assert other.chat(later).send("Why?", **LAW).tokens == chat.send("Why?", **LAW).tokens
+
+
 @pytest.mark.slow
 def test_the_time_of_a_turn_does_not_grow(tiny, computed):
     """Ten turns about a document: none goes through the model with more than what was said since the last one."""
@@ -586,6 +617,28 @@ def test_a_document_is_saved_and_opened(pair, engine, twin, tmp_path):
         assert opened.num_shared == (256 if "flush_interval" in more else 288)
         assert same(other.generate(question, prefix=opened, **GREEDY), expected)
     assert same(expected, twin.generate(DOCUMENT + question, **GREEDY))
+
+
+@pytest.mark.parametrize("how", [{}, {"offload": True}, {"offload": "auto", "num_resident_layers": 1}],
+                         ids=["resident", "offloaded", "in parts"])
+def test_what_a_conversation_holds_is_saved_with_its_document(pair, monkeypatch, tmp_path, how):
+    """Wherever the two lie: they are one text in the file. What another text left in the State is not in it."""
+    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    engine, question = make_engine(*pair, **SETTINGS, **how), random_prompt(60, seed=3)
+    book = engine.prefill(DOCUMENT)
+    tokens = DOCUMENT + question + engine.generate(question, 60, prefix=book, temperature=0.0, ignore_eos=True).tokens
+    held = engine.caches.held(tokens, book)
+    held.save(tmp_path / "talk.prefix")
+    other = make_engine(*pair, **SETTINGS)
+    opened = other.open(tmp_path / "talk.prefix")
+    assert opened.tokens == tokens and opened.num_shared == held.num_shared > len(DOCUMENT) + len(question)
+    anew = make_engine(*pair, **SETTINGS).prefill(tokens)
+    for i in range(2):
+        for one, two in zip(opened.store.layer(i, 0), anew.store.layer(i, 0), strict=True):
+            torch.testing.assert_close(one[:, : held.num_shared], two[:, : held.num_shared])
+    elsewhere = DOCUMENT + random_prompt(100, seed=4)
+    assert engine.caches.held(elsewhere, book).num_shared == book.num_shared
+    assert engine.caches.held(random_prompt(100, seed=5), None).store is None
 
 
 def test_a_document_of_another_dtype_is_converted_and_told(tmp_path, caplog):

@@ -267,6 +267,17 @@ class Caches:
         del state, found, owner  # they are freed before this is planned
         return self.compute(ids[0][:usable], on_prefill)
 
+    def held(self, tokens: list[int], document: Prefix | None) -> Prefix:
+        """A conversation's tokens, with the keys and values that the State or else the document's prefix holds."""
+        found, state = [(0, None)], self.state
+        if document is not None and document.store is not None:
+            found.append((min(common_length(tokens, document.tokens), document.num_shared), document.store))
+        if state is not None and state.batch == 1 and state.is_whole:
+            length = min(common_length(tokens, state.texts()[0]), state.cache.prefix.lens[0])
+            found.append((length if length > state.base else 0, state.cache.prefix))
+        length, store = max(((self._whole(length), store) for length, store in found), key=lambda one: one[0])
+        return Prefix(self.engine, tokens, store.part(length) if length else None)
+
     @torch.inference_mode()
     def compute(self, tokens: list[int], on_progress=None, keeping: Keeping | None = None) -> Prefix:
         """Keys and values of a text, whole intervals of it. keeping: in a file, stretch by stretch."""

@@ -9,6 +9,7 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import UserError
@@ -83,6 +84,37 @@ class Chat:
                 pass
             return turn.result
 
+    def save(self, path: str | Path) -> None:
+        """Writes the document and what was said, with what the engine holds of their keys and values, to a file.
+        `Engine.open` opens it as a prefix, and `Engine.chat` goes on with that; the turns in it cannot be undone. Every
+        rank calls this.
+
+        Raises:
+            UserError: nothing has been said yet, and there is no document; or see `Prefix.save`.
+        """
+        with self._lock:
+            self.end()
+            if self.turns:
+                self._so_far().save(path)
+            elif self.prefix is not None:
+                self.prefix.save(path)
+            else:
+                raise UserError("nothing has been said yet; there is nothing to save")
+
+    def _so_far(self) -> Prefix:
+        """The conversation as a prefix of others, with what the engine holds of it."""
+        book, messages, variables = self.prefix, None, None
+        if self.uses_template:
+            messages, variables = self.messages, self.options.get("chat_template_kwargs")
+            if book is not None and variables is None:
+                variables = book.chat_template_kwargs
+            ids = self.engine.encode_beginning(messages, self.chat_template, variables)
+        else:
+            ids = (book.tokens if book is not None else []) + self._ids(self.turns)
+        held = self.engine.caches.held(ids, book)
+        held.messages, held.chat_template, held.chat_template_kwargs = messages, self.chat_template, variables
+        return held
+
     def undo(self) -> None:
         """Back by one turn.
 
@@ -116,10 +148,14 @@ class Chat:
             messages = self.messages
             begins = not self.turns and bool(messages)
             return asked(messages, text) if begins else [*messages, {"role": "user", "content": text}]
+        return self._ids((*self.turns, (text, None)))
+
+    def _ids(self, turns) -> list[int]:
+        """Those of (what the user said, the answer or None), which follow the prefix, where no template joins them."""
         tokenizer, ids = self.engine.tokenizer, []
         if self.prefix is None and self._before:
             ids = tokenizer.encode(self._before[0]["content"])
-        for said, answer in (*self.turns, (text, None)):
+        for said, answer in turns:
             follows = bool(ids) or self.prefix is not None
             ids = ids + tokenizer.encode(f"\n\n{said}\n" if follows else f"{said}\n", bos=not follows)
             if answer is not None:

@@ -169,9 +169,7 @@ class Engine:
         messages = None
         if is_messages(document):
             messages = list(document)
-            rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs)
-                        for question in ("a?", "The b.")]
-            ids = rendered[0][: common_length(*rendered)]
+            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs)
         else:
             ids = self.encode_prompt(document)
         self.check_len(len(ids), 1)
@@ -328,6 +326,13 @@ class Engine:
             raise UserError("the prompt is empty; give at least one token")
         self._check_ids(ids)
         return ids
+
+    def encode_beginning(self, messages: list[dict], chat_template: str | None = None,
+                         chat_template_kwargs: dict | None = None) -> list[int]:
+        """Ids that all prompts begin with in which a question follows these messages."""
+        rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs)
+                    for question in ("a?", "The b.")]
+        return rendered[0][: common_length(*rendered)]
 
     def _serve(self, prompts, max_new_tokens: int, *, count: int = 1, prefix=None, stop=None, stop_token_ids=None,
                ignore_eos=False, speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None,

@@ -10,7 +10,7 @@ from .errors import UserError
 
 HELP = """\
 /undo        take the last question and its answer back
-/save FILE   write the document to a file, for --prefix (what was said is not in it)
+/save FILE   write the document and what was said to a file, for --prefix
 /stats       figures of the last answer
 /help        this list
 /quit        end (or Ctrl-D)
@@ -65,12 +65,10 @@ class Conversation:
                 raise UserError("nothing has been answered yet")
             say(str(self.chat.turns[-1][1].stats))
         elif name == "/save":
-            if self.chat.prefix is None:
-                raise UserError("there is no document to save; start with --prompt-file")
             if not argument:
                 raise UserError("/save needs the name of a file: /save book.prefix")
-            self.chat.prefix.save(argument)
-            say(f"(wrote {argument})")
+            self.chat.save(argument)
+            say(f"(wrote {argument}; go on later with --prefix {argument} --interactive)")
         else:
             raise UserError(f"{name} is no command; /help lists them")
 

@@ -120,7 +120,7 @@ class Prefix:
         if self.store is None:
             config = self.engine.target.config
             return (torch.zeros(config.n_kv_head, 0, config.head_dim, dtype=self.engine.target.dtype),) * 2
-        return tuple(x[:, : self.num_shared] for x in self.store.layer(i, 0))
+        return self.store.whole_layer(i, self.num_shared)
 
     def part(self, length: int) -> "Prefix":
         """The first `length` tokens, a whole number of flush intervals, with the same storage."""

@@ -130,6 +130,15 @@ class PrefixStore(View):
         k, v = self.offload.host[i][:, row].transpose(1, 2)
         return k, v
 
+    def whole_layer(self, i: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V of the first `length` tokens of row 0 in layer i, those of the shared prefix among them: [K, S, D]
+        each, where they lie, or, of two parts, where the first lies."""
+        own = [x[:, : length - self.base] for x in self.layer(i, 0)]
+        if self.shared is None:
+            return tuple(own)
+        shared = self.shared.whole_layer(i, self.base)
+        return tuple(torch.cat([first, rest.to(first.device)], 1) for first, rest in zip(shared, own, strict=True))
+
     def working_layer(self, i: int, rows: range) -> tuple[Tensor, Tensor]:
         """Layer i as a prefill of these rows writes and reads it, from `base` on: K, V, each [B, K, at least as far as
         it came, D]. Of an offloaded layer there is one row at a time."""
