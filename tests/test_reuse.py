@@ -1,6 +1,7 @@
 """What the caches hold is not computed again: prompts that share a beginning, prompts that go on, conversations."""
 
 import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -9,7 +10,7 @@ import torch
 from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random_pair, random_prompt
 
 import triforce
-from triforce import UserError, caches
+from triforce import UserError, caches, prefix_file
 from triforce.config import Settings
 from triforce.drafting.ngram import NgramMeter
 from triforce.kv.offload import Passage
@@ -573,6 +574,24 @@ def test_a_conversation_is_saved_and_gone_on_with(tiny, tmp_path, has_document, 
     later = other.open(path)
     assert later.num_shared == held and len(later) > len(opened)
     assert other.chat(later).send("Why?", **LAW).tokens == chat.send("Why?", **LAW).tokens
+
+
+def test_nobody_answers_while_a_conversation_is_saved(tiny, monkeypatch, tmp_path):
+    """Another thread's answer would be written over what is read."""
+    chat, write, threads = tiny.chat(), prefix_file.write, []
+    chat.send("Call me Ishmael. " * 60, **LAW)
+
+    def slowly(*args, **how):
+        threads.append(threading.Thread(target=tiny.generate, args=("Something else. " * 60,), kwargs=LAW))
+        threads[0].start()
+        threads[0].join(0.5)
+        assert threads[0].is_alive()
+        write(*args, **how)
+
+    monkeypatch.setattr(prefix_file, "write", slowly)
+    chat.save(tmp_path / "talk.prefix")
+    threads[0].join(60)
+    assert not threads[0].is_alive() and tiny.open(tmp_path / "talk.prefix").num_shared > 128
 
 
 @pytest.mark.slow

@@ -95,7 +95,8 @@ class Chat:
         with self._lock:
             self.end()
             if self.turns:
-                self._so_far().save(path)
+                with self.engine.holding_still():
+                    self._so_far().save(path)
             elif self.prefix is not None:
                 self.prefix.save(path)
             else:

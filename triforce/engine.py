@@ -311,6 +311,10 @@ class Engine:
             finally:
                 self.caches.rest()
 
+    def holding_still(self):
+        """Within, what this engine holds of its last text stays what it is: other threads of this program wait."""
+        return self._lock
+
     def encode_prompt(self, prompt, chat_template: str | None = None,
                       chat_template_kwargs: dict | None = None) -> list[int]:
         """Ids of a prompt in any of the forms that `generate` takes."""
