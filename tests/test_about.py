@@ -136,7 +136,7 @@ def test_a_conversation_on_the_terminal(folder, monkeypatch, capsys):
           KeyboardInterrupt, "Once more", "/quit", "never read")
     assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", *FEW]) == 0
     shown = capsys.readouterr()
-    assert len(shown.out.strip().splitlines()) >= 1
+    assert len(shown.out.strip().splitlines()) >= 1 and os.path.getsize(saved) > 10_000
     document = len(triforce.load("tiny", device="cpu").encode_prompt((folder / "book.txt").read_text()))
     with PrefixReader(saved) as file:
         assert len(file.tokens) > document + 4  # what was said is in it
