@@ -16,8 +16,12 @@ from triforce.parallel import leave
 from triforce.request import default_document
 
 
-def run_or_plot(run, plot, args) -> None:
-    """Draws the file of --plot, or calls run(args): under torchrun on each rank, of which only the first speaks."""
+def run_or_plot(run, plot, args, one_stream: bool = True) -> None:
+    """Draws the file of --plot, or calls run(args): under torchrun on each rank, of which only the first speaks.
+
+    Args:
+        one_stream: of a GPU, for all that is computed here, as in the commands.
+    """
     if args.plot:
         try:
             plot(args.plot)
@@ -28,6 +32,8 @@ def run_or_plot(run, plot, args) -> None:
                              ) from None
         return
     check(args)
+    if one_stream and torch.cuda.is_available() and "WORLD_SIZE" not in os.environ:
+        torch.cuda.set_stream(torch.cuda.Stream())  # for weights that are made here, too: see triforce/streams.py
     silent = int(os.environ.get("RANK", 0)) > 0
     try:
         with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():

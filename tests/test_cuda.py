@@ -7,8 +7,10 @@
 
 import functools
 import gc
+import json
 import statistics
 import time
+from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
@@ -799,6 +801,27 @@ def test_recordings_share_a_workspace():
         steps[-1]()
         held.append(torch.cuda.memory_allocated())
     assert held[-1] - held[0] < 2**20 and torch.equal(out, x @ x)
+
+
+def test_all_work_is_on_one_stream(tmp_path):
+    """On a second one it would be, too, and slower. What a user's thread does beside takes its turn."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        engine = triforce.load("tiny", device="cuda", dtype="bfloat16", gamma=4)
+        book = engine.prefill(TEXT)
+        book.save(tmp_path / "book")
+        answers = engine.generate(["And then", "So"], 64, seed=0, prefix=engine.open(tmp_path / "book"))
+        assert engine.generate(TEXT, 64, seed=0).stats.block_efficiency > 1
+        logits = engine.logits([answers[0].tokens])
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    streams = Counter(event["args"]["stream"] for event in events if event.get("cat") == "kernel")
+    assert len(streams) == 1 and sum(streams.values()) > 1000, streams
+    assert torch.cuda.current_stream() == torch.cuda.default_stream() != engine.compute_stream.cuda
+    expected = engine.logits([answers[0].tokens])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(20):  # read by this stream as soon as they are there
+            assert torch.equal(engine.logits([answers[0].tokens]), expected) and torch.equal(logits, expected)
 
 
 def test_a_warm_up_ends_well(monkeypatch):

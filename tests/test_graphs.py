@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triforce import graphs
-from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, preparations, put, recorder
+from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, preparations, put
 
 
 @pytest.mark.parametrize("left, emptied", [(graphs.SPARE - 1, 1), (graphs.SPARE, 0)])
@@ -148,18 +148,3 @@ def test_put_writes_each_row_to_its_own_places():
     index, value = torch.tensor([[4, 0], [1, 2]]), torch.arange(12.0).view(2, 2, 3)
     put(x, index, value)
     assert torch.equal(x, torch.zeros(2, 5, 3).scatter(1, index[..., None].expand(-1, -1, 3), value))
-
-
-def test_streams_for_recordings_are_used_again_when_their_engines_are_gone(monkeypatch):
-    class Engine:
-        pass
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    device, engines = torch.device("meta"), [Engine(), Engine()]  # a device that no other test records on
-    first, second = (recorder(engine, device) for engine in engines)
-    assert first is not second  # they may record at once
-    del engines[0]
-    other = Engine()
-    assert recorder(other, torch.device("meta", 1)) not in (first, second)  # of another device
-    assert recorder(third := Engine(), device) is first
-    del third

@@ -13,10 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import slow
 
 from triforce import cli, parallel
 from triforce.errors import UserError
+from triforce.graphs import traced
 from triforce.loading import check_draft_ranks
 from triforce.model import ModelConfig
 from triforce.parallel import Group, from_environment, shard_config
@@ -50,6 +52,26 @@ def test_the_command_line_speaks_once(capsys):
     assert shared.returncode == 0, shared.stderr[-3000:]
     assert shared.stdout == alone != ""
     assert shared.stderr.count("time per token") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_small_sums_meet_the_compiler_only_where_it_is(dtype, monkeypatch):
+    """To call an operator of one's own imports it, which takes seconds of the first answer. Large sums stay on the
+    stream of the thread."""
+    calls = []
+    for name in ("_one_shot", "one_shot_all_reduce"):
+        monkeypatch.setattr(parallel, name, lambda x, buffer, group, name=name: calls.append((name, x.dtype)) or x + 1)
+    monkeypatch.setattr(parallel, "_resolve", lambda name: f"processes of {name}")
+    monkeypatch.setattr(parallel.dist, "all_reduce", lambda x, group: calls.append(("all_reduce", group)) or x.add_(2))
+    group, x = Group(0, 2, "some", torch.empty(0)), torch.ones(2, 3, dtype=dtype).T
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    assert torch.equal(group.all_reduce(x), x + 1) and group.all_reduce(x).dtype == dtype
+    with traced():
+        group.all_reduce(x)
+    assert calls == [("_one_shot", wide)] * 2 + [("one_shot_all_reduce", wide)]
+    large = torch.ones(parallel.ONE_SHOT_BYTES // wide.itemsize + 1, dtype=dtype)
+    assert torch.equal(group.all_reduce(large.clone()), large + 2)
+    assert calls[3:] == [("all_reduce", "processes of some")]
 
 
 def test_uneven_shares_are_refused():

@@ -1,10 +1,12 @@
 """What runs beside the reading of weights: it goes through all that an answer runs, and nothing depends on it."""
 
+import contextlib
 import subprocess
 import sys
 import threading
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,12 +75,16 @@ def test_of_large_weights_it_goes_through_questions_side_by_side(monkeypatch, op
     assert gone() is None
 
 
+def stream_of(device):
+    return SimpleNamespace(device=device, used=contextlib.nullcontext)
+
+
 def started(monkeypatch, target=TARGET, draft=DRAFT, device=GPU, weight_bytes=2**30):
     """Whether it begins; with how many free bytes, and rows of questions."""
     ran = []
     monkeypatch.setattr(warm_up.memory, "available", lambda device: 20 * 2**30)
     monkeypatch.setattr(warm_up, "warm_up", lambda *args: ran.append(args[-2:]))
-    thread = warm_up.begin(target, draft, Settings().resolve(CPU), torch.float16, device, weight_bytes)
+    thread = warm_up.begin(target, draft, Settings().resolve(CPU), torch.float16, stream_of(device), weight_bytes)
     if thread is not None:
         thread.join()
         assert not thread.daemon  # or else Python would end it in a call of PyTorch's, and the process with it
@@ -130,9 +136,10 @@ def test_it_leaves_the_weights_their_memory(monkeypatch):
 @pytest.mark.parametrize("pause", [0.0, 0.2])
 def test_a_process_that_ends_meanwhile_ends_as_it_would(pause):
     code = ("import sys, threading, time, torch\nfrom triforce import warm_up\nfrom triforce.config import Settings\n"
-            "from triforce.model import ModelConfig\nwarm_up.ROUNDS = 100000\n"
-            "args = (ModelConfig(512, 64, 4, 4, 2, 16, 128), None, Settings().resolve('cpu', query_group=2),\n"
-            "        torch.float32, torch.device('cpu'), 2**30, 0, 2000)\n"
+            "from triforce.model import ModelConfig\nfrom triforce.streams import ComputeStream\n"
+            "warm_up.ROUNDS, cpu = 100000, torch.device('cpu')\n"
+            "args = (ComputeStream(cpu), ModelConfig(512, 64, 4, 4, 2, 16, 128), None,\n"
+            "        Settings().resolve('cpu', query_group=2), torch.float32, cpu, 2**30, 0, 2000)\n"
             "thread = threading.Thread(target=warm_up._quietly, args=args)\nthread.start()\n"
             f"time.sleep({pause})\nassert thread.is_alive()\nsys.exit(3)\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -141,7 +148,7 @@ def test_a_process_that_ends_meanwhile_ends_as_it_would(pause):
 
 def test_what_goes_wrong_in_it_is_nobody_s_trouble(monkeypatch, capsys, caplog):
     monkeypatch.setattr(warm_up, "warm_up", lambda *args: 1 / 0)
-    warm_up._quietly()
+    warm_up._quietly(stream_of(CPU))
     assert not caplog.records and not any(capsys.readouterr())
 
 

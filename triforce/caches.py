@@ -24,7 +24,6 @@ import torch
 from . import memory
 from .config import Placement, Settings
 from .costs import prefill_seconds
-from .graphs import recorder
 from .jobs import Job, Models, find_compiler, kept_folder, start_all
 from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
@@ -97,7 +96,6 @@ class Caches:
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
         self._due: list[Job] = []  # what is to be compiled once the present answer has ended
         self._held_back = False  # nor then
-        self._recorder = recorder(self, self.device) if self.device.type == "cuda" else None  # of all graphs
         self._rests_since = self._busy_since = time.monotonic()
         self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
         self._planned: dict[tuple, tuple[memory.Part, ...]] = {}  # by what `_parts` was asked
@@ -409,7 +407,8 @@ class Caches:
             self.pack(shared.store)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
-                               compiler=find_compiler(*what, folder, self._pieces, self._due, self._recorder, **how),
+                               compiler=find_compiler(*what, folder, self._pieces, self._due,
+                                                      self.engine.compute_stream.cuda, **how),
                                folder=folder, num_resident_layers=resident, pack=self._may_pack(batch, capacity),
                                shared=shared.store if base else None, meter=shared.meter if base else None,
                                draft_ranks=self.placement.draft_ranks,

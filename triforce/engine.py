@@ -51,6 +51,7 @@ from .prefix_file import PrefixReader
 from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
 from .state import State
+from .streams import ComputeStream
 from .threads import Threads
 
 log = logging.getLogger("triforce")
@@ -64,11 +65,13 @@ class Engine:
         settings, placement: as users give them; see config.py.
         eos_ids: ids that end a text.
         folder: of the checkpoint, by which saved prefixes know the model. None: they know it by its weights.
+        compute_stream: that the weights were read on. None: one of its own.
     """
 
     def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
                  drafting: Transformer | None = None, settings: Settings | None = None,
-                 placement: Placement | None = None, eos_ids: Sequence[int] = (), folder: Path | None = None):
+                 placement: Placement | None = None, eos_ids: Sequence[int] = (), folder: Path | None = None,
+                 compute_stream: ComputeStream | None = None):
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
         settings, placement = settings or Settings(), placement or Placement()
         self.placement = replace(placement, device=target.device).resolve()
@@ -82,6 +85,7 @@ class Engine:
         if longest is not None and longest > limit:
             raise UserError(f"max_seq_len ({longest}) exceeds the model's {target.config.limit_name} ({limit}); "
                             f"use at most {limit}")
+        self.compute_stream = compute_stream or ComputeStream(target.device)
         self.caches = Caches(self, Models(target, draft, drafting), settings)
         self.threads = Threads(target.device, interval=self.settings.flush_interval)
         self._serving: Session | None = None  # whom the state belongs to
@@ -173,7 +177,7 @@ class Engine:
         else:
             ids = self.encode_prompt(document)
         self.check_len(len(ids), 1)
-        with self._computing(), self.threads.working():
+        with self._computing():
             self._end_stream()
             prefix = self.caches.compute(ids, self.threads.between(on_progress),
                                          None if keep is None else Keeping(keep, keep_every))
@@ -299,12 +303,19 @@ class Engine:
                                 flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
             blocks = prefill_blocks(cache, range(1), 0, length, size)
             hidden = (self.target.prefill(row[None], blocks)[:, first:] for row in tokens)  # [1, S or last, dim] each
-            return torch.cat([self.target.output(one).float() for one in hidden])
+            found = torch.cat([self.target.output(one).float() for one in hidden])
+        return self.compute_stream.hand_out(found)
+
+    @contextlib.contextmanager
+    def working(self):
+        """Within, this thread of the program computes on this engine, and no other does."""
+        with self._lock, self.threads.working(), self.compute_stream.used():
+            yield
 
     @contextlib.contextmanager
     def _computing(self):
-        """Within, no other thread of this program computes on this engine, or takes time from what does."""
-        with self._lock:
+        """`working`, for what is no answer: nothing takes time from it meanwhile."""
+        with self.working():
             self.caches.begin()
             try:
                 yield
@@ -402,7 +413,7 @@ class Engine:
                 where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
                 shortage = memory.shortage(error, self.device)
             finally:
-                with self._lock:
+                with self.working():
                     session.close()
                     if self._serving is session:
                         self.caches.rest()
@@ -416,14 +427,14 @@ class Engine:
 
     def _decode(self, session: Session, request: "Request") -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
-        with self._lock, self.threads.working():
+        with self.working():
             self._end_stream()
             self._serving = session
             on_prefill = self.threads.between(request.on_prefill)
             session.state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
                                                  request.prefix, **vars(request.sampling))
         while not session.done:
-            with self._lock, self.threads.working():
+            with self.working():
                 if self.caches.state is None:
                     raise UserError("the caches of this generation were freed while it was under way, by release(), "
                                     "prefill() or open(); begin another one")
@@ -437,7 +448,7 @@ class Engine:
 
     def release(self) -> None:
         """Frees the buffers of the last call."""
-        with self._lock:
+        with self.working():
             self._end_stream()
             self.caches.release()
 

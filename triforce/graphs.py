@@ -10,8 +10,7 @@ import contextlib
 import contextvars
 import gc
 import time
-import weakref
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -40,21 +39,6 @@ def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 
 def staged(numbers: list, device: torch.device) -> Tensor:
     """Numbers of the host's, from where `copy_(..., non_blocking=True)` to a device waits for nothing."""
     return torch.tensor(numbers, pin_memory=device.type == "cuda")
-
-
-_unused: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)  # streams whose owners are gone
-
-
-def recorder(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """A stream to record on: the owner's alone, until Python has collected the owner. Then another owner gets it, since
-    cuBLAS takes 32 MiB for each stream that it is called on, and never gives them back."""
-    unused = _unused[device]
-    try:
-        stream = unused.pop()
-    except IndexError:
-        stream = torch.cuda.Stream(device)
-    weakref.finalize(owner, unused.append, stream)
-    return stream
 
 
 def unreserved(device: torch.device) -> int:

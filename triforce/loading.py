@@ -14,6 +14,7 @@ from .hf.tokenizer import Tokenizer
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup, together
 from .quantize import check_fp8, fp8_bytes, fp8_copy
+from .streams import ComputeStream
 
 
 @takes(Settings, Placement)
@@ -53,7 +54,8 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))
     with together(group) as do:  # one GPU may have less memory free than another
         do(lambda: memory.check(parts, device))
-    warming = warm_up.begin(local, draft_config, resolved, dtype, device, sum(part.bytes for part in parts))
+    stream = ComputeStream(device)
+    warming = warm_up.begin(local, draft_config, resolved, dtype, stream, sum(part.bytes for part in parts))
 
     tokenizer = Tokenizer(folder)
     if draft_folder is not None:
@@ -63,15 +65,17 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
                             "choose a draft of the same family, or --draft none")
     shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
     draft_group = subgroup(group, place.draft_ranks) if shares else None
-    target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
-    if draft_config is not None:
-        draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
-    if place.compile is False:
-        for model in (target, draft):
-            if model is not None:
-                model.pack(resolved.block_size)
-    engine = Engine(target, tokenizer, draft, drafting=fp8_copy(target) if place.draft_dtype else None,
-                    settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder)
+    with stream.used():
+        target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
+        if draft_config is not None:
+            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
+        if place.compile is False:
+            for model in (target, draft):
+                if model is not None:
+                    model.pack(resolved.block_size)
+        engine = Engine(target, tokenizer, draft, drafting=fp8_copy(target) if place.draft_dtype else None,
+                        settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder,
+                        compute_stream=stream)
     engine.caches.warming = warming
     return engine
 

@@ -20,14 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import UserError
+from .graphs import is_traced
 from .model import ModelConfig
 
 if dist.is_available():  # not in every build of PyTorch
     import torch.distributed._functional_collectives as collectives
     import torch.distributed._symmetric_memory as symmetric_memory
+    from torch.distributed.distributed_c10d import _resolve_process_group as _resolve
 
     # Renamed in torch 2.13.
     _gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+    _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 log = logging.getLogger("triforce")
 TIMEOUT = timedelta(seconds=60)  # a rank that waits so long for the others gives up
@@ -44,19 +47,35 @@ class Group:
     buffer: Tensor | None = None  # [ONE_SHOT_BYTES] uint8 that all ranks can read; None: NCCL or gloo does all
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, on each of them the same to the bit."""
+        """The sum over all ranks, on each of them the same to the bit. It may take the place of x."""
         wide = torch.float32 if x.dtype == torch.float16 else x.dtype  # PyTorch's one-shot sum knows no float16
         if self.buffer is not None and x.numel() * wide.itemsize <= ONE_SHOT_BYTES:
-            return one_shot_all_reduce(x.to(wide).contiguous(), self.buffer, self.name).to(x.dtype)
-        return collectives.wait_tensor(collectives.all_reduce(x, "sum", self.name))
+            total = one_shot_all_reduce if is_traced() else _one_shot
+            return total(x.to(wide).contiguous(), self.buffer, self.name).to(x.dtype)
+        if is_traced():
+            return collectives.wait_tensor(collectives.all_reduce(x, "sum", self.name))
+        dist.all_reduce(x := x.contiguous(), group=self._processes)
+        return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[N, ...] -> [size * N, ...], in the order of the ranks."""
-        return collectives.wait_tensor(_gather(x, 0, self.name))
+        if is_traced():
+            return collectives.wait_tensor(_gather(x, 0, self.name))
+        processes = self._processes
+        parts = x.new_empty(processes.size() * len(x), *x.shape[1:])
+        _gather_into(parts, x.contiguous(), group=processes)
+        return parts
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """What rank `source` has, on every rank."""
-        return collectives.wait_tensor(collectives.broadcast(x, source, self.name))
+        """What rank `source` has, on every rank. It may take the place of x. Never compiled."""
+        dist.broadcast(x := x.contiguous(), source, group=self._processes)
+        return x
+
+    @property
+    def _processes(self) -> "dist.ProcessGroup":
+        """For calls that are no part of compiled code: they stay on the stream of the thread, where what the compiler
+        understands goes to another one."""
+        return _resolve(self.name)
 
     def common(self, names: set[str]) -> set[str]:
         """The names that all ranks have. Waits for all of them."""
@@ -76,14 +95,17 @@ def agreed(group: Group | None, value):
     return value if group is None else group.agree(value)
 
 
-@torch.library.custom_op("triforce::one_shot_all_reduce", mutates_args=())
-def one_shot_all_reduce(x: Tensor, buffer: Tensor, name: str) -> Tensor:
-    """The sum over all ranks, added in the order of the ranks, through memory that all can read.
-
-    An operator of its own, so that compiled code leaves the buffer where it is.
-    """
+def _one_shot(x: Tensor, buffer: Tensor, name: str) -> Tensor:
+    """The sum over all ranks, added in the order of the ranks, through memory that all can read."""
     shared = buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
     return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", name)
+
+
+@torch.library.custom_op("triforce::one_shot_all_reduce", mutates_args=())
+def one_shot_all_reduce(x: Tensor, buffer: Tensor, name: str) -> Tensor:
+    """The same as an operator of its own, so that compiled code leaves the buffer where it is. Only there: the first
+    call of such an operator imports the compiler, for 2.7 s."""
+    return _one_shot(x, buffer, name)
 
 
 @one_shot_all_reduce.register_fake
@@ -126,18 +148,12 @@ def from_environment(device: str | None = None) -> tuple[Group | None, str | Non
                             f"--nproc-per-node {count}, or --device cpu")
         device = f"cuda:{local}"
         torch.cuda.set_device(local)
+        torch.cuda.set_stream(torch.cuda.Stream())  # for NCCL, too: see streams.py
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=TIMEOUT)
     name = dist.group.WORLD.group_name
     buffer = _shared_buffer(device, name) if device.startswith("cuda") else None
     return Group(dist.get_rank(), size, name, buffer), device
-
-
-def use_device(device: torch.device | str | None) -> None:
-    """Makes it this thread's: a new thread begins with the first GPU, whichever its process uses."""
-    device = torch.device(device or "cpu")
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
 
 
 def subgroup(group: Group, ranks: list[int]) -> Group | None:

@@ -26,7 +26,7 @@ from torch import Tensor, dtype, nn
 
 from .kept import Folder
 from .model import Block
-from .parallel import use_device
+from .streams import use_device
 
 log = logging.getLogger("triforce")
 COMPILER = "torch._inductor.compile_fx"

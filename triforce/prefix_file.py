@@ -26,6 +26,7 @@ from .errors import UserError
 from .parallel import Group, together
 from .prefix_format import Chunk, Layout, Staging, bytes_of, checksum, in_place, read_all, write_all
 from .prefix_path import MAGIC, as_path, check_target
+from .streams import like_this_thread, on_new_stream
 
 AGAIN = "copy it again, or make it anew"
 
@@ -144,8 +145,9 @@ def _write_heads(beside: Path, start: int, layout: Layout, source, heads: range)
             if any(tuple(x.shape) != shape for x in kv):
                 raise ValueError(f"source({i}) must give {shape}, and gave {[tuple(x.shape) for x in kv]}")
             device = kv[0].device
-            staging = staging or Staging(layout, device)
-            if device.type == "cuda":  # threads copy in streams of their own
+            # Not on this thread's stream: another thread may record a step on it.
+            staging = staging or Staging(layout, device, on_new_stream(device))
+            if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
             list(threads.map(work, layout.chunks(i, heads)))
         os.fsync(file.fileno())
@@ -290,9 +292,7 @@ class PrefixReader:
                 raise ValueError(f"places must be {wanted} or longer, and one is {shape}")
         devices = {tensor.device for pair in places for tensor in pair}
         device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-        if device.type == "cuda":  # threads copy in streams of their own
-            torch.cuda.current_stream(device).synchronize()
-        staging = Staging(self._layout, device)
+        staging = Staging(self._layout, device, like_this_thread(device))
 
         def work(task: tuple[int, Chunk]) -> None:
             i, chunk = task

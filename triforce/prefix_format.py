@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .parallel import use_device
 from .prefix_path import MAGIC
 
 VERSION = "1"
@@ -139,30 +138,33 @@ def read_all(file: int, data: np.ndarray, offset: int) -> int:
 
 
 class Staging:
-    """A buffer for each thread, through which chunks go that are not read or written in place; pinned for a GPU."""
+    """A buffer for each thread, through which chunks go that are not read or written in place; pinned for a GPU.
 
-    def __init__(self, layout: Layout, device: torch.device):
+    Args:
+        begin: what a thread calls first; it decides on which stream of the GPU the thread copies.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, begin: Callable[[], None]):
         self._shape, self._dtype = (min(layout.chunk_tokens, layout.length), layout.head_dim), layout.dtype
-        self._device, self._local = device, threading.local()
+        self._device, self._begin, self._local = device, begin, threading.local()
 
     def buffer(self, chunk: Chunk) -> Tensor:
         """[tokens of the chunk, D], this thread's."""
         if not hasattr(self._local, "buffer"):
-            cuda = self._device.type == "cuda"
-            use_device(self._device)
-            self._local.buffer = torch.empty(self._shape, dtype=self._dtype, pin_memory=cuda)
-            self._local.stream = torch.cuda.Stream(self._device) if cuda else None
+            self._begin()
+            pinned = self._device.type == "cuda"
+            self._local.buffer = torch.empty(self._shape, dtype=self._dtype, pin_memory=pinned)
         return self._local.buffer[: chunk.stop - chunk.start]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Between a buffer and another tensor. Has come to its end when it returns."""
-        if self._local.stream is None:
+        if self._device.type != "cuda":
             target.copy_(source)
             return
-        with torch.cuda.stream(self._local.stream):  # a dtype is converted on the GPU
-            target.copy_(source.to(target.device, non_blocking=True) if target.is_cuda else source.to(target.dtype),
-                         non_blocking=True)
-        self._local.stream.synchronize()
+        # A dtype is converted on the GPU.
+        target.copy_(source.to(target.device, non_blocking=True) if target.is_cuda else source.to(target.dtype),
+                     non_blocking=True)
+        torch.cuda.current_stream(self._device).record_event().synchronize()
 
 
 def in_place(tensor: Tensor, dtype: torch.dtype) -> bool:

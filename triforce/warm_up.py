@@ -15,10 +15,10 @@ from . import memory
 from .config import Sampling, Settings
 from .graphs import SPARE, Compiler
 from .model import ModelConfig, Transformer
-from .parallel import use_device
 from .pilot import default_plan
 from .plan import AUTOREGRESSION, Plan
 from .state import State
+from .streams import ComputeStream, use_device
 
 log = logging.getLogger("triforce")
 LENGTH = 5 * 8192  # tokens of the prompt: an attention of few queries and one of many, over several lengths of keys
@@ -26,28 +26,31 @@ ROUNDS = 2  # of each plan: the second follows one that drafted
 ROWS, LARGE = 2, 8 * 10**9  # over a shared prefix, too, where the bytes of weights take some seconds to read
 
 
-def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype, device: torch.device,
+def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype, stream: ComputeStream,
           weight_bytes: int) -> threading.Thread | None:
     """Starts the warm-up where it is of use. Who computes waits for the thread first: both need Python's lock.
 
     Args:
         target, draft: of the models that are read next; settings: resolved.
-        weight_bytes: that they will take.
+        stream: that they are read on, too. weight_bytes: that they will take.
     """
+    device = stream.device
     if device.type != "cuda" or target.float8 or draft and draft.float8:  # other kernels multiply by weights in fp8
         return None
     free = (memory.available(device) or 0) - weight_bytes - SPARE
     # No daemon: Python would end it in the midst of a call of PyTorch's, and the process with it.
     rows = ROWS if weight_bytes >= LARGE else 0
-    thread = threading.Thread(target=_quietly, args=(target, draft, settings, dtype, device, free, rows),
+    thread = threading.Thread(target=_quietly, args=(stream, target, draft, settings, dtype, device, free, rows),
                               name="warm-up")
     thread.start()
     return thread
 
 
-def _quietly(*args) -> None:
+def _quietly(stream: ComputeStream, *args) -> None:
     try:
-        warm_up(*args)
+        use_device(stream.device)
+        with stream.used():
+            warm_up(*args)
     except Exception as error:  # nothing depends on it; what is the matter, the answer will say
         log.debug("no warm-up: %s: %s", type(error).__name__, error)
 
@@ -58,7 +61,6 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
     """A prefill of a prompt of so many tokens, and rounds by every plan; the same of `rows` questions about it. Returns
     the last State that went through them; None if that needs more than so many free bytes, or the process ends
     meanwhile."""
-    use_device(device)
     settings = replace(settings, draft=None)  # a drafter of the user's is none of ours
     configs = [None if config is None else _layer(config) for config in (target, draft)]
     room = 16 * settings.block_size

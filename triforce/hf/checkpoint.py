@@ -4,7 +4,6 @@ It knows nothing of caches, sampling or text, and it never uses the network: `do
 is comes from its config.json, never from its name.
 """
 
-import functools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from torch import Tensor
 from ..errors import UserError
 from ..float8 import FP8, has_nan
 from ..model import ModelConfig, Transformer
-from ..parallel import Group, shard_config, use_device
+from ..parallel import Group, shard_config
+from ..streams import like_this_thread
 from .folders import SINGLE_FILES, find_weights
 from .places import SCALE, is_derived, places, put, scale_of, separate
 from .tokenizer import Tokenizer
@@ -151,7 +151,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
             missing.pop(name)
             if made:
                 missing.pop(scale_of(name), None)
-        with ThreadPoolExecutor(READERS, initializer=functools.partial(use_device, device)) as readers:
+        with ThreadPoolExecutor(READERS, initializer=like_this_thread(device)) as readers:
             list(readers.map(lambda args: put_number(*args), work))
     if missing:
         first = next(iter(missing))

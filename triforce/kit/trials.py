@@ -77,12 +77,12 @@ def ways(engine: Engine) -> dict[str, Plan]:
 def run(engine: Engine, ids: list[int], room: int, way: str, plan: Plan, law: Sampling, count: int) -> Trial:
     """`count` tokens or some more, drawn with the law's seed or 0. room: new tokens that the caches are made for, the
     same for all trials."""
-    with engine.threads.working():
+    with engine.working():
         state = engine.prepare([ids], room, plan=plan, **vars(replace(law, seed=[law.seed or 0])))
     drafted, kept = [0] * plan.gamma, [0] * plan.gamma
     tokens, checking, drafting, begun = [], [], [], time.perf_counter()
     while len(tokens) < count:
-        with engine.threads.working():
+        with engine.working():
             tokens += state.round()[0]
         row, timing = state.last_round.rows[0], state.last_round.timing
         for i in range(row.num_drafted):
@@ -135,7 +135,7 @@ def of_view(engine: Engine, changes: dict, ids: list[int], room: int, way: str, 
         UserError: it does not go with the other settings.
     """
     other = sibling(engine, **changes)
-    with other.threads.working():
+    with other.working():
         other.prepare([ids], room, **vars(replace(GREEDILY, seed=[0])))
     plan = ways(other)[f"{other.settings.draft_cache} view"]
     found = [run(other, ids, room, way, plan, law, count) for law in laws]

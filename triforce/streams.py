@@ -1,0 +1,89 @@
+"""On which stream of a GPU a thread works. On a CPU nothing here does anything.
+
+An engine computes on one stream of its own, reads weights on it, and records its steps on it. Where a process has used
+this one stream alone, some 0.1 us pass between two kernels of a recorded step, and 0.5 us once it has used another, of
+hundreds of kernels (one H200, `benchmarks/streams.py`).
+"""
+
+import contextlib
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_unused: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)  # streams whose owners are gone
+
+
+class ComputeStream:
+    """A stream of a GPU, its owner's alone until Python has collected the owner: two engines may record steps at once.
+    Then another owner gets it, since cuBLAS takes 32 MiB for each stream that it is called on, and never gives them
+    back. A thread that has chosen a stream before, in place of the default one, makes owners of that.
+
+    Attributes:
+        cuda: the stream; None on a CPU.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.cuda = device, None
+        if device.type != "cuda":
+            return
+        here = torch.cuda.current_stream(device)
+        if here != torch.cuda.default_stream(device):
+            self.cuda = here
+            return
+        unused = _unused[device]
+        self.cuda = unused.pop() if unused else torch.cuda.Stream(device)
+        weakref.finalize(self, unused.append, self.cuda)
+
+    @contextlib.contextmanager
+    def used(self):
+        """Within, this thread works on the stream. To the stream that it worked on before, all of that happens at this
+        place."""
+        if self.cuda is None or (before := torch.cuda.current_stream(self.device)) == self.cuda:
+            yield
+            return
+        self.cuda.wait_stream(before)
+        try:
+            with torch.cuda.stream(self.cuda):
+                yield
+        finally:
+            before.wait_stream(self.cuda)
+
+    def hand_out(self, x: Tensor) -> Tensor:
+        """A tensor that was made on the stream, for the one that this thread works on: the memory is kept from new
+        tensors until that is done with it."""
+        if self.cuda is not None:
+            x.record_stream(torch.cuda.current_stream(self.device))
+        return x
+
+
+def use_device(device: torch.device | str | None) -> None:
+    """Makes it this thread's: a new thread begins with the first GPU, whichever its process uses."""
+    device = torch.device(device or "cpu")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def like_this_thread(device: torch.device | str | None) -> Callable[[], None]:
+    """What a new thread calls first, to use this thread's GPU, and its stream. Threads begin with the default one."""
+    device = torch.device(device or "cpu")
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def begin() -> None:
+        use_device(device)
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+
+    return begin
+
+
+def on_new_stream(device: torch.device) -> Callable[[], None]:
+    """What a new thread calls first, to use this GPU, and a stream that no other thread works on."""
+    def begin() -> None:
+        use_device(device)
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+
+    return begin
