@@ -1,12 +1,14 @@
 """Which calls of a step are recorded and which replayed, with recordings that only say what was called."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce import graphs
-from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, preparations, put
+from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, preparations, put, traced
 
 
 @pytest.mark.parametrize("left, emptied", [(graphs.SPARE - 1, 1), (graphs.SPARE, 0)])
@@ -148,3 +150,20 @@ def test_put_writes_each_row_to_its_own_places():
     index, value = torch.tensor([[4, 0], [1, 2]]), torch.arange(12.0).view(2, 2, 3)
     put(x, index, value)
     assert torch.equal(x, torch.zeros(2, 5, 3).scatter(1, index[..., None].expand(-1, -1, 3), value))
+
+
+@pytest.mark.parametrize("batch_dim,dim", [(0, 1), (1, 3), (2, 0)])
+def test_one_row_is_written_as_it_is_among_others(batch_dim, dim):
+    """That goes through another operation, but where the compiler notes operations down."""
+    x, index, value = torch.zeros(4, 4, 4, 4), torch.tensor([[3, 1], [0, 2]]), torch.randn(2, 2, 4, 4)
+    put(x, index, value, batch_dim=batch_dim, dim=dim)
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    for how, expected in ((contextlib.nullcontext, "index_copy_"), (traced, "index_put_")):
+        one, seen = x.narrow(batch_dim, 0, 1).clone().zero_(), []
+        with how(), Seen():
+            put(one, index[:1], value[:1], batch_dim=batch_dim, dim=dim)
+        assert torch.equal(one, x.narrow(batch_dim, 0, 1)) and expected in seen

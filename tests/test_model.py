@@ -20,6 +20,7 @@ from triforce.model import (
     RopeScaling,
     RotaryEmbedding,
     Transformer,
+    _in_float32,
     _in_three_kernels,
     inverse_frequencies,
     rotate,
@@ -198,14 +199,17 @@ def test_heads_are_turned_in_three_kernels(dtype):
     cache = torch.full((2, 4, 50, 64), 7.0, dtype=dtype)
     place = cache[:, :, 15:45]
     assert _in_three_kernels(x, cos, sin, place) is place and (cache == 7).sum() == 2 * 4 * 20 * 64
-    exact = rotate(x.double(), cos.double(), sin.double())
+    exact, few = rotate(x.double(), cos.double(), sin.double()), _in_float32(x, cos, sin)
     torch.testing.assert_close(place.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(few.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert few.dtype == dtype
 
 
-@pytest.mark.parametrize("device,how,operations", [
-    ("cuda", contextlib.nullcontext, ["mul", "addcmul", "addcmul"]), ("cuda", traced, ["mul", "roll", "mul", "add"]),
-    ("cpu", contextlib.nullcontext, ["mul", "roll", "mul", "add"])])
-def test_where_heads_are_turned_in_three_kernels(device, how, operations):
+@pytest.mark.parametrize("device,how,rows,operations", [
+    ("cuda", contextlib.nullcontext, 3, ["mul", "addcmul"]), ("cuda", traced, 3, ["mul", "roll", "mul", "add"]),
+    ("cuda", contextlib.nullcontext, 2000, ["mul", "addcmul", "addcmul"]),
+    ("cpu", contextlib.nullcontext, 3, ["mul", "roll", "mul", "add"])])
+def test_where_heads_are_turned_in_three_kernels(device, how, rows, operations):
     """On a GPU, but not where the compiler notes the operations down, which makes one kernel of them."""
     seen = []
 
@@ -215,7 +219,7 @@ def test_where_heads_are_turned_in_three_kernels(device, how, operations):
             return function(*args, **(kwargs or {}))
 
     with FakeTensorMode():
-        x, cos, sin = (torch.empty(shape, device=device) for shape in ((1, 4, 3, 64), (3, 64), (3, 64)))
+        x, cos, sin = (torch.empty(shape, device=device) for shape in ((1, 4, rows, 64), (rows, 64), (rows, 64)))
         with how(), Seen():
             out = rotate(x, cos, sin)
     assert out.shape == x.shape and [name for name in seen if name in ("mul", "roll", "add", "addcmul")] == operations

@@ -33,8 +33,9 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
     layout, first = tree.layout(start.device), start - prefix_len  # the pending token's slot
     rows, positions = tree.rows, start[:, None] + layout.depths  # [B, M]
     turned, still = config.n_head + config.n_kv_head, config.n_kv_head
-    cos, sin = (torch.cat([table[:, None].expand(-1, turned, -1, -1),
-                           torch.full_like(table, value)[:, None].expand(-1, still, -1, -1)], 1)
+    # As projected heads lie in memory, [B, M, H + 2K, D].
+    cos, sin = (torch.cat([table[:, :, None].expand(-1, -1, turned, -1),
+                           torch.full_like(table, value)[:, :, None].expand(-1, -1, still, -1)], 2).transpose(1, 2)
                 for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
     slots, group = first[:, None] + layout.slots, config.query_group
     slot = torch.arange(tail_slots, device=start.device)
