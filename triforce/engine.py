@@ -413,7 +413,7 @@ class Engine:
                 where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
                 shortage = memory.shortage(error, self.device)
             finally:
-                with self.working():
+                with self._lock, self.compute_stream.used():
                     session.close()
                     if self._serving is session:
                         self.caches.rest()
@@ -448,7 +448,7 @@ class Engine:
 
     def release(self) -> None:
         """Frees the buffers of the last call."""
-        with self.working():
+        with self._lock, self.compute_stream.used():
             self._end_stream()
             self.caches.release()
 

@@ -128,6 +128,7 @@ def _shared_buffer(device: str, name: str) -> Tensor | None:
 
 def from_environment(device: str | None = None) -> tuple[Group | None, str | None]:
     """(the group that torchrun has started this process in, the device of this rank); (None, device) without torchrun.
+    Of a GPU, this thread then uses that one, and a stream other than the default one.
 
     Args:
         device: as asked for: "cpu", "cuda" or None.
