@@ -21,7 +21,7 @@ from triforce import answers, attention, caches, cli, float8, graphs, jobs, nucl
 from triforce import pieces as pieces_module
 from triforce.costs import prefill_seconds
 from triforce.drafting.protocol import Drafter
-from triforce.graphs import Compiler
+from triforce.graphs import Compiler, traced
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 from triforce.kept import Folder
@@ -223,6 +223,21 @@ def test_a_compiled_piece_computes_the_same(small_job):
         torch.testing.assert_close(loaded(args), Block.after(*args))
         with pytest.raises(AssertionError, match="compiled as"):
             loaded((args[0], args[1][:, :2], states))
+
+
+def test_merged_states_are_compiled_in_any_order():
+    """A merge has the order of its states in memory where it is traced, and perhaps not where it is compiled."""
+    config, mode = ModelConfig(32, 32, 1, 4, 4, 8, 48), FakeTensorMode(shape_env=ShapeEnv())
+
+    def states():  # as a CPU's kernel gives them
+        return [(torch.randn(1, 3, 4, 8).transpose(1, 2), torch.randn(1, 3, 4).transpose(1, 2)) for _ in range(2)]
+
+    with mode, torch.no_grad(), traced():
+        layer = Transformer.empty(config, torch.device("cpu"), torch.float32).layers[0]
+        piece = precompile.trace(Block.after, (layer, torch.randn(1, 3, 32), states()), mode)
+    args = Transformer.random(config, std=0.1).layers[0], torch.randn(1, 3, 32), states()
+    with torch.inference_mode():
+        torch.testing.assert_close(Loaded(piece.compile())(args), Block.after(*args))
 
 
 def compile_some(job, compiled):

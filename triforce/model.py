@@ -510,6 +510,8 @@ class Attention(nn.Module):
         """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each -> [B, M, dim]."""
         y = attention.join(states)
         y = y.reshape(y.shape[0], self.n_head, -1, self.head_dim).transpose(1, 2)  # [B, M, H, D]
+        if is_traced() and y.dtype == dtype:  # or else `to` is nothing, and compiled code may have y in another order
+            y = y.clone(memory_format=torch.contiguous_format)
         y = self.out(y.to(dtype, memory_format=torch.contiguous_format).flatten(2))
         return y if self.group is None else self.group.all_reduce(y)
 
