@@ -14,6 +14,7 @@ from steps import milliseconds
 from triforce.errors import UserError
 from triforce.parallel import leave
 from triforce.request import default_document
+from triforce.streams import use_one_stream
 
 
 def run_or_plot(run, plot, args, one_stream: bool = True) -> None:
@@ -32,8 +33,9 @@ def run_or_plot(run, plot, args, one_stream: bool = True) -> None:
                              ) from None
         return
     check(args)
-    if one_stream and torch.cuda.is_available() and "WORLD_SIZE" not in os.environ:
-        torch.cuda.set_stream(torch.cuda.Stream())  # for weights that are made here, too: see triforce/streams.py
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1  # or else `from_environment` does it
+    if one_stream and alone and torch.cuda.is_available() and getattr(args, "device", None) != "cpu":
+        use_one_stream(torch.device("cuda"))  # for weights that are made here, too
     silent = int(os.environ.get("RANK", 0)) > 0
     try:
         with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():

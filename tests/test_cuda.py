@@ -496,7 +496,7 @@ def test_heads_are_turned_as_on_a_cpu(dtype):
     turned = rotate(x.cuda(), cos.cuda(), sin.cuda())
     rotate(x.cuda(), cos.cuda(), sin.cuda(), out=cache[:, :, 150:450])
     torch.testing.assert_close(turned.double().cpu(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-    assert torch.equal(cache[:, :, 150:450], turned) and (cache == 7).sum() == 2 * 4 * 200 * 64  # by others
+    assert torch.equal(cache[:, :, 150:450], turned) and (cache == 7).sum() == 2 * 4 * 200 * 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

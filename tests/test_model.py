@@ -20,7 +20,7 @@ from triforce.model import (
     RopeScaling,
     RotaryEmbedding,
     Transformer,
-    _in_float32,
+    _in_five_kernels,
     _in_three_kernels,
     inverse_frequencies,
     rotate,
@@ -191,7 +191,7 @@ def test_a_prefills_progress_goes_from_0_to_1_with_its_work():
         assert shares[0] == pytest.approx(min(size, length) ** 2 / length**2 / 2)  # a later token takes longer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_heads_are_turned_in_three_kernels(dtype):
     """As a GPU turns them: the same but for rounding, and nothing beside the place that is given."""
     cos, sin = RotaryEmbedding(ModelConfig(32, 64, 1, 1, 1, 64, 64))(torch.arange(5_000, 5_030))
@@ -199,9 +199,10 @@ def test_heads_are_turned_in_three_kernels(dtype):
     cache = torch.full((2, 4, 50, 64), 7.0, dtype=dtype)
     place = cache[:, :, 15:45]
     assert _in_three_kernels(x, cos, sin, place) is place and (cache == 7).sum() == 2 * 4 * 20 * 64
-    exact, few = rotate(x.double(), cos.double(), sin.double()), _in_float32(x, cos, sin)
-    torch.testing.assert_close(place.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-    torch.testing.assert_close(few.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    exact, few = rotate(x.double(), cos.double(), sin.double()), _in_five_kernels(x, cos, sin)
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-12 if dtype == torch.float64 else 1e-6}
+    torch.testing.assert_close(place.double(), exact, **near)
+    torch.testing.assert_close(few.double(), exact, **near)
     assert few.dtype == dtype
 
 

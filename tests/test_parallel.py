@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,19 @@ def test_small_sums_meet_the_compiler_only_where_it_is(dtype, monkeypatch):
     large = torch.ones(parallel.ONE_SHOT_BYTES // wide.itemsize + 1, dtype=dtype)
     assert torch.equal(group.all_reduce(large.clone()), large + 2)
     assert calls[3:] == [("all_reduce", "processes of some")]
+
+
+def test_exchanges_that_are_not_compiled_stay_on_the_stream(monkeypatch):
+    def gather_into(parts, x, group):
+        parts.copy_(torch.cat([x, 2 * x]))
+
+    monkeypatch.setattr(parallel, "_resolve", lambda name: SimpleNamespace(size=lambda: 2, name=name))
+    monkeypatch.setattr(parallel, "_gather_into", gather_into)
+    monkeypatch.setattr(parallel.dist, "broadcast", lambda x, source, group: x.fill_(source))
+    monkeypatch.setattr(parallel, "collectives", None)
+    group, x = Group(0, 8, "some"), torch.arange(6).view(3, 2)  # a share of 8 ranks, of which 2 run
+    assert torch.equal(group.all_gather(x.T), torch.cat([x.T, 2 * x.T]))
+    assert torch.equal(group.broadcast(x.T, 5), torch.full((2, 3), 5))
 
 
 def test_uneven_shares_are_refused():

@@ -11,7 +11,6 @@ import inspect
 import logging
 import operator
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +89,6 @@ class Engine:
         self.threads = Threads(target.device, interval=self.settings.flush_interval)
         self._serving: Session | None = None  # whom the state belongs to
         self._num_prepared = 0  # calls of `prepare`
-        self._lock = threading.RLock()  # held by the thread that computes
         self._folder, self._identity = folder, None
 
     def __repr__(self) -> str:
@@ -139,7 +137,7 @@ class Engine:
         bars = NotebookBars(options, len(prompts) * count * check_max_new_tokens(max_new_tokens))
         try:
             pieces, sessions = self._serve(prompts, max_new_tokens, prefix=prefix, count=count, **options)
-            with self._lock:
+            with self.compute_stream.lock:
                 for _ in pieces:
                     pass
         finally:
@@ -289,9 +287,8 @@ class Engine:
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
             raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
         self._check_ids([token for row in rows for token in row])
-        tokens = torch.tensor(rows, device=self.device)
-        self.check_len(tokens.shape[1], 0)
-        size, length = self.settings.prefill_chunk_size, tokens.shape[1]
+        size, length = self.settings.prefill_chunk_size, len(rows[0])
+        self.check_len(length, 0)
         if last is not None:
             whole(1, 1)("last", last := as_numbers(last))
             if last > length:
@@ -302,6 +299,7 @@ class Engine:
             cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                                 flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
             blocks = prefill_blocks(cache, range(1), 0, length, size)
+            tokens = torch.tensor(rows, device=self.device)
             hidden = (self.target.prefill(row[None], blocks)[:, first:] for row in tokens)  # [1, S or last, dim] each
             found = torch.cat([self.target.output(one).float() for one in hidden])
         return self.compute_stream.hand_out(found)
@@ -309,7 +307,7 @@ class Engine:
     @contextlib.contextmanager
     def working(self):
         """Within, this thread of the program computes on this engine, and no other does."""
-        with self._lock, self.threads.working(), self.compute_stream.used():
+        with self.compute_stream.alone(), self.threads.working():
             yield
 
     @contextlib.contextmanager
@@ -324,7 +322,7 @@ class Engine:
 
     def holding_still(self):
         """Within, what this engine holds of its last text stays what it is: other threads of this program wait."""
-        return self._lock
+        return self.compute_stream.alone()
 
     def encode_prompt(self, prompt, chat_template: str | None = None,
                       chat_template_kwargs: dict | None = None) -> list[int]:
@@ -394,7 +392,7 @@ class Engine:
 
     def _answer(self, request: "Request", sessions: list[Session]) -> Iterator[tuple[int, str]]:
         """Group by group, of as many prompts as run side by side."""
-        with self._lock:
+        with self.compute_stream.lock:
             self.caches.begin()
             size = self.caches.rows(request.ids, request.max_new_tokens, request.prefix)
         for first in range(0, len(request.ids), size):
@@ -413,7 +411,7 @@ class Engine:
                 where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
                 shortage = memory.shortage(error, self.device)
             finally:
-                with self._lock, self.compute_stream.used():
+                with self.compute_stream.alone():
                     session.close()
                     if self._serving is session:
                         self.caches.rest()
@@ -448,7 +446,7 @@ class Engine:
 
     def release(self) -> None:
         """Frees the buffers of the last call."""
-        with self._lock, self.compute_stream.used():
+        with self.compute_stream.alone():
             self._end_stream()
             self.caches.release()
 

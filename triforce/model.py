@@ -382,16 +382,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
     """
     if x.is_cuda and not is_traced():
         if out is None and x.numel() <= FEW:
-            return _in_float32(x, cos, sin)
+            return _in_five_kernels(x, cos, sin)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         return _in_three_kernels(x, cos, sin, out)
     y = (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
     return y if out is None else out.copy_(y)
 
 
-def _in_float32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` with the same bits by five kernels: for few elements they are faster than three that convert."""
-    wide = x.to(cos.dtype)
+def _in_five_kernels(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` with the same bits. For few elements that is faster than three kernels that convert."""
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     first, second = wide.chunk(2, -1)
     return torch.addcmul(wide * cos, torch.cat([second, first], -1), sin).to(x.dtype)
 

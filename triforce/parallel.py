@@ -22,6 +22,7 @@ from torch import Tensor
 from .errors import UserError
 from .graphs import is_traced
 from .model import ModelConfig
+from .streams import use_one_stream
 
 if dist.is_available():  # not in every build of PyTorch
     import torch.distributed._functional_collectives as collectives
@@ -73,8 +74,8 @@ class Group:
 
     @property
     def _processes(self) -> "dist.ProcessGroup":
-        """For calls that are no part of compiled code: they stay on the stream of the thread, where what the compiler
-        understands goes to another one."""
+        """For calls that are no part of compiled code. They stay on the stream of the thread; the calls that the
+        compiler understands use a stream of NCCL's."""
         return _resolve(self.name)
 
     def common(self, names: set[str]) -> set[str]:
@@ -128,7 +129,7 @@ def _shared_buffer(device: str, name: str) -> Tensor | None:
 
 def from_environment(device: str | None = None) -> tuple[Group | None, str | None]:
     """(the group that torchrun has started this process in, the device of this rank); (None, device) without torchrun.
-    Of a GPU, this thread then uses that one, and a stream other than the default one.
+    Of a GPU, this thread then uses that one, and a stream in place of the default one.
 
     Args:
         device: as asked for: "cpu", "cuda" or None.
@@ -149,7 +150,7 @@ def from_environment(device: str | None = None) -> tuple[Group | None, str | Non
                             f"--nproc-per-node {count}, or --device cpu")
         device = f"cuda:{local}"
         torch.cuda.set_device(local)
-        torch.cuda.set_stream(torch.cuda.Stream())  # for NCCL, too: see streams.py
+        use_one_stream(torch.device(device))
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=TIMEOUT)
     name = dist.group.WORLD.group_name

@@ -6,6 +6,7 @@ hundreds of kernels (one H200, `benchmarks/streams.py`).
 """
 
 import contextlib
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,28 +15,36 @@ import torch
 from torch import Tensor
 
 _unused: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)  # streams whose owners are gone
+_threads: dict[torch.cuda.Stream, threading.RLock] = {}  # streams of `use_one_stream`
 
 
 class ComputeStream:
     """A stream of a GPU, its owner's alone until Python has collected the owner: two engines may record steps at once.
     Then another owner gets it, since cuBLAS takes 32 MiB for each stream that it is called on, and never gives them
-    back. A thread that has chosen a stream before, in place of the default one, makes owners of that.
+    back. All owners that a thread makes after `use_one_stream` have the stream of that thread.
 
     Attributes:
         cuda: the stream; None on a CPU.
+        lock: of `alone`: who records a step would record another thread's work with it.
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.cuda = device, None
+        self.device, self.cuda, self.lock = device, None, threading.RLock()
         if device.type != "cuda":
             return
+        if device.index is None:  # whichever GPU a thread uses later
+            self.device = device = torch.device("cuda", torch.cuda.current_device())
         here = torch.cuda.current_stream(device)
-        if here != torch.cuda.default_stream(device):
-            self.cuda = here
+        if here in _threads:
+            self.cuda, self.lock = here, _threads[here]
             return
         unused = _unused[device]
-        self.cuda = unused.pop() if unused else torch.cuda.Stream(device)
+        try:
+            self.cuda = unused.pop()
+        except IndexError:
+            self.cuda = torch.cuda.Stream(device)
         weakref.finalize(self, unused.append, self.cuda)
+        self.cuda.wait_stream(here)  # where weights may still be made
 
     @contextlib.contextmanager
     def used(self):
@@ -51,12 +60,31 @@ class ComputeStream:
         finally:
             before.wait_stream(self.cuda)
 
+    @contextlib.contextmanager
+    def alone(self):
+        """`used`, by one thread at a time."""
+        with self.lock, self.used():
+            yield
+
     def hand_out(self, x: Tensor) -> Tensor:
         """A tensor that was made on the stream, for the one that this thread works on: the memory is kept from new
         tensors until that is done with it."""
         if self.cuda is not None:
             x.record_stream(torch.cuda.current_stream(self.device))
         return x
+
+
+def use_one_stream(device: torch.device) -> None:
+    """For a program that does nothing else on a GPU: this thread, and the engines that it makes from now on, work on
+    one stream. Not where the thread has chosen one already."""
+    if device.type != "cuda":
+        return
+    default = torch.cuda.default_stream(device)
+    if torch.cuda.current_stream(device) == default:
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(default)
+        _threads[stream] = threading.RLock()
+        torch.cuda.set_stream(stream)
 
 
 def use_device(device: torch.device | str | None) -> None:
@@ -80,10 +108,11 @@ def like_this_thread(device: torch.device | str | None) -> Callable[[], None]:
 
 
 def on_new_stream(device: torch.device) -> Callable[[], None]:
-    """What a new thread calls first, to use this GPU, and a stream that no other thread works on."""
+    """What a new thread calls first, to use this GPU, and a stream that no engine works on."""
     def begin() -> None:
         use_device(device)
         if device.type == "cuda":
-            torch.cuda.set_stream(torch.cuda.Stream(device))
+            # Of a priority of its own: of each, PyTorch has 32, which it hands out in turns.
+            torch.cuda.set_stream(torch.cuda.Stream(device, priority=-2))
 
     return begin

@@ -27,6 +27,7 @@ from ..hf.tokenizer import Tokenizer
 from ..kept import root
 from ..loading import find_dtype, load
 from ..plan import AUTOREGRESSION, ONE_ROW
+from ..streams import use_one_stream
 from . import agreement, plan, report, trials, ways
 
 NEW = 96  # tokens of a call
@@ -342,6 +343,7 @@ def main(argv: list[str]) -> int:
     Settings(**request.given(args, Settings))
     Sampling(**request.given(args, Sampling)).columns(1)
     device = Placement(**request.given(args, Placement)).resolve().device
+    use_one_stream(device)  # for transformers, too: or else what is timed later is slower than users have it
     config, draft = read_config(folder), find_draft(args.checkpoint, getattr(args, "draft", None))
     longest = getattr(args, "max_seq_len", None) or config.max_len
     if own.far is not None and own.far > config.max_len:

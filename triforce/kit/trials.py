@@ -114,7 +114,8 @@ def sibling(engine: Engine, **changes) -> Engine:
     """An engine of the same weights with other settings. Nothing is compiled for it: it is looked at once."""
     settings = replace(engine.caches.given, draft=False, **changes)
     return Engine(engine.target, engine.tokenizer, None, drafting=engine.drafting, settings=settings,
-                  placement=replace(engine.placement, compile=False), eos_ids=engine.eos_ids)
+                  placement=replace(engine.placement, compile=False), eos_ids=engine.eos_ids,
+                  compute_stream=engine.compute_stream)
 
 
 def other_views(engine: Engine, length: int) -> dict[str, dict]:
