@@ -1,6 +1,8 @@
 """Which calls of a step are recorded and which replayed, with recordings that only say what was called."""
 
 import contextlib
+import gc
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,33 @@ def test_a_recording_gets_back_what_the_allocator_keeps(monkeypatch, left, empti
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     graphs.make_room(torch.device("cuda"))
     assert len(calls) == emptied
+
+
+def test_no_thread_lets_garbage_be_collected_beside_another_s_recording():
+    ended, seen = threading.Event(), []
+
+    def other():
+        with graphs.garbage_waits():
+            ended.wait(20)
+            seen.append(gc.isenabled())
+
+    assert gc.isenabled()
+    thread = threading.Thread(target=other, daemon=True)
+    with pytest.raises(ZeroDivisionError), graphs.garbage_waits():
+        thread.start()
+        thread.join(0.2)  # it waits, or is within, too
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    ended.set()
+    thread.join(20)
+    assert seen == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        with graphs.garbage_waits():
+            pass
+        assert not gc.isenabled()  # as it was
+    finally:
+        gc.enable()
 
 
 class Recording(Graphed):

@@ -9,6 +9,7 @@ lengths that change, or read them on the device: so nothing is compiled anew whe
 import contextlib
 import contextvars
 import gc
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ KEPT_GRAPHS = 32  # per step; one for each extent of a view, and for each way to
 # Bytes of a GPU that recorded steps and libraries take besides all planned parts: on an H200 0.2 to 0.8 GiB of one row
 # or 8.
 SPARE = 3 * 2**28
+_recording = threading.Lock()
 
 
 def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:
@@ -57,6 +59,20 @@ def make_room(device: torch.device) -> None:
     back nothing that it keeps for others, as after a prefill."""
     if unreserved(device) < SPARE:
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def garbage_waits():
+    """Within, Python collects no garbage: what an engine that is gone has left, its graphs above all, cannot be freed
+    while another step is recorded. One thread at a time: whoever is done lets Python collect again."""
+    with _recording:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 _tracing = contextvars.ContextVar("tracing", default=False)
@@ -212,22 +228,15 @@ class Graphed:
         return (count, *own), (count, *empty, *own[self.num_lengths :])
 
     def _record(self, args) -> torch.cuda.CUDAGraph:
-        # torch.cuda.graph() would empty the allocator's cache and collect garbage each time. Here garbage waits: what
-        # an engine that is gone has left, its graphs above all, cannot be freed while this one records.
-        make_room(self.compiler.device)
-        graph, stream, collects = torch.cuda.CUDAGraph(), self.compiler.recorder, gc.isenabled()
+        make_room(self.compiler.device)  # torch.cuda.graph() would empty the allocator's cache each time
+        graph, stream = torch.cuda.CUDAGraph(), self.compiler.recorder
         stream.wait_stream(torch.cuda.current_stream())
-        gc.disable()
-        try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=self.compiler.pool, capture_error_mode="thread_local")
-                try:
-                    self.function(*args)
-                finally:
-                    graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
+        with garbage_waits(), torch.cuda.stream(stream):
+            graph.capture_begin(pool=self.compiler.pool, capture_error_mode="thread_local")
+            try:
+                self.function(*args)
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
 
