@@ -68,7 +68,9 @@ class Group:
         return parts
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """What rank `source` has, on every rank. It may take the place of x. Never compiled."""
+        """What rank `source` has, on every rank. It may take the place of x."""
+        if is_traced():
+            return collectives.wait_tensor(collectives.broadcast(x, source, self.name))
         dist.broadcast(x := x.contiguous(), source, group=self._processes)
         return x
 
