@@ -13,7 +13,6 @@ Medians of 20 replays, by events.
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from datetime import date
@@ -24,8 +23,12 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from harness import append, device_name, run_or_plot  # noqa: E402
+from steps import milliseconds  # noqa: E402
+
+from triforce.errors import UserError  # noqa: E402
 
 KERNELS, SIZE, OTHERS = 600, 4096, 6
+WAYS = ("one", "two", "another")
 
 
 def step(x, weights, out) -> None:
@@ -47,15 +50,7 @@ def record(stream: torch.cuda.Stream, *args) -> torch.cuda.CUDAGraph:
 
 def replay(graph: torch.cuda.CUDAGraph) -> float:
     """Milliseconds."""
-    times = []
-    for _ in range(25):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[5:])
+    return milliseconds(graph.replay, torch.device("cuda"), repeats=20, warm_up=5)
 
 
 def measure(way: str) -> list[float]:
@@ -77,10 +72,12 @@ def measure(way: str) -> list[float]:
 
 
 def run(args) -> None:
+    if not torch.cuda.is_available():
+        raise UserError("this measures a GPU, and PyTorch finds none; run it on a machine that has one")
     if args.way:
         print(json.dumps(measure(args.way)))
         return
-    for way in ("one", "two", "another"):
+    for way in WAYS:
         done = subprocess.run([sys.executable, __file__, "--way", way], capture_output=True, text=True, check=True)
         row = {"device": device_name(), "date": str(date.today()), "torch": torch.__version__, "way": way,
                "kernels": KERNELS, "milliseconds": json.loads(done.stdout.splitlines()[-1])}
@@ -92,7 +89,7 @@ def run(args) -> None:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--way", help="measure this one, in this process")
+    p.add_argument("--way", choices=WAYS, help="measure this one, in this process")
     p.add_argument("--out", help="append rows to this file of JSON lines")
     p.set_defaults(plot=None)
     run_or_plot(run, None, p.parse_args(), one_stream=False)

@@ -804,7 +804,7 @@ def test_recordings_share_a_workspace():
 
 
 def test_all_work_is_on_one_stream(tmp_path):
-    """On a second one it would be, too, and slower. What a user's thread does beside takes its turn."""
+    """Or else all steps of the process are slower. A user's own stream takes its turn with that one."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         engine = triforce.load("tiny", device="cuda", dtype="bfloat16", gamma=4)
         book = engine.prefill(TEXT)

@@ -73,7 +73,7 @@ class FakeStream:
 def gpu(monkeypatch):
     monkeypatch.setattr(streams.torch, "cuda", made := Gpus())
     monkeypatch.setattr(streams, "_unused", type(streams._unused)(list))
-    monkeypatch.setattr(streams, "_threads", {})
+    monkeypatch.setattr(streams, "_locks", {})
     return made
 
 
@@ -308,7 +308,9 @@ def test_ranks_and_the_check_use_one_stream_for_all(monkeypatch):
         monkeypatch.setenv(name, str(value))
     parallel.from_environment("cuda")
     assert used == [1, OTHER]
-    monkeypatch.setattr(check, "use_one_stream", lambda device: 1 / 0)
+    monkeypatch.setattr(check, "use_one_stream", used.append)
+    monkeypatch.setattr(check, "machine", lambda device: 1 / 0)  # the first that works on a GPU
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ZeroDivisionError):
         check.main(["--checkpoint", "tiny", "--device", "cpu"])
+    assert used[2:] == [torch.device("cpu")]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _unused: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)  # streams whose owners are gone
-_threads: dict[torch.cuda.Stream, threading.RLock] = {}  # streams of `use_one_stream`
+_locks: dict[torch.cuda.Stream, threading.RLock] = {}  # by the streams of `use_one_stream`
 
 
 class ComputeStream:
@@ -35,8 +35,8 @@ class ComputeStream:
         if device.index is None:  # whichever GPU a thread uses later
             self.device = device = torch.device("cuda", torch.cuda.current_device())
         here = torch.cuda.current_stream(device)
-        if here in _threads:
-            self.cuda, self.lock = here, _threads[here]
+        if here in _locks:
+            self.cuda, self.lock = here, _locks[here]
             return
         unused = _unused[device]
         try:
@@ -83,7 +83,7 @@ def use_one_stream(device: torch.device) -> None:
     if torch.cuda.current_stream(device) == default:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(default)
-        _threads[stream] = threading.RLock()
+        _locks[stream] = threading.RLock()
         torch.cuda.set_stream(stream)
 
 
