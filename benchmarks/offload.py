@@ -45,7 +45,7 @@ def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[flo
     if engine.caches.state is not None:
         engine.caches.state.reset()
     state = engine.caches.find([ids], new, None)
-    state.params.set(specialize=False, **sampling)
+    state.params.set(**sampling)
     state.reset()
     begun = wait()
     state.prefill(0, ids)

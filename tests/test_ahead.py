@@ -10,6 +10,7 @@ from conftest import assert_view_holds_its_selection, make_state, random_prompt
 from triforce.drafting.protocol import Drafter
 from triforce.graphs import Compiler, Graphed
 from triforce.plan import AUTOREGRESSION
+from triforce.sampling import Uses
 
 PROMPT = random_prompt(100)
 
@@ -55,6 +56,19 @@ def steps_of(state) -> dict[str, Graphed]:
 
 def prepared(state) -> set[str]:
     return {name for name, step in steps_of(state).items() if step.graphs}
+
+
+def test_a_text_with_other_settings_has_steps_of_its_own(pair, gpu):
+    """In the same buffers: what was recorded for greedy rows has no temperature in it."""
+    state = recording_state(pair)
+    for temperature in (0.0, 0.8, 0.0):
+        state.params.set(temperature=temperature, top_p=1.0, top_k=None, min_p=None, seed=[0])
+        state.rewind(30)
+        for _ in range(3):
+            state.round()
+    [step] = {step for name, step in steps_of(state).items() if name == "full"}
+    assert {key[0][1] for key in step.graphs} >= {Uses(True, False, False, False, False, False),
+                                                  Uses(False, True, False, False, False, False)}
 
 
 DRAFT, LEVELS = {"model 4", "model 1"}, {"full", "retrieval"}

@@ -106,6 +106,16 @@ def test_compiled_pieces_have_graphs_of_their_own():
     assert step.what() == ["run", "record", "replay", "replay"]
 
 
+def test_other_settings_have_graphs_of_their_own():
+    """A step that was recorded where no row needed a filter leaves it out for good."""
+    step, said = Recording(), []
+    for settings in ("greedy", "greedy", "drawn", "drawn", "greedy"):
+        step.compiler.settings = settings
+        step(7)
+        said.append(step.what())
+    assert said == [["run"], ["record", "replay"], ["run"], ["record", "replay"], ["replay"]]
+
+
 def test_lengths_share_a_warm_up_until_a_stretch_appears():
     """What runs over no keys, or over no ragged part, has not called the kernels for them yet."""
     step = Recording(num_lengths=2)

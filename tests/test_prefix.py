@@ -14,7 +14,7 @@ from conftest import (
     slow,
 )
 
-from triforce import attention
+from triforce import attention, graphs
 from triforce.attention import merge, merge_parts, partial, parts_of_keys, pays_to_plan
 from triforce.config import Settings
 from triforce.kv import blocks
@@ -327,9 +327,12 @@ def test_parts_of_the_keys_merge_to_the_whole():
     q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (5, 64, 64))
     whole = partial(q, k, v)
     parts = [x[0].unflatten(1, (4, -1)).transpose(0, 1) for x in (k, v)]
-    out, lse = merge_parts(*attention._plain(q.expand(4, -1, -1, -1), *parts, None))
-    torch.testing.assert_close(out, whole[0])
-    torch.testing.assert_close(lse, whole[1])
+    states = attention._plain(q.expand(4, -1, -1, -1), *parts, None)
+    with graphs.traced():
+        traced = merge_parts(*states)
+    for out, lse in (traced, merge_parts(*states)):
+        torch.testing.assert_close(out, whole[0])
+        torch.testing.assert_close(lse, whole[1])
     halves = merge(partial(q, k[:, :, :32], v[:, :, :32]), partial(q, k[:, :, 32:], v[:, :, 32:]))
     torch.testing.assert_close(halves[0], out)
     assert parts_of_keys(8, 64, 122_880) == 16 and parts_of_keys(32, 512, 122_880) == 1

@@ -6,9 +6,9 @@ import pytest
 import torch
 from reference import reference_filter
 
-from triforce import sampling
+from triforce import graphs, sampling
 from triforce.errors import UserError
-from triforce.sampling import SamplingParams, probabilities, sample, uniform
+from triforce.sampling import SamplingParams, Uses, probabilities, sample, uniform
 
 
 def params(rows=1, **values) -> SamplingParams:
@@ -56,6 +56,8 @@ def test_skipping_what_no_row_needs_changes_no_law(values, before):
     law, expected = probabilities(logits, special), probabilities(logits, params(3, **values))
     assert torch.equal(law > 0, expected > 0)
     torch.testing.assert_close(law, expected)
+    with graphs.traced():  # what is compiled now serves the rows of any call
+        assert special.uses == Uses()
 
 
 INF = float("inf")

@@ -151,8 +151,14 @@ def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128)
 
 def merge_parts(out: Tensor, lse: Tensor) -> State:
     """States over parts of the keys, [P, K, R, D] and [P, K, R] -> their union as a batch of one."""
-    logs = lse.log_softmax(0)  # of each part's share; on a GPU one kernel, where `logsumexp` takes eight
-    return (out * logs.exp()[..., None]).sum(0, keepdim=True), lse[:1] - logs[:1]
+    if is_traced():  # one kernel
+        logs = lse.log_softmax(0)  # of each part's share
+        return (out * logs.exp()[..., None]).sum(0, keepdim=True), lse[:1] - logs[:1]
+    # As products, and with the numbers of a row side by side: in half of the time.
+    logs = lse.flatten(1).t().contiguous().log_softmax(-1)  # [K * R, P]
+    parts = out.to(logs.dtype).flatten(1, 2).transpose(0, 1)  # [K * R, P, D]
+    whole = (logs.exp()[:, None] @ parts).view(out[:1].shape)
+    return whole, lse[:1] - logs[:, 0].view(lse[:1].shape)
 
 
 def sequences_a_call(batch: int, n_kv_head: int, rows: int, processors: int) -> int:
@@ -273,7 +279,10 @@ def join(states: list[State]) -> Tensor:
     # there is a third that weighs nothing.
     if others and state[0].is_cuda and not is_traced() and state[0].shape[2] <= FEW_ROWS:
         shares = torch.stack([lse for _, lse in states]).softmax(0)[..., None]
-        return (torch.stack([out for out, _ in states]) * shares).sum(0)
+        out = state[0] * shares[0]
+        for (other, _), share in zip(others, shares[1:], strict=True):
+            out = torch.addcmul(out, other, share)
+        return out
     for other in others[:-1]:
         state = merge(state, other)
     return merge_last(state, others[-1]) if others else state[0]

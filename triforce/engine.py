@@ -471,7 +471,7 @@ class Engine:
         # Nothing here holds on to the caches of the call before: they are freed before others are planned.
         state = self.caches.find(ids, max_new_tokens, prefix, on_prefill)
         state.waited, state.compiler.waited = state.compiler.waited, 0.0  # the first prompts alone waited
-        state.params.set(specialize=self.placement.compile is False, **sampling)
+        state.params.set(**sampling)
         padding = self._padding(state.params.greedy or self.settings.coupled)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
             plan = ONE_ROW

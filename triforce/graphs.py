@@ -12,7 +12,7 @@ import gc
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
 import torch
@@ -110,6 +110,7 @@ class Compiler:
         self.pool = None if recorder is None else torch.cuda.graph_pool_handle()
         self.num_recorded = 0  # calls of steps that were not as fast as they will be
         self.seconds = 0.0  # that they took the host
+        self.settings: Hashable = None  # by which written steps differ from text to text
 
     @contextlib.contextmanager
     def recording(self):
@@ -224,8 +225,8 @@ class Graphed:
         # Of lengths, kernels depend on which of the stretches between them are empty.
         lengths = args[: self.num_lengths]
         empty = tuple(a < b for a, b in zip((0, *lengths), lengths, strict=False))
-        count = self.compiler.num_pieces
-        return (count, *own), (count, *empty, *own[self.num_lengths :])
+        made_of = (self.compiler.num_pieces, self.compiler.settings)
+        return (made_of, *own), (made_of, *empty, *own[self.num_lengths :])
 
     def _record(self, args) -> torch.cuda.CUDAGraph:
         make_room(self.compiler.device)  # torch.cuda.graph() would empty the allocator's cache each time

@@ -51,14 +51,19 @@ class SamplingParams:
             value = field.metadata["neutral"] if field.metadata["neutral"] is not None else 1
             dtype = getattr(torch, field.metadata["dtype"])
             setattr(self, field.name, torch.full((batch,), value, dtype=dtype, device=device))
-        self.uses = Uses()
+        self._needed = Uses()
         self.greedy = False  # any row
 
-    def set(self, specialize: bool = False, **values) -> None:
+    @property
+    def uses(self) -> Uses:
+        """What steps do: in compiled code all, since that serves any row."""
+        return Uses() if is_traced() else self._needed
+
+    def set(self, specialize: bool = True, **values) -> None:
         """Overwrites all rows in place by the fields of `Sampling`, each one value or a list of one a row.
 
         Args:
-            specialize: skip whatever no row needs. For eager steps alone: a recorded one goes on as it was recorded.
+            specialize: skip whatever no row needs, in code that is not compiled.
         """
         columns = Sampling(**values).columns(len(self.seed))
         biases = columns.pop("logit_bias")
@@ -70,7 +75,7 @@ class SamplingParams:
             target.copy_(torch.tensor(column, dtype=target.dtype))
         self.greedy = 0.0 in columns["temperature"]
         drawn = any(columns["temperature"])
-        self.uses = Uses() if not specialize else Uses(
+        self._needed = Uses() if not specialize else Uses(
             greedy=self.greedy, drawn=drawn, top_k=drawn and any(columns["top_k"]),
             top_p=drawn and any(p < 1 for p in columns["top_p"]), min_p=drawn and any(columns["min_p"]),
             logit_bias=any(biases))

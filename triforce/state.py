@@ -304,6 +304,7 @@ class State:
 
     def _open(self, max_new_tokens: int, plan: Plan | None, padding: Padding | None) -> None:
         interval = self.settings.flush_interval
+        self.compiler.settings = self.params.uses
         self._ends = [length + max_new_tokens for length in self.lens]
         # A prefix grows by whole intervals.
         prefix_ends = [min(held + (end - held) // interval * interval, self.capacity)
