@@ -416,6 +416,19 @@ def test_a_round_has_one_host_sync(random_models):
     assert len(seen) == 2 * 60  # off and on again, around the read of each round
 
 
+@pytest.mark.parametrize("compile", ["beside", True], ids=["written", "compiled"])
+def test_a_call_with_other_settings_has_its_own_law(random_models, compile):
+    """What was recorded where no row has a bias leaves it out: a call with one has other graphs in the same buffers."""
+    engine = engine_for(random_models, compile=compile)
+    ids, said = random_prompt(2048, vocab_size=VOCAB), []
+    for options in [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 1.0},
+                    {"temperature": 1.0, "top_p": 1.0, "logit_bias": {7: 1e4}}] * 2:
+        said.append(engine.generate(ids, 60, seed=1, ignore_eos=True, **options).tokens)
+        graphs = engine.caches.state.hierarchy.outer.step.graphs
+    assert said[:3] == said[3:] and said[2] == [7] * 60 and said[0] != said[1] and len(set(said[1])) > 20
+    assert len({key[0] for key in graphs}) == 3
+
+
 @in_half_precision
 def test_offsets_and_batches(dtype):
     """Rows of different lengths, side by side: tokens and logits hashes of each, with speculation and without."""
