@@ -130,22 +130,23 @@ def test_the_last_round_of_a_text_is_learned_from(pair):
 
 def test_the_controller_is_told_what_is_recorded_and_what_may_come(pair, monkeypatch):
     """Rounds that draft are counted over the texts of a State, whose graphs stay; the tokens that may come are each
-    text's own."""
+    text's own, and as many more as the texts before it had."""
     state, told = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), []
     monkeypatch.setattr(Controller, "choose", lambda self, remaining, **known: (
         told.append((remaining, state.known[0], dict(self.rounds_with))), Plan(3, "model"))[1])
-    counted = 0
-    for max_new_tokens in (512, 300):
+    counted = earlier = 0
+    for max_new_tokens in (512, 300, 40):
         told.clear()
-        if max_new_tokens == 300:
+        if max_new_tokens < 512:
             state.rewind(max_new_tokens)
         first = state.known[0]
         for _ in range(8):
             state.round()
-        assert all(remaining == max_new_tokens - (known - first) for remaining, known, _ in told)
+        assert all(remaining == max_new_tokens - (known - first) + earlier for remaining, known, _ in told)
         assert told[0][2].get("drafts", 0) == counted
-        counted = state.pilot._rounds_with["drafts"]
-    assert counted > 0
+        state.pilot.keep()
+        counted, earlier = state.pilot._rounds_with["drafts"], earlier + state.known[0] - first
+    assert counted > 0 and earlier >= 24
 
 
 def test_thinking_does_not_count_as_the_rounds_time(pair, monkeypatch):

@@ -55,7 +55,8 @@ class Pilot:
         self._shared_meter = meter
         self._begins = self.auto  # no round has been chosen yet
         self._rounds_with: Counter[str] = Counter()  # see `Controller`; the recorded steps outlive a text
-        self._remaining = 0.0  # tokens of a row that may come yet
+        self._remaining = 0.0  # tokens of a row that this text may have yet
+        self._earlier, self._emitted = 0.0, 0.0  # tokens of a row in the texts before it, and in it
         self._name: tuple = ()  # of the costs on the shelf
         self._fixed: Plan | None = None
         self._planned: list[Plan] = []  # of the rounds to come, as far as that is known
@@ -74,6 +75,7 @@ class Pilot:
             texts: gives each row's tokens from a position on, the pending one among them.
         """
         self._fixed, self.padding, self._remaining = plan, padding, max_new_tokens
+        self._earlier, self._emitted = self._earlier + self._emitted, 0.0
         self._planned, self._unseen, self._calm = [], [], 0
         self.controller, self.meters = None, []
         self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths))}
@@ -137,9 +139,10 @@ class Pilot:
         return [Plan(padded=self.padding.plain or second.gamma > 0), second]
 
     def _best(self) -> Plan:
-        """What the controller would have the next round follow."""
+        """What the controller would have the next round follow. Later texts are expected to have as many tokens as
+        earlier ones had: so recording a step may pay although each text is short."""
         rates = [meter.rate for meter in self.meters if meter is not None]
-        return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
+        return self.controller.choose(remaining=self._remaining + self._earlier, ngram=statistics.fmean(rates or [0.0]))
 
     def think(self) -> None:
         """While the device works. On a CPU nothing goes on beside: there a choice waits for what the round shows."""
@@ -164,6 +167,7 @@ class Pilot:
                 seen.add(row)
             self.controller.update(seen.tokens_a_row, **seen.counts)
             self._remaining -= seen.tokens_a_row
+            self._emitted += seen.tokens_a_row
             self._rounds_with.update(drafts=result.plan.gamma > 0, retrieval=result.plan.retrieval)
         self._unseen = []
 

@@ -299,6 +299,8 @@ FAULTS = [
           "what was recorded for the text before is charged once more"),
     Fault("remaining-forgotten", "pilot.py", "            self._remaining -= seen.tokens_a_row\n", "",
           "test_pilot.py -k recorded", "near the end of a text a level is begun that never pays"),
+    Fault("earlier-forgotten", "pilot.py", "remaining=self._remaining + self._earlier,", "remaining=self._remaining,",
+          "test_pilot.py -k recorded", "a level that pays for many short texts together is never recorded"),
     Fault("certain-not", "controller.py", "        times[0] *= self.CERTAIN\n", "", "test_controller_rates.py",
           "speculation that may gain nothing is begun"),
     Fault("choose-ngram-forgotten", "controller.py", "for name, rate in self.rates.items()} | known",
