@@ -239,7 +239,7 @@ class Controller:
         """The next round's plan.
 
         Args:
-            remaining: tokens of a row that may come yet.
+            remaining: tokens of a row that may come yet, in this text and in later ones.
             known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source.
         """
         rates = {name: rate.value for name, rate in self.rates.items()} | known

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-KEPT_GRAPHS = 32  # per step; one for each extent of a view, and for each way to draft
+KEPT_GRAPHS = 32  # per step; one for each extent of a view, for each way to draft, and for other settings of the rows
 # Bytes of a GPU that recorded steps and libraries take besides all planned parts: on an H200 0.2 to 0.8 GiB of one row
 # or 8.
 SPARE = 3 * 2**28
@@ -131,6 +131,11 @@ class Compiler:
         return 0 if self.pieces is None else len(self.pieces.ready)
 
     @property
+    def made_of(self) -> tuple[int, Hashable]:
+        """What the present text's graphs are made of. Those of other texts are not its own where this differs."""
+        return self.num_pieces, self.settings
+
+    @property
     def records_unseen(self) -> bool:
         """Whether a step can be recorded before it has run. A compiled piece chooses its kernels when it first runs."""
         return self.num_pieces == 0
@@ -177,8 +182,8 @@ class Graphed:
     """Runs a function as it is the first times, then records a graph per set of arguments and replays it. `prepare`
     records it beforehand.
 
-    What a function does must follow from its arguments: those that are no tensors are part of the graph's key. Within
-    the recording of another graph it runs as it is, and becomes part of that.
+    What a function does must follow from its arguments, and from `Compiler.made_of`: with those arguments that are no
+    tensors, that is the graph's key. Within the recording of another graph it runs as it is, and becomes part of that.
     """
 
     def __init__(self, function: Callable, compiler: Compiler, num_lengths: int, warm_up: int):
@@ -225,7 +230,7 @@ class Graphed:
         # Of lengths, kernels depend on which of the stretches between them are empty.
         lengths = args[: self.num_lengths]
         empty = tuple(a < b for a, b in zip((0, *lengths), lengths, strict=False))
-        made_of = (self.compiler.num_pieces, self.compiler.settings)
+        made_of = self.compiler.made_of
         return (made_of, *own), (made_of, *empty, *own[self.num_lengths :])
 
     def _record(self, args) -> torch.cuda.CUDAGraph:

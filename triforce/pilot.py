@@ -5,7 +5,7 @@ bias the output.
 """
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -54,7 +54,9 @@ class Pilot:
         self.rebuilds: dict[int, RebuildPolicy] = {}  # by row, and of COMMON where rows share a view
         self._shared_meter = meter
         self._begins = self.auto  # no round has been chosen yet
-        self._rounds_with: Counter[str] = Counter()  # see `Controller`; the recorded steps outlive a text
+        # By what the recorded steps are made of, since they outlive a text. See `Controller`.
+        self._all_rounds_with: defaultdict[tuple, Counter[str]] = defaultdict(Counter)
+        self._rounds_with: Counter[str] = Counter()  # those of the present text
         self._remaining = 0.0  # tokens of a row that this text may have yet
         self._earlier, self._emitted = 0.0, 0.0  # tokens of a row in the texts before it, and in it
         self._name: tuple = ()  # of the costs on the shelf
@@ -78,6 +80,7 @@ class Pilot:
         self._earlier, self._emitted = self._earlier + self._emitted, 0.0
         self._planned, self._unseen, self._calm = [], [], 0
         self.controller, self.meters = None, []
+        self._rounds_with = self._all_rounds_with[self.hierarchy.compiler.made_of]
         self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths))}
         if self.hierarchy.cache.prefix.base:
             self.rebuilds[COMMON] = RebuildPolicy(self.common_interval)

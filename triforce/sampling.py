@@ -60,7 +60,8 @@ class SamplingParams:
         return Uses() if is_traced() else self._needed
 
     def set(self, specialize: bool = True, **values) -> None:
-        """Overwrites all rows in place by the fields of `Sampling`, each one value or a list of one a row.
+        """Overwrites all rows in place by the fields of `Sampling`, each one value or a list of one a row. Before a
+        text begins: its recorded steps are those of the settings that it begins with.
 
         Args:
             specialize: skip whatever no row needs, in code that is not compiled.
