@@ -90,11 +90,11 @@ def on_chip(heads: int, group: int, rows: int, length: int, device) -> dict[str,
     work = [torch.empty_like(k) for _ in range(2)]
     flex = torch.compile(flex_attention, dynamic=False)
     widen = torch.compile(lambda x, out: out.copy_(x), dynamic=False)
-    many, ends = torch.tensor([length], device=device, dtype=torch.int32), torch.arange(2, device=device).int()
+    many, places = torch.tensor([length], device=device, dtype=torch.int32), attention.places(k)
     single = attention.as_one_query(q)
 
     def library(k: Tensor, v: Tensor):
-        return attention.up_to(single, rows * group, k, v, many, length, ends)
+        return attention.up_to(single, rows * group, k, v, many, length, places)
 
     def widened():
         for x, out in zip(small, work, strict=True):

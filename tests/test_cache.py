@@ -5,9 +5,19 @@ Of triforce/kv/ as a whole.
 
 import pytest
 import torch
-from conftest import make_state, positions_in_view, random_pair, random_prompt, run_rounds, slow
+from conftest import (
+    bits_of_rows,
+    hashes_of,
+    make_state,
+    positions_in_view,
+    random_pair,
+    random_prompt,
+    run_rounds,
+    slow,
+)
 from reference import DenseKV
 
+from triforce import attention
 from triforce.attention import partial
 from triforce.config import split_view
 from triforce.errors import UserError
@@ -38,6 +48,70 @@ def test_ragged_rows_equal_the_dense_twin(pair, growth, monkeypatch):
     for prompt, tokens in zip(prompts, run_rounds(make_state(target, draft, prompts), 40), strict=True):
         logits = target.output(target(torch.tensor([prompt + tokens]), DenseKV(target.rope)))
         assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+@pytest.fixture
+def lengths_on_device(monkeypatch):
+    """As a GPU's kernel would, from lengths on the device alone. What each call was given: lengths, and their bound."""
+    given = []
+
+    def up_to(q, rows, k, v, lengths, bound, places, is_empty=None):
+        lens = lengths.tolist()
+        given.append((lens, bound))
+        assert max(lens) <= bound <= k.shape[2] and (is_empty is not None or min(lens) > 0)
+        assert places.tolist() == [[*range(len(k) + 1)], [n * k.shape[1] * k.shape[2] for n in range(len(k) + 1)]]
+        q = attention.as_rows(q, k.shape[1], rows)
+        out, lse = attention.as_batch([partial(q[i, None], k[i, None, :, :n], v[i, None, :, :n])
+                                       for i, n in enumerate(lens)])
+        lse[lengths == 0] = float("inf")  # as that kernel says
+        return out, lse if is_empty is None else lse.masked_fill(is_empty, float("-inf"))
+
+    monkeypatch.setattr(attention, "spans", lambda device, dtype, head_dim: True)
+    monkeypatch.setattr(attention, "up_to", up_to)
+    return given
+
+
+@pytest.mark.parametrize("base", [0, 96])
+@pytest.mark.parametrize("own,expected", [((100, 33, 1, 64), {160}), ((60, 60, 33, 40), {128}), ((40,), {32, 64})])
+def test_rows_whose_lengths_are_on_the_device_equal_the_dense_twin(pair, base, own, expected, lengths_on_device,
+                                                                   monkeypatch):
+    """In one call, and that of several rows with one bound from the first round to the last."""
+    monkeypatch.setattr(prefix_module, "STRIDE", 32)
+    target, draft = pair
+    prompts = [random_prompt(base) + random_prompt(n, seed=n) for n in own]
+    state = make_state(target, draft, prompts, base=base, max_new_tokens=60)
+    texts = run_rounds(state, 40)
+    assert state.num_flushes >= 2 * len(own)
+    for prompt, tokens in zip(prompts, texts, strict=True):
+        logits = target.output(target(torch.tensor([prompt + tokens]), DenseKV(target.rope)))
+        assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+    lens, bounds = zip(*lengths_on_device, strict=True)
+    assert {bound for bound in bounds if bound} == expected
+    assert all(len(set(column)) >= 3 for column in zip(*lens, strict=True))  # each row's grow
+
+
+def test_of_rows_that_have_ended_one_key_is_read(pair, lengths_on_device):
+    """And the others have the bits that they would have beside them; once the row goes on, it is read again."""
+    prompts = [random_prompt(100), random_prompt(33, seed=1), random_prompt(7, seed=2)]
+    state = make_state(*pair, prompts, keep_logits=True)
+    whole = bits_of_rows(state, 40)
+    for closed in ([0], [1, 2]):
+        state.rewind(60)
+        for row in closed:
+            state.close_row(row)
+        del lengths_on_device[:]
+        rows = [[] for _ in prompts]
+        while min(len(rows[row]) for row in range(3) if row not in closed) < 40:
+            for row, new in enumerate(state.round()):
+                rows[row] += zip(new, hashes_of(state, row, len(new)), strict=True)
+        for row, said in enumerate(rows):
+            assert said[:40] == ([] if row in closed else whole[row])
+        # Of a row without a prefix there is none to read.
+        assert all([lens[row] for row in closed] == [int(len(prompts[row]) > 16) for row in closed]
+                   for lens, _ in lengths_on_device)
+        assert all(max(lens) > 1 for lens, _ in lengths_on_device)
+    state.rewind(60)
+    assert bits_of_rows(state, 40) == whole
 
 
 @pytest.mark.parametrize("base", [0, 96])

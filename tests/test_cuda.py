@@ -19,7 +19,7 @@ import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
 
 import triforce
-from triforce import attention, coupled, float8, jobs, nucleus, sampling, warm_up
+from triforce import attention, coupled, float8, jobs, narrowing, nucleus, sampling, warm_up
 from triforce.errors import UserError
 from triforce.graphs import Compiler, Graphed
 from triforce.kv.offload import Offload
@@ -239,6 +239,39 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
     assert [x.float().sum().item() for i in range(4) for x in book.store.layer(i, 0)] == before
 
 
+@pytest.mark.parametrize("compile", ["beside", True], ids=["written", "compiled"])
+def test_rows_that_have_ended_leave_a_shared_document(random_models, compile, monkeypatch):
+    """Of 32 rows, whose queries fill four tiles, three go on: in one tile, and they say what they would have said."""
+    monkeypatch.setattr(narrowing, "PREPARING", 0.0)
+    engine = engine_for(random_models, levels="draft", keep_logits=True, block_size=8, gamma=5, compile=compile,
+                        max_batch_size=32)
+    engine.vocab_size = VOCAB
+    book = engine.prefill(random_prompt(CONTEXT, vocab_size=VOCAB))
+    ids = [book.ids(random_prompt(20 + i, seed=i, vocab_size=VOCAB)) for i in range(32)]
+    law = {"temperature": 0.8, "top_p": 0.9, "top_k": None, "min_p": None, "seed": list(range(32))}
+    going, said = [3, 17, 30], []
+    for same_bits in (True, False):
+        state = engine.prepare(ids, 500, prefix=book, **law)
+        state.pilot.padding = state.pilot.padding._replace(plain=same_bits)
+        for _ in range(8):
+            state.round()
+        for row in set(range(32)) - set(going):
+            state.close_row(row)
+        outer = state.hierarchy.outer
+        state.round()
+        assert outer.num_sharing == (None if same_bits else 8)
+        told = outer.logits[going, : outer.num_rows].clone(), [state.texts(len(ids[row]))[row] for row in going]
+        for _ in range(2):  # recorded, and replayed
+            state.round()
+        assert {key[6] for key in outer.step.graphs} == ({None} if same_bits else {None, 8})
+        said.append(told)
+    assert not state.compiler.pieces.missing or compile == "beside"
+    (all_rows, texts), (few, same) = said
+    assert texts == same and all(len(text) >= 9 for text in texts)
+    assert not torch.equal(few, all_rows)  # computed in another number of tiles
+    torch.testing.assert_close(few, all_rows, rtol=5e-2, atol=5e-2)
+
+
 @in_half_precision
 def test_a_saved_document_is_opened_by_a_gpu(dtype, tmp_path):
     """Bit for bit, through pinned memory, resident and offloaded."""
@@ -372,31 +405,50 @@ def test_attention_of_many_sequences(rows):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("heads,rows,dim", [(4, 1, 64), (4, 8, 128), (2, 64, 128), (1, 5, 128)])
+@pytest.mark.parametrize("batch,heads,rows,dim", [(1, 4, 1, 64), (1, 4, 8, 128), (1, 2, 64, 128), (1, 1, 5, 128),
+                                                  (5, 4, 1, 64), (5, 8, 16, 128), (40, 8, 4, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_up_to_a_length_on_the_device(heads, rows, dim, dtype):
-    """In one graph for all lengths: attention over the keys before the length, and over none behind it."""
+def test_attention_up_to_lengths_on_the_device(batch, heads, rows, dim, dtype):
+    """In one graph for all lengths: attention over each sequence's keys before its length, and over none behind it.
+    The bits of a sequence follow from its own length alone."""
     make = {"device": "cuda", "dtype": dtype}
     torch.manual_seed(0)
-    q = torch.randn(1, heads, rows, dim, **make)
-    k, v = torch.randn(2, 1, heads, 4096, dim, **make)
-    length, ends = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([300], [0, 1]))
-    args = attention.as_one_query(q), rows, k, v, length, 2048, ends
+    q = torch.randn(batch, heads, rows, dim, **make)
+    drawn = torch.randn(2, batch, heads, 4096, dim, **make)
+    k, v = kv = drawn.clone()
+    lengths, is_empty = torch.full((batch,), 300, device="cuda", dtype=torch.int32), None
+    if batch > 1:
+        is_empty = torch.zeros(batch, 1, 1, device="cuda", dtype=torch.bool)
+    args = attention.as_one_query(q), rows, k, v, lengths, 2048, attention.places(k), is_empty
+    assert torch.equal(attention.as_rows(args[0], heads, rows), q)
     attention.up_to(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = attention.up_to(*args)
-    for count in (1, 128, 1000, 1537, 2048):
-        length.fill_(count)
+    said = {}
+    for counts in ([1], [128], [1000, 1, 0], [1537], [2048, 0, 300, 128], [2048, 2048, 1000]):
+        lengths.copy_(torch.tensor([counts[i % len(counts)] or int(batch == 1) for i in range(batch)]))
+        if is_empty is not None:
+            is_empty.copy_((lengths == 0)[:, None, None])
+        kv.copy_(drawn)
         graph.replay()
-        bias = torch.zeros(1, 1, 1, count, device="cuda")
-        expected, expected_lse = attention.masked(q.double(), k[:, :, :count].double(), v[:, :, :count].double(), bias)
-        torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=5e-3)
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
-        k[:, :, count:], v[:, :, count:] = float("nan"), float("nan")
+        before = out.clone(), lse.clone()
+        behind = torch.arange(4096, device="cuda") >= lengths[:, None]
+        kv.masked_fill_(behind[:, None, :, None], float("nan"))
         graph.replay()
-        assert out.isfinite().all() and lse.isfinite().all()
-        k[:, :, count:].normal_(), v[:, :, count:].normal_()
+        assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
+        for i, count in enumerate(lengths.tolist()):
+            if count == 0:
+                assert (lse[i] == float("-inf")).all() and (out[i] == 0).all()
+                continue
+            bias = torch.zeros(1, 1, 1, count, device="cuda")
+            here = slice(i, i + 1)
+            expected, expected_lse = attention.masked(q[here].double(), k[here, :, :count].double(),
+                                                      v[here, :, :count].double(), bias)
+            torch.testing.assert_close(out[here].double(), expected, rtol=2e-2, atol=5e-3)
+            torch.testing.assert_close(lse[here].double(), expected_lse, rtol=1e-3, atol=1e-3)
+            kept = said.setdefault((i, count), (out[i].clone(), lse[i].clone()))
+            assert torch.equal(kept[0], out[i]) and torch.equal(kept[1], lse[i])
 
 
 def test_a_round_has_one_host_sync(random_models):
@@ -440,6 +492,21 @@ def test_offsets_and_batches(dtype):
     assert state.hierarchy.outer.totals[:, 1].min() >= 300 and state.num_flushes >= 6  # drafted
     state.rewind(1000)
     assert bits_of_rows(state, 300, plan=AUTOREGRESSION) == on
+    # Of rows that have ended, one key is read, and the others say what they said.
+    state.rewind(1000)
+    for _ in range(5):
+        state.round()
+    state.close_row(0)
+    for keys in state.cache.prefix.k:
+        keys[0, :, 1:] = float("nan")
+    texts = [[]] * 3
+    while min(map(len, texts[1:])) < 300:
+        state.round()
+        texts = [text[len(prompt) :] for text, prompt in zip(state.texts(), prompts, strict=True)]
+    assert state.cache.prefix.own_len[0] == 1 and len(texts[0]) < 60
+    for text, said in zip(texts, on, strict=True):
+        assert text[:300] == [token for token, _ in said][: len(text)]
+    assert len(state.hierarchy.outer.step.graphs) <= 4  # of each kind of plan, one for all lengths
 
 
 def test_garbage_waits_while_a_graph_is_recorded(random_models):

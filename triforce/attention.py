@@ -66,8 +66,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
         return masked(q, k, v, torch.zeros(1, 1, q.shape[2], k.shape[2]), no_empty_rows=True)
     kernel = _kernel(q)
     if kernel is _flash_cuda and len(q) > 1 and k.shape[2] >= LONG:
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        count = sequences_a_call(len(q), k.shape[1], q.shape[2], processors)
+        count = sequences_a_call(len(q), k.shape[1], q.shape[2], _processors(q.device))
         if count < len(q):
             return as_batch([kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)])
     return kernel(q, k, v, False)
@@ -124,6 +123,20 @@ def of_batch(attend: Callable[[Tensor], State], q: Tensor) -> State:
     return out[0].unflatten(1, (len(q), -1)).transpose(0, 1), lse[0].unflatten(1, (len(q), -1)).transpose(0, 1)
 
 
+def among_all(state: State, rows: Tensor, batch: int) -> State:
+    """The state of some sequences of a batch as one of all, laid out as that of `merge_parts`; that of the others is 0.
+
+    Args:
+        state: out [n, K, R, D] and lse. rows: [n], which those are. One may stand there again and again.
+    """
+    wholes = []
+    for x in state:
+        some = x.transpose(0, 1)  # [K, n, R, ...]
+        whole = some.new_zeros(len(some), batch, *some.shape[2:])
+        wholes.append(whole.index_copy_(1, rows, some).transpose(0, 1))
+    return wholes[0], wholes[1]
+
+
 def of_some(attend: Callable[..., State], runs: list[slice] | None, q: Tensor, *others: Tensor) -> State:
     """`attend` of runs of a batch's sequences alone; the state of the others is 0. runs: None, of all."""
     if runs is None:
@@ -172,32 +185,65 @@ def sequences_a_call(batch: int, n_kv_head: int, rows: int, processors: int) -> 
     return batch if batch * each < 1.6 * processors else max(processors // each, 1)
 
 
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def spans(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether `up_to` has a kernel there that is tested."""
     return device.type == "cuda" and _is_half(dtype) and head_dim in (64, 128)
 
 
 def as_one_query(q: Tensor) -> Tensor:
-    """[1, K, R, D] -> [1, K * R', D], contiguous: the rows as `up_to` takes them, R' of a KV head, at least 2."""
+    """[B, K, R, D] -> [B, K * R', D], contiguous: the rows as `up_to` takes them, R' of a KV head, at least 2."""
     return (q.expand(-1, -1, 2, -1) if q.shape[2] == 1 else q).flatten(1, 2)
 
 
-def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, length: Tensor, bound: int, ends: Tensor) -> State:
-    """`partial` over the first `length` keys, a number that the device alone knows: a graph of it stays valid as
-    the length grows.
+def as_rows(q: Tensor, n_kv_head: int, rows: int) -> Tensor:
+    """[B, K, R, D] again of what `as_one_query` made of it. rows: R."""
+    return q.unflatten(1, (n_kv_head, -1))[:, :, :rows]
+
+
+def places(k: Tensor) -> Tensor:
+    """Where `up_to` finds each sequence of keys [B, K, S, D]: [2, B + 1], int32, numbers of queries and of tokens."""
+    count = torch.arange(len(k) + 1, dtype=torch.int32, device=k.device)
+    return torch.stack([count, count * (k.stride(0) // k.stride(2))])
+
+
+def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: Tensor,
+          is_empty: Tensor | None = None) -> State:
+    """`partial` over the first keys of each sequence. The device alone knows how many: a graph of it stays valid as
+    lengths change. The bits of a sequence depend on no other's length, and keys behind a length are not read.
 
     The kernel is the one for sequences of any lengths, which splits long keys over a GPU only where each sequence has
     one query, of more heads than the keys have: so the rows are given as those heads.
 
     Args:
-        q: what `as_one_query` makes of [1, K, rows, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
-        length: [1], int32. bound: at least as much; what lies between the two costs as much as keys do.
-        ends: [2], int32: 0 and 1, where the one query begins and ends.
+        q: what `as_one_query` makes of [B, K, rows, D]. k, v: [B, K, S, D], of equal strides; D is contiguous.
+        lengths: [B], int32. bound: at least as much. Each part of split keys has its share of the bound.
+        places: see `places`.
+        is_empty: boolean [B, 1, 1], where lengths are 0. None: nowhere.
     """
-    out, lse = torch.ops.aten._flash_attention_forward(
-        q, k[0].transpose(0, 1), v[0].transpose(0, 1), ends, ends, 1, bound, 0.0, False, False, seqused_k=length)[:2]
-    out, lse = out.reshape(1, k.shape[1], -1, k.shape[3]), lse.reshape(1, k.shape[1], -1)
+    batch, n_kv_head = k.shape[:2]
+    count = sequences_a_call(batch, n_kv_head, rows, _processors(q.device)) if batch > 1 and bound >= LONG else batch
+    parts = (x.split(count) for x in (q, k, v, lengths))
+    outs, lses = zip(*(_up_to(*part, bound, places[:, : len(part[0]) + 1]) for part in zip(*parts, strict=True)),
+                     strict=True)
+    out, lse = (torch.cat(outs), torch.cat(lses, 2)) if len(outs) > 1 else (outs[0], lses[0])
+    lse = lse.permute(2, 0, 1)
+    if is_empty is not None:  # there the kernel says inf
+        lse = lse.masked_fill(is_empty, float("-inf"))
     return out[:, :, :rows], lse[:, :, :rows]
+
+
+def _up_to(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: Tensor) -> State:
+    """out [B, K, R', D], and lse as it lies in memory, [K, R', B]."""
+    batch, n_kv_head, slots, dim = k.shape
+    step, apart = k.stride(2), k.stride(0) // k.stride(2)  # one sequence after the other, as if of one
+    k, v = (x.as_strided(((batch - 1) * apart + slots, n_kv_head, dim), (step, x.stride(1), 1)) for x in (k, v))
+    out, lse = torch.ops.aten._flash_attention_forward(q, k, v, places[0], places[1], 1, bound, 0.0, False, False,
+                                                       seqused_k=lengths)[:2]
+    return out.unflatten(1, (n_kv_head, -1)), lse.reshape(n_kv_head, -1, batch)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> State:

@@ -202,6 +202,7 @@ class Hierarchy:
         for level in self.levels:
             level.totals.zero_()
             level.going = None
+            level.share_among(None)
         if self.view is not None:
             self.view.num_rebuilds = 0
 
@@ -222,14 +223,17 @@ class Hierarchy:
         self.outer.limit[row].fill_(length)
 
     def close_row(self, row: int, length: int) -> None:
-        """Rounds emit nothing more for a row. On a CPU, in float32 and uncompiled, attention skips it, too."""
+        """Rounds emit nothing more for a row. On a CPU, in float32 and uncompiled, attention skips it, too. Where a
+        kernel reads lengths on the device, it reads one key of it."""
         self.limit(row, length)
+        self.cache.prefix.close(row)
         if not self._leaves_out:
             return
         before = range(len(self.cache.lens)) if self.outer.going is None else self.outer.going
         going = [other for other in before if other != row] or None
         for level in self.levels:
             level.going = going
+            level.share_among(going)
 
     def acceptance_rates(self) -> list[dict[str, float]]:
         """Per row, accepted / drafted since `open`, by the level that checked. Waits for the device."""

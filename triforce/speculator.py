@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .acceptance import TreeVerdict, match_nodes, match_tree, verify_chain
 from .drafting.protocol import Drafter
-from .graphs import Compiler, Graphed, preparations, put
+from .graphs import Compiler, Graphed, preparations, put, staged
 from .kv.blocks import TargetBlock
 from .kv.store import Extent, View
 from .kv.target import TargetCache
@@ -130,6 +130,7 @@ class Speculator(Drafter):
         self.step = steps.step(self._step, num_lengths=2)
         self.gathering: RetrievalView | None = None  # takes what it awaits out of what the next step streams past
         self.going: list[int] | None = None  # see TargetBlock
+        self._sharing, self.num_sharing = tape.buffer(), None  # its first so many, if not None: see TargetBlock
         # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
         self._drafting_round = steps.step(self._round, num_lengths=2, warm_up=4)
         self._growing = steps.step(self._grow, num_lengths=2)
@@ -167,7 +168,7 @@ class Speculator(Drafter):
         """A step, as a graph if that is of use."""
         extent = self.view.extent
         step = self._step if isinstance(self.step, Graphed) and not self._records(extent) else self.step
-        step(*extent, rows, bool(self._awaiting), self.checked, probs)
+        step(*extent, rows, bool(self._awaiting), self.num_sharing, self.checked, probs)
 
     @property
     def _awaiting(self) -> list[int]:
@@ -188,7 +189,8 @@ class Speculator(Drafter):
     def _preparations_of_check(self, plan: Plan, extent: Extent, probs: Tensor | None = None):
         rows = self._rows_of(plan) if self._records(extent) else None
         if rows is not None:
-            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.checked, probs)
+            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.num_sharing, self.checked,
+                                    probs)
 
     def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
         """What records the steps of `round`; see `graphs.preparations`."""
@@ -289,13 +291,23 @@ class Speculator(Drafter):
             self._levels[rows] = self._compiler.level(f"level{self.level}_rows{rows}")
         return self._levels[rows]
 
-    def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_drafted: Tensor,
-              probs: Tensor | None) -> None:
+    def share_among(self, rows: list[int] | None, count: int = 0) -> None:
+        """What all rows share is attended to for these alone, and for row 0 in places that are left over of `count`.
+        None: for all."""
+        self.num_sharing = None
+        if rows is not None:
+            self.num_sharing = max(count, len(rows))
+            places = rows + [0] * (self.num_sharing - len(rows))
+            self._sharing[: self.num_sharing].copy_(staged(places, self._sharing.device), non_blocking=True)
+
+    def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_sharing: int | None,
+              num_drafted: Tensor, probs: Tensor | None) -> None:
         compiled, tree = self._level(rows), self.tree.cut(rows)
         nodes = self.tape.nodes if tree.size else None
         block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree)
         kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest, starts),
-                         self.keep_queries, compiled, self.gathering.gather if gathers else None, self.going)
+                         self.keep_queries, compiled, self.gathering.gather if gathers else None, self.going,
+                         None if num_sharing is None else self._sharing[:num_sharing])
         hidden = self.model(block, kv)
         if self.hidden is not None:
             self.hidden[:, : tree.rows] = hidden

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from . import narrowing
 from .config import Settings
 from .costs import Shelf
 from .drafting.ngram import NgramMeter
@@ -104,6 +105,7 @@ class State:
         self.num_forwards = 0
         self.num_flushes = 0
         self._recorded = 0.0  # seconds that were spent on recording before
+        self._narrowed: set[tuple] = set()  # rows that steps were recorded for, and what these are made of
         self.last_round: Round | None = None
 
     def _usual_rebuild_interval(self, streams: Offload | None, for_all: bool = False) -> int:
@@ -343,6 +345,23 @@ class State:
         self._ends[row] = self.lens[row]
         self.pilot.close_row(row)
 
+    @property
+    def _going(self) -> list[int]:
+        """Rows that have not ended."""
+        return [row for row in range(self.batch) if self.lens[row] < self._ends[row]]
+
+    def _narrow(self, going: list[int]) -> None:
+        """What all rows share may be attended to for these alone from now on. They are expected to go on for as many
+        rounds as there were."""
+        outer, config = self.hierarchy.outer, self.target.config
+        queries = outer.num_rows * config.query_group
+        count = narrowing.places(len(going), queries)
+        left = max((self._ends[row] - self.lens[row]) / max(self.lens[row] - self.prompt_end[row], 1) for row in going)
+        if narrowing.pays(config, self.base, outer.num_sharing or self.batch, count, queries,
+                          self.num_forwards * min(left, 1.0), (count, self.compiler.made_of) in self._narrowed):
+            outer.share_among(going, count)
+            self._narrowed.add((count, self.compiler.made_of))
+
     @torch.inference_mode()
     def round(self, plan: Plan | None = None) -> list[list[int]]:
         """One verify and all that is drafted for it. Returns each row's new tokens; the one host sync is here.
@@ -350,12 +369,14 @@ class State:
         Args:
             plan: what to follow, instead of what is chosen.
         """
-        chosen = plan is None
+        chosen, going = plan is None, self._going
         if chosen:
             plan = self.pilot.choose()
         if plan.retrieval and self.hierarchy.view is not None:
-            going = [row for row in range(self.batch) if self.lens[row] < self._ends[row]]
             self.pilot.rebuilt(self.hierarchy.view.catch_up(going))
+        # Where bits are promised, they are not to depend on how many rows go on.
+        if 0 < len(going) < self.batch and self.cache.prefix.records_sharing and not self.pilot.padding.plain:
+            self._narrow(going)
         result = self.hierarchy.round(plan, self.lens, self._next_extent(), self.pilot.think if chosen else None)
         self.num_forwards += 1
         self.last_round = result

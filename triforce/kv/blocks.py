@@ -62,18 +62,19 @@ class TargetBlock:
     """`kv` of a decoding step over one view: M rows a row of the batch, at the positions of a tree from `start` on."""
 
     def __init__(self, cache: TargetCache, view: View, start: Tensor, tree, extent: Extent, keep_queries: bool,
-                 compiled=eager, on_piece=None, going: list[int] | None = None):
+                 compiled=eager, on_piece=None, going: list[int] | None = None, sharing: Tensor | None = None):
         """start: [B], the position of each row's first token. extent: how much of the view is attended to.
 
         tree: a `TokenTree`, or else what has rows and a `Layout`.
-        going: rows of the batch that go on; of the others, nothing is attended to. None: all.
+        going: rows of the batch that go on; of the others, nothing of their own is attended to. None: all.
+        sharing: [n], for which rows what all share is attended to. None: for all.
         on_piece: called with (layer, number, piece) for what `Passage.pieces` gives, before it is overwritten.
         """
         rows = tree.rows
         self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         self.passage = None if view.streams is None else Passage(view.streams, ahead=True)
-        self.going, self.runs = going, None if going is None else runs(going)
+        self.going, self.runs, self.sharing = going, None if going is None else runs(going), sharing
         tail = cache.tail
         keys = tail.slots + (tail.room if view.joined else 0)
         self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
@@ -81,8 +82,11 @@ class TargetBlock:
             cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if view.joined else None,
             tail.room if view.joined else 0,
             torch.float32 if keys > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
-        self.ragged_bias = None
-        if not view.joined and extent.longest > extent.dense:
+        self.ragged_bias = self.is_empty = None
+        if view.length_on_device:
+            if extent.longest > extent.dense:
+                self.is_empty = (view.own_len == 0)[:, None, None]
+        elif not view.joined and extent.longest > extent.dense:
             first = 0 if extent.starts else extent.dense
             self.ragged_bias = _view_bias(view.own_len - view.starts if extent.starts else view.own_len, first,
                                           first + extent.longest - extent.dense, rows, cache.group, tail.whole.dtype)
@@ -141,19 +145,23 @@ class TargetLayer:
         block, view = self._block, self._block.view
         if self._i >= len(view.k):
             return self._read_pieces(q)
-        states = [] if view.shared is None else self._shared(q)
+        rows = block.rows * block.cache.group
+        folded = attention.as_rows(q, self.n_kv_head, rows) if view.length_on_device else q
+        states = [] if view.shared is None else self._shared(folded)
         if view.joined:
             return states
         k, v = view.k[self._i], view.v[self._i]
-        dense, _, starts = block.extent
+        dense, longest, starts = block.extent
+        if view.length_on_device:
+            if longest:
+                states.append(attention.up_to(q, rows, k, v, view.own_len, longest, view.places, block.is_empty))
+            return states
         start = 0
         if view.packed is not None and q.shape[2] >= MIN_ROWS:
             packed = view.packed[self._i]
             states.append(packed.partial(q))
             start = packed.length
-        if view.length_on_device and dense > 0:
-            states.append(attention.up_to(q, block.rows * block.cache.group, k, v, view.len, dense, view.ends))
-        elif dense > start:
+        if dense > start:
             states.append(attention.of_some(attention.partial, block.runs, q, k[:, :, start:dense],
                                             v[:, :, start:dense]))
         if starts:
@@ -166,15 +174,12 @@ class TargetLayer:
         return states
 
     def _shared(self, q: Tensor) -> list[attention.State]:
-        """Over what all rows share, in one call for those that go on."""
-        block, going = self._block, self._block.going
-        states = over_shared(block.view, self._i, q if going is None else q[going], block.passage, block.compiled,
-                             block.on_piece)
-        if going is None:
-            return states
-        out, lse = attention.empty(q)
-        [(out[going], lse[going])] = states
-        return [(out, lse)]
+        """Over what all rows share, in one call."""
+        block, rows = self._block, self._block.sharing
+        if rows is None:
+            return over_shared(block.view, self._i, q, block.passage, block.compiled, block.on_piece)
+        states = over_shared(block.view, self._i, q[rows], block.passage, on_piece=block.on_piece)
+        return [attention.among_all(state, rows, len(q)) for state in states]
 
     def _ragged(self, q: Tensor, k: Tensor, v: Tensor) -> attention.State:
         """Over what is masked, GROWTH positions at a time."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .. import attention
 from ..graphs import staged
 from ..model import ModelConfig
 from ..packed import MIN_TOKENS, PackedPrefix
@@ -18,15 +19,16 @@ from .offload import Offload
 from .store import Extent, View
 
 GROWTH = 1024  # tokens of a batch's masked part that are attended to together
-STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kernel reads the length on the device
+STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kernel reads lengths on the device
 
 
 class PrefixStore(View):
     """The first layers lie on the device, in `k` and `v`, the others, if any, in `offload`.
 
-    A batch's rows flush at different times. So that a row's bits do not depend on when its neighbours do, what is not
-    masked stays what it was when the batch began, and the masked part grows in steps of GROWTH, each a state of its
-    own: a row that has not come that far adds exactly nothing there.
+    A batch's rows flush at different times, and a row's bits must not depend on when its neighbours do. Where a kernel
+    reads each row's length on the device, its bound is what no row will outgrow. Elsewhere what is not masked stays
+    what it was when the batch began, and the masked part grows in steps of GROWTH, each a state of its own: a row that
+    has not come that far adds exactly nothing there.
 
     Args:
         capacity: tokens of a row, those of the shared prefix among them.
@@ -42,14 +44,13 @@ class PrefixStore(View):
         slots = capacity - self.base
         super().__init__(config, batch, slots, device, dtype, num_layers=offload and offload.num_resident)
         self.offload, self.capacity, self.chunk_size = offload, capacity, chunk_size
-        self.length_on_device = length_on_device and batch == 1 and offload is None and shared is None
-        self.ends = torch.tensor([0, 1], dtype=torch.int32, device=device)  # see `attention.up_to`
+        self.length_on_device = length_on_device and offload is None
+        self.places = attention.places(self.k[0]) if self.k else None
         self.starts = torch.zeros(batch, dtype=torch.int32, device=device)  # what `extent` says of them, on the device
         chunks = (batch, config.n_kv_head, slots // chunk_size if chunk_size else 0, config.head_dim)
         self.all_chunk_keys = torch.zeros(config.n_layer, *chunks, device=device, dtype=dtype)
         self.chunk_keys = list(self.all_chunk_keys)  # by layer [B, K, C, D]: the mean key of every chunk
-        # [B], `len` without the base.
-        self.own_len = self.len if shared is None else torch.zeros(batch, dtype=torch.int32, device=device)
+        self.own_len = torch.zeros(batch, dtype=torch.int32, device=device)  # [B], `len` without the base; see `close`
         for row in range(batch):
             self.truncate(row, self.base)
 
@@ -79,6 +80,11 @@ class PrefixStore(View):
         """What a step streams past from host memory: layers of this prefix, or of the shared one."""
         return self.shared.offload if self.shared is not None else self.offload
 
+    @property
+    def records_sharing(self) -> bool:
+        """Whether rows share what lies on a GPU."""
+        return self.base > 0 and self.streams is None and self.len.is_cuda
+
     def worth_recording(self, extent: Extent) -> bool:
         return self.streams is None or self.streams.in_few_pieces(self._streamed(extent))
 
@@ -92,8 +98,7 @@ class PrefixStore(View):
 
     def truncate(self, row: int, length: int) -> None:
         super().truncate(row, length)
-        if self.shared is not None:
-            self.own_len[row].fill_(length - self.base)
+        self.own_len[row].fill_(length - self.base)
 
     @property
     def num_resident(self) -> int:
@@ -159,11 +164,13 @@ class PrefixStore(View):
     def open(self, ends: list[int]) -> None:
         """The prompts are in, and no row will outgrow its end: decides what of a batch is masked."""
         self._batch_extent = None
-        if len(self.lens) == 1 and self.shared is None:
-            return
         own = self.own_lens
         dense = min(own)
-        if self.offload is None and max(own) > dense:
+        if len(own) == 1 and (self.length_on_device or self.shared is None):
+            return
+        if self.length_on_device:
+            self._batch_extent = self._bounded(dense, max(ends) - self.base)
+        elif self.offload is None and max(own) > dense:
             grown = max(end - length for end, length in zip(ends, self.lens, strict=True))
             room = self.capacity - max(self.lens)  # what is read has to lie there, even if it is masked
             self._batch_extent = Extent(dense, dense + min(grown, room), tuple(own))
@@ -182,12 +189,17 @@ class PrefixStore(View):
 
     def extent_after(self, more: int) -> Extent:
         """`extent`, once each row has so many tokens more. It counts from `base` on."""
-        if self.length_on_device:
-            bound = min(-(-(self.lens[0] + more) // STRIDE) * STRIDE, self.capacity)
-            return Extent(bound, bound)
         own = self.own_lens
+        if self.length_on_device:
+            grown = min(own) + more, max(own) + more
+            return self._bounded(*grown) if self._batch_extent is None else self._batch_extent
         if self._batch_extent is None:
             return Extent(min(own) + more, max(own) + more)
         dense, longest, starts = self._batch_extent
         grown = more + max(n - start for n, start in zip(own, starts or [dense] * len(own), strict=True))
         return Extent(dense, min(longest, dense + max(-(-grown // GROWTH), 1) * GROWTH), starts)
+
+    def _bounded(self, shortest: int, longest: int) -> Extent:
+        """Of lengths that a kernel reads on the device."""
+        bound = min(-(-longest // STRIDE) * STRIDE, self.capacity - self.base)
+        return Extent(bound if shortest else 0, bound)

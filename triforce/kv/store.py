@@ -26,9 +26,13 @@ from ..model import ModelConfig
 
 
 class Extent(NamedTuple):
-    """How much of a view is attended to, and by which kernel. A recorded graph serves one extent."""
+    """How much of a view is attended to, and by which kernel. A recorded graph serves one extent.
 
-    dense: int = 0  # positions that every row sees (or an upper bound, if the kernel reads the length on the device)
+    Where the kernel reads each row's length on the device, `longest` is a bound of them all, and `dense` is the same,
+    or 0 if some row sees nothing.
+    """
+
+    dense: int = 0  # positions that every row sees
     longest: int = 0  # positions that some row sees; those from `dense` on are masked per row
     # Per row, where its masked positions begin: those between `dense` and there are attended to row by row. Empty: at
     # `dense`, for all rows.
@@ -90,7 +94,7 @@ class View(Store):
     Row b sees the first `lens[b]` positions of `k[layer]`, `v[layer]`, each [B, K, capacity, D].
     """
 
-    length_on_device = False  # its kernel reads the length from `len`, and `extent` is an upper bound
+    length_on_device = False  # its kernel reads lengths from `own_len`, and `extent` is an upper bound
     joined = False  # it lies right before the tail, in the same tensors: one call attends over both
     shared = None  # another store, which all rows of the batch have before their own positions
     base = 0  # tokens that all rows see of `shared`
@@ -122,6 +126,12 @@ class View(Store):
     def truncate(self, row: int, length: int) -> None:
         self.lens[row] = length
         self.len[row].fill_(length)
+
+    def close(self, row: int) -> None:
+        """Nobody looks at what a row says, until it is truncated: where a kernel reads lengths on the device, it reads
+        no more than one key of it. That one needs no mask."""
+        if self.length_on_device:
+            self.own_len[row].clamp_(max=1)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)

@@ -1,0 +1,119 @@
+"""What rows share is attended to for fewer of them, once others have ended: where that pays, and to the same end."""
+
+import pytest
+import torch
+from conftest import make_state, random_prompt, run_rounds
+
+from triforce import attention, narrowing
+from triforce.kv.prefix import PrefixStore
+from triforce.model import ModelConfig
+from triforce.plan import PADDED, Padding
+
+LLAMA_3_8B = ModelConfig(128_256, 4096, 32, 32, 8, 128, 14_336)
+NO_BITS = Padding(plain=False, drafts=True, inner=True)
+
+
+def test_rows_are_counted_by_tiles():
+    """8 rows of 16 queries fill a tile of 128; a row of 48 leaves some of it empty; one of 256 fills two."""
+    assert [narrowing.places(going, 16) for going in (1, 8, 9, 16, 31, 32)] == [8, 8, 16, 16, 32, 32]
+    assert [narrowing.places(going, 48) for going in (1, 2, 3)] == [2, 2, 5]
+    assert [narrowing.places(going, 256) for going in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_fewer_rows_pay_where_there_are_fewer_tiles_for_long():
+    def pays(before, after, rounds, is_recorded=False, length=122_880):
+        return narrowing.pays(LLAMA_3_8B, length, before, after, 16, rounds, is_recorded)
+
+    saved = narrowing.milliseconds(LLAMA_3_8B, 122_880, 32, 16) - narrowing.milliseconds(LLAMA_3_8B, 122_880, 16, 16)
+    assert 7 < saved < 9  # measured on an H200: 8.5
+    assert pays(32, 16, 20) and not pays(32, 16, 10) and pays(32, 16, 1, is_recorded=True)
+    assert not pays(32, 16, 20, length=4096)
+    assert not pays(8, 8, 1000, is_recorded=True) and not pays(16, 32, 1000, is_recorded=True)
+
+
+def test_states_of_some_rows_among_all():
+    q, k = torch.randn(3, 2, 5, 8), torch.randn(1, 2, 9, 8)
+    whole = attention.over_shared(q, k, k)
+    rows = torch.tensor([2, 0, 2])
+    out, lse = attention.among_all(attention.over_shared(q[rows], k, k), rows, 3)
+    for x, of_all in ((out, whole[0]), (lse, whole[1])):
+        assert x.shape == of_all.shape and (x[1] == 0).all()
+        torch.testing.assert_close(x[[0, 2]], of_all[[0, 2]])
+
+
+@pytest.fixture
+def shared_for(monkeypatch):
+    """Rows and queries of each call over what is shared. A tile has two rows here, and recording takes no time."""
+    seen, over_shared = [], attention.over_shared
+    monkeypatch.setattr(attention, "over_shared", lambda q, *args, **more: (
+        seen.append(tuple(q.shape[:3])), over_shared(q, *args, **more))[1])
+    monkeypatch.setattr(PrefixStore, "records_sharing", property(lambda self: self.base > 0))
+    monkeypatch.setattr(narrowing, "TILE", 2 * 8 * 2)  # of 8 rows of a block, for 2 heads each
+    monkeypatch.setattr(narrowing, "PREPARING", 0.0)
+    return seen
+
+
+def state_of(pair, padding=NO_BITS, rows=6):
+    prompts = [random_prompt(96) + random_prompt(20 + row, seed=row) for row in range(rows)]
+    # Without a view that all rows share, no row's text depends on another's.
+    state = make_state(*pair, prompts, base=96, sampling={"temperature": 0.8}, retrieval=False, draft_cache="streaming")
+    state.hierarchy._leaves_out = False  # as on a GPU
+    state.rewind(200, padding=padding)
+    return state
+
+
+def test_rows_that_go_on_say_the_same(pair, shared_for):
+    state = state_of(pair)
+    texts = run_rounds(state, 60)
+    state.rewind(200, padding=NO_BITS)
+    del shared_for[:]
+    run_rounds(state, 5)
+    assert {call[0] for call in shared_for if call[2] == 16} == {6}
+    for closed, attending in (([1], 6), ([4], 4), ([0], 4), ([5], 2)):
+        for row in closed:
+            state.close_row(row)
+        del shared_for[:]
+        state.round()
+        assert {call[0] for call in shared_for if call[2] == 16} == {attending}, closed
+    while min(len(state.texts(state.prompt_end[row] + 1)[row]) for row in (2, 3)) < 60:
+        state.round()
+    said = [state.texts(state.prompt_end[row] + 1)[row] for row in range(6)]
+    assert all(len(said[row]) < 60 for row in (0, 1, 4, 5))
+    for mine, text in zip(said, texts, strict=True):
+        assert mine[:60] == text[: len(mine)]
+    state.rewind(200, padding=NO_BITS)  # all rows again
+    del shared_for[:]
+    assert run_rounds(state, 60) == texts and {call[0] for call in shared_for if call[2] == 16} == {6}
+
+
+def test_what_was_recorded_once_pays_again(pair, shared_for, monkeypatch):
+    state = state_of(pair)
+    for preparing in (0.0, 1e6):
+        monkeypatch.setattr(narrowing, "PREPARING", preparing)
+        state.rewind(200, padding=NO_BITS)
+        run_rounds(state, 5)
+        assert state.hierarchy.outer.num_sharing is None
+        for row in range(1, 6):
+            state.close_row(row)
+        state.round()
+        assert state.hierarchy.outer.num_sharing == 2
+
+
+@pytest.mark.parametrize("how", ["bits are promised", "nothing is shared", "recording takes long", "begun just now"])
+def test_all_rows_stay(pair, shared_for, monkeypatch, how):
+    """Where the bits of a row must not depend on its neighbours, and where it does not pay."""
+    if how == "nothing is shared":
+        monkeypatch.setattr(PrefixStore, "records_sharing", property(lambda self: False))
+    if how == "recording takes long":
+        monkeypatch.setattr(narrowing, "PREPARING", 1e6)
+    state = state_of(pair, PADDED if how == "bits are promised" else NO_BITS)
+    if how != "begun just now":
+        run_rounds(state, 5)
+    for row in range(5):
+        state.close_row(row)
+    state.round()
+    assert state.hierarchy.outer.num_sharing is None
+    if how == "recording takes long":
+        state._narrowed.add((2, state.compiler.made_of))  # what was recorded once costs nothing
+        state.round()
+        assert state.hierarchy.outer.num_sharing == 2
