@@ -177,26 +177,32 @@ def test_traced_without_memory(asked):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("how", [{"offload": True}, {"offload": "auto", "num_resident_layers": 1}])
-def test_what_streams_is_given_queries_as_its_kernels_take_them(pair, asked, monkeypatch, how):
-    """Where a GPU's kernel reads a length on the device, a prefix that does not stream gets them in another form."""
-    run(make_engine(*pair, compile="beside", **how, **SETTINGS), tokens=2)
-    used = []
+def test_what_streams_is_given_queries_as_its_kernels_take_them(pair, asked, monkeypatch, how, shared):
+    """Where a GPU's kernel reads lengths on the device, a prefix that does not stream gets them in another form: also
+    that of rows over a shared one which does."""
+    engine = make_engine(*pair, compile="beside", **how, **SETTINGS)
+    run(engine, tokens=2, prefix=engine.prefill(random_prompt(200)) if shared else None)
+    used, as_one_query = [], attention.as_one_query
 
-    def as_one_query(q):
+    def noted(q):
         used.append("as_one_query")
-        return q
+        return as_one_query(q)
 
-    def up_to(q, rows, k, v, length, bound, ends):
+    def up_to(q, rows, k, v, lengths, bound, places, is_empty=None):
         used.append("up_to")
-        return attention.empty(q)
+        return attention.empty(attention.as_rows(q, k.shape[1], rows))
 
     monkeypatch.setattr(attention, "spans", lambda device, dtype, head_dim: True)
-    monkeypatch.setattr(attention, "as_one_query", as_one_query)
+    monkeypatch.setattr(attention, "as_one_query", noted)
     monkeypatch.setattr(attention, "up_to", up_to)
-    precompile.collect(asked[0])
-    assert used == []
-    precompile.collect(replace(asked[0], streams=False))
+    [job] = [job for job in asked if (job.base > 0) == shared]
+    assert job.streams
+    precompile.collect(job)
+    assert set(used) == ({"as_one_query", "up_to"} if shared else set())
+    used.clear()
+    precompile.collect(replace(job, streams=False))
     assert set(used) == {"as_one_query", "up_to"}
 
 

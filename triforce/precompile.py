@@ -79,7 +79,7 @@ def collect(job: Job) -> "dict[str, Traced | Untraced]":
             shared = PrefixStore.blank(job.target, job.base, job.device, job.dtype, settings.scored_chunk_size)
         state = State(target, draft, settings, shared=shared, compiler=Compiler(job.device, pieces=tracer),
                       drafting=fp8_copy(target) if job.fp8 else None, draft_ranks=job.draft_ranks, **job.sizes)
-        if job.streams:  # from host memory, which is not there: but what its kernels are given is known
+        if job.streams and not job.base:  # its own layers, from host memory, which is not there: see `PrefixStore`
             state.cache.prefix.length_on_device = False
         for lengths in _lengths(state):
             _go_through(state, lengths)

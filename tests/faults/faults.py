@@ -2507,6 +2507,8 @@ FAULTS = [
           "whole = count // tile * tile", "test_model.py -k whole_tiles", "a view is chosen by too few queries"),
     Fault("trace-no-prefix", "precompile.py", "        yield [long] * rows\n", "        pass\n",
           "test_precompile.py -k every_piece", "steps over a long prefix are not compiled"),
+    Fault("trace-streams-of-all", "precompile.py", "if job.streams and not job.base:", "if job.streams:",
+          "test_precompile.py -k what_streams", "compiled steps give a kernel queries in another form than it takes"),
     Fault("trace-no-view", "precompile.py", "        inner.rehearse(here, inner.rows, outer.draft_probs)\n",
           "        pass\n",
           "test_precompile.py -k every_piece", "the retrieval level is not compiled"),
