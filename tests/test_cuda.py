@@ -240,37 +240,43 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
     assert [x.float().sum().item() for i in range(4) for x in book.store.layer(i, 0)] == before
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("compile", ["beside", True], ids=["written", "compiled"])
-def test_rows_that_have_ended_leave_a_shared_document(random_models, compile, monkeypatch):
-    """Of 32 rows, whose queries fill four tiles, three go on: in one tile, and they say what they would have said."""
+def test_steps_attend_for_the_rows_that_go_on(random_models, compile, shared, monkeypatch):
+    """Over a document of 32 rows, whose queries fill four tiles, three go on: in one tile. Or three of six with texts of
+    their own. They say what they would have said."""
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
     engine = engine_for(random_models, levels="draft", keep_logits=True, block_size=8, gamma=5, compile=compile,
                         max_batch_size=32)
     engine.vocab_size = VOCAB
-    book = engine.prefill(random_prompt(CONTEXT, vocab_size=VOCAB))
-    ids = [book.ids(random_prompt(20 + i, seed=i, vocab_size=VOCAB)) for i in range(32)]
-    law = {"temperature": 0.8, "top_p": 0.9, "top_k": None, "min_p": None, "seed": list(range(32))}
-    going, said = [3, 17, 30], []
+    book, rows, going, places = None, 6, [0, 2, 5], 3
+    if shared:
+        book, rows, going, places = engine.prefill(random_prompt(CONTEXT, vocab_size=VOCAB)), 32, [3, 17, 30], 8
+    ids = [random_prompt(20 + i if shared else 6000 - 500 * i, seed=i, vocab_size=VOCAB) for i in range(rows)]
+    ids = [book.ids(question) for question in ids] if shared else ids
+    law = {"temperature": 0.8, "top_p": 0.9, "top_k": None, "min_p": None, "seed": list(range(rows))}
+    said = []
     for same_bits in (True, False):
         state = engine.prepare(ids, 500, prefix=book, **law)
         state.pilot.padding = state.pilot.padding._replace(plain=same_bits)
         for _ in range(8):
             state.round()
-        for row in set(range(32)) - set(going):
+        for row in set(range(rows)) - set(going):
             state.close_row(row)
         outer = state.hierarchy.outer
         texts = [state.texts(len(ids[row]))[row] for row in going]
         state.round()
-        assert outer.num_sharing == (None if same_bits else 8)
+        assert outer.num_attended == (None if same_bits else places)
         said.append((outer.logits[going, :6].clone(), texts))  # of the pending token and 5 drafted ones
         for _ in range(2):  # recorded, and replayed
             state.round()
-        assert {key[6] for key in outer.step.graphs} == ({None} if same_bits else {None, 8})
+        assert {key[6] for key in outer.step.graphs} == ({None} if same_bits else {None, places})
     assert not state.compiler.pieces.missing or compile == "beside"
     (all_rows, texts), (few, same) = said
     assert texts == same and all(len(text) >= 8 for text in texts)
-    assert not torch.equal(few, all_rows)  # computed in another number of tiles
-    torch.testing.assert_close(few, all_rows, rtol=5e-2, atol=5e-2)
+    assert not torch.equal(few, all_rows)  # computed in another number of tiles, or parts
+    torch.testing.assert_close(few, all_rows, rtol=0.1, atol=0.2)  # of bf16
+    assert (few - all_rows).abs().mean() < 0.02 < all_rows.std() / 10
 
 
 @in_half_precision
@@ -450,6 +456,15 @@ def test_attention_up_to_lengths_on_the_device(batch, heads, rows, dim, dtype):
             torch.testing.assert_close(lse[here].double(), expected_lse, rtol=1e-3, atol=1e-3)
             kept = said.setdefault((i, count), (out[i].clone(), lse[i].clone()))
             assert torch.equal(kept[0], out[i]) and torch.equal(kept[1], lse[i])
+        if batch > 1:  # for some sequences alone: their keys are split in another way
+            only = torch.tensor([3, 1], device="cuda")
+            begins = attention.places(k)[1][torch.tensor([3, 1, 1], device="cuda")]
+            places = torch.stack([torch.arange(3, dtype=torch.int32, device="cuda"), begins])
+            some, some_lse = attention.up_to(args[0], rows, k, v, lengths[only], 2048, places, is_empty, only)
+            torch.testing.assert_close(some[only], out[only], rtol=2e-2, atol=5e-3)
+            torch.testing.assert_close(some_lse[only], lse[only], rtol=1e-3, atol=1e-3)
+            assert some.stride() == out.stride() and some_lse.stride() == lse.stride()
+            assert (some[[0, 2, 4]] == 0).all() and some_lse[[0, 2, 4]].isneginf().equal(lse[[0, 2, 4]].isneginf())
 
 
 def test_a_round_has_one_host_sync(random_models):

@@ -21,14 +21,11 @@ def test_rows_are_counted_by_tiles():
 
 
 def test_fewer_rows_pay_where_there_are_fewer_tiles_for_long():
-    def pays(before, after, rounds, is_recorded=False, length=122_880):
-        return narrowing.pays(LLAMA_3_8B, length, before, after, 16, rounds, is_recorded)
-
-    saved = narrowing.milliseconds(LLAMA_3_8B, 122_880, 32, 16) - narrowing.milliseconds(LLAMA_3_8B, 122_880, 16, 16)
-    assert 7 < saved < 9  # measured on an H200: 8.5
-    assert pays(32, 16, 20) and not pays(32, 16, 10) and pays(32, 16, 1, is_recorded=True)
-    assert not pays(32, 16, 20, length=4096)
-    assert not pays(8, 8, 1000, is_recorded=True) and not pays(16, 32, 1000, is_recorded=True)
+    four, two = (narrowing.shared_ms(LLAMA_3_8B, 122_880, rows, 16) for rows in (32, 16))
+    assert 7 < four - two < 9  # measured on an H200: 8.5
+    assert 8 < narrowing.own_ms(LLAMA_3_8B, 8 * 32_768, 2) < 9  # the same: 8 of 15 ms
+    assert narrowing.pays(8.0, 20, 32, False) and not narrowing.pays(8.0, 10, 32, False)
+    assert narrowing.pays(8.0, 1, 32, True) and not narrowing.pays(0.0, 1000, 32, True)
 
 
 def test_states_of_some_rows_among_all():
@@ -47,7 +44,7 @@ def shared_for(monkeypatch):
     seen, over_shared = [], attention.over_shared
     monkeypatch.setattr(attention, "over_shared", lambda q, *args, **more: (
         seen.append(tuple(q.shape[:3])), over_shared(q, *args, **more))[1])
-    monkeypatch.setattr(PrefixStore, "records_sharing", property(lambda self: self.base > 0))
+    monkeypatch.setattr(PrefixStore, "can_narrow", property(lambda self: self.base > 0))
     monkeypatch.setattr(narrowing, "TILE", 2 * 8 * 2)  # of 8 rows of a block, for 2 heads each
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
     return seen
@@ -86,24 +83,33 @@ def test_rows_that_go_on_say_the_same(pair, shared_for):
     assert run_rounds(state, 60) == texts and {call[0] for call in shared_for if call[2] == 16} == {6}
 
 
+def test_places_that_are_left_over_are_of_a_row_that_has_ended(pair, shared_for):
+    state = state_of(pair)
+    outer = state.hierarchy.outer
+    outer.attend_for([1, 4, 5], 4)
+    assert outer._attended[:4].tolist() == [1, 4, 5, 0] and outer.num_attended == 4
+    outer.attend_for([0, 4])
+    assert outer._attended[:2].tolist() == [0, 4] and outer.num_attended == 2
+
+
 def test_what_was_recorded_once_pays_again(pair, shared_for, monkeypatch):
     state = state_of(pair)
     for preparing in (0.0, 1e6):
         monkeypatch.setattr(narrowing, "PREPARING", preparing)
         state.rewind(200, padding=NO_BITS)
         run_rounds(state, 5)
-        assert state.hierarchy.outer.num_sharing is None
+        assert state.hierarchy.outer.num_attended is None
         for row in range(1, 6):
             state.close_row(row)
         state.round()
-        assert state.hierarchy.outer.num_sharing == 2
+        assert state.hierarchy.outer.num_attended == 2
 
 
 @pytest.mark.parametrize("how", ["bits are promised", "nothing is shared", "recording takes long", "begun just now"])
 def test_all_rows_stay(pair, shared_for, monkeypatch, how):
     """Where the bits of a row must not depend on its neighbours, and where it does not pay."""
     if how == "nothing is shared":
-        monkeypatch.setattr(PrefixStore, "records_sharing", property(lambda self: False))
+        monkeypatch.setattr(PrefixStore, "can_narrow", property(lambda self: False))
     if how == "recording takes long":
         monkeypatch.setattr(narrowing, "PREPARING", 1e6)
     state = state_of(pair, PADDED if how == "bits are promised" else NO_BITS)
@@ -112,8 +118,8 @@ def test_all_rows_stay(pair, shared_for, monkeypatch, how):
     for row in range(5):
         state.close_row(row)
     state.round()
-    assert state.hierarchy.outer.num_sharing is None
+    assert state.hierarchy.outer.num_attended is None
     if how == "recording takes long":
         state._narrowed.add((2, state.compiler.made_of))  # what was recorded once costs nothing
         state.round()
-        assert state.hierarchy.outer.num_sharing == 2
+        assert state.hierarchy.outer.num_attended == 2

@@ -211,7 +211,7 @@ def places(k: Tensor) -> Tensor:
 
 
 def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: Tensor,
-          is_empty: Tensor | None = None) -> State:
+          is_empty: Tensor | None = None, only: Tensor | None = None) -> State:
     """`partial` over the first keys of each sequence. The device alone knows how many: a graph of it stays valid as
     lengths change. The bits of a sequence depend on no other's length, and keys behind a length are not read.
 
@@ -223,27 +223,29 @@ def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, lengths: Tensor, bound: in
         lengths: [B], int32. bound: at least as much. Each part of split keys has its share of the bound.
         places: see `places`.
         is_empty: boolean [B, 1, 1], where lengths are 0. None: nowhere.
+        only: [n], sequences whose `lengths` [n] and `places` [2, n + 1] these are. The state of the others is 0.
     """
-    batch, n_kv_head = k.shape[:2]
-    count = sequences_a_call(batch, n_kv_head, rows, _processors(q.device)) if batch > 1 and bound >= LONG else batch
-    parts = (x.split(count) for x in (q, k, v, lengths))
-    outs, lses = zip(*(_up_to(*part, bound, places[:, : len(part[0]) + 1]) for part in zip(*parts, strict=True)),
-                     strict=True)
+    (batch, n_kv_head, slots, dim), asked = k.shape, q if only is None else q[only]
+    # One sequence after the other, as if of one.
+    apart = k.stride(0) // k.stride(2)
+    k, v = (x.as_strided(((batch - 1) * apart + slots, n_kv_head, dim), (x.stride(2), x.stride(1), 1)) for x in (k, v))
+    number = len(lengths)
+    count = sequences_a_call(number, n_kv_head, rows, _processors(q.device)) if bound >= LONG else number
+    outs, lses = [], []
+    for some in (slice(a, min(a + count, number)) for a in range(0, number, count)):
+        begins = places[0, : some.stop - some.start + 1], places[1, some.start : some.stop + 1]
+        out, lse = torch.ops.aten._flash_attention_forward(asked[some], k, v, *begins, 1, bound, 0.0, False, False,
+                                                           seqused_k=lengths[some])[:2]
+        outs.append(out)
+        lses.append(lse.reshape(n_kv_head, -1, len(out)))  # as it lies in memory
     out, lse = (torch.cat(outs), torch.cat(lses, 2)) if len(outs) > 1 else (outs[0], lses[0])
+    if only is not None:
+        out = torch.zeros_like(q).index_copy_(0, only, out)
+        lse = lse.new_zeros(*lse.shape[:2], batch).index_copy_(2, only, lse)
     lse = lse.permute(2, 0, 1)
     if is_empty is not None:  # there the kernel says inf
         lse = lse.masked_fill(is_empty, float("-inf"))
-    return out[:, :, :rows], lse[:, :, :rows]
-
-
-def _up_to(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: Tensor) -> State:
-    """out [B, K, R', D], and lse as it lies in memory, [K, R', B]."""
-    batch, n_kv_head, slots, dim = k.shape
-    step, apart = k.stride(2), k.stride(0) // k.stride(2)  # one sequence after the other, as if of one
-    k, v = (x.as_strided(((batch - 1) * apart + slots, n_kv_head, dim), (step, x.stride(1), 1)) for x in (k, v))
-    out, lse = torch.ops.aten._flash_attention_forward(q, k, v, places[0], places[1], 1, bound, 0.0, False, False,
-                                                       seqused_k=lengths)[:2]
-    return out.unflatten(1, (n_kv_head, -1)), lse.reshape(n_kv_head, -1, batch)
+    return out.unflatten(1, (n_kv_head, -1))[:, :, :rows], lse[:, :, :rows]
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> State:

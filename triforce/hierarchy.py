@@ -202,7 +202,7 @@ class Hierarchy:
         for level in self.levels:
             level.totals.zero_()
             level.going = None
-            level.share_among(None)
+            level.attend_for(None)
         if self.view is not None:
             self.view.num_rebuilds = 0
 
@@ -233,7 +233,7 @@ class Hierarchy:
         going = [other for other in before if other != row] or None
         for level in self.levels:
             level.going = going
-            level.share_among(going)
+            level.attend_for(going)
 
     def acceptance_rates(self) -> list[dict[str, float]]:
         """Per row, accepted / drafted since `open`, by the level that checked. Waits for the device."""

@@ -1,8 +1,11 @@
-"""Rows of a batch end one after the other: how many of them what all rows share is still attended to for.
+"""Rows of a batch end one after the other: how many of them a GPU's steps still attend for.
 
-Over a long shared prefix, a GPU reads keys once for all rows, and computes for TILE queries of a KV head at a time. Up
-to one tile of queries, all rows take the time of one. Beyond that each tile takes its time, whether or not its rows
-have ended. A step with fewer tiles has to be recorded.
+What a row has for itself is read up to a length that the device knows, and of a row that has ended that is one key. But
+the keys of those that go on are split as those of all rows were, so about half of the time of the others is not saved.
+What all rows share is read once for all, and computed for TILE queries of a KV head at a time: one tile takes the time
+of one row, and each tile beyond it takes its time whether or not its rows have ended.
+
+So steps for fewer rows are faster, and have to be recorded.
 """
 
 from .attention import TILE
@@ -10,6 +13,7 @@ from .costs import PREPARING
 from .model import ModelConfig
 
 RATE = 5e11  # multiplications and additions in a millisecond, 2 a pair: what an H200 reaches in attention
+BANDWIDTH = 4e9  # bytes that it reads in a millisecond
 
 
 def places(going: int, queries: int) -> int:
@@ -18,21 +22,23 @@ def places(going: int, queries: int) -> int:
     return max(-(-going * queries // TILE) * TILE // queries, going)
 
 
-def milliseconds(config: ModelConfig, length: int, rows: int, queries: int) -> float:
-    """What a step computes over a shared prefix of `length` tokens, in all layers, for so many rows."""
+def shared_ms(config: ModelConfig, length: int, rows: int, queries: int) -> float:
+    """What a step computes over `length` tokens that so many rows share, in all layers."""
     pairs = -(-rows * queries // TILE) * TILE * length * config.n_kv_head * config.n_layer
     return 4 * config.head_dim * pairs / RATE
 
 
-def pays(config: ModelConfig, length: int, before: int, after: int, queries: int, rounds: float,
-         is_recorded: bool) -> bool:
-    """Whether a step of fewer rows is worth recording.
+def own_ms(config: ModelConfig, tokens: float, itemsize: int) -> float:
+    """What a step reads of so many tokens that rows have for themselves, in all layers."""
+    return 2 * tokens * config.n_kv_head * config.head_dim * config.n_layer * itemsize / BANDWIDTH
+
+
+def pays(saved: float, rounds: float, n_layer: int, is_recorded: bool) -> bool:
+    """Whether a step that takes so many milliseconds less is worth recording.
 
     Args:
-        before, after: rows of the present step, and of that one.
         rounds: that are expected to follow.
         is_recorded: it was recorded for an earlier batch.
     """
-    saved = milliseconds(config, length, before, queries) - milliseconds(config, length, after, queries)
-    preparing = 0.0 if is_recorded else 2 * PREPARING * config.n_layer  # it is run once, and then recorded
+    preparing = 0.0 if is_recorded else 2 * PREPARING * n_layer  # it is run once, and then recorded
     return saved > 0 and saved * rounds > preparing

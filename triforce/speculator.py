@@ -130,7 +130,7 @@ class Speculator(Drafter):
         self.step = steps.step(self._step, num_lengths=2)
         self.gathering: RetrievalView | None = None  # takes what it awaits out of what the next step streams past
         self.going: list[int] | None = None  # see TargetBlock
-        self._sharing, self.num_sharing = tape.buffer(), None  # its first so many, if not None: see TargetBlock
+        self._attended, self.num_attended = tape.buffer(), None  # its first so many, if not None: see TargetBlock
         # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
         self._drafting_round = steps.step(self._round, num_lengths=2, warm_up=4)
         self._growing = steps.step(self._grow, num_lengths=2)
@@ -168,7 +168,7 @@ class Speculator(Drafter):
         """A step, as a graph if that is of use."""
         extent = self.view.extent
         step = self._step if isinstance(self.step, Graphed) and not self._records(extent) else self.step
-        step(*extent, rows, bool(self._awaiting), self.num_sharing, self.checked, probs)
+        step(*extent, rows, bool(self._awaiting), self.num_attended, self.checked, probs)
 
     @property
     def _awaiting(self) -> list[int]:
@@ -189,7 +189,7 @@ class Speculator(Drafter):
     def _preparations_of_check(self, plan: Plan, extent: Extent, probs: Tensor | None = None):
         rows = self._rows_of(plan) if self._records(extent) else None
         if rows is not None:
-            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.num_sharing, self.checked,
+            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.num_attended, self.checked,
                                     probs)
 
     def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
@@ -291,23 +291,24 @@ class Speculator(Drafter):
             self._levels[rows] = self._compiler.level(f"level{self.level}_rows{rows}")
         return self._levels[rows]
 
-    def share_among(self, rows: list[int] | None, count: int = 0) -> None:
-        """What all rows share is attended to for these alone, and for row 0 in places that are left over of `count`.
-        None: for all."""
-        self.num_sharing = None
+    def attend_for(self, rows: list[int] | None, count: int = 0) -> None:
+        """These rows alone are attended for, and in places that are left over of `count` one of the others, which has
+        ended. None: all rows. See TargetBlock."""
+        self.num_attended = None
         if rows is not None:
-            self.num_sharing = max(count, len(rows))
-            places = rows + [0] * (self.num_sharing - len(rows))
-            self._sharing[: self.num_sharing].copy_(staged(places, self._sharing.device), non_blocking=True)
+            self.num_attended = max(count, len(rows))
+            others = [row for row in range(len(self.length)) if row not in rows]
+            places = rows + others[:1] * (self.num_attended - len(rows))
+            self._attended[: self.num_attended].copy_(staged(places, self._attended.device), non_blocking=True)
 
-    def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_sharing: int | None,
+    def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_attended: int | None,
               num_drafted: Tensor, probs: Tensor | None) -> None:
         compiled, tree = self._level(rows), self.tree.cut(rows)
         nodes = self.tape.nodes if tree.size else None
         block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree)
         kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest, starts),
                          self.keep_queries, compiled, self.gathering.gather if gathers else None, self.going,
-                         None if num_sharing is None else self._sharing[:num_sharing])
+                         None if num_attended is None else self._attended[:num_attended])
         hidden = self.model(block, kv)
         if self.hidden is not None:
             self.hidden[:, : tree.rows] = hidden

@@ -4,6 +4,7 @@ Weights live elsewhere and are shared; a State is what generating changes. Token
 out.
 """
 
+import statistics
 from collections.abc import Callable, Sequence
 
 import torch
@@ -351,16 +352,21 @@ class State:
         return [row for row in range(self.batch) if self.lens[row] < self._ends[row]]
 
     def _narrow(self, going: list[int]) -> None:
-        """What all rows share may be attended to for these alone from now on. They are expected to go on for as many
-        rounds as there were."""
-        outer, config = self.hierarchy.outer, self.target.config
-        queries = outer.num_rows * config.query_group
-        count = narrowing.places(len(going), queries)
+        """Steps may attend for these rows alone from now on. They are expected to go on for as many rounds as there
+        were. See `narrowing`."""
+        outer, config, prefix = self.hierarchy.outer, self.target.config, self.cache.prefix
+        before, queries = outer.num_attended or self.batch, outer.num_rows * config.query_group
+        count = narrowing.places(len(going), queries) if self.base else len(going)
+        saved = sum(sign * narrowing.shared_ms(config, self.base, rows, queries)
+                    for rows, sign in ((before, 1), (count, -1)))
+        if prefix.length_on_device:
+            ended = (before - count) * statistics.fmean(prefix.own_lens)
+            saved += narrowing.own_ms(config, ended, self.target.dtype.itemsize) / 2
         left = max((self._ends[row] - self.lens[row]) / max(self.lens[row] - self.prompt_end[row], 1) for row in going)
-        if narrowing.pays(config, self.base, outer.num_sharing or self.batch, count, queries,
-                          self.num_forwards * min(left, 1.0), (count, self.compiler.made_of) in self._narrowed):
-            outer.share_among(going, count)
-            self._narrowed.add((count, self.compiler.made_of))
+        recorded = count, self.compiler.made_of
+        if narrowing.pays(saved, self.num_forwards * min(left, 1.0), config.n_layer, recorded in self._narrowed):
+            outer.attend_for(going, count)
+            self._narrowed.add(recorded)
 
     @torch.inference_mode()
     def round(self, plan: Plan | None = None) -> list[list[int]]:
@@ -375,7 +381,7 @@ class State:
         if plan.retrieval and self.hierarchy.view is not None:
             self.pilot.rebuilt(self.hierarchy.view.catch_up(going))
         # Where bits are promised, they are not to depend on how many rows go on.
-        if 0 < len(going) < self.batch and self.cache.prefix.records_sharing and not self.pilot.padding.plain:
+        if 0 < len(going) < self.batch and self.cache.prefix.can_narrow and not self.pilot.padding.plain:
             self._narrow(going)
         result = self.hierarchy.round(plan, self.lens, self._next_extent(), self.pilot.think if chosen else None)
         self.num_forwards += 1

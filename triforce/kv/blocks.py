@@ -62,19 +62,19 @@ class TargetBlock:
     """`kv` of a decoding step over one view: M rows a row of the batch, at the positions of a tree from `start` on."""
 
     def __init__(self, cache: TargetCache, view: View, start: Tensor, tree, extent: Extent, keep_queries: bool,
-                 compiled=eager, on_piece=None, going: list[int] | None = None, sharing: Tensor | None = None):
+                 compiled=eager, on_piece=None, going: list[int] | None = None, attended: Tensor | None = None):
         """start: [B], the position of each row's first token. extent: how much of the view is attended to.
 
         tree: a `TokenTree`, or else what has rows and a `Layout`.
         going: rows of the batch that go on; of the others, nothing of their own is attended to. None: all.
-        sharing: [n], for which rows what all share is attended to. None: for all.
+        attended: [n], rows that what all share is attended to for, and what lengths on the device say. None: all.
         on_piece: called with (layer, number, piece) for what `Passage.pieces` gives, before it is overwritten.
         """
         rows = tree.rows
         self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         self.passage = None if view.streams is None else Passage(view.streams, ahead=True)
-        self.going, self.runs, self.sharing = going, None if going is None else runs(going), sharing
+        self.going, self.runs, self.attended = going, None if going is None else runs(going), attended
         tail = cache.tail
         keys = tail.slots + (tail.room if view.joined else 0)
         self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
@@ -84,6 +84,7 @@ class TargetBlock:
             torch.float32 if keys > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
         self.ragged_bias = self.is_empty = None
         if view.length_on_device:
+            self.lengths = view.lengths_of(attended)
             if extent.longest > extent.dense:
                 self.is_empty = (view.own_len == 0)[:, None, None]
         elif not view.joined and extent.longest > extent.dense:
@@ -154,7 +155,8 @@ class TargetLayer:
         dense, longest, starts = block.extent
         if view.length_on_device:
             if longest:
-                states.append(attention.up_to(q, rows, k, v, view.own_len, longest, view.places, block.is_empty))
+                lengths, places = block.lengths
+                states.append(attention.up_to(q, rows, k, v, lengths, longest, places, block.is_empty, block.attended))
             return states
         start = 0
         if view.packed is not None and q.shape[2] >= MIN_ROWS:
@@ -175,7 +177,7 @@ class TargetLayer:
 
     def _shared(self, q: Tensor) -> list[attention.State]:
         """Over what all rows share, in one call."""
-        block, rows = self._block, self._block.sharing
+        block, rows = self._block, self._block.attended
         if rows is None:
             return over_shared(block.view, self._i, q, block.passage, block.compiled, block.on_piece)
         states = over_shared(block.view, self._i, q[rows], block.passage, on_piece=block.on_piece)

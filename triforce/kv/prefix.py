@@ -81,9 +81,9 @@ class PrefixStore(View):
         return self.shared.offload if self.shared is not None else self.offload
 
     @property
-    def records_sharing(self) -> bool:
-        """Whether rows share what lies on a GPU."""
-        return self.base > 0 and self.streams is None and self.len.is_cuda
+    def can_narrow(self) -> bool:
+        """Whether steps of a GPU are faster over the keys of fewer rows."""
+        return self.len.is_cuda and self.streams is None and (self.base > 0 or self.length_on_device)
 
     def worth_recording(self, extent: Extent) -> bool:
         return self.streams is None or self.streams.in_few_pieces(self._streamed(extent))
