@@ -243,8 +243,8 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 @pytest.mark.parametrize("compile", ["beside", True], ids=["written", "compiled"])
 def test_steps_attend_for_the_rows_that_go_on(random_models, compile, shared, monkeypatch):
-    """Over a document of 32 rows, whose queries fill four tiles, three go on: in one tile. Or three of six with texts of
-    their own. They say what they would have said."""
+    """Of 32 rows over a document, whose queries fill four tiles, three go on: in one tile. Or three of six with texts
+    of their own. They say what they would have said."""
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
     engine = engine_for(random_models, levels="draft", keep_logits=True, block_size=8, gamma=5, compile=compile,
                         max_batch_size=32)
