@@ -123,6 +123,7 @@ def test_steps_attend_for_the_rows_that_go_on(pair, base, lengths_on_device, mon
     """Where no bits are promised: for two of four, among them a row that has flushed nothing, then for one of them."""
     monkeypatch.setattr(prefix_module.PrefixStore, "can_narrow", True)
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
+    monkeypatch.setattr(narrowing, "PLAN", 0.0)
     monkeypatch.setattr(narrowing, "TILE", 1)  # what is shared is no reason for places that are left over
     prompts = [random_prompt(base) + random_prompt(n, seed=n) for n in (70, 7, 100, 33)]
     state = make_state(*pair, prompts, base=base, sampling={"temperature": 0.8}, retrieval=False,

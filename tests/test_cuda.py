@@ -25,7 +25,7 @@ from triforce.graphs import Compiler, Graphed
 from triforce.kv.offload import Offload
 from triforce.kv.prefix import STRIDE
 from triforce.model import ModelConfig, RotaryEmbedding, Transformer, rotate
-from triforce.plan import AUTOREGRESSION
+from triforce.plan import AUTOREGRESSION, ONE_ROW
 from triforce.precompile import OPTIONS
 from triforce.quantize import fp8_copy
 from triforce.request import default_document
@@ -246,6 +246,7 @@ def test_steps_attend_for_the_rows_that_go_on(random_models, compile, shared, mo
     """Of 32 rows over a document, whose queries fill four tiles, three go on: in one tile. Or three of six with texts
     of their own. They say what they would have said."""
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
+    monkeypatch.setattr(narrowing, "PLAN", 0.0)
     engine = engine_for(random_models, levels="draft", keep_logits=True, block_size=8, gamma=5, compile=compile,
                         max_batch_size=32)
     engine.vocab_size = VOCAB
@@ -271,6 +272,8 @@ def test_steps_attend_for_the_rows_that_go_on(random_models, compile, shared, mo
         for _ in range(2):  # recorded, and replayed
             state.round()
         assert {key[6] for key in outer.step.graphs} == ({None} if same_bits else {None, places})
+        for _ in range(3):  # and of one row for each of the batch's
+            state.round(ONE_ROW)
     assert not state.compiler.pieces.missing or compile == "beside"
     (all_rows, texts), (few, same) = said
     assert texts == same and all(len(text) >= 8 for text in texts)

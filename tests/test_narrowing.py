@@ -1,4 +1,7 @@
-"""What rows share is attended to for fewer of them, once others have ended: where that pays, and to the same end."""
+"""Steps attend for fewer rows, once others have ended: where that pays, and to the same end.
+
+What rows have for themselves: test_cache.py.
+"""
 
 import pytest
 import torch
@@ -24,8 +27,9 @@ def test_fewer_rows_pay_where_there_are_fewer_tiles_for_long():
     four, two = (narrowing.shared_ms(LLAMA_3_8B, 122_880, rows, 16) for rows in (32, 16))
     assert 7 < four - two < 9  # measured on an H200: 8.5
     assert 8 < narrowing.own_ms(LLAMA_3_8B, 8 * 32_768, 2) < 9  # the same: 8 of 15 ms
-    assert narrowing.pays(8.0, 20, 32, False) and not narrowing.pays(8.0, 10, 32, False)
-    assert narrowing.pays(8.0, 1, 32, True) and not narrowing.pays(0.0, 1000, 32, True)
+    assert narrowing.pays(8.0, 30, 32, True, False) and not narrowing.pays(8.0, 20, 32, True, False)
+    assert narrowing.pays(8.0, 20, 32, False, False) and not narrowing.pays(8.0, 10, 32, False, False)
+    assert narrowing.pays(8.0, 1, 32, True, True) and not narrowing.pays(0.0, 1000, 32, True, True)
 
 
 def test_states_of_some_rows_among_all():
@@ -47,6 +51,7 @@ def shared_for(monkeypatch):
     monkeypatch.setattr(PrefixStore, "can_narrow", property(lambda self: self.base > 0))
     monkeypatch.setattr(narrowing, "TILE", 2 * 8 * 2)  # of 8 rows of a block, for 2 heads each
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
+    monkeypatch.setattr(narrowing, "PLAN", 0.0)
     return seen
 
 
@@ -103,6 +108,29 @@ def test_what_was_recorded_once_pays_again(pair, shared_for, monkeypatch):
             state.close_row(row)
         state.round()
         assert state.hierarchy.outer.num_attended == 2
+    # Not for other lengths.
+    state.rewind(20, padding=NO_BITS)
+    run_rounds(state, 5)
+    for row in range(1, 6):
+        state.close_row(row)
+    state.round()
+    assert state.hierarchy.outer.num_attended is None
+
+
+@pytest.mark.parametrize("queries", [4, 16])
+def test_what_few_rows_see_is_laid_out_as_what_all_see(monkeypatch, queries):
+    """In the dtype of the same kernel: a compiled piece takes one alone."""
+    def kernel(q, *_):  # as a GPU's say it
+        return q.new_zeros(q.shape), torch.zeros(q.shape[:3])
+
+    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
+    monkeypatch.setattr(attention, "_cudnn", kernel)
+    monkeypatch.setattr(attention, "partial", kernel)
+    q, k = torch.zeros(32, 8, queries, 16, dtype=torch.bfloat16), torch.zeros(1, 8, 4096, 16, dtype=torch.bfloat16)
+    whole, rows = attention.over_shared(q, k, k), torch.arange(8)
+    some = attention.among_all(attention.over_shared(q[rows], k, k, batch=32), rows, 32)
+    assert [(x.dtype, x.shape, x.stride()) for x in some] == [(x.dtype, x.shape, x.stride()) for x in whole]
+    assert whole[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("how", ["bits are promised", "nothing is shared", "recording takes long", "begun just now"])
@@ -120,6 +148,7 @@ def test_all_rows_stay(pair, shared_for, monkeypatch, how):
     state.round()
     assert state.hierarchy.outer.num_attended is None
     if how == "recording takes long":
-        state._narrowed.add((2, state.compiler.made_of))  # what was recorded once costs nothing
+        # What was recorded once costs nothing.
+        state._narrowed.add((2, state.hierarchy.outer.num_rows, state.cache.prefix.extent, state.compiler.made_of))
         state.round()
         assert state.hierarchy.outer.num_attended == 2

@@ -349,9 +349,9 @@ def test_a_plan_is_made_where_it_pays():
 def test_a_prefill_says_that_it_meets_a_number_of_rows_once(pair, monkeypatch):
     told, function = [], attention.over_shared
 
-    def noted(*args, once=False):
+    def noted(*args, once=False, **more):
         told.append(once)
-        return function(*args, once=once)
+        return function(*args, once=once, **more)
 
     monkeypatch.setattr(attention, "over_shared", noted)
     state = make_state(*pair, PROMPTS, base=BASE)

@@ -72,7 +72,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
     return kernel(q, k, v, False)
 
 
-def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False) -> State:
+def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False, batch: int = 0) -> State:
     """`partial` of all sequences of a batch over keys that they share, which are read once for all.
 
     cuDNN's kernel does not split long keys. It is given them in parts, as many as a GPU's processors can work on side
@@ -84,11 +84,13 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
         q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
         merged: `merge_parts`, compiled. None: as it is written.
         once: so many rows are met in one pass over the layers, as in a prefill, and not again.
+        batch: if there are fewer sequences, the kernel is still that of so many. Each kernel has a dtype of its own.
     """
     def attend(rows: Tensor) -> State:
-        size = *rows.shape[1:3], k.shape[2]
-        count = parts_of_keys(*size) if pays_to_plan(*size, once) and _can_split(rows) else 1
-        if count == 1:
+        heads, number, length = *rows.shape[1:3], k.shape[2]
+        plans = pays_to_plan(heads, max(number, batch * q.shape[2]), length, once) and _can_split(rows)
+        count = parts_of_keys(heads, number, length) if plans else 1
+        if not plans or once and count == 1:
             return partial(rows, k, v)
         parts = [x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (k, v)]  # [P, K, S / P, D]
         return (merged or merge_parts)(*_cudnn(rows.expand(count, -1, -1, -1), *parts, False))
@@ -220,10 +222,10 @@ def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, lengths: Tensor, bound: in
 
     Args:
         q: what `as_one_query` makes of [B, K, rows, D]. k, v: [B, K, S, D], of equal strides; D is contiguous.
-        lengths: [B], int32. bound: at least as much. Each part of split keys has its share of the bound.
-        places: see `places`.
+        lengths: [B], or [n] with `only`, int32. bound: at least as much. Each part of split keys has its share of it.
+        places: see `places`; with `only`, [2, n + 1].
         is_empty: boolean [B, 1, 1], where lengths are 0. None: nowhere.
-        only: [n], sequences whose `lengths` [n] and `places` [2, n + 1] these are. The state of the others is 0.
+        only: [n], sequences that are attended for. The state of the others is 0. None: all.
     """
     (batch, n_kv_head, slots, dim), asked = k.shape, q if only is None else q[only]
     # One sequence after the other, as if of one.

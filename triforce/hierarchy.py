@@ -96,7 +96,7 @@ class Hierarchy:
         self.cache, self.sources, self.compiler, self.group = cache, sources, compiler, target.group
         self._last: Timing | None = None  # of the round before, as this rank measured it
         self._last_plan: Plan | None = None
-        # Recorded and compiled steps have all rows. Nor is one left out where that changes the bits of the others.
+        # Where steps are not made for all rows beforehand, and a row less changes no bits of the others.
         self._leaves_out = packs(target.device, target.dtype) and compiler.pieces is None
         self.drafters: dict[str, Drafter] = dict(sources)  # that may propose to the full level
         self.view: RetrievalView | None = None

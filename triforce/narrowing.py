@@ -14,6 +14,7 @@ from .model import ModelConfig
 
 RATE = 5e11  # multiplications and additions in a millisecond, 2 a pair: what an H200 reaches in attention
 BANDWIDTH = 4e9  # bytes that it reads in a millisecond
+PLAN = 60.0  # milliseconds that cuDNN's kernel takes to be planned for another number of rows
 
 
 def places(going: int, queries: int) -> int:
@@ -33,12 +34,13 @@ def own_ms(config: ModelConfig, tokens: float, itemsize: int) -> float:
     return 2 * tokens * config.n_kv_head * config.head_dim * config.n_layer * itemsize / BANDWIDTH
 
 
-def pays(saved: float, rounds: float, n_layer: int, is_recorded: bool) -> bool:
+def pays(saved: float, rounds: float, n_layer: int, shares: bool, is_recorded: bool) -> bool:
     """Whether a step that takes so many milliseconds less is worth recording.
 
     Args:
         rounds: that are expected to follow.
+        shares: it attends to what rows share.
         is_recorded: it was recorded for an earlier batch.
     """
-    preparing = 0.0 if is_recorded else 2 * PREPARING * n_layer  # it is run once, and then recorded
+    preparing = 0.0 if is_recorded else 2 * PREPARING * n_layer + PLAN * shares  # it is run once, and then recorded
     return saved > 0 and saved * rounds > preparing

@@ -292,8 +292,11 @@ class Speculator(Drafter):
         return self._levels[rows]
 
     def attend_for(self, rows: list[int] | None, count: int = 0) -> None:
-        """These rows alone are attended for, and in places that are left over of `count` one of the others, which has
-        ended. None: all rows. See TargetBlock."""
+        """Steps attend for these rows alone, see TargetBlock. None: for all.
+
+        Args:
+            count: places of such a step. In those that are left over is one of the other rows, which has ended.
+        """
         self.num_attended = None
         if rows is not None:
             self.num_attended = max(count, len(rows))

@@ -106,7 +106,7 @@ class State:
         self.num_forwards = 0
         self.num_flushes = 0
         self._recorded = 0.0  # seconds that were spent on recording before
-        self._narrowed: set[tuple] = set()  # rows that steps were recorded for, and what these are made of
+        self._narrowed: set[tuple] = set()  # what steps that attend for fewer rows were recorded for
         self.last_round: Round | None = None
 
     def _usual_rebuild_interval(self, streams: Offload | None, for_all: bool = False) -> int:
@@ -353,7 +353,7 @@ class State:
 
     def _narrow(self, going: list[int]) -> None:
         """Steps may attend for these rows alone from now on. They are expected to go on for as many rounds as there
-        were. See `narrowing`."""
+        were, at most up to their limits. See `narrowing`."""
         outer, config, prefix = self.hierarchy.outer, self.target.config, self.cache.prefix
         before, queries = outer.num_attended or self.batch, outer.num_rows * config.query_group
         count = narrowing.places(len(going), queries) if self.base else len(going)
@@ -363,8 +363,9 @@ class State:
             ended = (before - count) * statistics.fmean(prefix.own_lens)
             saved += narrowing.own_ms(config, ended, self.target.dtype.itemsize) / 2
         left = max((self._ends[row] - self.lens[row]) / max(self.lens[row] - self.prompt_end[row], 1) for row in going)
-        recorded = count, self.compiler.made_of
-        if narrowing.pays(saved, self.num_forwards * min(left, 1.0), config.n_layer, recorded in self._narrowed):
+        recorded = count, outer.num_rows, prefix.extent, self.compiler.made_of
+        if narrowing.pays(saved, self.num_forwards * min(left, 1.0), config.n_layer, self.base > 0,
+                          recorded in self._narrowed):
             outer.attend_for(going, count)
             self._narrowed.add(recorded)
 

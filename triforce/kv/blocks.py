@@ -67,7 +67,7 @@ class TargetBlock:
 
         tree: a `TokenTree`, or else what has rows and a `Layout`.
         going: rows of the batch that go on; of the others, nothing of their own is attended to. None: all.
-        attended: [n], rows that what all share is attended to for, and what lengths on the device say. None: all.
+        attended: [n], the rows for which what all share is read, and prefixes up to lengths on the device. None: all.
         on_piece: called with (layer, number, piece) for what `Passage.pieces` gives, before it is overwritten.
         """
         rows = tree.rows
@@ -146,8 +146,8 @@ class TargetLayer:
         block, view = self._block, self._block.view
         if self._i >= len(view.k):
             return self._read_pieces(q)
-        rows = block.rows * block.cache.group
-        folded = attention.as_rows(q, self.n_kv_head, rows) if view.length_on_device else q
+        queries = block.rows * block.cache.group  # of a row of the batch and a KV head
+        folded = attention.as_rows(q, self.n_kv_head, queries) if view.length_on_device else q
         states = [] if view.shared is None else self._shared(folded)
         if view.joined:
             return states
@@ -156,7 +156,8 @@ class TargetLayer:
         if view.length_on_device:
             if longest:
                 lengths, places = block.lengths
-                states.append(attention.up_to(q, rows, k, v, lengths, longest, places, block.is_empty, block.attended))
+                states.append(attention.up_to(q, queries, k, v, lengths, longest, places, block.is_empty,
+                                              block.attended))
             return states
         start = 0
         if view.packed is not None and q.shape[2] >= MIN_ROWS:
@@ -180,7 +181,7 @@ class TargetLayer:
         block, rows = self._block, self._block.attended
         if rows is None:
             return over_shared(block.view, self._i, q, block.passage, block.compiled, block.on_piece)
-        states = over_shared(block.view, self._i, q[rows], block.passage, on_piece=block.on_piece)
+        states = over_shared(block.view, self._i, q[rows], block.passage, on_piece=block.on_piece, batch=len(q))
         return [attention.among_all(state, rows, len(q)) for state in states]
 
     def _ragged(self, q: Tensor, k: Tensor, v: Tensor) -> attention.State:
@@ -217,7 +218,7 @@ class TargetLayer:
 
 
 def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, compiled=eager, on_piece=None,
-                prefills: bool = False) -> list[attention.State]:
+                prefills: bool = False, batch: int = 0) -> list[attention.State]:
     """The state of queries [B, K, R, D] over layer i of what all rows have before a view.
 
     Args:
@@ -225,13 +226,14 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, c
         on_piece: see `TargetBlock`.
         prefills: the kernel may depend on the number of rows. In a round it may not: rows that end would change the
             bits of the others.
+        batch: see `attention.over_shared`.
     """
     shared, base, merged = view.shared, view.base, compiled(attention.merge_parts)
     if i < len(shared.k):
         rows = len(q) * q.shape[2]
         if shared.packed is not None and rows >= MIN_ROWS and not (prefills and rows >= MANY_ROWS):
             return [attention.of_batch(shared.packed[i].partial, q)]
-        return [attention.over_shared(q, *view.before(i), merged, once=prefills)]
+        return [attention.over_shared(q, *view.before(i), merged, once=prefills, batch=batch)]
     state = None
     for number, kv in passage.pieces(i, base):
         k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each

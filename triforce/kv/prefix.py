@@ -100,6 +100,11 @@ class PrefixStore(View):
         super().truncate(row, length)
         self.own_len[row].fill_(length - self.base)
 
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        for row, length in enumerate(self.lens):  # `own_len`, too
+            self.truncate(row, length)
+
     @property
     def num_resident(self) -> int:
         """Layers on the device: the first so many."""
