@@ -208,8 +208,8 @@ def as_rows(q: Tensor, n_kv_head: int, rows: int) -> Tensor:
 
 def places(k: Tensor) -> Tensor:
     """Where `up_to` finds each sequence of keys [B, K, S, D]: [2, B + 1], int32, numbers of queries and of tokens."""
-    count = torch.arange(len(k) + 1, dtype=torch.int32, device=k.device)
-    return torch.stack([count, count * (k.stride(0) // k.stride(2))])
+    counts, apart = range(len(k) + 1), k.stride(0) // k.stride(2)
+    return torch.tensor([[*counts], [n * apart for n in counts]], dtype=torch.int32, device=k.device)
 
 
 def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: Tensor,
