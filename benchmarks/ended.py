@@ -22,6 +22,7 @@ from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
+from batch import engine_of  # noqa: E402
 from harness import cap_memory, read_rows, read_text, report, run_or_plot  # noqa: E402
 
 SETTLING = 4  # rounds after rows have ended that are not timed: steps of fewer rows may be recorded in them
@@ -69,19 +70,17 @@ def measure(engine: Engine, ids: list[int], context: int, batch: int, args):
     limit = (args.warm_up + SETTLING + args.rounds + 1) * engine.settings.block_size  # more than they can emit
     book = engine.prefill(prompts[0][:context]) if args.shared else None
     law = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None}
-    plans = {"autoregression": ONE_ROW, **{f"gamma {gamma}": gamma for gamma in args.gammas}}
     for count in sorted({batch, *(going for going in args.going if going <= batch)}, reverse=True):
         more = {"prefix": book} if book is not None else {}
         state = engine.prepare(prompts[:count], limit, seed=list(range(count)), **law, **more)
+        plans = {"autoregression": ONE_ROW} | {f"gamma {gamma}": Plan(gamma, "model", padded=state.pilot.padding.drafts)
+                                               for gamma in args.gammas}
         for name, plan in plans.items():
-            if not isinstance(plan, Plan):
-                plan = Plan(plan, "model", False, 0, 0, state.pilot.padding.drafts)
             for going in (n for n in args.going if n <= batch) if count == batch else [count]:
                 ended = order_of_ends(batch, args.scattered)[: batch - going] if count == batch else []
                 figures = time_rounds(state, plan, ended, limit, args)
                 yield {"context": context, "batch": count, "going": going, "plan": name, **figures,
                        "attending": state.hierarchy.outer.num_attended or count}
-        del state
 
 
 def run(args) -> None:
@@ -89,8 +88,7 @@ def run(args) -> None:
     base, tokenizer = on_chip.load(args)
     if args.as_written:
         base.placement = replace(base.placement, compile="beside")
-    engine = Engine(base.target, None, base.draft, placement=replace(base.placement, max_batch_size=128),
-                    settings=replace(base.settings, retrieval=False, draft_cache="streaming", ngram=False))
+    engine = engine_of(base, "draft")
     ids = tokenizer.encode(read_text(args.text))
     common = {**on_chip.about(engine, args), "shared": args.shared, "ragged": args.ragged,
               "scattered": args.scattered, "as_written": args.as_written}

@@ -17,15 +17,20 @@ BANDWIDTH = 4e9  # bytes that it reads in a millisecond
 PLAN = 60.0  # milliseconds that cuDNN's kernel takes to be planned for another number of rows
 
 
+def _in_tiles(queries: int) -> int:
+    """So many queries of a KV head, and what fills their last tile."""
+    return -(-queries // TILE) * TILE
+
+
 def places(going: int, queries: int) -> int:
     """Of how many rows a step has as many tiles as it needs for those that go on, where a row has so many queries of a
     KV head."""
-    return max(-(-going * queries // TILE) * TILE // queries, going)
+    return max(_in_tiles(going * queries) // queries, going)
 
 
 def shared_ms(config: ModelConfig, length: int, rows: int, queries: int) -> float:
     """What a step computes over `length` tokens that so many rows share, in all layers."""
-    pairs = -(-rows * queries // TILE) * TILE * length * config.n_kv_head * config.n_layer
+    pairs = _in_tiles(rows * queries) * length * config.n_kv_head * config.n_layer
     return 4 * config.head_dim * pairs / RATE
 
 

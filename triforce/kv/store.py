@@ -127,19 +127,6 @@ class View(Store):
         self.lens[row] = length
         self.len[row].fill_(length)
 
-    def close(self, row: int) -> None:
-        """Nobody looks at what a row says, until it is truncated: where a kernel reads lengths on the device, it reads
-        no more than one key of it. That one needs no mask."""
-        if self.length_on_device:
-            self.own_len[row].clamp_(max=1)
-
-    def lengths_of(self, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What `attention.up_to` reads of these rows, or of all: lengths and places."""
-        if rows is None:
-            return self.own_len, self.places
-        places = torch.cat([self.places[1][rows], self.places[1, -1:]])
-        return self.own_len[rows], torch.stack([self.places[0, : len(places)], places])
-
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
         self.len.copy_(state["lens"])
