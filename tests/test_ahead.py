@@ -45,6 +45,10 @@ def recording_state(pair, prompts=(PROMPT,), **settings):
     return make_state(*pair, list(prompts), compiler=compiler, **(BLOCKS | settings))
 
 
+def plain_state(pair, prompts=(PROMPT,), **settings):
+    return make_state(*pair, list(prompts), **(BLOCKS | settings))
+
+
 def steps_of(state) -> dict[str, Graphed]:
     levels = zip(("full", "retrieval"), state.hierarchy.levels, strict=False)
     found = {name: level.step for name, level in levels}
@@ -147,6 +151,28 @@ def test_nothing_is_recorded_ahead_once_the_device_is_done(pair, gpu, monkeypatc
     monkeypatch.setattr(state.target, "group", object())  # ranks record the same, whichever of them is done
     state._record_ahead()
     assert prepared(state) == LEVELS | DRAFT
+
+
+def test_what_the_next_round_runs_is_recorded_beside_a_round(pair, gpu):
+    """While the device works on it, too; and the times of such a round are not believed."""
+    gpu.works = False
+    state, plain = (make(pair, retrieval=False) for make in (recording_state, plain_state))
+    gpu.works, seconds, times = True, [], []
+    for _ in range(4):
+        assert state.round() == plain.round()
+        assert prepared(state) == {"full"} | DRAFT
+        seconds.append(state.recording)
+        times.append(state.last_round.timing is not None)
+    assert seconds[0] > 0 and len(set(seconds)) == 1  # nothing more ran as it is written
+    assert times == [False, False, True, True]  # the first replay takes longer
+
+
+def test_what_streams_past_is_not_recorded_beside_a_round(pair, gpu):
+    """For which rows the next verify gathers follows from what this round brings."""
+    state = recording_state(pair, num_resident_layers=0)
+    state.hierarchy.outer.step.graphs.clear()
+    state._think()
+    assert not state.hierarchy.outer.step.graphs
 
 
 def test_a_users_drafter_runs_before_it_is_recorded(pair, gpu):

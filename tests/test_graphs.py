@@ -143,17 +143,18 @@ def test_what_was_not_used_for_longest_makes_room():
 
 
 def test_a_step_is_recorded_ahead():
-    """Once for each length; its first replay counts as none, whose time is that of others."""
+    """Once for each length. The time of a round in which that happens is not that of others, nor is that of its first
+    replay."""
     step = Recording(num_lengths=1)
-    for length in (5, 6):
+    for count, length in enumerate((5, 6), 1):
         step.prepare(length)
         step.prepare(length)
-        assert step.what() == ["record"]
-    for recorded, length in [(1, 5), (1, 5), (2, 6), (2, 6)]:
+        assert step.what() == ["record"] and step.compiler.num_recorded == count
+    for recorded, length in [(3, 5), (3, 5), (4, 6), (4, 6)]:
         step(length)
         assert step.what() == ["replay"] and step.compiler.num_recorded == recorded
     step(7)
-    assert step.what() == ["record", "replay"] and step.compiler.num_recorded == 3
+    assert step.what() == ["record", "replay"] and step.compiler.num_recorded == 5
 
 
 def test_compiled_pieces_run_before_they_are_recorded():

@@ -705,3 +705,16 @@ def test_a_view_is_no_larger_than_a_row_has_room_for():
         state = engine.caches.state
     engine.generate(random_prompt(300, seed=5), 8)
     assert engine.caches.state is state  # and is used again
+
+
+def test_garbage_is_looked_for_once_before_buffers_are_made(engine, monkeypatch):
+    """That takes 0.1 s: not before the first question about a document, where nothing was made since."""
+    looks = []
+    monkeypatch.setattr(caches.gc, "collect", lambda: looks.append(1))
+    book = engine.prefill(DOCUMENT)
+    assert len(looks) == 1
+    for count, prompts in enumerate(([[1, 2]], [[1, 2], [3]], [[4], [5], [6]]), 1):  # each needs buffers of its own
+        engine.generate(prompts, prefix=book, **GREEDY)
+        assert len(looks) == count
+    engine.release()
+    assert len(looks) == 4

@@ -92,6 +92,7 @@ class Caches:
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
         self._computed = False  # for the present call
+        self._is_released = False  # and no State was made since
         self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
         self._due: list[Job] = []  # what is to be compiled once the present answer has ended
@@ -120,6 +121,11 @@ class Caches:
         """Frees the buffers of the last call."""
         self.state = self.prefix = None
         gc.collect()  # compiled steps make reference cycles
+        self._is_released = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Nothing of the device's memory is kept that is not in use."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -394,8 +400,10 @@ class Caches:
         held = self._held(ids)
         old = self.state if base and held > base and shared.is_same(self.prefix) else None
         self.state = None
-        if old is None:
-            self.release()  # before the new ones are planned
+        if old is None:  # before the new ones are planned
+            # To look for garbage takes 0.1 s. For the first question about a document that was just done.
+            (self._give_back if self._is_released else self.release)()
+        self._is_released = False
         budget = self.engine.resolve_budget(max(map(len, ids)), capacity, batch if base else 1)
         budget, resident = self._plan(settings, batch, base, capacity, budget)
         sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.engine.vocab_size}

@@ -279,8 +279,8 @@ class State:
         self._open(max_new_tokens, plan, padding)
 
     def _record_ahead(self) -> None:
-        """Records the steps of the first rounds, as long as the device works on the prompts. Ranks record them all:
-        a step that some replay and others run as it is written would not find its all-reduces together."""
+        """Records the steps of the next rounds, as long as the device has work. Ranks record them all: a step that some
+        replay and others run as it is written would not find its all-reduces together."""
         sources = self.hierarchy.sources.values()
         if self.compiler.recorder is None or not all(source.records_unseen for source in sources):
             return
@@ -384,10 +384,16 @@ class State:
         # Where bits are promised, they are not to depend on how many rows go on.
         if 0 < len(going) < self.batch and self.cache.prefix.can_narrow and not self.pilot.padding.plain:
             self._narrow(going)
-        result = self.hierarchy.round(plan, self.lens, self._next_extent(), self.pilot.think if chosen else None)
+        result = self.hierarchy.round(plan, self.lens, self._next_extent(), self._think if chosen else None)
         self.num_forwards += 1
         self.last_round = result
         return self._settle(result, chosen)
+
+    def _think(self) -> None:
+        """While the device works on a round: what the next one follows, and its steps."""
+        self.pilot.think()
+        if self.cache.prefix.streams is None:  # or else it is not known yet for which rows the next verify gathers
+            self._record_ahead()
 
     def _next_extent(self) -> Extent | None:
         """The prefix's extent after the next flush, if that is near, and something will come after it."""
