@@ -98,10 +98,11 @@ def rows_of(engine: Engine, tokenizer, ids: list[int], args):
     def plan():
         controller = engine.caches.state.pilot.controller
         return {"plan": str(controller and controller.plan), "budget": engine.caches.state.budget,
-                "block": engine.caches.state.settings.block_size}
+                "block": engine.caches.state.settings.block_size, "pieces": engine.caches.state.compiler.num_pieces}
 
     if "questions" in args.parts:
         yield "questions", {**answered(*ask(asked)), **plan()}
+        time.sleep(args.rest)
         for i in range(1, 1 + args.again):
             yield "questions again", {**answered(*ask([*asked[i:], *asked[:i]], seed=100 * i)), **plan()}
     if "autoregression" in args.parts:
@@ -195,7 +196,7 @@ def run(args) -> None:
     engine, tokenizer = engine_of(args, group)
     ids = tokenizer.encode(read_text(args.text))[: args.context]
     machine = {"gpus": 1 if group is None else group.size, "offload": args.offload, "context": len(ids),
-               "questions": args.questions, "new": args.max_new_tokens, "compile": args.compile,
+               "questions": args.questions, "new": args.max_new_tokens, "compile": args.compile, "rest": args.rest,
                **on_chip.about(engine, args)}
     machine["widened"] |= args.widened
     del machine["seeds"], machine["quote"], machine["block_size"]
@@ -249,6 +250,8 @@ def main() -> None:
     p.add_argument("--text", help="a text file (default: CPython's language reference)")
     p.add_argument("--questions", type=int, default=8)
     p.add_argument("--again", type=int, default=1, help="calls with all questions after the first one")
+    p.add_argument("--rest", type=float, default=0.0, help="seconds without a question after the first call: a process "
+                   "that finds compiled steps loads them meanwhile")
     p.add_argument("--samples", type=int, nargs="+", default=[32])
     p.add_argument("--singles", type=int, default=3, help="questions that are asked one by one")
     p.add_argument("--max-new-tokens", type=int, default=128)

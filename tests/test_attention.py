@@ -1,5 +1,6 @@
 """Partial states and their merge, against one softmax over all keys in float64."""
 
+from functools import reduce
 from types import SimpleNamespace
 
 import pytest
@@ -148,23 +149,31 @@ def test_many_masked_keys_are_products_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("hidden", [-torch.inf, attention.HIDDEN])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, hidden, monkeypatch):
+@pytest.mark.parametrize("count, parted", [(1, False), (2, False), (2, True), (3, True), (4, False), (4, True)])
+def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, parted, hidden, monkeypatch):
     """At once, where a CPU merges one after the other. A last state that hides all keys of a row changes none of the
-    row's bits, whatever it says of them. The states of a prefill, which has many rows, are merged."""
+    row's bits, whatever it says of them. The states of a prefill, which has many rows, are merged. The second state is
+    one of three parts."""
     torch.manual_seed(0)
     q = torch.randn(2, 2, 3, 8)
     states = [attention.partial(q, *torch.randn(2, 2, 2, 5, 8)) for _ in range(count)]
     states[1:] = [(out.bfloat16(), lse) for out, lse in states[1:]]
-    nothing = states[-1][0] + 1, torch.full_like(states[0][1], hidden)
+    nothing = states[0][0] + 1, torch.full_like(states[0][1], hidden)
+    if parted:
+        parts = [attention.partial(q, *torch.randn(2, 2, 2, 5, 8)) for _ in range(3)]
+        states[1] = tuple(torch.stack(x) for x in zip(*parts, strict=True))
+        one = reduce(attention.merge, parts)
+        torch.testing.assert_close(attention.join(states), attention.join([states[0], one, *states[2:]]))
     expected = attention.join(states)
-    calls, merge_last = [], attention.merge_last
+    calls, merge_last, added, addcmul = [], attention.merge_last, [], torch.addcmul
     monkeypatch.setattr(attention, "merge_last", lambda *states: calls.append(1) or merge_last(*states))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(torch, "addcmul", lambda *tensors: added.append(1) or addcmul(*tensors))
     found = attention.join(states)
     torch.testing.assert_close(found, expected)
+    assert len(added) == count - 1 - parted  # what follows the parts is not among the products
     assert not calls and torch.equal(attention.join([*states, nothing]), found)
-    many = [(out.repeat(1, 1, 171, 1), lse.repeat(1, 1, 171)) for out, lse in states]  # 513 rows
+    many = [(torch.cat([out] * 171, -2), torch.cat([lse] * 171, -1)) for out, lse in states]  # 513 rows
     torch.testing.assert_close(attention.join(many)[:, :, :3], expected)
     assert len(calls) == (count > 1)
 

@@ -15,11 +15,12 @@ from conftest import (
 )
 
 from triforce import attention, graphs
-from triforce.attention import merge, merge_parts, partial, parts_of_keys, pays_to_plan
+from triforce.attention import for_join, merge, merge_parts, partial, parts_of_keys, pays_to_plan
 from triforce.config import Settings
 from triforce.kv import blocks
 from triforce.kv.target import aligned
 from triforce.kv.views import COMMON, RetrievalView, common_queries
+from triforce.model import eager
 from triforce.packed import PackedPrefix
 from triforce.plan import AUTOREGRESSION, Plan
 from triforce.prefix import asked, common_length
@@ -329,14 +330,33 @@ def test_parts_of_the_keys_merge_to_the_whole():
     parts = [x[0].unflatten(1, (4, -1)).transpose(0, 1) for x in (k, v)]
     states = attention._plain(q.expand(4, -1, -1, -1), *parts, None)
     with graphs.traced():
-        traced = merge_parts(*states)
-    for out, lse in (traced, merge_parts(*states)):
+        traced, joined = merge_parts(*states), for_join(*states)
+    assert all(x is y for x, y in zip(for_join(*states), states, strict=True))  # `join` takes them as they are
+    for out, lse in (traced, joined, merge_parts(*states)):
         torch.testing.assert_close(out, whole[0])
         torch.testing.assert_close(lse, whole[1])
     halves = merge(partial(q, k[:, :, :32], v[:, :, :32]), partial(q, k[:, :, 32:], v[:, :, 32:]))
     torch.testing.assert_close(halves[0], out)
     assert parts_of_keys(8, 64, 122_880) == 16 and parts_of_keys(32, 512, 122_880) == 1
     assert parts_of_keys(4, 1, 40) == 8  # as many as divide the keys
+
+
+@pytest.mark.parametrize("kind", ["resident", "offloaded"])
+def test_parts_of_a_document_are_merged_by_one_piece_wherever_they_lie(pair, kind, monkeypatch):
+    """What is compiled is traced over a document on the device. Rows say what they say without parts."""
+    plain, pieces, function = make_state(*pair, PROMPTS, base=BASE, **KINDS[kind]), set(), blocks.over_shared
+
+    def noted(view, i, q, passage=None, compiled=eager, *more, **how):
+        return function(view, i, q, passage, lambda one: pieces.add(one.__name__) or compiled(one), *more, **how)
+
+    monkeypatch.setattr(blocks, "over_shared", noted)
+    monkeypatch.setattr(attention, "pays_to_plan", lambda *_: True)
+    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
+    monkeypatch.setattr(attention, "parts_of_keys", lambda *_: 4)
+    monkeypatch.setattr(attention, "_cudnn", lambda q, k, v, is_causal: attention._plain(q, k, v, None))
+    state = make_state(*pair, PROMPTS, base=BASE, **KINDS[kind])
+    assert [state.round() for _ in range(12)] == [plain.round() for _ in range(12)]
+    assert pieces == {"for_join"} | ({"merge"} if kind == "offloaded" else set())
 
 
 def test_a_plan_is_made_where_it_pays():

@@ -25,7 +25,9 @@ SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same ti
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
 HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
 FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
-State = tuple[Tensor, Tensor]  # out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs)
+# out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs). Several, over parts of some keys, have one more
+# dimension, in front.
+State = tuple[Tensor, Tensor]
 
 
 def fold(q: Tensor, n_kv_head: int) -> Tensor:
@@ -82,7 +84,7 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
 
     Args:
         q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
-        merged: `merge_parts`, compiled. None: as it is written.
+        merged: `merge_parts`, or `for_join`, compiled perhaps. None: the former, as it is written.
         once: so many rows are met in one pass over the layers, as in a prefill, and not again.
         batch: if there are fewer sequences, the kernel is still that of so many. Each kernel has a dtype of its own.
     """
@@ -120,9 +122,10 @@ def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
 
 
 def of_batch(attend: Callable[[Tensor], State], q: Tensor) -> State:
-    """The state of q [B, K, R, D] by a function of one sequence, [1, K, B * R, D], over keys that all rows share."""
-    out, lse = attend(q.transpose(0, 1).flatten(1, 2)[None])
-    return out[0].unflatten(1, (len(q), -1)).transpose(0, 1), lse[0].unflatten(1, (len(q), -1)).transpose(0, 1)
+    """The state of q [B, K, R, D] by a function of one sequence, [1, K, B * R, D], over keys that all rows share; or,
+    if it gives several, states over parts of them."""
+    out, lse = (x.unflatten(2, (len(q), -1)).transpose(1, 2) for x in attend(q.transpose(0, 1).flatten(1, 2)[None]))
+    return (out, lse) if len(out) > 1 else (out[0], lse[0])
 
 
 def among_all(state: State, rows: Tensor, batch: int) -> State:
@@ -174,6 +177,12 @@ def merge_parts(out: Tensor, lse: Tensor) -> State:
     parts = out.to(logs.dtype).flatten(1, 2).transpose(0, 1)  # [K * R, P, D]
     whole = (logs.exp()[:, None] @ parts).view(out[:1].shape)
     return whole, lse[:1] - logs[:, 0].view(lse[:1].shape)
+
+
+def for_join(out: Tensor, lse: Tensor) -> State:
+    """States over parts of the keys, as `join` takes them: their union where that is compiled, since it is one kernel.
+    As it is written, `join` takes in all of them at once, which is faster."""
+    return merge_parts(out, lse) if is_traced() else (out, lse)
 
 
 def sequences_a_call(batch: int, n_kv_head: int, rows: int, processors: int) -> int:
@@ -323,19 +332,45 @@ def merge_last(a: State, b: State) -> Tensor:
 
 
 def join(states: list[State]) -> Tensor:
-    """The output of attention over the union of disjoint sets of keys, of which every row sees a key in the first."""
-    state, *others = states
-    # Faster than one merge after the other. Two would be merged faster still, but then bits would depend on whether
-    # there is a third that weighs nothing.
-    if others and state[0].is_cuda and not is_traced() and state[0].shape[2] <= FEW_ROWS:
-        shares = torch.stack([lse for _, lse in states]).softmax(0)[..., None]
-        out = state[0] * shares[0]
-        for (other, _), share in zip(others, shares[1:], strict=True):
-            out = torch.addcmul(out, other, share)
-        return out
+    """The output of attention over the union of disjoint sets of keys, of which every row sees a key in the first. One
+    may be of parts."""
+    if len(states) > 1 and states[0][0].is_cuda and not is_traced() and states[0][0].shape[2] <= FEW_ROWS:
+        return _join_at_once(states)
+    state, *others = [_whole(*state) for state in states]
     for other in others[:-1]:
         state = merge(state, other)
     return merge_last(state, others[-1]) if others else state[0]
+
+
+def _join_at_once(states: list[State]) -> Tensor:
+    """`join` by weights for all states: faster than one merge after the other.
+
+    What comes after the state of parts is added to the rest. So bits do not depend on whether there is one that weighs
+    nothing. Two states would be merged faster still, but then bits would depend on that.
+    """
+    lses = [lse.movedim(0, -1) if lse.ndim > 3 else lse[..., None] for _, lse in states]
+    shares = torch.cat(lses, -1).softmax(-1)  # [B, K, R, n]
+    outs = [out if out.ndim > 4 else out[None] for out, _ in states]
+    count = 1 + max((i for i, out in enumerate(outs) if len(out) > 1), default=0)
+    if count > 1:  # as products of [B * K * R, 1, n] and [B * K * R, n, D]
+        n = sum(map(len, outs[:count]))
+        wide = torch.empty(*shares.shape[:3], n, outs[0].shape[-1], dtype=shares.dtype, device=shares.device)
+        for out, place in zip(outs, wide.split([*map(len, outs[:count])], 3), strict=False):
+            place.copy_(out.movedim(0, 3))
+        whole = (shares[..., :n].flatten(0, 2)[:, None] @ wide.flatten(0, 2)).view(outs[0].shape[1:])
+    else:
+        n, whole = 1, outs[0][0] * shares[..., :1]
+    for i, out in enumerate(outs[count:], n):
+        whole = torch.addcmul(whole, out[0], shares[..., i : i + 1])
+    return whole
+
+
+def _whole(out: Tensor, lse: Tensor) -> State:
+    """One state, of one or of several over parts of its keys."""
+    if out.ndim == 4:
+        return out, lse
+    merged = merge_parts(out.flatten(1, 2), lse.flatten(1, 2))
+    return tuple(x[0].view(one.shape[1:]) for x, one in zip(merged, (out, lse), strict=True))
 
 
 def as_batch(states: list[State]) -> State:

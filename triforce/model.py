@@ -509,7 +509,7 @@ class Attention(nn.Module):
     def output(self, states: list[attention.State], dtype: torch.dtype) -> Tensor:
         """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each -> [B, M, dim]."""
         y = attention.join(states)
-        y = y.reshape(y.shape[0], self.n_head, -1, self.head_dim).transpose(1, 2)  # [B, M, H, D]
+        y = y.unflatten(2, (self.n_head // y.shape[1], -1)).permute(0, 3, 1, 2, 4)  # [B, M, K, G, D]; or H, 1 for K, G
         if is_traced() and y.dtype == dtype:  # or else `to` is nothing, and compiled code may have y in another order
             y = y.clone(memory_format=torch.contiguous_format)
         y = self.out(y.to(dtype, memory_format=torch.contiguous_format).flatten(2))

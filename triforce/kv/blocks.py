@@ -180,7 +180,7 @@ class TargetLayer:
         """Over what all rows share, in one call."""
         block, rows = self._block, self._block.attended
         if rows is None:
-            return over_shared(block.view, self._i, q, block.passage, block.compiled, block.on_piece)
+            return over_shared(block.view, self._i, q, block.passage, block.compiled, block.on_piece, joined=True)
         states = over_shared(block.view, self._i, q[rows], block.passage, on_piece=block.on_piece, batch=len(q))
         return [attention.among_all(state, rows, len(q)) for state in states]
 
@@ -218,7 +218,7 @@ class TargetLayer:
 
 
 def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, compiled=eager, on_piece=None,
-                prefills: bool = False, batch: int = 0) -> list[attention.State]:
+                prefills: bool = False, batch: int = 0, joined: bool = False) -> list[attention.State]:
     """The state of queries [B, K, R, D] over layer i of what all rows have before a view.
 
     Args:
@@ -227,13 +227,19 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, c
         prefills: the kernel may depend on the number of rows. In a round it may not: rows that end would change the
             bits of the others.
         batch: see `attention.over_shared`.
+        joined: the state goes to `attention.join` alone, which takes one over parts, too.
     """
-    shared, base, merged = view.shared, view.base, compiled(attention.merge_parts)
+    shared, base, united = view.shared, view.base, compiled(attention.for_join)
+
+    def merged(*parts: Tensor) -> attention.State:
+        out, lse = united(*parts)
+        return (out, lse) if len(out) == 1 else attention.merge_parts(out, lse)
+
     if i < len(shared.k):
         rows = len(q) * q.shape[2]
         if shared.packed is not None and rows >= MIN_ROWS and not (prefills and rows >= MANY_ROWS):
             return [attention.of_batch(shared.packed[i].partial, q)]
-        return [attention.over_shared(q, *view.before(i), merged, once=prefills, batch=batch)]
+        return [attention.over_shared(q, *view.before(i), united if joined else merged, once=prefills, batch=batch)]
     state = None
     for number, kv in passage.pieces(i, base):
         k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each
