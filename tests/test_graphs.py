@@ -186,10 +186,11 @@ def test_within_another_graph_it_runs(capturing):
 
 
 def test_put_writes_each_row_to_its_own_places():
-    x = torch.zeros(2, 5, 3)
     index, value = torch.tensor([[4, 0], [1, 2]]), torch.arange(12.0).view(2, 2, 3)
-    put(x, index, value)
-    assert torch.equal(x, torch.zeros(2, 5, 3).scatter(1, index[..., None].expand(-1, -1, 3), value))
+    for rows in (None, torch.tensor([[0, 0], [1, 1]])):
+        x = torch.zeros(2, 5, 3)
+        put(x, index, value, rows=rows)
+        assert torch.equal(x, torch.zeros(2, 5, 3).scatter(1, index[..., None].expand(-1, -1, 3), value))
 
 
 @pytest.mark.parametrize("batch_dim,dim", [(0, 1), (1, 3), (2, 0)])

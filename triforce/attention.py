@@ -345,23 +345,25 @@ def join(states: list[State]) -> Tensor:
 def _join_at_once(states: list[State]) -> Tensor:
     """`join` by weights for all states: faster than one merge after the other.
 
-    What comes after the state of parts is added to the rest. So bits do not depend on whether there is one that weighs
-    nothing. Two states would be merged faster still, but then bits would depend on that.
+    First the parts are added up, or the first state is taken, and then the others are added in their order. So bits do
+    not depend on whether there is a last one that weighs nothing. Two states would be merged faster still, but then
+    bits would depend on that.
     """
-    lses = [lse.movedim(0, -1) if lse.ndim > 3 else lse[..., None] for _, lse in states]
-    shares = torch.cat(lses, -1).softmax(-1)  # [B, K, R, n]
-    outs = [out if out.ndim > 4 else out[None] for out, _ in states]
-    count = 1 + max((i for i, out in enumerate(outs) if len(out) > 1), default=0)
-    if count > 1:  # as products of [B * K * R, 1, n] and [B * K * R, n, D]
-        n = sum(map(len, outs[:count]))
-        wide = torch.empty(*shares.shape[:3], n, outs[0].shape[-1], dtype=shares.dtype, device=shares.device)
-        for out, place in zip(outs, wide.split([*map(len, outs[:count])], 3), strict=False):
-            place.copy_(out.movedim(0, 3))
-        whole = (shares[..., :n].flatten(0, 2)[:, None] @ wide.flatten(0, 2)).view(outs[0].shape[1:])
-    else:
-        n, whole = 1, outs[0][0] * shares[..., :1]
-    for i, out in enumerate(outs[count:], n):
-        whole = torch.addcmul(whole, out[0], shares[..., i : i + 1])
+    # By KV head and then by row of the batch, as parts lie in memory: [K, B, R, n].
+    lses = [lse.transpose(0, 1)[..., None] if lse.ndim == 3 else lse.permute(2, 1, 3, 0) for _, lse in states]
+    shares = torch.cat(lses, -1).softmax(-1)
+    of_each = shares.transpose(0, 1).split([lse.shape[-1] for lse in lses], -1)
+    base = next((i for i, (out, _) in enumerate(states) if out.ndim == 5), 0)
+    out, share = states[base][0], of_each[base]
+    if out.ndim == 4:
+        whole = out * share
+    else:  # products of [K * B * R, 1, P] and [K * B * R, P, D]
+        parts = out.to(share.dtype).transpose(1, 2)  # [P, K, B, R, D]
+        whole = share.transpose(0, 1).flatten(0, 2)[:, None] @ parts.flatten(1, 3).transpose(0, 1)
+        whole = whole.view(parts.shape[1:]).transpose(0, 1)
+    for i, (out, _) in enumerate(states):
+        if i != base:
+            whole = torch.addcmul(whole, out, of_each[i])
     return whole
 
 

@@ -25,19 +25,21 @@ SPARE = 3 * 2**28
 _recording = threading.Lock()
 
 
-def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:
+def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1, rows: Tensor | None = None) -> None:
     """Writes, for each row b of the batch, value[b, j] at place index[b, j] of dimension `dim` of x.
 
     In place even where it is compiled: of what `scatter_` writes to, the compiler copies the whole, twice.
 
     Args:
         index: [B, M]. value: [B, M, ...], the other dimensions of x in their order.
+        rows: [B, M], contiguous, the row of each place, from whoever puts many things there. None: they are made here.
     """
     if len(index) == 1 and not is_traced():  # the same in half of the time
         x.index_copy_(dim, index[0], value.movedim((0, 1), (batch_dim, dim)))
         return
     places: list[Tensor | None] = [None] * x.ndim
-    places[batch_dim], places[dim] = torch.arange(len(index), device=index.device)[:, None], index
+    places[batch_dim] = torch.arange(len(index), device=index.device)[:, None] if rows is None else rows
+    places[dim] = index
     torch.ops.aten.index_put_(x, places, value)
 
 

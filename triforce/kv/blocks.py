@@ -3,7 +3,7 @@
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, T tail slots, D head_dim.
 """
 
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -92,6 +92,13 @@ class TargetBlock:
             self.ragged_bias = _view_bias(view.own_len - view.starts if extent.starts else view.own_len, first,
                                           first + extent.longest - extent.dense, rows, cache.group, tail.whole.dtype)
 
+    @cached_property
+    def batch_rows(self) -> Tensor | None:
+        """[B, M], contiguous: the row of the batch that each of the slots belongs to. None, where there is one."""
+        if len(self.slots) == 1:
+            return None
+        return torch.arange(len(self.slots), device=self.slots.device)[:, None].expand_as(self.slots).contiguous()
+
     def layer(self, i: int) -> "TargetLayer":
         return TargetLayer(self, i)
 
@@ -121,7 +128,8 @@ class TargetLayer:
         if self.queries is not None:
             self.queries[:, :, : q.shape[2]] = q
         kv = kv.unflatten(1, (2, -1))  # [B, 2, K, M, D]
-        put(self.written, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3)
+        put(self.written, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3,
+            rows=None if is_traced() else self._block.batch_rows)
         q = attention.fold(q, self.n_kv_head)
         if self.length_on_device:
             q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
