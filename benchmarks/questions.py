@@ -216,7 +216,8 @@ def plot(path: str) -> None:
     for row in rows:
         name = "".join((row["shape"] or row["checkpoint"], ", offloaded" if row["offload"] else "",
                         f", {row['memory_cap_gib']:.0f} GiB" if row.get("memory_cap_gib") else "",
-                        ", 2 GPUs" if row["gpus"] == 2 else "", "" if row.get("compile") else ", not compiled"))
+                        ", 2 GPUs" if row["gpus"] == 2 else "",
+                        "" if row.get("compile") or row.get("pieces") else ", not compiled"))
         settings.setdefault(name, {})[row["what"]] = row["ms_a_token"]
     settings = dict(sorted(settings.items()))
     figure, axes = plt.subplots(figsize=(9, 0.5 * len(settings) + 2.2))
