@@ -167,11 +167,21 @@ def test_what_the_next_round_runs_is_recorded_beside_a_round(pair, gpu):
     assert times == [False, False, True, True]  # the first replay takes longer
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+def test_nothing_is_recorded_beside_a_round_that_may_be_the_last(pair, gpu, tokens):
+    """It would hold up the last tokens. A round of three drafted ones may bring four."""
+    gpu.works = False
+    state = recording_state(pair, retrieval=False, max_new_tokens=tokens)
+    gpu.works = True
+    state.round()
+    assert prepared(state) == ({"model 1"} if tokens < 5 else {"full"} | DRAFT)  # which ran twice
+
+
 def test_what_streams_past_is_not_recorded_beside_a_round(pair, gpu):
     """For which rows the next verify gathers follows from what this round brings."""
     state = recording_state(pair, num_resident_layers=0)
     state.hierarchy.outer.step.graphs.clear()
-    state._think()
+    state._think(AUTOREGRESSION)
     assert not state.hierarchy.outer.step.graphs
 
 

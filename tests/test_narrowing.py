@@ -3,11 +3,14 @@
 What rows have for themselves: test_cache.py.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import make_state, random_prompt, run_rounds
 
 from triforce import attention, narrowing
+from triforce.kv import blocks
 from triforce.kv.prefix import PrefixStore
 from triforce.model import ModelConfig
 from triforce.plan import PADDED, Padding
@@ -131,6 +134,11 @@ def test_what_few_rows_see_is_laid_out_as_what_all_see(monkeypatch, queries):
     some = attention.among_all(attention.over_shared(q[rows], k, k, batch=32), rows, 32)
     assert [(x.dtype, x.shape, x.stride()) for x in some] == [(x.dtype, x.shape, x.stride()) for x in whole]
     assert whole[0].dtype == torch.float32
+    # A step's layer asks for it like this. The keys of many heads and rows are not parted.
+    monkeypatch.setattr(attention, "parts_of_keys", lambda *_: 1)
+    view = SimpleNamespace(shared=SimpleNamespace(k=[k], packed=None), base=4096, before=lambda i: (k, k))
+    monkeypatch.setattr(attention, "pays_to_plan", lambda *_: True)
+    assert blocks.over_shared(view, 0, q[rows], batch=32)[0][0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("how", ["bits are promised", "nothing is shared", "recording takes long", "begun just now"])

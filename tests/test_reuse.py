@@ -718,3 +718,29 @@ def test_garbage_is_looked_for_once_before_buffers_are_made(engine, monkeypatch)
         assert len(looks) == count
     engine.release()
     assert len(looks) == 4
+
+
+def test_what_another_engine_has_left_is_collected_where_memory_is_short(engine, monkeypatch):
+    """Once: a call whose buffers do not fit afterwards is refused, and so is one before which garbage was collected."""
+    looks, asked, plan = [], [], caches.Caches._plan
+
+    def planned(self, *args):
+        asked.append(len(looks))
+        if not looks:
+            raise UserError("too little memory")
+        return plan(self, *args)
+
+    book = engine.prefill(DOCUMENT)
+    monkeypatch.setattr(caches.gc, "collect", lambda: looks.append(1))
+    monkeypatch.setattr(caches.Caches, "_plan", planned)
+    assert engine.generate([1, 2], prefix=book, **GREEDY).tokens
+    assert asked == [0, 1]
+
+    def refused(self, *args):
+        asked.append(len(looks))
+        raise UserError("too little memory")
+
+    monkeypatch.setattr(caches.Caches, "_plan", refused)
+    with pytest.raises(UserError, match="too little"):
+        engine.generate([[1], [2]], prefix=book, **GREEDY)
+    assert asked == [0, 1, 2]

@@ -24,6 +24,7 @@ import torch
 from . import memory
 from .config import Placement, Settings
 from .costs import prefill_seconds
+from .errors import UserError
 from .jobs import Job, Models, find_compiler, kept_folder, start_all
 from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
@@ -400,12 +401,20 @@ class Caches:
         held = self._held(ids)
         old = self.state if base and held > base and shared.is_same(self.prefix) else None
         self.state = None
+        # To look for garbage takes 0.1 s. For the first question about a document that was just done.
+        leaves_garbage = old is None and self._is_released
         if old is None:  # before the new ones are planned
-            # To look for garbage takes 0.1 s. For the first question about a document that was just done.
-            (self._give_back if self._is_released else self.release)()
-        self._is_released = False
+            (self._give_back if leaves_garbage else self.release)()
         budget = self.engine.resolve_budget(max(map(len, ids)), capacity, batch if base else 1)
-        budget, resident = self._plan(settings, batch, base, capacity, budget)
+        sizes = settings, batch, base, capacity, budget
+        try:
+            budget, resident = self._plan(*sizes)
+        except UserError:
+            if not leaves_garbage:
+                raise
+            self.release()  # there may be some of another engine's
+            budget, resident = self._plan(*sizes)
+        self._is_released = False
         sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.engine.vocab_size}
         count = self.target.config.n_layer
         streams = shared.store.offload is not None if base else resident is not None and resident < count

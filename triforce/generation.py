@@ -24,7 +24,7 @@ class Stats:
     prefill: float = 0.0  # of that: until the prompts were in the cache, and steps recorded beside it
     compiling: float = 0.0  # of that: waiting for compiled steps, where `compile` is True
     decode: float = 0.0  # after the first token
-    recording: float = 0.0  # of all, after the prefill: warming up steps and recording graphs
+    recording: float = 0.0  # of all, after the prefill: warming up steps and recording graphs, but not beside a round
     tbt: float = 0.0  # `decode` per token emitted after the first round
     acceptance_rate: dict[str, float] = field(default_factory=dict)  # accepted / drafted, by the level that checks
     block_efficiency: float = 0.0  # tokens emitted per forward pass of the target over its full cache

@@ -507,7 +507,7 @@ class Attention(nn.Module):
         return heads.transpose(1, 2)
 
     def output(self, states: list[attention.State], dtype: torch.dtype) -> Tensor:
-        """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each -> [B, M, dim]."""
+        """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each, or one of parts -> [B, M, dim]."""
         y = attention.join(states)
         y = y.unflatten(2, (self.n_head // y.shape[1], -1)).permute(0, 3, 1, 2, 4)  # [B, M, K, G, D]; or H, 1 for K, G
         if is_traced() and y.dtype == dtype:  # or else `to` is nothing, and compiled code may have y in another order

@@ -6,6 +6,7 @@ out.
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -327,7 +328,7 @@ class State:
 
     @property
     def recording(self) -> float:
-        """Seconds that it took to prepare steps since decoding began."""
+        """Seconds that it took to prepare steps since decoding began, but for those recorded beside a round."""
         return self.compiler.seconds - self._recorded
 
     def texts(self, start: int = 0) -> list[list[int]]:
@@ -384,15 +385,18 @@ class State:
         # Where bits are promised, they are not to depend on how many rows go on.
         if 0 < len(going) < self.batch and self.cache.prefix.can_narrow and not self.pilot.padding.plain:
             self._narrow(going)
-        result = self.hierarchy.round(plan, self.lens, self._next_extent(), self._think if chosen else None)
+        meanwhile = partial(self._think, plan) if chosen else None
+        result = self.hierarchy.round(plan, self.lens, self._next_extent(), meanwhile)
         self.num_forwards += 1
         self.last_round = result
         return self._settle(result, chosen)
 
-    def _think(self) -> None:
-        """While the device works on a round: what the next one follows, and its steps."""
+    def _think(self, plan: Plan) -> None:
+        """While the device works on a round: what the next one follows, and its steps. plan: of the present round."""
         self.pilot.think()
-        if self.cache.prefix.streams is None:  # or else it is not known yet for which rows the next verify gathers
+        left = max(end - length for end, length in zip(self._ends, self.lens, strict=True))
+        # Or else it is not known yet for which rows the next verify gathers, or whether there is one.
+        if self.cache.prefix.streams is None and left > plan.gamma + 1:
             self._record_ahead()
 
     def _next_extent(self) -> Extent | None:

@@ -50,7 +50,8 @@ class Drafter:
 
     def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
         """Functions that record the steps of `propose`, see `graphs.preparations`. They are called before `open`, while
-        the device works on the prompts, if all drafters have `records_unseen`."""
+        the device works on the prompts, and in a round, once its tokens are proposed, for the plan of the next one: if
+        all drafters have `records_unseen`."""
         yield from ()
 
     def commit(self, length: Tensor) -> None:

@@ -241,7 +241,8 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, c
 
     def merged(*parts: Tensor) -> attention.State:
         out, lse = united(*parts)
-        return (out, lse) if len(out) == 1 else attention.merge_parts(out, lse)
+        whole = len(out) == 1 and out.dtype == lse.dtype  # merged already, as what is compiled does
+        return (out, lse) if whole else attention.merge_parts(out, lse)
 
     if i < len(shared.k):
         rows = len(q) * q.shape[2]
