@@ -45,10 +45,6 @@ def recording_state(pair, prompts=(PROMPT,), **settings):
     return make_state(*pair, list(prompts), compiler=compiler, **(BLOCKS | settings))
 
 
-def plain_state(pair, prompts=(PROMPT,), **settings):
-    return make_state(*pair, list(prompts), **(BLOCKS | settings))
-
-
 def steps_of(state) -> dict[str, Graphed]:
     levels = zip(("full", "retrieval"), state.hierarchy.levels, strict=False)
     found = {name: level.step for name, level in levels}
@@ -156,7 +152,7 @@ def test_nothing_is_recorded_ahead_once_the_device_is_done(pair, gpu, monkeypatc
 def test_what_the_next_round_runs_is_recorded_beside_a_round(pair, gpu):
     """While the device works on it, too; and the times of such a round are not believed."""
     gpu.works = False
-    state, plain = (make(pair, retrieval=False) for make in (recording_state, plain_state))
+    state, plain = recording_state(pair, retrieval=False), make_state(*pair, [PROMPT], **BLOCKS, retrieval=False)
     gpu.works, seconds, times = True, [], []
     for _ in range(4):
         assert state.round() == plain.round()

@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -406,14 +407,14 @@ class Caches:
         if old is None:  # before the new ones are planned
             (self._give_back if leaves_garbage else self.release)()
         budget = self.engine.resolve_budget(max(map(len, ids)), capacity, batch if base else 1)
-        sizes = settings, batch, base, capacity, budget
+        plan = partial(self._plan, settings, batch, base, capacity, budget)
         try:
-            budget, resident = self._plan(*sizes)
+            budget, resident = plan()
         except UserError:
             if not leaves_garbage:
                 raise
             self.release()  # there may be some of another engine's
-            budget, resident = self._plan(*sizes)
+            budget, resident = plan()
         self._is_released = False
         sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.engine.vocab_size}
         count = self.target.config.n_layer

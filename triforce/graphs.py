@@ -111,7 +111,7 @@ class Compiler:
         self.device, self.recorder, self.pieces, self.waited = device, recorder, pieces, waited
         self.pool = None if recorder is None else torch.cuda.graph_pool_handle()
         self.num_recorded = 0  # steps that ran as they are, were recorded, or were replayed for the first time
-        self.seconds = 0.0  # that they took the host
+        self.seconds = 0.0  # that the host spent on those that ran or were recorded when they were called
         self.settings: Hashable = None  # by which written steps differ from text to text
 
     @contextlib.contextmanager
