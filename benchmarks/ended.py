@@ -80,7 +80,7 @@ def measure(engine: Engine, ids: list[int], context: int, batch: int, args):
                 ended = order_of_ends(batch, args.scattered)[: batch - going] if count == batch else []
                 figures = time_rounds(state, plan, ended, limit, args)
                 yield {"context": context, "batch": count, "going": going, "plan": name, **figures,
-                       "attending": state.hierarchy.outer.num_attended or count}
+                       "computed_for": state.hierarchy.outer.num_computed or count}
 
 
 def run(args) -> None:

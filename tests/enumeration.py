@@ -56,6 +56,11 @@ class Enumerator:
         self.emitted: list[list[int]] = []  # per row
         self.ends: list[int] = []  # per row: first position that is not looked at
         self.num_drafted = None
+        self.state = None  # that runs them
+
+    def rows_of(self, count: int) -> list[int]:
+        """Which rows a call for so many is of: all, or those that a step computes because others have ended."""
+        return list(range(len(self.branches))) if count == len(self.branches) else self.state.hierarchy.outer._of
 
     def number(self, row: int, key: float, cuts: list[float]) -> float:
         branch = self.branches[row]
@@ -69,21 +74,21 @@ class Enumerator:
         return KEY_BASE + position.double() * 8 + 2 * level + purpose
 
     def sample(self, probs, u):
-        cumulative = probs.reshape(len(self.branches), -1).double().cumsum(-1)
+        rows, cumulative = self.rows_of(u.numel()), probs.reshape(u.numel(), -1).double().cumsum(-1)
         cumulative = (cumulative / cumulative[:, -1:]).tolist()
-        numbers = [self.number(row, key, cumulative[row]) for row, key in enumerate(u.reshape(-1).tolist())]
+        numbers = [self.number(*each) for each in zip(rows, u.reshape(-1).tolist(), cumulative, strict=True)]
         return self.original_sample(probs, torch.tensor(numbers, dtype=u.dtype).reshape(u.shape))
 
     def is_accepted(self, draft_prob, target_prob, u):
         count, numbers = self.num_drafted.tolist(), u.tolist()
         drafts, targets = draft_prob.double().tolist(), target_prob.double().tolist()
-        for row, keys in enumerate(numbers):
+        for n, (row, keys) in enumerate(zip(self.rows_of(len(numbers)), numbers, strict=True)):
             rejected = False
             for i, key in enumerate(keys):
-                if rejected or i >= count[row]:  # what follows the first rejection decides nothing
+                if rejected or i >= count[n]:  # what follows the first rejection decides nothing
                     keys[i] = 0.5
                     continue
-                d, t = drafts[row][i], targets[row][i]
+                d, t = drafts[n][i], targets[n][i]
                 keys[i] = self.number(row, key, [t / d] if d > 0 else [])
                 rejected = not keys[i] * d < t
         return self.original_is_accepted(draft_prob, target_prob, torch.tensor(numbers, dtype=u.dtype))
@@ -117,7 +122,7 @@ def joint_laws(state, shared, prompts, horizon=3, max_branches=200_000, together
     count = 0
     with enumerator.patched():
         while any(stacks):
-            run = copy.deepcopy(state, {id(module): module for module in shared})
+            run = enumerator.state = copy.deepcopy(state, {id(module): module for module in shared})
             enumerator.branches, enumerator.emitted, enumerator.ends = [], [[] for _ in range(run.batch)], []
             for row in range(run.batch):
                 stack = stacks[row % kinds]

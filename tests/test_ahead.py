@@ -1,5 +1,6 @@
 """Steps that are recorded before they run: graphs of a CPU, which run the function when they are replayed."""
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,8 +8,11 @@ import pytest
 import torch
 from conftest import assert_view_holds_its_selection, make_state, random_prompt
 
+from triforce import graphs
+from triforce import state as state_module
 from triforce.drafting.protocol import Drafter
-from triforce.graphs import Compiler, Graphed
+from triforce.graphs import Compiler, Graphed, finish
+from triforce.kv.prefix import PrefixStore
 from triforce.plan import AUTOREGRESSION
 from triforce.sampling import Uses
 
@@ -20,15 +24,17 @@ def gpu(monkeypatch):
     """What a GPU would say. works: on the prompt, when it is asked."""
     now = SimpleNamespace(capturing=False, works=True)
 
-    def record(self, args):
-        def replay():
+    class Recorded(graphs.Recording):
+        def go_on(self, until):
+            self.graphs = [SimpleNamespace(replay=self.replay)]
+            return True
+
+        def replay(self):
             now.capturing = True
-            self.function(*args)
+            finish(self.function(*self.args))
             now.capturing = False
 
-        return SimpleNamespace(replay=replay)
-
-    monkeypatch.setattr(Graphed, "_record", record)
+    monkeypatch.setattr(graphs, "Recording", Recorded)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: not now.works))
@@ -127,13 +133,13 @@ def test_a_step_that_gathers_for_some_rows_is_not_recorded(pair, gpu, monkeypatc
     prompts = [random_prompt(n, seed=n) for n in (300, 310, 290)]
     how = BLOCKS | {"flush_interval": 32, "budget": 64, "rebuild_interval": 8, "num_resident_layers": 0}
     state, plain = recording_state(pair, prompts, **how), make_state(*pair, prompts, **how)
-    outer, view, record, some, recorded = state.hierarchy.outer, state.hierarchy.view, Graphed._record, 0, []
+    outer, view, go_on, some, recorded = state.hierarchy.outer, state.hierarchy.view, graphs.Recording.go_on, 0, []
 
-    def noted(self, args):
-        recorded.extend([len(view.awaiting)] * (self is outer.step))
-        return record(self, args)
+    def noted(self, until):
+        recorded.extend([len(view.awaiting)] * (self.function == outer.step.function))
+        return go_on(self, until)
 
-    monkeypatch.setattr(Graphed, "_record", noted)
+    monkeypatch.setattr(graphs.Recording, "go_on", noted)
     for _ in range(30):
         some += len(view.awaiting) in (1, 2)
         assert state.round() == plain.round()
@@ -171,6 +177,57 @@ def test_nothing_is_recorded_beside_a_round_that_may_be_the_last(pair, gpu, toke
     gpu.works = True
     state.round()
     assert prepared(state) == ({"model 1"} if tokens < 5 else {"full"} | DRAFT)  # which ran twice
+
+
+def state_of_four(pair, temperature: float, monkeypatch, **more):
+    """Over a document, as on a GPU. Up to now there was no time for narrower steps."""
+    monkeypatch.setattr(PrefixStore, "can_narrow", True)
+    monkeypatch.setattr(state_module, "SPARE_TIME", 0.0)
+    prompts = [random_prompt(96) + random_prompt(20 + row, seed=row) for row in range(4)]
+    law = {"temperature": temperature}
+    state = make_state(*pair, prompts, base=96, sampling=law, retrieval=False, **BLOCKS, **more)
+    state._on_cpu = False
+    state.rewind(200)
+    for _ in range(4):
+        state.round()
+    monkeypatch.setattr(state_module, "SPARE_TIME", 0.5)
+    return state
+
+
+def widths_of(state) -> set[int | None]:
+    return {key[6] for key in state.hierarchy.outer.step.graphs}
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_steps_of_narrower_batches_are_recorded_beside_rounds(pair, gpu, works, monkeypatch):
+    """For when rows end. The time of a round is believed if the device was not done before that."""
+    state = state_of_four(pair, 0.8, monkeypatch, compiler=Compiler(torch.device("cpu"), recorder=object()))
+    plain = state_of_four(pair, 0.8, monkeypatch)
+    assert widths_of(state) == {None}
+    gpu.works, state._verify = works, 1e6  # the verify takes long
+    assert state.round() == plain.round()
+    assert widths_of(state) == {None, 2, 1} and (state.last_round.timing is not None) == works
+    seconds, said = state.recording, []
+    for row, width in ((3, None), (0, 2), (1, 1)):
+        for one in (state, plain):
+            one.close_row(row)
+        assert state.round() == plain.round() and state.hierarchy.outer.num_computed == width
+        said.append(width)
+    assert state.recording == seconds
+
+
+@pytest.mark.parametrize("how", ["a short verify", "bits are promised", "ranks", "compiled", "never timed"])
+def test_when_no_narrower_steps_are_recorded(pair, gpu, how, monkeypatch):
+    compiler = Compiler(torch.device("cpu"), recorder=object())
+    state = state_of_four(pair, 0.0 if how == "bits are promised" else 0.8, monkeypatch, compiler=compiler)
+    state._verify = {"a short verify": 1e-6, "never timed": None}.get(how, 1e6)
+    if how == "ranks":
+        monkeypatch.setattr(state.target, "group", object())
+    if how == "compiled":
+        monkeypatch.setattr(Compiler, "num_pieces", 1)
+    gpu.works, recorded = False, compiler.num_recorded
+    state._record_narrower(time.perf_counter())
+    assert widths_of(state) == {None} and compiler.num_recorded == recorded  # so rounds are timed
 
 
 def test_what_streams_past_is_not_recorded_beside_a_round(pair, gpu):

@@ -26,7 +26,7 @@ from triforce.kv.streaming import StreamingBlock, StreamingCache
 from triforce.model import rotate
 from triforce.packed import PackedPrefix
 from triforce.pilot import RebuildPolicy
-from triforce.plan import AUTOREGRESSION, Padding, Plan
+from triforce.plan import AUTOREGRESSION, Plan
 
 
 def test_prefill_and_rounds_equal_the_dense_twin(pair):
@@ -55,18 +55,17 @@ def lengths_on_device(monkeypatch):
     """As a GPU's kernel would, from lengths on the device alone. What each call was given: lengths, and their bound."""
     given = []
 
-    def up_to(q, rows, k, v, lengths, bound, places, is_empty=None, only=None):
-        lens, here = lengths.tolist(), list(range(len(k))) if only is None else only.tolist()
+    def up_to(q, rows, k, v, lengths, bound, places, is_empty=None):
+        lens, here = lengths.tolist(), [place // k.shape[1] // k.shape[2] for place in places[1, :-1].tolist()]
         given.append((lens, bound))
         assert max(lens) <= bound <= k.shape[2] and (is_empty is not None or min(lens) > 0)
         assert places[0].tolist() == list(range(len(here) + 1)) and len(lens) == len(here)
-        assert places[1, :-1].tolist() == [row * k.shape[1] * k.shape[2] for row in here]
+        assert k.stride(0) == k.shape[1] * k.shape[2] * k.shape[3] and len(q) == len(here)
         q = attention.as_rows(q, k.shape[1], rows)
         out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
-        for row, n in zip(here, lens, strict=True):
-            one = slice(row, row + 1)
-            out[one], lse[one] = partial(q[one], k[one, :, :n], v[one, :, :n])
-            lse[one] = lse[one] if n else float("inf")  # as that kernel says
+        for i, (row, n) in enumerate(zip(here, lens, strict=True)):
+            out[i], lse[i] = (x[0] for x in partial(q[i, None], k[row, None, :, :n], v[row, None, :, :n]))
+            lse[i] = lse[i] if n else float("inf")  # as that kernel says
         return out, lse if is_empty is None else lse.masked_fill(is_empty, float("-inf"))
 
     monkeypatch.setattr(attention, "spans", lambda device, dtype, head_dim: True)
@@ -83,6 +82,7 @@ def test_rows_whose_lengths_are_on_the_device_equal_the_dense_twin(pair, base, o
     target, draft = pair
     prompts = [random_prompt(base) + random_prompt(n, seed=n) for n in own]
     state = make_state(target, draft, prompts, base=base, max_new_tokens=60)
+    state._on_cpu = False
     texts = run_rounds(state, 40)
     assert state.num_flushes >= 2 * len(own)
     for prompt, tokens in zip(prompts, texts, strict=True):
@@ -97,7 +97,7 @@ def test_of_rows_that_have_ended_one_key_is_read(pair, lengths_on_device):
     """And the others have the bits that they would have beside them; once the row goes on, it is read again."""
     prompts = [random_prompt(100), random_prompt(33, seed=1), random_prompt(7, seed=2)]
     state = make_state(*pair, prompts, keep_logits=True)
-    state.hierarchy._leaves_out = False  # as on a GPU
+    state._on_cpu = False
     whole = bits_of_rows(state, 40)
     for closed in ([0], [1, 2]):
         state.rewind(60)
@@ -119,20 +119,19 @@ def test_of_rows_that_have_ended_one_key_is_read(pair, lengths_on_device):
 
 
 @pytest.mark.parametrize("base", [0, 96])
-def test_steps_attend_for_the_rows_that_go_on(pair, base, lengths_on_device, monkeypatch):
+def test_steps_compute_the_rows_that_go_on(pair, base, lengths_on_device, monkeypatch):
     """Where no bits are promised: for two of four, among them a row that has flushed nothing, then for one of them."""
     monkeypatch.setattr(prefix_module.PrefixStore, "can_narrow", True)
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
     monkeypatch.setattr(narrowing, "PLAN", 0.0)
-    monkeypatch.setattr(narrowing, "TILE", 1)  # what is shared is no reason for places that are left over
+    monkeypatch.setattr(narrowing, "APART", 0.0)
     prompts = [random_prompt(base) + random_prompt(n, seed=n) for n in (70, 7, 100, 33)]
     state = make_state(*pair, prompts, base=base, sampling={"temperature": 0.8}, retrieval=False,
                        draft_cache="streaming")
-    state.hierarchy._leaves_out = False  # as on a GPU
-    drawn = Padding(plain=False, drafts=True, inner=True)
-    state.rewind(200, padding=drawn)
+    state._on_cpu = False
+    state.rewind(200)
     texts = run_rounds(state, 60)
-    state.rewind(200, padding=drawn)
+    state.rewind(200)
     run_rounds(state, 4)
     for closed, going, until in (([0, 2], [1, 3], 30), ([3], [1], 70)):
         for row in closed:
@@ -141,11 +140,11 @@ def test_steps_attend_for_the_rows_that_go_on(pair, base, lengths_on_device, mon
             del lengths_on_device[:]
             state.round()
             assert lengths_on_device and all(len(lens) == len(going) for lens, _ in lengths_on_device)
-            assert state.hierarchy.outer.num_attended == len(going)
+            assert state.hierarchy.outer.num_computed == len(going)
     for row, prompt in enumerate(prompts):
         said = state.texts(len(prompt))[row]
         assert said[:60] == texts[row][: len(said)]
-    state.rewind(200, padding=drawn)
+    state.rewind(200)
     assert run_rounds(state, 60) == texts
 
 

@@ -2,15 +2,17 @@
 
 import contextlib
 import gc
+import math
 import threading
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce import graphs
-from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, preparations, put, traced
+from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, Recording, finish, preparations, put, traced
 
 
 @pytest.mark.parametrize("left, emptied", [(graphs.SPARE - 1, 1), (graphs.SPARE, 0)])
@@ -49,17 +51,15 @@ def test_no_thread_lets_garbage_be_collected_beside_another_s_recording():
         gc.enable()
 
 
-class Recording(Graphed):
+class Noting(Graphed):
     """A step that notes what happens; its graphs note their replays."""
 
     def __init__(self, num_lengths=0, warm_up=1):
         self.log = []
-        compiler = Compiler(torch.device("cpu"))
-        super().__init__(lambda *args: self.log.append(("run", args)), compiler, num_lengths, warm_up)
+        super().__init__(self.note, Compiler(torch.device("cpu")), num_lengths, warm_up)
 
-    def _record(self, args):
-        self.log.append(("record", args))
-        return SimpleNamespace(replay=lambda: self.log.append(("replay", args)))
+    def note(self, *args):
+        self.log.append(("run", args))
 
     def what(self):
         done = [what for what, _ in self.log]
@@ -67,23 +67,36 @@ class Recording(Graphed):
         return done
 
 
+class Noted:
+    """In the place of a recording: it says what is to be recorded."""
+
+    def __init__(self, function, args, compiler):
+        self.log, self.args = function.__self__.log, args
+        self.graphs = [SimpleNamespace(replay=lambda: self.log.append(("replay", args)))]
+
+    def go_on(self, until):
+        self.log.append(("record", self.args))
+        return True
+
+
 @pytest.fixture(autouse=True)
 def capturing(monkeypatch):
     now = SimpleNamespace(value=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.value)
+    monkeypatch.setattr(graphs, "Recording", Noted)
     return now
 
 
 @pytest.mark.parametrize("warm_up", [1, 4])
 def test_first_it_runs_then_it_is_recorded_then_replayed(warm_up):
-    step = Recording(warm_up=warm_up)
+    step = Noting(warm_up=warm_up)
     for _ in range(warm_up + 3):
         step(7)
     assert step.what() == ["run"] * warm_up + ["record", "replay", "replay", "replay"]
 
 
 def test_other_tensors_have_graphs_of_their_own():
-    step, x, y = Recording(), torch.zeros(3), torch.zeros(3)
+    step, x, y = Noting(), torch.zeros(3), torch.zeros(3)
     for _ in range(2):
         step(x)
         step(y)
@@ -96,7 +109,7 @@ def test_other_tensors_have_graphs_of_their_own():
 
 def test_compiled_pieces_have_graphs_of_their_own():
     """A graph recorded of written ones is not replayed once a text runs compiled ones, and the other way round."""
-    step = Recording()
+    step = Noting()
     for _ in range(2):
         step(7)
     step.compiler.pieces = SimpleNamespace(ready={"a piece": None})
@@ -108,7 +121,7 @@ def test_compiled_pieces_have_graphs_of_their_own():
 
 def test_other_settings_have_graphs_of_their_own():
     """A step that was recorded where no row needed a filter leaves it out for good."""
-    step, said = Recording(), []
+    step, said = Noting(), []
     for settings in ("greedy", "greedy", "drawn", "drawn", "greedy"):
         step.compiler.settings = settings
         step(7)
@@ -118,7 +131,7 @@ def test_other_settings_have_graphs_of_their_own():
 
 def test_lengths_share_a_warm_up_until_a_stretch_appears():
     """What runs over no keys, or over no ragged part, has not called the kernels for them yet."""
-    step = Recording(num_lengths=2)
+    step = Noting(num_lengths=2)
     for lengths in ((0, 0), (16, 16), (16, 32)):
         step(*lengths)
         assert step.what() == ["run"]
@@ -127,7 +140,7 @@ def test_lengths_share_a_warm_up_until_a_stretch_appears():
 
 
 def test_what_was_not_used_for_longest_makes_room():
-    step = Recording(num_lengths=1)
+    step = Noting(num_lengths=1)
     step(1)
     for length in range(1, KEPT_GRAPHS + 1):
         step(length)
@@ -145,7 +158,7 @@ def test_what_was_not_used_for_longest_makes_room():
 def test_a_step_is_recorded_ahead():
     """Once for each length. The time of a round in which that happens is not that of others, nor is that of its first
     replay."""
-    step = Recording(num_lengths=1)
+    step = Noting(num_lengths=1)
     for count, length in enumerate((5, 6), 1):
         step.prepare(length)
         step.prepare(length)
@@ -157,8 +170,66 @@ def test_a_step_is_recorded_ahead():
     assert step.what() == ["record", "replay"] and step.compiler.num_recorded == 5
 
 
+class Parts(Recording):
+    """A recording of which each graph says at its replay what it has."""
+
+    seen: ClassVar[list] = []
+
+    @contextlib.contextmanager
+    def _captured(self):
+        begun = len(self.seen)
+        yield SimpleNamespace(replay=lambda: self.seen.append(part))
+        part = self.seen[begun:]
+        del self.seen[begun:]
+
+
+def test_a_step_that_pauses_is_recorded_in_parts(monkeypatch):
+    """As far as there is time. What is there already is not recorded again, and a call records what is missing."""
+    monkeypatch.setattr(graphs, "Recording", Parts)
+    seen, now = Parts.seen, SimpleNamespace(value=0.0)
+    monkeypatch.setattr(graphs.time, "perf_counter", lambda: now.value)
+
+    def function(*args):
+        for i in range(5):
+            seen.append(i)
+            now.value += 1.0
+            yield
+        seen.append("end")
+
+    whole = [*range(5), "end"]
+    for parts, until in (([[0, 1], [2, 3], [4, "end"]], 2.0), ([[one] for one in whole], 0.0), ([whole], math.inf)):
+        step = Graphed(function, Compiler(torch.device("cpu")), 0, 1)
+        for _ in parts[1:]:
+            step.prepare(7, until=now.value + until)
+            assert not step.graphs and not step.has(7)
+        step.prepare(7, until=now.value + until)
+        assert step.has(7) and not step.has(8) and not seen
+        step.prepare(7)
+        step(7)
+        assert seen == parts
+        seen.clear()
+        assert step.compiler.num_recorded == 1 + (until == math.inf)  # the first replay, and what took long
+    step = Graphed(function, Compiler(torch.device("cpu")), 0, 1)
+    for _ in range(3):  # by turns
+        for key in (7, 8):
+            step.prepare(key, until=now.value + 2.0)
+    assert step.has(7) and step.has(8) and not step.has(9)
+    for key in range(9, 9 + graphs.KEPT_PARTS + 1):
+        step.prepare(key, until=now.value)
+    assert len(step._begun) == graphs.KEPT_PARTS
+    seen.clear()
+    step = Graphed(function, Compiler(torch.device("cpu")), 0, 1)
+    step(7)
+    assert seen == whole and finish(function()) is None
+    seen.clear()
+    step.prepare(7, until=now.value + 2.0)
+    step(7)
+    assert seen == [[0, 1], [*whole[2:]]]
+    seen.clear()
+
+
 def test_compiled_pieces_run_before_they_are_recorded():
-    step = Recording(num_lengths=1)
+    step = Noting(num_lengths=1)
     step.compiler.pieces = SimpleNamespace(ready={"one": None})
     step.prepare(5)
     assert step.what() == []
@@ -168,7 +239,7 @@ def test_compiled_pieces_run_before_they_are_recorded():
 
 
 def test_what_is_no_graph_needs_no_preparation():
-    step = Recording()
+    step = Noting()
     assert list(preparations(print, 5)) == []
     [prepare] = preparations(step, 5)
     assert step.what() == []
@@ -177,7 +248,7 @@ def test_what_is_no_graph_needs_no_preparation():
 
 
 def test_within_another_graph_it_runs(capturing):
-    step = Recording()
+    step = Noting()
     step(1)
     capturing.value = True
     step(1)

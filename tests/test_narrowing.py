@@ -1,4 +1,4 @@
-"""Steps attend for fewer rows, once others have ended: where that pays, and to the same end.
+"""Steps compute fewer rows, once others have ended: where that pays, and to the same end.
 
 What rows have for themselves: test_cache.py.
 """
@@ -10,67 +10,69 @@ import torch
 from conftest import make_state, random_prompt, run_rounds
 
 from triforce import attention, narrowing
+from triforce.costs import to_json
+from triforce.graphs import Compiler
 from triforce.kv import blocks
 from triforce.kv.prefix import PrefixStore
+from triforce.kv.store import runs
 from triforce.model import ModelConfig
-from triforce.plan import PADDED, Padding
+from triforce.speculator import Speculator
 
 LLAMA_3_8B = ModelConfig(128_256, 4096, 32, 32, 8, 128, 14_336)
-NO_BITS = Padding(plain=False, drafts=True, inner=True)
 
 
-def test_rows_are_counted_by_tiles():
-    """8 rows of 16 queries fill a tile of 128; a row of 48 leaves some of it empty; one of 256 fills two."""
-    assert [narrowing.places(going, 16) for going in (1, 8, 9, 16, 31, 32)] == [8, 8, 16, 16, 32, 32]
-    assert [narrowing.places(going, 48) for going in (1, 2, 3)] == [2, 2, 5]
-    assert [narrowing.places(going, 256) for going in (1, 2, 3)] == [1, 2, 3]
+def test_steps_have_a_power_of_two_of_rows():
+    assert [narrowing.widths(going, 8) for going in (1, 2, 3, 4, 5, 7)] == [[1, 2, 4], [2, 4], [4], [4], [], []]
+    assert narrowing.widths(3, 6) == [4] and narrowing.widths(1, 2) == [1] and narrowing.widths(9, 32) == [16]
 
 
-def test_fewer_rows_pay_where_there_are_fewer_tiles_for_long():
-    four, two = (narrowing.shared_ms(LLAMA_3_8B, 122_880, rows, 16) for rows in (32, 16))
-    assert 7 < four - two < 9  # measured on an H200: 8.5
-    assert 8 < narrowing.own_ms(LLAMA_3_8B, 8 * 32_768, 2) < 9  # the same: 8 of 15 ms
-    assert narrowing.pays(8.0, 30, 32, True, False) and not narrowing.pays(8.0, 20, 32, True, False)
-    assert narrowing.pays(8.0, 20, 32, False, False) and not narrowing.pays(8.0, 10, 32, False, False)
-    assert narrowing.pays(8.0, 1, 32, True, True) and not narrowing.pays(0.0, 1000, 32, True, True)
+def saved(before: int, after: int, shared: int = 122_880, own: float = 64.0) -> float:
+    """By a step of 4 tokens a row."""
+    return narrowing.saved_ms(LLAMA_3_8B, before, after, 4, shared=shared, own=own, itemsize=2)
 
 
-def test_states_of_some_rows_among_all():
-    q, k = torch.randn(3, 2, 5, 8), torch.randn(1, 2, 9, 8)
-    whole = attention.over_shared(q, k, k)
-    rows = torch.tensor([2, 0, 2])
-    out, lse = attention.among_all(attention.over_shared(q[rows], k, k), rows, 3)
-    for x, of_all in ((out, whole[0]), (lse, whole[1])):
-        assert x.shape == of_all.shape and (x[1] == 0).all()
-        torch.testing.assert_close(x[[0, 2]], of_all[[0, 2]])
+def test_fewer_rows_take_less():
+    """As measured on an H200."""
+    four, two = (narrowing.shared_ms(LLAMA_3_8B, 122_880, rows * 16) for rows in (32, 16))
+    assert 7 < four - two < 9  # 8.5
+    assert 8 < narrowing.own_ms(LLAMA_3_8B, 8 * 32_768, 2) < 9  # 8 of 15 ms
+    assert 0.5 < saved(8, 1) < 0.8 and 0.1 < saved(8, 2) < 0.4 and -0.3 < saved(8, 4) < 0  # of one tile
+    assert 11 < saved(32, 8) < 17  # of four: 11.1
+    assert 3.5 < saved(8, 1, shared=0, own=32_768.0) < 6.5  # of texts of their own
+
+
+def test_fewer_rows_pay_where_they_take_less_for_long():
+    assert narrowing.pays(8.0, 30, 32, True) and not narrowing.pays(8.0, 20, 32, True)
+    assert narrowing.pays(8.0, 20, 32, False) and not narrowing.pays(8.0, 10, 32, False)
 
 
 @pytest.fixture
 def shared_for(monkeypatch):
-    """Rows and queries of each call over what is shared. A tile has two rows here, and recording takes no time."""
+    """Rows and queries of each call over what is shared. Recording takes no time."""
     seen, over_shared = [], attention.over_shared
     monkeypatch.setattr(attention, "over_shared", lambda q, *args, **more: (
         seen.append(tuple(q.shape[:3])), over_shared(q, *args, **more))[1])
     monkeypatch.setattr(PrefixStore, "can_narrow", property(lambda self: self.base > 0))
-    monkeypatch.setattr(narrowing, "TILE", 2 * 8 * 2)  # of 8 rows of a block, for 2 heads each
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
     monkeypatch.setattr(narrowing, "PLAN", 0.0)
+    monkeypatch.setattr(narrowing, "APART", 0.0)
     return seen
 
 
-def state_of(pair, padding=NO_BITS, rows=6):
+def state_of(pair, temperature=0.8, rows=6):
     prompts = [random_prompt(96) + random_prompt(20 + row, seed=row) for row in range(rows)]
     # Without a view that all rows share, no row's text depends on another's.
-    state = make_state(*pair, prompts, base=96, sampling={"temperature": 0.8}, retrieval=False, draft_cache="streaming")
-    state.hierarchy._leaves_out = False  # as on a GPU
-    state.rewind(200, padding=padding)
+    state = make_state(*pair, prompts, base=96, sampling={"temperature": temperature}, retrieval=False,
+                       draft_cache="streaming")
+    state._on_cpu = False
+    state.rewind(200)
     return state
 
 
 def test_rows_that_go_on_say_the_same(pair, shared_for):
     state = state_of(pair)
     texts = run_rounds(state, 60)
-    state.rewind(200, padding=NO_BITS)
+    state.rewind(200)
     del shared_for[:]
     run_rounds(state, 5)
     assert {call[0] for call in shared_for if call[2] == 16} == {6}
@@ -86,7 +88,7 @@ def test_rows_that_go_on_say_the_same(pair, shared_for):
     assert all(len(said[row]) < 60 for row in (0, 1, 4, 5))
     for mine, text in zip(said, texts, strict=True):
         assert mine[:60] == text[: len(mine)]
-    state.rewind(200, padding=NO_BITS)  # all rows again
+    state.rewind(200)  # all rows again
     del shared_for[:]
     assert run_rounds(state, 60) == texts and {call[0] for call in shared_for if call[2] == 16} == {6}
 
@@ -94,51 +96,29 @@ def test_rows_that_go_on_say_the_same(pair, shared_for):
 def test_places_that_are_left_over_are_of_a_row_that_has_ended(pair, shared_for):
     state = state_of(pair)
     outer = state.hierarchy.outer
-    outer.attend_for([1, 4, 5], 4)
-    assert outer._attended[:4].tolist() == [1, 4, 5, 0] and outer.num_attended == 4
-    outer.attend_for([0, 4])
-    assert outer._attended[:2].tolist() == [0, 4] and outer.num_attended == 2
+    for rows, places, of in (([1, 4, 5], 4, [1, 4, 5, 0]), ([0, 4], 2, [0, 4]), ([3], 0, [3])):
+        outer.compute_for(rows, places)
+        assert outer._computed[: outer.num_computed].tolist() == of
+    outer.compute_for(None)
+    assert outer.num_computed is None
 
 
-def test_what_was_recorded_once_pays_again(pair, shared_for, monkeypatch):
+def test_rows_that_are_left_out_say_nothing(pair, shared_for):
+    """Nor is a view chosen by their queries."""
     state = state_of(pair)
-    for preparing in (0.0, 1e6):
-        monkeypatch.setattr(narrowing, "PREPARING", preparing)
-        state.rewind(200, padding=NO_BITS)
-        run_rounds(state, 5)
-        assert state.hierarchy.outer.num_attended is None
-        for row in range(1, 6):
-            state.close_row(row)
-        state.round()
-        assert state.hierarchy.outer.num_attended == 2
-    # Not for other lengths.
-    state.rewind(20, padding=NO_BITS)
-    run_rounds(state, 5)
-    for row in range(1, 6):
+    state.round()
+    kept = state.cache.query_weight.sum(1)
+    assert (kept > 0).all()
+    state.hierarchy.compute_for([1, 4])
+    assert (state.cache.query_weight.sum(1) > 0).tolist() == [False, True, False, False, True, False]
+    rows, _ = state.hierarchy.outer.outbox.read()
+    assert [bool(row.tokens) for row in rows] == [False, True, False, False, True, False]
+
+
+def close_all_but(state, going: int) -> None:
+    for row in range(going, state.batch):
         state.close_row(row)
     state.round()
-    assert state.hierarchy.outer.num_attended is None
-
-
-@pytest.mark.parametrize("queries", [4, 16])
-def test_what_few_rows_see_is_laid_out_as_what_all_see(monkeypatch, queries):
-    """In the dtype of the same kernel: a compiled piece takes one alone."""
-    def kernel(q, *_):  # as a GPU's say it
-        return q.new_zeros(q.shape), torch.zeros(q.shape[:3])
-
-    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
-    monkeypatch.setattr(attention, "_cudnn", kernel)
-    monkeypatch.setattr(attention, "partial", kernel)
-    q, k = torch.zeros(32, 8, queries, 16, dtype=torch.bfloat16), torch.zeros(1, 8, 4096, 16, dtype=torch.bfloat16)
-    whole, rows = attention.over_shared(q, k, k), torch.arange(8)
-    some = attention.among_all(attention.over_shared(q[rows], k, k, batch=32), rows, 32)
-    assert [(x.dtype, x.shape, x.stride()) for x in some] == [(x.dtype, x.shape, x.stride()) for x in whole]
-    assert whole[0].dtype == torch.float32
-    # A step's layer asks for it like this. The keys of many heads and rows are not parted.
-    monkeypatch.setattr(attention, "parts_of_keys", lambda *_: 1)
-    view = SimpleNamespace(shared=SimpleNamespace(k=[k], packed=None), base=4096, before=lambda i: (k, k))
-    monkeypatch.setattr(attention, "pays_to_plan", lambda *_: True)
-    assert blocks.over_shared(view, 0, q[rows], batch=32)[0][0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("how", ["bits are promised", "nothing is shared", "recording takes long", "begun just now"])
@@ -148,15 +128,72 @@ def test_all_rows_stay(pair, shared_for, monkeypatch, how):
         monkeypatch.setattr(PrefixStore, "can_narrow", property(lambda self: False))
     if how == "recording takes long":
         monkeypatch.setattr(narrowing, "PREPARING", 1e6)
-    state = state_of(pair, PADDED if how == "bits are promised" else NO_BITS)
+    state = state_of(pair, temperature=0.0 if how == "bits are promised" else 0.8)
     if how != "begun just now":
         run_rounds(state, 5)
-    for row in range(5):
-        state.close_row(row)
-    state.round()
-    assert state.hierarchy.outer.num_attended is None
-    if how == "recording takes long":
-        # What was recorded once costs nothing.
-        state._narrowed.add((2, state.hierarchy.outer.num_rows, state.cache.prefix.extent, state.compiler.made_of))
+    close_all_but(state, 1)
+    assert state.hierarchy.outer.num_computed is None
+
+
+def test_what_is_recorded_costs_nothing(pair, shared_for, monkeypatch):
+    """The narrowest step of those that are, unless recording a narrower one pays."""
+    monkeypatch.setattr(narrowing, "PREPARING", 1e6)
+    recorded = set()
+    monkeypatch.setattr(Speculator, "has_recorded", lambda self, plan, width: width in recorded)
+    state = state_of(pair)
+    run_rounds(state, 5)
+    close_all_but(state, 1)
+    for more, computed in (((), None), ((4,), 4), ((2,), 2)):
+        recorded.update(more)
         state.round()
-        assert state.hierarchy.outer.num_attended == 2
+        assert state.hierarchy.outer.num_computed == computed
+    monkeypatch.setattr(narrowing, "PREPARING", 0.0)
+    state.round()
+    assert state.hierarchy.outer.num_computed == 1
+
+
+def test_times_of_fewer_rows_are_not_kept_as_those_of_all(pair, monkeypatch):
+    prompts, kept = [random_prompt(60, seed=row) for row in range(4)], []
+    state = make_state(*pair, prompts, gamma="auto", sampling={"temperature": 0.8})
+    monkeypatch.setattr(state.pilot.shelf, "put", lambda name, learned: kept.append(to_json(learned)))
+    for closed in ([], [1, 2, 3]):
+        for row in closed:
+            state.close_row(row)
+        run_rounds(state, 0 if closed else 12)
+        for _ in range(12 if closed else 0):
+            state.round()
+        state.pilot.keep()
+        now = to_json(state.pilot.controller.learned)
+        assert (kept.pop() == now) == (not closed)
+
+
+def test_compiled_steps_of_all_rows_are_left_for_those_that_are_faster_as_written(pair, shared_for, monkeypatch):
+    state = state_of(pair)
+    run_rounds(state, 5)
+    monkeypatch.setattr(Compiler, "num_pieces", 1)
+    close_all_but(state, 1)
+    assert state.hierarchy.outer.num_computed is None
+    monkeypatch.setattr(narrowing, "ROW", 1.0)
+    state.round()
+    assert state.hierarchy.outer.num_computed == 1
+
+
+def test_one_part_of_a_document_is_laid_out_as_several(monkeypatch):
+    """In the dtype of their union. The keys of many heads and rows are not parted."""
+    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
+    monkeypatch.setattr(attention, "_cudnn", lambda q, *_: (q.new_zeros(q.shape), torch.zeros(q.shape[:3])))
+    monkeypatch.setattr(attention, "pays_to_plan", lambda *_: True)
+    q, k = torch.zeros(8, 8, 4, 16, dtype=torch.bfloat16), torch.zeros(1, 8, 4096, 16, dtype=torch.bfloat16)
+    view = SimpleNamespace(shared=SimpleNamespace(k=[k], packed=None), base=4096, before=lambda i: (k, k))
+    for parts in (1, 2):
+        monkeypatch.setattr(attention, "parts_of_keys", lambda *_, parts=parts: parts)
+        assert blocks.over_shared(view, 0, q)[0][0].dtype == torch.float32
+
+
+def test_runs_of_sequences():
+    q, k, v = (torch.randn(6, 2, n, 8) for n in (3, 5, 5))
+    whole = attention.partial(q, k, v)
+    of = [4, 5, 1, 0]
+    some = attention.of_runs(attention.partial, runs(of), q[of], k, v)
+    for x, y in zip(some, whole, strict=True):
+        assert torch.equal(x, y[of])

@@ -190,7 +190,7 @@ def test_what_streams_is_given_queries_as_its_kernels_take_them(pair, asked, mon
         used.append("as_one_query")
         return as_one_query(q)
 
-    def up_to(q, rows, k, v, lengths, bound, places, is_empty=None, only=None):
+    def up_to(q, rows, k, v, lengths, bound, places, is_empty=None):
         used.append("up_to")
         return attention.empty(attention.as_rows(q, k.shape[1], rows))
 

@@ -51,8 +51,8 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
 def test_it_goes_through_every_step_of_a_draft(monkeypatch):
     """Its first token's, which takes in what is new, and a further one's; and those of the level between."""
     settings, seen, real = Settings().resolve(CPU, query_group=2), set(), Transformer.forward
-    monkeypatch.setattr(Transformer, "forward", lambda model, tokens, kv: seen.add((model.config.dim, tokens.shape[1]))
-                        or real(model, tokens, kv))
+    monkeypatch.setattr(Transformer, "forward", lambda model, tokens, *more, **how: (
+        seen.add((model.config.dim, tokens.shape[1])), real(model, tokens, *more, **how))[1])
     state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, 2**30, length=2000)
     assert settings.gamma_inner > 1 and {rows for dim, rows in seen if dim == DRAFT.dim} >= {1, 4}
     assert {rows for dim, rows in seen if dim == TARGET.dim} >= {state.hierarchy.outer.rows, state.hierarchy.inner.rows}

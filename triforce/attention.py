@@ -74,7 +74,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
     return kernel(q, k, v, False)
 
 
-def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False, batch: int = 0) -> State:
+def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False) -> State:
     """`partial` of all sequences of a batch over keys that they share, which are read once for all.
 
     cuDNN's kernel does not split long keys. It is given them in parts, as many as a GPU's processors can work on side
@@ -86,11 +86,10 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
         q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
         merged: `merge_parts`, or `for_join`, compiled perhaps. None: the former, as it is written.
         once: so many rows are met in one pass over the layers, as in a prefill, and not again.
-        batch: if there are fewer sequences, the kernel is still that of so many. Each kernel has a dtype of its own.
     """
     def attend(rows: Tensor) -> State:
         heads, number, length = *rows.shape[1:3], k.shape[2]
-        plans = pays_to_plan(heads, max(number, batch * q.shape[2]), length, once) and _can_split(rows)
+        plans = pays_to_plan(heads, number, length, once) and _can_split(rows)
         count = parts_of_keys(heads, number, length) if plans else 1
         if not plans or once and count == 1:
             return partial(rows, k, v)
@@ -128,28 +127,15 @@ def of_batch(attend: Callable[[Tensor], State], q: Tensor) -> State:
     return (out, lse) if len(out) > 1 else (out[0], lse[0])
 
 
-def among_all(state: State, rows: Tensor, batch: int) -> State:
-    """The state of some sequences of a batch as one of all, laid out as that of `merge_parts`; that of the others is 0.
-
-    Args:
-        state: out [n, K, R, D] and lse. rows: [n], which those are. One may stand there again and again.
-    """
-    wholes = []
-    for x in state:
-        some = x.transpose(0, 1)  # [K, n, R, ...]
-        whole = some.new_zeros(len(some), batch, *some.shape[2:])
-        wholes.append(whole.index_copy_(1, rows, some).transpose(0, 1))
-    return wholes[0], wholes[1]
-
-
-def of_some(attend: Callable[..., State], runs: list[slice] | None, q: Tensor, *others: Tensor) -> State:
-    """`attend` of runs of a batch's sequences alone; the state of the others is 0. runs: None, of all."""
-    if runs is None:
-        return attend(q, *others)
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:-1], dtype=_wide(q.dtype), device=q.device)
+def of_runs(attend: Callable[..., State], runs: list[slice], q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> State:
+    """`attend` of some sequences of a batch. runs: of keys [B, ...], those whose queries and bias are given, in their
+    order."""
+    states, start = [], 0
     for run in runs:
-        out[run], lse[run] = attend(q[run], *(x[run] for x in others))
-    return out, lse
+        here = slice(start, start + run.stop - run.start)
+        states.append(attend(q[here], k[run], v[run], *(x[here] for x in bias)))
+        start = here.stop
+    return as_batch(states) if len(states) > 1 else states[0]
 
 
 def pays_to_plan(n_kv_head: int, rows: int, length: int, once: bool) -> bool:
@@ -222,7 +208,7 @@ def places(k: Tensor) -> Tensor:
 
 
 def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: Tensor,
-          is_empty: Tensor | None = None, only: Tensor | None = None) -> State:
+          is_empty: Tensor | None = None) -> State:
     """`partial` over the first keys of each sequence. The device alone knows how many: a graph of it stays valid as
     lengths change. The bits of a sequence depend on no other's length, and keys behind a length are not read.
 
@@ -230,13 +216,12 @@ def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, lengths: Tensor, bound: in
     one query, of more heads than the keys have: so the rows are given as those heads.
 
     Args:
-        q: what `as_one_query` makes of [B, K, rows, D]. k, v: [B, K, S, D], of equal strides; D is contiguous.
-        lengths: [B], or [n] with `only`, int32. bound: at least as much. Each part of split keys has its share of it.
-        places: see `places`; with `only`, [2, n + 1].
-        is_empty: boolean [B, 1, 1], where lengths are 0. None: nowhere.
-        only: [n], sequences that are attended for. The state of the others is 0. None: all.
+        q: what `as_one_query` makes of [n, K, rows, D]. k, v: [B, K, S, D], of equal strides; D is contiguous.
+        lengths: [n], int32. bound: at least as much. Each part of split keys has its share of it.
+        places: of the n sequences, see `places`: [2, n + 1].
+        is_empty: boolean [n, 1, 1], where lengths are 0. None: nowhere.
     """
-    (batch, n_kv_head, slots, dim), asked = k.shape, q if only is None else q[only]
+    batch, n_kv_head, slots, dim = k.shape
     # One sequence after the other, as if of one.
     apart = k.stride(0) // k.stride(2)
     k, v = (x.as_strided(((batch - 1) * apart + slots, n_kv_head, dim), (x.stride(2), x.stride(1), 1)) for x in (k, v))
@@ -245,14 +230,11 @@ def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, lengths: Tensor, bound: in
     outs, lses = [], []
     for some in (slice(a, min(a + count, number)) for a in range(0, number, count)):
         begins = places[0, : some.stop - some.start + 1], places[1, some.start : some.stop + 1]
-        out, lse = torch.ops.aten._flash_attention_forward(asked[some], k, v, *begins, 1, bound, 0.0, False, False,
+        out, lse = torch.ops.aten._flash_attention_forward(q[some], k, v, *begins, 1, bound, 0.0, False, False,
                                                            seqused_k=lengths[some])[:2]
         outs.append(out)
         lses.append(lse.reshape(n_kv_head, -1, len(out)))  # as it lies in memory
     out, lse = (torch.cat(outs), torch.cat(lses, 2)) if len(outs) > 1 else (outs[0], lses[0])
-    if only is not None:
-        out = torch.zeros_like(q).index_copy_(0, only, out)
-        lse = lse.new_zeros(*lse.shape[:2], batch).index_copy_(2, only, lse)
     lse = lse.permute(2, 0, 1)
     if is_empty is not None:  # there the kernel says inf
         lse = lse.masked_fill(is_empty, float("-inf"))

@@ -100,7 +100,7 @@ class Caches:
         self._due: list[Job] = []  # what is to be compiled once the present answer has ended
         self._held_back = False  # nor then
         self._rests_since = self._busy_since = time.monotonic()
-        self._row_units: dict[tuple[int, int], int] = {}  # by `_row_unit`'s size
+        self._row_units: dict[tuple[int, int], tuple[int, int]] = {}  # by `_row_unit`'s size
         self._planned: dict[tuple, tuple[memory.Part, ...]] = {}  # by what `_parts` was asked
 
     @property
@@ -423,6 +423,7 @@ class Caches:
         folder = kept_folder(*what, **how)
         if base:
             self.pack(shared.store)
+        unit, least = self._row_unit(batch, settings.block_size)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
                                compiler=find_compiler(*what, folder, self._pieces, self._due,
@@ -430,14 +431,14 @@ class Caches:
                                folder=folder, num_resident_layers=resident, pack=self._may_pack(batch, capacity),
                                shared=shared.store if base else None, meter=shared.meter if base else None,
                                draft_ranks=self.placement.draft_ranks,
-                               row_unit=self._row_unit(batch, settings.block_size))
+                               row_unit=unit, least_rows=least)
         self.prefix = shared if base else None
         if old is not None:
             self.state.adopt(old, held)
         return self.state
 
-    def _row_unit(self, *size: int) -> int:
-        """size: sequences of a batch, and rows of each."""
+    def _row_unit(self, *size: int) -> tuple[int, int]:
+        """See `rows.row_unit`. size: sequences of a batch, and rows of each."""
         if size not in self._row_units:
             self._row_units[size] = row_unit(self.target, *size, self.placement.compile is not False)
         return self._row_units[size]

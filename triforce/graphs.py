@@ -9,16 +9,18 @@ lengths that change, or read them on the device: so nothing is compiled anew whe
 import contextlib
 import contextvars
 import gc
+import math
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 KEPT_GRAPHS = 32  # per step; one for each extent of a view, for each way to draft, and for other settings of the rows
+KEPT_PARTS = 4  # calls of a step of which a part is recorded
 # Bytes of a GPU that recorded steps and libraries take besides all planned parts: on an H200 0.2 to 0.8 GiB of one row
 # or 8.
 SPARE = 3 * 2**28
@@ -32,15 +34,28 @@ def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 
 
     Args:
         index: [B, M]. value: [B, M, ...], the other dimensions of x in their order.
-        rows: [B, M], contiguous, the row of each place, from whoever puts many things there. None: they are made here.
+        rows: the row of each place, [B, M] or [B, 1]. None: in their order.
     """
-    if len(index) == 1 and not is_traced():  # the same in half of the time
+    if len(index) == 1 and rows is None and not is_traced():  # the same in half of the time
         x.index_copy_(dim, index[0], value.movedim((0, 1), (batch_dim, dim)))
         return
     places: list[Tensor | None] = [None] * x.ndim
     places[batch_dim] = torch.arange(len(index), device=index.device)[:, None] if rows is None else rows
     places[dim] = index
     torch.ops.aten.index_put_(x, places, value)
+
+
+def take(x: Tensor, of: Tensor | None) -> Tensor:
+    """Of x [B, ...] these rows of the batch, [n, ...]. of: [n]. None: all of them, which is x itself."""
+    return x if of is None else x.index_select(0, of)
+
+
+def give(x: Tensor, of: Tensor | None, value: Tensor) -> None:
+    """The opposite of `take`: writes value [n, ...] to these rows of x [B, ...]."""
+    if of is None:
+        x.copy_(value)
+    else:
+        x.index_copy_(0, of, value.to(x.dtype))
 
 
 def staged(numbers: list, device: torch.device) -> Tensor:
@@ -93,6 +108,16 @@ def traced():
 def is_traced() -> bool:
     """Whether operations are being noted down rather than done: no value of a tensor can be looked at."""
     return _tracing.get()
+
+
+def finish(result):
+    """What a function returned, or, if it pauses here and there, what it returns at its end."""
+    while isinstance(result, Generator):
+        try:
+            next(result)
+        except StopIteration as end:
+            return end.value
+    return result
 
 
 class Compiler:
@@ -182,7 +207,7 @@ class Level:
 
 class Graphed:
     """Runs a function as it is the first times, then records a graph per set of arguments and replays it. `prepare`
-    records it beforehand.
+    records it beforehand. A function that pauses may be recorded as several graphs, one after the other.
 
     What a function does must follow from its arguments, and from `Compiler.made_of`: with those arguments that are no
     tensors, that is the graph's key. Within the recording of another graph it runs as it is, and becomes part of that.
@@ -190,42 +215,62 @@ class Graphed:
 
     def __init__(self, function: Callable, compiler: Compiler, num_lengths: int, warm_up: int):
         self.function, self.compiler, self.num_lengths, self.warm_up = function, compiler, num_lengths, warm_up
-        self.graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
+        self.graphs: OrderedDict[tuple, list[torch.cuda.CUDAGraph]] = OrderedDict()
+        self._begun: dict[tuple, Recording] = {}  # by key, what `prepare` has recorded a part of
         self.calls: Counter[tuple] = Counter()
         self._unplayed: set[tuple] = set()  # keys of graphs that were recorded ahead: the first replay takes longer
 
     def __call__(self, *args) -> None:
         if torch.cuda.is_current_stream_capturing():  # part of a longer graph
-            self.function(*args)
+            finish(self.function(*args))
             return
         key, kind = self._key(args)
         if key not in self.graphs:
             with self.compiler.recording():
                 if self.calls[kind] < self.warm_up:  # the device begins while the host still finds its kernels
                     self.calls[kind] += 1
-                    self.function(*args)
+                    finish(self.function(*args))
                     return
-                self._keep(key, args)
+                self._record(key, args)
         elif key in self._unplayed:
             self._unplayed.discard(key)
             self.compiler.num_recorded += 1
         self.graphs.move_to_end(key)
-        self.graphs[key].replay()
+        for graph in self.graphs[key]:
+            graph.replay()
 
-    def prepare(self, *args) -> None:
-        """Records a call, if it is new and can be recorded. The device goes on with what it has to do."""
+    def prepare(self, *args, until: float = math.inf) -> None:
+        """Records a call, if it is new and can be recorded. The device goes on with what it has to do.
+
+        Args:
+            until: of a function that pauses, no more than what is recorded by then, by time.perf_counter(), and at
+                least a part. The next call for the same goes on.
+        """
         key, kind = self._key(args)
         if key not in self.graphs and (self.calls[kind] >= self.warm_up or self.compiler.records_unseen):
-            self.calls[kind] = self.warm_up
-            self._keep(key, args)
-            self._unplayed.add(key)
-            self.compiler.num_recorded += 1  # it may have taken longer than what the device does
+            if self._record(key, args, until):
+                self.calls[kind] = self.warm_up
+                self._unplayed.add(key)
+            if until == math.inf:
+                self.compiler.num_recorded += 1  # it may have taken longer than what the device does
 
-    def _keep(self, key: tuple, args) -> None:
-        self.graphs[key] = self._record(args)
+    def has(self, *args) -> bool:
+        """Whether such a call is recorded."""
+        return self._key(args)[0] in self.graphs
+
+    def _record(self, key: tuple, args, until: float = math.inf) -> bool:
+        """Returns whether it is done."""
+        recording = self._begun.pop(key, None) or Recording(self.function, args, self.compiler)
+        if not recording.go_on(until):
+            self._begun[key] = recording
+            if len(self._begun) > KEPT_PARTS:
+                del self._begun[next(iter(self._begun))]
+            return False
+        self.graphs[key] = recording.graphs
         if len(self.graphs) > KEPT_GRAPHS:
             oldest, _ = self.graphs.popitem(last=False)
             self._unplayed.discard(oldest)
+        return True
 
     def _key(self, args) -> tuple[tuple, tuple]:
         """What the graph of a call depends on, and what decides which kernels the call runs."""
@@ -236,18 +281,47 @@ class Graphed:
         made_of = self.compiler.made_of
         return (made_of, *own), (made_of, *empty, *own[self.num_lengths :])
 
-    def _record(self, args) -> torch.cuda.CUDAGraph:
+
+class Recording:
+    """A call of a function, recorded as one graph after the other: as many as it takes."""
+
+    def __init__(self, function: Callable, args, compiler: Compiler):
+        self.function, self.args, self.compiler = function, args, compiler
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._rest: Generator | None = None  # of the function, if it has paused
+
+    def go_on(self, until: float) -> bool:
+        """Records another graph. Returns whether it is the last one."""
+        with self._captured() as graph:
+            is_done = self._run(until)
+        self.graphs.append(graph)
+        return is_done
+
+    @contextlib.contextmanager
+    def _captured(self):
+        """Within, a graph is recorded."""
         make_room(self.compiler.device)  # torch.cuda.graph() would empty the allocator's cache each time
         graph, stream = torch.cuda.CUDAGraph(), self.compiler.recorder
         stream.wait_stream(torch.cuda.current_stream())
         with garbage_waits(), torch.cuda.stream(stream):
             graph.capture_begin(pool=self.compiler.pool, capture_error_mode="thread_local")
             try:
-                self.function(*args)
+                yield graph
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        return graph
+
+    def _run(self, until: float) -> bool:
+        """The function up to its end, or to its first pause at that time or later."""
+        if self._rest is None:
+            result = self.function(*self.args)
+            if not isinstance(result, Generator):
+                return True
+            self._rest = result
+        for _ in self._rest:
+            if time.perf_counter() >= until:
+                return False
+        return True
 
 
 def preparations(step: Callable, *args) -> Iterator[Callable[[], None]]:

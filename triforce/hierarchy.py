@@ -26,7 +26,6 @@ from .kv.streaming import StreamingCache
 from .kv.target import TargetCache
 from .kv.views import CommonView, RetrievalView
 from .model import Transformer
-from .packed import packs
 from .plan import Plan
 from .speculator import RowRound, Speculator
 from .tape import FULL, RETRIEVAL, Tape
@@ -96,8 +95,6 @@ class Hierarchy:
         self.cache, self.sources, self.compiler, self.group = cache, sources, compiler, target.group
         self._last: Timing | None = None  # of the round before, as this rank measured it
         self._last_plan: Plan | None = None
-        # Where steps are not made for all rows beforehand, and a row less changes no bits of the others.
-        self._leaves_out = packs(target.device, target.dtype) and compiler.pieces is None
         self.drafters: dict[str, Drafter] = dict(sources)  # that may propose to the full level
         self.view: RetrievalView | None = None
         self.inner: Speculator | None = None
@@ -201,8 +198,7 @@ class Hierarchy:
         self.cache.prefix.open(ends)
         for level in self.levels:
             level.totals.zero_()
-            level.going = None
-            level.attend_for(None)
+            level.compute_for(None)
         if self.view is not None:
             self.view.num_rebuilds = 0
 
@@ -222,18 +218,16 @@ class Hierarchy:
         """Rounds emit nothing for a row beyond `length` tokens."""
         self.outer.limit[row].fill_(length)
 
+    def compute_for(self, rows: list[int] | None, places: int = 0) -> None:
+        """See `Speculator.compute_for`. On a GPU, a step of fewer rows copies the tail with what lies before it. Of a
+        view, that is too much."""
+        for level in self.levels if self.outer.length.device.type == "cpu" else [self.outer]:
+            level.compute_for(rows, places)
+
     def close_row(self, row: int, length: int) -> None:
-        """Rounds emit nothing more for a row. On a CPU, in float32 and uncompiled, attention skips it, too. Where a
-        kernel reads lengths on the device, it reads one key of it."""
+        """Rounds emit nothing more for a row. Where a kernel reads lengths on the device, it reads one key of it."""
         self.limit(row, length)
         self.cache.prefix.close(row)
-        if not self._leaves_out:
-            return
-        before = range(len(self.cache.lens)) if self.outer.going is None else self.outer.going
-        going = [other for other in before if other != row] or None
-        for level in self.levels:
-            level.going = going
-            level.attend_for(going)
 
     def acceptance_rates(self) -> list[dict[str, float]]:
         """Per row, accepted / drafted since `open`, by the level that checked. Waits for the device."""

@@ -7,6 +7,7 @@ Shapes: B batch, M rows of a block (new tokens), H query heads, K KV heads, D he
 """
 
 import math
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from . import attention
 from .errors import UserError
 from .float8 import FP8, LAYERS, MADE, Float8, ScaledLinear
-from .graphs import is_traced
+from .graphs import finish, is_traced
 from .packed import multiply, pack, packs
 
 SHARE = 32768  # elements: a CPU's loop shares no fewer out to several threads
@@ -655,11 +656,17 @@ class Transformer(nn.Module):
                 if isinstance(module, Linear) and module.weight.numel() >= Linear.PACK_FROM:
                     module.pack(rows)
 
-    def forward(self, tokens: Tensor, kv) -> Tensor:
-        """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`."""
+    def forward(self, tokens: Tensor, kv, pauses: bool = False) -> Tensor | Generator[None, None, Tensor]:
+        """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`. pauses: they are what a generator
+        returns that pauses after each layer."""
+        layers = self._layer_by_layer(tokens, kv)
+        return layers if pauses else finish(layers)
+
+    def _layer_by_layer(self, tokens: Tensor, kv) -> Generator[None, None, Tensor]:
         x = self.embedding(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, kv.layer(i), kv.compiled)
+            yield
         return self.norm(x)
 
     def prefill(self, tokens: Tensor, blocks: list[tuple[int, int, object]], on_progress=None,

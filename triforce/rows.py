@@ -2,9 +2,11 @@
 
 On a GPU rows cost next to nothing: all padded steps have all rows. On a CPU each row takes time. There, products of
 4, 8, 12, ... rows sum up a row in the same order. That is the way of the libraries that multiply, and no promise of
-theirs. So it is tried before it is relied on, with the model's own weights.
+theirs. So it is tried before it is relied on, with the model's own weights: for blocks of fewer rows, and for fewer
+rows of a batch, since some may have ended.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -12,31 +14,54 @@ from torch import Tensor
 
 from . import attention
 from .config import CPU_ROWS
-from .model import Transformer
+from .model import Block, Transformer
 from .packed import PackedPrefix, packs
 
 KEYS = 200  # of the attention that is tried
 COUNTS = (4, 8, 12, 16, 32)  # rows that are tried beside all of a block
+SEQUENCES = (1, 2, 3, 4, 8, 16)  # and rows of a batch, beside all of it
 
 
-def row_unit(target: Transformer, batch: int, rows: int, compiled: bool) -> int:
-    """Padded steps have the least multiple of this that is enough, and at most `rows`, for each sequence of a batch.
+def row_unit(target: Transformer, batch: int, rows: int, compiled: bool) -> tuple[int, int]:
+    """Padded steps have the least multiple of the first that is enough, and at most `rows`, for each sequence of a
+    batch. The second: of how many sequences a step may be that leaves out the others, at least. `batch`: of all.
 
     Args:
         compiled: steps are pieces, which are compiled for all rows.
     """
-    if target.device.type != "cpu" or target.group is not None or compiled or rows <= CPU_ROWS:
-        return rows
-    return CPU_ROWS if is_even(target, batch, rows) else rows
+    whole = rows % CPU_ROWS == 0
+    if target.device.type != "cpu" or target.group is not None or compiled or rows <= CPU_ROWS and (
+            batch == 1 or not whole):
+        return rows, batch
+    functions = list(_functions(target, batch, rows))
+    unit = CPU_ROWS if rows > CPU_ROWS and is_even(functions, rows) else rows
+    return unit, least_sequences(functions, batch, {unit, rows}) if whole else batch
 
 
 @torch.inference_mode()
-def is_even(target: Transformer, batch: int, rows: int) -> bool:
-    """Whether the first rows of blocks of `rows` get the same bits in blocks of fewer, by multiples of CPU_ROWS: tried
-    on random numbers, in layers of each kind and in the ways to attend."""
+def is_even(functions: list[tuple], rows: int) -> bool:
+    """Whether the first rows of blocks of `rows` get the same bits in blocks of fewer, by multiples of CPU_ROWS."""
+    return all(torch.equal(function(x.narrow(dim, 0, count).clone()), whole.narrow(out_dim, 0, count))
+               for function, x, dim, out_dim in functions
+               for whole in [function(x)] for count in COUNTS if count < rows)
+
+
+@torch.inference_mode()
+def least_sequences(functions: list[tuple], batch: int, widths: set[int]) -> int:
+    """From how many sequences on these get the same bits as in a batch: in blocks of so many rows, as far as it was
+    tried. A CPU may share a product of few sequences out to its threads in another way."""
+    counts = sorted({count for count in (*SEQUENCES, batch - 1) if 0 < count < batch})
+    uneven = {count for function, x, dim, _ in functions for width in widths
+              for some in [x.narrow(dim, 0, width).clone()] for whole in [function(some)]
+              for count in counts if not torch.equal(function(some[:count].clone()), whole[:count])}
+    return min((count for count in counts if count > max(uneven, default=0)), default=batch)
+
+
+def _functions(target: Transformer, batch: int, rows: int) -> Iterator[tuple]:
+    """What a step is made of: functions, each of random numbers x, and in which dimension of x and of its result the
+    rows of a block are. In layers of each kind, and in all ways to attend."""
     config = target.config
     layers = list({layer.kind: layer for layer in target.layers}.values())  # one of each kind
-    counts = [count for count in COUNTS if count < rows]
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -50,20 +75,18 @@ def is_even(target: Transformer, batch: int, rows: int) -> bool:
 
     def attend(heads: Tensor) -> Tensor:
         q = attention.fold(heads, config.n_kv_head)  # [B, K, G * M, D]
-        k, v = (one.expand(batch, -1, -1, -1) for one in (keys, values))
-        over = (q, k, v, torch.zeros(batch, 1, q.shape[2], KEYS))
+        k, v = (one.expand(len(q), -1, -1, -1) for one in (keys, values))
+        over = (q, k, v, torch.zeros(len(q), 1, q.shape[2], KEYS))
         # Of a tail, of what is ragged in a batch, and of a prefix.
         states = [attention.masked(*over, True), attention.masked(*over), attention.partial(q, k, v)]
         return layers[0].attention.output(states + [attention.of_batch(one, q) for one in of_all], target.dtype)
 
-    def logits(x: Tensor) -> Tensor:
-        return target.output(target.norm(x))
+    yield lambda x: target.output(target.norm(x)), x, 1, 1
+    yield attend, heads, 2, 1
+    for layer in layers:
+        yield partial(_mlp, layer), x, 1, 1
+        yield layer.attention.project, x, 1, 2
 
-    def alike(function, x: Tensor, dim: int, out_dim: int) -> bool:
-        whole = function(x)
-        return all(torch.equal(function(x.narrow(dim, 0, count).clone()), whole.narrow(out_dim, 0, count))
-                   for count in counts)
 
-    return (alike(logits, x, 1, 1) and alike(attend, heads, 2, 1)
-            and all(alike(lambda x, layer=layer: x + layer.mlp(layer.mlp_norm(x)), x, 1, 1)
-                    and alike(layer.attention.project, x, 1, 2) for layer in layers))
+def _mlp(layer: Block, x: Tensor) -> Tensor:
+    return x + layer.mlp(layer.mlp_norm(x))

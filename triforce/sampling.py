@@ -7,6 +7,7 @@ and a row of a batch draws what it would draw alone. No function here makes the 
 Shapes: B batch, V vocabulary, n positions.
 """
 
+import copy
 from dataclasses import dataclass, fields
 
 import torch
@@ -44,6 +45,7 @@ class SamplingParams:
 
     def __init__(self, batch: int, device, vocab_size: int = 1):
         self.logit_bias = torch.zeros(batch, vocab_size, device=device)
+        self._tensors = {"logit_bias"}
         self._biased = False  # some of it is not 0
         for field in fields(Sampling):
             if field.metadata["dtype"] is None:
@@ -51,8 +53,16 @@ class SamplingParams:
             value = field.metadata["neutral"] if field.metadata["neutral"] is not None else 1
             dtype = getattr(torch, field.metadata["dtype"])
             setattr(self, field.name, torch.full((batch,), value, dtype=dtype, device=device))
+            self._tensors.add(field.name)
         self._needed = Uses()
         self.greedy = False  # any row
+
+    def part(self, of: Tensor) -> "SamplingParams":
+        """Those of these rows, [n], as they are now."""
+        part = copy.copy(self)
+        for name in self._tensors if self.uses.logit_bias else self._tensors - {"logit_bias"}:
+            setattr(part, name, getattr(self, name).index_select(0, of))
+        return part
 
     @property
     def uses(self) -> Uses:

@@ -8,11 +8,14 @@ which law that was. With no drafter it is autoregression.
 
 Everything between two reads of the outbox is enqueued without the host waiting for the device.
 
-Shapes: B batch, S rows of a spine, M rows of its block (see tree.py), n drafted tokens, at most S - 1, V vocabulary.
+Once rows of the batch have ended, a step may compute the others alone: see `Speculator.compute_for`.
+
+Shapes: B batch, S rows of a spine, M rows of its block (see tree.py), n drafted tokens, at most S - 1, V vocabulary. In
+a step, B are the rows that it computes.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from .acceptance import TreeVerdict, match_nodes, match_tree, verify_chain
 from .drafting.protocol import Drafter
-from .graphs import Compiler, Graphed, preparations, put, staged
+from .graphs import Compiler, Graphed, finish, give, preparations, staged, take
 from .kv.blocks import TargetBlock
 from .kv.store import Extent, View
 from .kv.target import TargetCache
@@ -59,18 +62,21 @@ class Outbox:
         for place, milliseconds in zip(self.clock, times, strict=True):
             place.fill_(int(1e3 * milliseconds))
 
-    def write(self, tokens: Tensor, rows: Tensor, origins: Tensor, counts: Tensor,
+    def write(self, of: Tensor | None, tokens: Tensor, rows: Tensor, origins: Tensor, counts: Tensor,
               ranks: tuple[Tensor, Tensor] | None) -> None:
         """tokens [B, n + 1], rows [B, n + 1] that they were drawn from, origins [B, n], counts [B, 4]: emitted,
         accepted, drafted, accepted beside the chain.
 
+        of: [B], the rows of the batch that these are. None: all.
         ranks: whether they disagree [B], and the first one's clock [2].
         """
         for i, part in enumerate((tokens, rows, origins)):
-            self.buffer[:, i * self.rows : i * self.rows + part.shape[1]] = part
-        self.buffer[:, -7:-3] = counts
+            give(self.buffer[:, i * self.rows : i * self.rows + part.shape[1]], of, part)
+        give(self.buffer[:, -7:-3], of, counts)
         if ranks is not None:
-            self.buffer[:, -3], self.buffer[:, -2:] = ranks
+            disagree, clock = ranks
+            give(self.buffer[:, -3], of, disagree.long())
+            self.buffer[:, -2:] = clock
 
     def read(self) -> tuple[list[RowRound], list[float]]:
         """What each row brought, and the two times in milliseconds. Here alone decoding waits for the device."""
@@ -129,8 +135,8 @@ class Speculator(Drafter):
         steps = compiler.level(f"level{level}")
         self.step = steps.step(self._step, num_lengths=2)
         self.gathering: RetrievalView | None = None  # takes what it awaits out of what the next step streams past
-        self.going: list[int] | None = None  # see TargetBlock
-        self._attended, self.num_attended = tape.buffer(), None  # its first so many, if not None: see TargetBlock
+        # See `compute_for`: rows of the batch, and how many of these count. None: all of the batch.
+        self._computed, self._of, self.num_computed = tape.buffer(), [], None
         # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
         self._drafting_round = steps.step(self._round, num_lengths=2, warm_up=4)
         self._growing = steps.step(self._grow, num_lengths=2)
@@ -159,7 +165,7 @@ class Speculator(Drafter):
         """The other part: they are checked, and tokens are emitted."""
         self.asked.fill_(plan.gamma)
         self.checked.copy_(num_drafted)
-        self.num_rows = self._rows_of(plan, num_drafted)
+        self.num_rows = self.rows_of(plan, num_drafted)
         if self.tree.cut(self.num_rows).size and not plan.branches:
             self.tape.nodes.take(*self.tape.read_spine(self.length, self.rows), Shape(self.rows - 1))
         self._run(self.num_rows, probs)
@@ -168,7 +174,7 @@ class Speculator(Drafter):
         """A step, as a graph if that is of use."""
         extent = self.view.extent
         step = self._step if isinstance(self.step, Graphed) and not self._records(extent) else self.step
-        step(*extent, rows, bool(self._awaiting), self.num_attended, self.checked, probs)
+        finish(step(*extent, rows, bool(self._awaiting), self.num_computed, self.checked, probs))
 
     @property
     def _awaiting(self) -> list[int]:
@@ -187,10 +193,23 @@ class Speculator(Drafter):
             prepare()
 
     def _preparations_of_check(self, plan: Plan, extent: Extent, probs: Tensor | None = None):
-        rows = self._rows_of(plan) if self._records(extent) else None
+        rows = self.rows_of(plan) if self._records(extent) else None
         if rows is not None:
-            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.num_attended, self.checked,
+            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.num_computed, self.checked,
                                     probs)
+
+    def has_recorded(self, plan: Plan, width: int) -> bool:
+        """Whether the step that checks what a plan drafts is a graph for so many rows of the batch."""
+        return isinstance(self.step, Graphed) and self.step.has(*self._narrower(plan, width))
+
+    def record_narrower(self, plan: Plan, width: int, until: float) -> None:
+        """Records a part of that step, see `Graphed.prepare`."""
+        if isinstance(self.step, Graphed):
+            self.step.prepare(*self._narrower(plan, width), until=until)
+
+    def _narrower(self, plan: Plan, width: int) -> tuple:
+        """What `step` is called with."""
+        return *self.view.extent, self.rows_of(plan) or self.rows, bool(self._awaiting), width, self.checked, None
 
     def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
         """What records the steps of `round`; see `graphs.preparations`."""
@@ -198,7 +217,7 @@ class Speculator(Drafter):
         if plan.gamma:
             yield from self.drafters[plan.drafter].preparations(plan, self.draft_probs)
 
-    def _rows_of(self, plan: Plan, num_drafted: Tensor | None = None) -> int | None:
+    def rows_of(self, plan: Plan, num_drafted: Tensor | None = None) -> int | None:
         """Rows of the step that checks these. None where they decide, and are not drafted yet.
 
         Measured times influence the plans, so a step's duration must not reveal tokens that are then discarded: only
@@ -291,64 +310,78 @@ class Speculator(Drafter):
             self._levels[rows] = self._compiler.level(f"level{self.level}_rows{rows}")
         return self._levels[rows]
 
-    def attend_for(self, rows: list[int] | None, count: int = 0) -> None:
-        """Steps attend for these rows alone, see TargetBlock. None: for all.
+    def compute_for(self, rows: list[int] | None, places: int = 0) -> None:
+        """Steps compute these rows of the batch alone. For the others a round brings nothing: they have to have ended.
+        Steps of trees have to compute all rows.
 
         Args:
-            count: places of such a step. In those that are left over is one of the other rows, which has ended.
+            rows: None: all.
+            places: rows of such a step, if they are more. In those that are left over is one that has ended.
         """
-        self.num_attended = None
-        if rows is not None:
-            self.num_attended = max(count, len(rows))
-            others = [row for row in range(len(self.length)) if row not in rows]
-            places = rows + others[:1] * (self.num_attended - len(rows))
-            self._attended[: self.num_attended].copy_(staged(places, self._attended.device), non_blocking=True)
+        if rows is None:
+            self.num_computed, self._of = None, []
+            return
+        assert not self.tree.branches
+        others = [row for row in range(len(self.length)) if row not in rows]
+        of = rows + others[:1] * (places - len(rows))
+        if of == self._of:
+            return
+        self.num_computed, self._of = len(of), of
+        self._computed[: len(of)].copy_(staged(of, self._computed.device), non_blocking=True)
+        for row in others:
+            if self.outbox is not None:
+                self.outbox.buffer[row].zero_()
+            if self.keep_queries:  # no view is chosen by those of rows that have ended
+                self.cache.query_weight[row].zero_()
 
-    def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_attended: int | None,
-              num_drafted: Tensor, probs: Tensor | None) -> None:
+    def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_computed: int | None,
+              num_drafted: Tensor, probs: Tensor | None) -> Generator[None, None, None]:
+        """Pauses after each layer."""
         compiled, tree = self._level(rows), self.tree.cut(rows)
         nodes = self.tape.nodes if tree.size else None
-        block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree)
-        kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest, starts),
-                         self.keep_queries, compiled, self.gathering.gather if gathers else None, self.going,
-                         None if num_attended is None else self._attended[:num_attended])
-        hidden = self.model(block, kv)
+        of = None if num_computed is None else self._computed[:num_computed]
+        block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree, of)
+        kv = TargetBlock(self.cache, self.view, take(self.length, of), nodes or tree, Extent(dense, longest, starts),
+                         self.keep_queries, compiled, self.gathering.gather if gathers else None, of)
+        hidden = yield from self.model(block, kv, pauses=True)
         if self.hidden is not None:
-            self.hidden[:, : tree.rows] = hidden
-        compiled(Speculator._finish)(self, hidden, block, tree, num_drafted, probs)
+            give(self.hidden[:, : tree.rows], of, hidden)
+        compiled(Speculator._finish)(self, hidden, block, tree, take(num_drafted, of), probs, of)
         self.commit(self.length - self.beside if tree.branches else self.length)  # drafters know the chain alone
 
-    def _begin(self, tree: TokenTree) -> Tensor:
+    def _begin(self, tree: TokenTree, of: Tensor | None) -> Tensor:
         """The pending token and those drafted after it; what lies behind them on the tape pads the block."""
-        return self.tape.read(self.length, tree)
+        return self.tape.part(of).read(take(self.length, of), tree)
 
     def _finish(self, hidden: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor,
-                probs: Tensor | None) -> None:
+                probs: Tensor | None, of: Tensor | None) -> None:
         """hidden [B, M, dim] after the tokens of block [B, M]: checks the drafted ones, emits, moves on."""
-        tape, start = self.tape, self.length
+        tape, start = self.tape.part(of), take(self.length, of)
         n = tree.spine - 1 if self.drafters else 0
         logits = self.model.output(hidden)  # [B, M, V]
         ahead = torch.arange(n + 1, device=start.device)
         position = start[:, None] + 1 + ahead
         if tape.coupled:
-            verdict, law = self._match(logits, block, tree, num_drafted), None
+            verdict, law = self._match(tape, logits, block, tree, num_drafted, start), None
         else:
-            verdict, law = self._verify(logits[:, : n + 1], block[:, 1 : n + 1], num_drafted, position)
+            draft_probs = None if self.draft_probs is None else take(self.draft_probs[:, :n], of)
+            verdict, law = self._verify(tape, logits[:, : n + 1], block[:, 1 : n + 1], draft_probs, num_drafted,
+                                        position)
         beside, tokens = verdict.beside, verdict.tokens[:, : n + 1]
         # Cut at a limit fixed beforehand.
-        num_emitted = torch.minimum(verdict.num_accepted + beside + 1, self.limit - start)
+        num_emitted = torch.minimum(verdict.num_accepted + beside + 1, take(self.limit, of) - start)
         beside = torch.minimum(beside, (num_emitted - verdict.num_accepted).clamp(min=0))
 
-        put(tape.tokens, position, tokens)
+        tape.write(tape.tokens, position, tokens)
         if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
-            place = (position - 1 - self.base[:, None]).clamp(max=probs.shape[1] - 1)
-            put(probs, place, law)
+            place = (position - 1 - take(self.base, of)[:, None]).clamp(max=probs.shape[1] - 1)
+            tape.write(probs, place, law)
         if self.level != FULL:
-            missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)
+            missed = torch.where(verdict.num_accepted < take(self.asked, of), MISSED, BONUS)
             last = torch.where(beside > 0, LEAF, missed)[:, None]
             origin = torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, last)
-            put(tape.origin, position, torch.where(ahead <= verdict.num_accepted[:, None], origin, BONUS))
-        self._keep(verdict.rows, logits, num_emitted)
+            tape.write(tape.origin, position, torch.where(ahead <= verdict.num_accepted[:, None], origin, BONUS))
+        self._keep(of, verdict.rows, logits, num_emitted)
         if tree.branches:  # what was kept moves to the slots of its positions
             self.beside.copy_(beside)
             first = (start - self.cache.prefix.len)[:, None]
@@ -356,29 +389,31 @@ class Speculator(Drafter):
             place = ahead.expand(len(start), -1) if tree.size else place
             self.cache.tail.move(first + verdict.rows.gather(1, place), first + place)
         counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted, beside], 1)
-        self.totals += torch.where((num_emitted > 0)[:, None], counts[:, 1:], 0)
+        give(self.totals, of, take(self.totals, of) + torch.where((num_emitted > 0)[:, None], counts[:, 1:], 0))
         if self.outbox is not None:
             ranks = None if self.model.group is None else self._exchange(tokens, num_emitted)
-            self.outbox.write(tokens, verdict.rows[:, : n + 1], tape.origin.gather(1, position[:, :n]), counts, ranks)
-        start += num_emitted
+            origins = tape.at(tape.origin, position[:, :n])
+            self.outbox.write(of, tokens, verdict.rows[:, : n + 1], origins, counts, ranks)
+        give(self.length, of, start + num_emitted)
 
-    def _verify(self, logits: Tensor, tokens: Tensor, num_drafted: Tensor, position: Tensor):
+    def _verify(self, tape: Tape, logits: Tensor, tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor,
+                position: Tensor):
         """By rejection: logits [B, n + 1, V], tokens [B, n], position [B, n + 1] -> the verdict, and the law."""
-        tape, n = self.tape, tokens.shape[1]
+        n = tokens.shape[1]
         law = tape.law(logits, drafts=self.level != FULL)
         sample_u = tape.uniform(position, self.level, SAMPLE)
         accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
-        draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
         verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u, sample_u)
         rows = torch.arange(n + 1, device=logits.device).expand(len(logits), -1)
         return TreeVerdict(*verdict, torch.zeros_like(num_drafted), rows), law
 
-    def _match(self, logits: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor) -> TreeVerdict:
-        """By coupled draws: logits [B, M, V] after block [B, M]. A level that drafts notes what it would have drawn
-        instead."""
-        tape, nodes = self.tape, self.tape.nodes
+    def _match(self, tape: Tape, logits: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor,
+               start: Tensor) -> TreeVerdict:
+        """By coupled draws: logits [B, M, V] after block [B, M], which begins at start [B]. A level that drafts notes
+        what it would have drawn instead."""
+        nodes = tape.nodes
         depths = nodes.depths if tree.size else tree.depths(block.device)
-        position = self.length[:, None] + 1 + depths
+        position = start[:, None] + 1 + depths
         if self.level == FULL:
             drawn = tape.draw(tape.law(logits), position, self.level)
             return match_nodes(nodes, num_drafted, drawn) if tree.size else match_tree(tree, block, num_drafted, drawn)
@@ -388,17 +423,17 @@ class Speculator(Drafter):
         tape.note(position[:, : tree.spine], kept)
         return verdict
 
-    def _keep(self, rows: Tensor, logits: Tensor, num_emitted: Tensor) -> None:
+    def _keep(self, of: Tensor | None, rows: Tensor, logits: Tensor, num_emitted: Tensor) -> None:
         """What others may ask for of this step, of the rows [B, n + 1] that its tokens were drawn from."""
-        count = rows.shape[1]
+        count, weight = rows.shape[1], self.cache.query_weight
         if self.tree.branches:  # otherwise each is its own
             self.drawn_from[:, :count] = rows
         if self.logits is not None:
-            self.logits[:, :count] = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2]))
+            give(self.logits[:, :count], of, logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2])))
         if self.keep_queries:
             emitted = torch.arange(count, device=rows.device) < num_emitted[:, None]
-            weight = torch.zeros_like(self.cache.query_weight)
-            self.cache.query_weight.copy_(weight.scatter_add(1, rows, emitted.to(weight.dtype)))
+            weightless = weight.new_zeros(len(rows), weight.shape[1])
+            give(weight, of, weightless.scatter_add(1, rows, emitted.to(weight.dtype)))
 
     def _exchange(self, tokens: Tensor, num_emitted: Tensor) -> tuple[Tensor, Tensor]:
         """[B], whether the ranks emit different tokens, by a digest of them; [2], the clock of the first rank."""

@@ -5,6 +5,7 @@ out.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,6 +30,8 @@ from .pilot import Pilot
 from .plan import Padding, Plan
 from .tape import Tape
 
+SPARE_TIME = 0.6  # of a verify, in which the host may do other work without being late for the next round
+
 
 def tape_length(capacity: int, settings: Settings) -> int:
     """Tokens of a tape: a power of two, so that steps compiled for one length of prompts serve others."""
@@ -51,6 +54,7 @@ class State:
         draft_ranks: of the target's group, those that hold the draft; draft is None on the others. None: all of them.
         folder: where learned costs are kept. None: nowhere.
         row_unit: of padded steps of the full level, see `rows.py`. None: they have all rows.
+        least_rows: of the batch, where steps compute fewer and bits are promised, see `rows.py`. None: all.
         runs_on: the device that it is meant for, if it is not the one that the target is on: to plan its memory, it is
             built on the meta device.
     """
@@ -60,8 +64,9 @@ class State:
                  num_resident_layers: int | None = None, pack: bool = False, shared: PrefixStore | None = None,
                  meter: Callable[[], NgramMeter] | None = None,
                  draft_ranks: Sequence[int] | None = None, folder: Folder | None = None, row_unit: int | None = None,
-                 runs_on: torch.device | None = None):
+                 least_rows: int | None = None, runs_on: torch.device | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
+        self._on_cpu = target.device.type == "cpu"
         config, device, dtype = target.config, target.device, target.dtype
         interval = settings.flush_interval
         block = max(settings.tree.rows, settings.inner_tree.rows)
@@ -89,6 +94,8 @@ class State:
                                draft_ranks=draft_ranks, compiler=compiler, runs_on=runs_on)
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, own=own, common=common,
                                    sources=sources, drafting=drafting, row_unit=row_unit, compiler=compiler)
+        grows = any(level.tree.branches for level in self.hierarchy.levels)
+        self._least_rows = batch if least_rows is None or grows else least_rows
         self.pilot = Pilot(self.hierarchy, settings, group=target.group,
                            shelf=Shelf(folder, lambda: compiler.is_complete),
                            rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval(offload),
@@ -98,6 +105,7 @@ class State:
         self._texts: list[list[int]] = [[] for _ in range(batch)]  # what the tape holds, as the host knows it
         self.prompt_end = [0] * batch  # lens when the last prefill ended
         self._ends = [0] * batch  # what lens will not exceed
+        self._closed: set[int] = set()  # rows that have ended
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
         self.reused = 0  # set by the caller: tokens of each prompt that were not computed for it
         self.waited = 0.0  # set by the caller: seconds that its prompts waited for compiled steps
@@ -107,8 +115,8 @@ class State:
         self.num_forwards = 0
         self.num_flushes = 0
         self._recorded = 0.0  # seconds that were spent on recording before
-        self._narrowed: set[tuple] = set()  # what steps that attend for fewer rows were recorded for
         self.last_round: Round | None = None
+        self._verify: float | None = None  # milliseconds of the last one that was timed
 
     def _usual_rebuild_interval(self, streams: Offload | None, for_all: bool = False) -> int:
         """The newest selection drafts best. Offloaded, that of one row, or of what all rows share, takes no time: it is
@@ -310,6 +318,7 @@ class State:
         interval = self.settings.flush_interval
         self.compiler.settings = self.params.uses
         self._ends = [length + max_new_tokens for length in self.lens]
+        self._closed, self._verify = set(), None
         # A prefix grows by whole intervals.
         prefix_ends = [min(held + (end - held) // interval * interval, self.capacity)
                        for held, end in zip(self.cache.lens, self._ends, strict=True)]
@@ -345,30 +354,77 @@ class State:
         """The row is finished: later rounds emit nothing for it."""
         self.hierarchy.close_row(row, self.lens[row])
         self._ends[row] = self.lens[row]
+        self._closed.add(row)
         self.pilot.close_row(row)
 
-    @property
-    def _going(self) -> list[int]:
-        """Rows that have not ended."""
-        return [row for row in range(self.batch) if self.lens[row] < self._ends[row]]
+    def _narrow(self, going: list[int], plan: Plan) -> None:
+        """Once rows have ended, steps compute those that go on alone, if no bits that are promised depend on it."""
+        if not going or len(going) == self.batch:
+            return
+        if self._on_cpu:
+            free = not self._promises_bits and self.compiler.pieces is None
+            width = len(going) if free else max(len(going), self._least_rows)
+        else:
+            width = self._width(going, plan) if self._has_narrower else self.batch
+        self.hierarchy.compute_for(None if width == self.batch else going, width)
+        if width < self.batch:
+            self.pilot.narrowed()
 
-    def _narrow(self, going: list[int]) -> None:
-        """Steps may attend for these rows alone from now on. They are expected to go on for as many rounds as there
-        were, at most up to their limits. See `narrowing`."""
-        outer, config, prefix = self.hierarchy.outer, self.target.config, self.cache.prefix
-        before, queries = outer.num_attended or self.batch, outer.num_rows * config.query_group
-        count = narrowing.places(len(going), queries) if self.base else len(going)
-        saved = sum(sign * narrowing.shared_ms(config, self.base, rows, queries)
-                    for rows, sign in ((before, 1), (count, -1)))
-        if prefix.length_on_device:
-            ended = (before - count) * statistics.fmean(prefix.own_lens)
-            saved += narrowing.own_ms(config, ended, self.target.dtype.itemsize) / 2
+    @property
+    def _has_narrower(self) -> bool:
+        """Whether a GPU's steps may compute fewer rows."""
+        return not self._on_cpu and not self._promises_bits and self.cache.prefix.can_narrow
+
+    @property
+    def _promises_bits(self) -> bool:
+        """The bits of a row are to depend on nothing but its own text."""
+        return self.params.greedy or self.settings.coupled
+
+    def _width(self, going: list[int], plan: Plan) -> int:
+        """How many rows the next verify computes on a GPU. Rows are expected to go on for as many rounds as there were,
+        at most up to their limits. See `narrowing`."""
+        outer, config, batch = self.hierarchy.outer, self.target.config, self.batch
         left = max((self._ends[row] - self.lens[row]) / max(self.lens[row] - self.prompt_end[row], 1) for row in going)
-        recorded = count, outer.num_rows, prefix.extent, self.compiler.made_of
-        if narrowing.pays(saved, self.num_forwards * min(left, 1.0), config.n_layer, self.base > 0,
-                          recorded in self._narrowed):
-            outer.attend_for(going, count)
-            self._narrowed.add(recorded)
+        known = next((width for width in narrowing.widths(len(going), batch)
+                      if outer.has_recorded(plan, width) and self._saved(batch, width, plan) > 0), batch)
+        for width in narrowing.widths(len(going), known):
+            saved = self._saved(known, width, plan)
+            if known == batch and self.compiler.num_pieces:  # which are compiled for all rows
+                saved -= narrowing.WRITTEN * config.n_layer
+            if narrowing.pays(saved, self.num_forwards * min(left, 1.0), config.n_layer, self._is_planned(width, plan)):
+                return width
+        return known
+
+    def _saved(self, before: int, after: int, plan: Plan) -> float:
+        """Milliseconds that a verify of fewer rows takes less."""
+        return narrowing.saved_ms(self.target.config, before, after, self._block(plan), shared=self.base,
+                                  own=statistics.fmean(self.cache.prefix.own_lens),
+                                  itemsize=self.target.dtype.itemsize)
+
+    def _is_planned(self, width: int, plan: Plan) -> bool:
+        return narrowing.is_planned(self.target.config, self.base, width, self._block(plan))
+
+    def _block(self, plan: Plan) -> int:
+        """Tokens of a row in the verify."""
+        return self.hierarchy.outer.rows_of(plan) or self.hierarchy.outer.rows
+
+    def _record_narrower(self, begun: float) -> None:
+        """Beside a verify that began then: a part of a step of fewer rows than go on, or as many parts as there is time
+        for. Rounds go on meanwhile, and take no longer."""
+        outer, compiler = self.hierarchy.outer, self.compiler
+        if (self._verify is None or not self._has_narrower or self.target.group is not None
+                or compiler.recorder is None or not compiler.records_unseen):
+            return
+        [plan, *_], width = self.pilot.ahead(), outer.num_computed or self.batch
+        until, work, parts = begun + SPARE_TIME * self._verify / 1e3, torch.cuda.Event(), 0
+        work.record()
+        for narrower in reversed(narrowing.widths(1, width)):
+            if self._saved(width, narrower, plan) > 0 and not self._is_planned(narrower, plan):
+                while time.perf_counter() < until and not outer.has_recorded(plan, narrower):
+                    outer.record_narrower(plan, narrower, until)
+                    parts += 1
+        if parts and work.query():  # it took longer, and so did the round
+            compiler.num_recorded += 1
 
     @torch.inference_mode()
     def round(self, plan: Plan | None = None) -> list[list[int]]:
@@ -377,27 +433,29 @@ class State:
         Args:
             plan: what to follow, instead of what is chosen.
         """
-        chosen, going = plan is None, self._going
+        chosen, going = plan is None, [row for row in range(self.batch) if row not in self._closed]
         if chosen:
             plan = self.pilot.choose()
         if plan.retrieval and self.hierarchy.view is not None:
             self.pilot.rebuilt(self.hierarchy.view.catch_up(going))
-        # Where bits are promised, they are not to depend on how many rows go on.
-        if 0 < len(going) < self.batch and self.cache.prefix.can_narrow and not self.pilot.padding.plain:
-            self._narrow(going)
+        self._narrow(going, plan)
         meanwhile = partial(self._think, plan) if chosen else None
         result = self.hierarchy.round(plan, self.lens, self._next_extent(), meanwhile)
         self.num_forwards += 1
         self.last_round = result
+        if result.timing is not None:
+            self._verify = result.timing.checking
         return self._settle(result, chosen)
 
     def _think(self, plan: Plan) -> None:
         """While the device works on a round: what the next one follows, and its steps. plan: of the present round."""
+        begun = time.perf_counter()
         self.pilot.think()
         left = max(end - length for end, length in zip(self._ends, self.lens, strict=True))
         # Or else it is not known yet for which rows the next verify gathers, or whether there is one.
         if self.cache.prefix.streams is None and left > plan.gamma + 1:
             self._record_ahead()
+            self._record_narrower(begun)
 
     def _next_extent(self) -> Extent | None:
         """The prefix's extent after the next flush, if that is near, and something will come after it."""

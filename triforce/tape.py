@@ -6,7 +6,7 @@ computed: the pending one.
 Shapes: B batch, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Tape:
     vocab_size: int  # ids that the tokenizer can name; logits beyond are padding
     coupled: bool = False  # levels share their draws; else laws are passed from level to level
     nodes: Nodes | None = None  # where the full level checks trees: what the retrieval level grows
+    of: Tensor | None = None  # [n], the rows of the batch that it is seen as. None: all
 
     @classmethod
     def allocate(cls, batch: int, capacity: int, vocab_size: int, device, coupled: bool = False,
@@ -42,6 +43,20 @@ class Tape:
         runners_up = tokens.new_zeros(batch, capacity, leaves)
         origin = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         return cls(tokens, origin, runners_up, SamplingParams(batch, device, vocab_size), vocab_size, coupled, nodes)
+
+    def part(self, of: Tensor | None) -> "Tape":
+        """The same tape, seen as one of these rows alone, in this order. of: [n]. None: all."""
+        return self if of is None else replace(self, params=self.params.part(of), of=of)
+
+    def at(self, x: Tensor, index: Tensor) -> Tensor:
+        """Of one of its tensors [B, capacity, ...], what stands at index [B, n] of each row."""
+        if self.of is not None:
+            return x[self.of[:, None], index]
+        return x.gather(1, index[(...,) + (None,) * (x.ndim - 2)].expand(*index.shape, *x.shape[2:]))
+
+    def write(self, x: Tensor, index: Tensor, value: Tensor) -> None:
+        """Writes value [B, n, ...] there."""
+        put(x, index, value, rows=None if self.of is None else self.of[:, None])
 
     def law(self, logits: Tensor, drafts: bool = False) -> Tensor:
         """drafts: see `sampling.probabilities`."""
@@ -70,20 +85,19 @@ class Tape:
     def read(self, start: Tensor, tree: TokenTree) -> Tensor:
         """The tokens of a block whose first is at index start [B]: [B, M]."""
         if not tree.num_leaves:
-            return self.tokens.gather(1, start[:, None] + torch.arange(tree.spine, device=start.device))
+            return self.at(self.tokens, start[:, None] + torch.arange(tree.spine, device=start.device))
         spine, runners_up = self.read_spine(start, tree.spine)
         return tree.arrange(spine, runners_up[:, 1:])
 
     def read_spine(self, start: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """So many tokens from index start [B] on, [B, rows], and the runners-up of each, [B, rows, k]."""
         here = start[:, None] + torch.arange(rows, device=start.device)
-        sides = here[..., None].expand(-1, -1, self.runners_up.shape[2])
-        return self.tokens.gather(1, here), self.runners_up.gather(1, sides)
+        return self.at(self.tokens, here), self.at(self.runners_up, here)
 
     def note(self, position: Tensor, ranked: Tensor) -> Tensor:
         """Writes the runners-up down: position [B, n], ranked [B, n, 1 + k], see `rank`. Returns the first, [B, n]."""
         if ranked.shape[2] > 1:
-            put(self.runners_up, position, ranked[..., 1:])
+            self.write(self.runners_up, position, ranked[..., 1:])
         return ranked[..., 0]
 
     def buffer(self, *shape: int, like: Transformer | None = None, dtype=torch.int64) -> Tensor:

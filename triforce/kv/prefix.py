@@ -82,8 +82,8 @@ class PrefixStore(View):
 
     @property
     def can_narrow(self) -> bool:
-        """Whether steps of a GPU are faster over the keys of fewer rows."""
-        return self.len.is_cuda and self.streams is None and (self.base > 0 or self.length_on_device)
+        """Whether a GPU's steps of fewer rows are faster: not where they wait for what streams past."""
+        return self.len.is_cuda and self.streams is None and self.length_on_device
 
     def worth_recording(self, extent: Extent) -> bool:
         return self.streams is None or self.streams.in_few_pieces(self._streamed(extent))
