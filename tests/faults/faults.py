@@ -1024,7 +1024,7 @@ FAULTS = [
     Fault("narrowed-bits-on-cpu", "state.py", "free = not self._promises_bits and", "free =",
           "test_state.py -k other_dtypes", "in bf16, a row that ends changes its neighbours' bits"),
     Fault("narrowed-kept", "pilot.py", "self._learned or self.controller.learned", "self.controller.learned",
-          "test_narrowing.py -k are_kept", "the next batch believes that it is as fast as one row"),
+          "test_narrowing.py -k are_not_kept", "the next batch believes that it is as fast as one row"),
     Fault("narrower-whatever", "state.py", "if parts and work.query():", "if work.query():",
           "test_ahead.py -k no_narrower", "rounds beside which nothing is recorded are not timed"),
     Fault("parts-by-turns", "graphs.py", "if len(self._begun) > KEPT_PARTS:", "if len(self._begun) > 1:",
