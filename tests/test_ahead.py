@@ -207,12 +207,11 @@ def test_steps_of_narrower_batches_are_recorded_beside_rounds(pair, gpu, works, 
     gpu.works, state._verify = works, 1e6  # the verify takes long
     assert state.round() == plain.round()
     assert widths_of(state) == {None, 2, 1} and (state.last_round.timing is not None) == works
-    seconds, said = state.recording, []
+    seconds = state.recording
     for row, width in ((3, None), (0, 2), (1, 1)):
         for one in (state, plain):
             one.close_row(row)
         assert state.round() == plain.round() and state.hierarchy.outer.num_computed == width
-        said.append(width)
     assert state.recording == seconds
 
 

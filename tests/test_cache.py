@@ -60,6 +60,7 @@ def lengths_on_device(monkeypatch):
         given.append((lens, bound))
         assert max(lens) <= bound <= k.shape[2] and (is_empty is not None or min(lens) > 0)
         assert places[0].tolist() == list(range(len(here) + 1)) and len(lens) == len(here)
+        assert places[1, :-1].tolist() == [row * k.shape[1] * k.shape[2] for row in here]
         assert k.stride(0) == k.shape[1] * k.shape[2] * k.shape[3] and len(q) == len(here)
         q = attention.as_rows(q, k.shape[1], rows)
         out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
