@@ -215,15 +215,13 @@ def test_steps_of_narrower_batches_are_recorded_beside_rounds(pair, gpu, works, 
     assert state.recording == seconds
 
 
-@pytest.mark.parametrize("how", ["a short verify", "bits are promised", "ranks", "compiled", "never timed"])
+@pytest.mark.parametrize("how", ["a short verify", "bits are promised", "ranks", "never timed"])
 def test_when_no_narrower_steps_are_recorded(pair, gpu, how, monkeypatch):
     compiler = Compiler(torch.device("cpu"), recorder=object())
     state = state_of_four(pair, 0.0 if how == "bits are promised" else 0.8, monkeypatch, compiler=compiler)
     state._verify = {"a short verify": 1e-6, "never timed": None}.get(how, 1e6)
     if how == "ranks":
         monkeypatch.setattr(state.target, "group", object())
-    if how == "compiled":
-        monkeypatch.setattr(Compiler, "num_pieces", 1)
     gpu.works, recorded = False, compiler.num_recorded
     state._record_narrower(time.perf_counter())
     assert widths_of(state) == {None} and compiler.num_recorded == recorded  # so rounds are timed

@@ -245,7 +245,6 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
 @pytest.mark.parametrize("compile", ["beside", True], ids=["written", "compiled"])
 def test_steps_compute_the_rows_that_go_on(random_models, compile, shared, monkeypatch):
     """Of 32 rows over a document three go on, or of six with texts of their own. They say what they would have said."""
-    monkeypatch.setattr(narrowing, "WRITTEN", 0.0)
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
     monkeypatch.setattr(narrowing, "PLAN", 0.0)
     monkeypatch.setattr(narrowing, "APART", 0.0)
@@ -276,9 +275,10 @@ def test_steps_compute_the_rows_that_go_on(random_models, compile, shared, monke
             state.round()
         widths = {key[6] for key in outer.step.graphs}
         assert widths == {None} if same_bits else {None, 4} <= widths
-        assert same_bits or compile is True or 2 in widths  # part by part, beside rounds
+        assert same_bits or 2 in widths  # part by part, beside rounds
         for _ in range(3):  # and of one row for each of the batch's
             state.round(ONE_ROW)
+        assert compile == "beside" or not state.compiler.pieces.missing
     (all_rows, texts), (few, same) = said
     assert texts == same and all(len(text) >= 8 for text in texts)
     assert not torch.equal(few, all_rows)  # computed in another number of tiles, or parts
@@ -387,14 +387,16 @@ def test_graphs_are_captured_and_nothing_recompiles(random_models):
 
 
 @in_half_precision
-@pytest.mark.parametrize("gamma", [6, "auto"])
-def test_steps_are_recorded_while_the_device_works_on_the_prompt(gamma, dtype):
+@pytest.mark.parametrize("gamma, compile", [(6, "beside"), ("auto", "beside"), (6, True)],
+                         ids=["written", "auto", "compiled"])
+def test_steps_are_recorded_while_the_device_works_on_the_prompt(gamma, compile, dtype):
     """Without having run. What they say is what steps say that ran first."""
     ids, said = random_prompt(CONTEXT, vocab_size=VOCAB), []
     for works in (True, False):
-        engine = engine_for(random_models_in(dtype), gamma=gamma, keep_logits=True)
+        engine = engine_for(random_models_in(dtype), gamma=gamma, keep_logits=True, compile=compile)
         with mock.patch.object(torch.cuda.Event, "query", lambda self, works=works: not works):
             state = prepare(engine, ids, VOCAB)
+        assert (state.compiler.num_pieces > 0) == (compile is True)
         outer, inner = state.hierarchy.levels
         ahead = [outer.step]
         if gamma == 6:  # the controller drafts nothing of random weights

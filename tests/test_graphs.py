@@ -228,16 +228,6 @@ def test_a_step_that_pauses_is_recorded_in_parts(monkeypatch):
     seen.clear()
 
 
-def test_compiled_pieces_run_before_they_are_recorded():
-    step = Noting(num_lengths=1)
-    step.compiler.pieces = SimpleNamespace(ready={"one": None})
-    step.prepare(5)
-    assert step.what() == []
-    step(5)
-    step.prepare(6)
-    assert step.what() == ["run", "record"]
-
-
 def test_what_is_no_graph_needs_no_preparation():
     step = Noting()
     assert list(preparations(print, 5)) == []

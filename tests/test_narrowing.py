@@ -11,7 +11,6 @@ from conftest import make_state, random_prompt, run_rounds
 
 from triforce import attention, narrowing
 from triforce.costs import to_json
-from triforce.graphs import Compiler
 from triforce.kv import blocks
 from triforce.kv.prefix import PrefixStore
 from triforce.kv.store import runs
@@ -165,17 +164,6 @@ def test_times_of_fewer_rows_are_not_kept_as_those_of_all(pair, monkeypatch):
         state.pilot.keep()
         now = to_json(state.pilot.controller.learned)
         assert (kept.pop() == now) == (not closed)
-
-
-def test_compiled_steps_of_all_rows_are_left_for_those_that_are_faster_as_written(pair, shared_for, monkeypatch):
-    state = state_of(pair)
-    run_rounds(state, 5)
-    monkeypatch.setattr(Compiler, "num_pieces", 1)
-    close_all_but(state, 1)
-    assert state.hierarchy.outer.num_computed is None
-    monkeypatch.setattr(narrowing, "ROW", 1.0)
-    state.round()
-    assert state.hierarchy.outer.num_computed == 1
 
 
 def test_one_part_of_a_document_is_laid_out_as_several(monkeypatch):

@@ -1,5 +1,6 @@
 """Pieces are traced without weights, compiled in another process, found again, and compute the same."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from triforce.graphs import Compiler, traced
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 from triforce.kept import Folder
+from triforce.kv.prefix import PrefixStore
 from triforce.model import Block, ModelConfig, RopeScaling, Transformer
 from triforce.pieces import COMPLETE, FAILED, Loaded, Pieces, piece_name, put_together, reachable, take_apart
 from triforce.quantize import fp8_copy
@@ -204,6 +206,40 @@ def test_what_streams_is_given_queries_as_its_kernels_take_them(pair, asked, mon
     used.clear()
     precompile.collect(replace(job, streams=False))
     assert set(used) == {"as_one_query", "up_to"}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_steps_of_fewer_rows_are_traced(pair, asked, traced_once, monkeypatch, shared):
+    """As a GPU takes them where no bits are promised."""
+    monkeypatch.setattr(PrefixStore, "can_narrow", True)
+    monkeypatch.setattr(attention, "spans", lambda device, dtype, head_dim: True)
+    monkeypatch.setattr(attention, "up_to", lambda q, rows, k, *_: attention.empty(
+        attention.as_rows(q, k.shape[1], rows)))
+    engine = make_engine(*pair, compile="beside", max_batch_size=4, **SETTINGS)
+    run(engine, 4, tokens=2, prefix=engine.prefill(random_prompt(200)) if shared else None)
+    found, state = precompile.collect(asked[0]), engine.caches.state
+    assert missing(engine) <= found.keys()
+    assert not any(isinstance(piece, precompile.Untraced) for piece in found.values())
+    outer, tail, tape = state.hierarchy.outer, state.cache.tail.whole, state.tape.tokens
+    tokens = tape.clone()
+    for going in ([2], [0, 3]):
+        before = set(missing(engine))
+        state.hierarchy.compute_for(going, len(going))
+        written = []
+        for how in (graphs.traced, contextlib.nullcontext):
+            tail.zero_()
+            tape.copy_(tokens)
+            with how(), outer.rehearsal():
+                for rows in (1, outer.rows):
+                    outer.rehearse(outer.length.clone(), rows)
+            written.append(tail.clone())
+            if how is graphs.traced:  # as on a GPU
+                new = set(missing(engine)) - before
+        assert new <= found.keys() and len(new) >= 10
+        assert written[0].abs().sum((0, 1, 3, 4, 5)).nonzero().flatten().tolist() == going
+        torch.testing.assert_close(*written)
+    monkeypatch.setattr(PrefixStore, "can_narrow", False)
+    assert not new & precompile.collect(asked[0]).keys()
 
 
 def test_compiled_steps_read_the_bias_where_it_is(small_job):

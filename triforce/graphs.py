@@ -60,7 +60,7 @@ def give(x: Tensor, of: Tensor | None, value: Tensor) -> None:
 
 def staged(numbers: list, device: torch.device) -> Tensor:
     """Numbers of the host's, from where `copy_(..., non_blocking=True)` to a device waits for nothing."""
-    return torch.tensor(numbers, pin_memory=device.type == "cuda")
+    return torch.tensor(numbers, pin_memory=device.type == "cuda" and not is_traced())
 
 
 def unreserved(device: torch.device) -> int:
@@ -163,11 +163,6 @@ class Compiler:
         return self.num_pieces, self.settings
 
     @property
-    def records_unseen(self) -> bool:
-        """Whether a step can be recorded before it has run. A compiled piece chooses its kernels when it first runs."""
-        return self.num_pieces == 0
-
-    @property
     def is_complete(self) -> bool:
         """Whether the present text runs all pieces that can be compiled."""
         return self.num_pieces > 0 and self.pieces.complete
@@ -240,14 +235,14 @@ class Graphed:
             graph.replay()
 
     def prepare(self, *args, until: float = math.inf) -> None:
-        """Records a call, if it is new and can be recorded. The device goes on with what it has to do.
+        """Records a call, if it is new. The device goes on with what it has to do.
 
         Args:
             until: of a function that pauses, no more than what is recorded by then, by time.perf_counter(), and at
                 least a part. The next call for the same goes on.
         """
         key, kind = self._key(args)
-        if key not in self.graphs and (self.calls[kind] >= self.warm_up or self.compiler.records_unseen):
+        if key not in self.graphs:
             if self._record(key, args, until):
                 self.calls[kind] = self.warm_up
                 self._unplayed.add(key)

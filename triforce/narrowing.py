@@ -10,9 +10,14 @@ So steps of fewer rows are faster, and have to be recorded. They have a power of
 Where that takes the device no time, they are recorded before rows end.
 """
 
+import statistics
+import time
+
 from .attention import TILE, pays_to_plan
 from .costs import PREPARING
 from .model import ModelConfig
+from .plan import Plan
+from .speculator import Speculator
 
 RATE = 5e11  # multiplications and additions in a millisecond, 2 a pair: what an H200 reaches in attention
 BANDWIDTH = 4e9  # bytes that it reads in a millisecond
@@ -20,7 +25,6 @@ PLAN = 60.0  # milliseconds that cuDNN's kernel takes to be planned for another 
 # Milliseconds that each of the first FEW rows takes in a layer, besides attention to what is long; those beyond it take
 # next to nothing. And what it takes in a layer that the rows do not lie side by side.
 ROW, FEW, APART = 0.009, 4, 0.006
-WRITTEN = 0.055  # milliseconds by which a layer as it is written takes longer than a compiled one
 
 
 def widths(going: int, batch: int) -> list[int]:
@@ -63,3 +67,59 @@ def is_planned(config: ModelConfig, length: int, rows: int, block: int) -> bool:
 def pays(saved: float, rounds: float, n_layer: int, is_planned: bool) -> bool:
     """Whether a step that takes so many milliseconds less is worth recording. rounds: that are expected to follow."""
     return saved * rounds > 2 * PREPARING * n_layer + PLAN * is_planned  # it is run once, and then recorded
+
+
+class Narrower:
+    """Chooses how many rows the steps of the full level compute, and records such steps.
+
+    Args:
+        outer: that level.
+        base: tokens that all rows share.
+    """
+
+    def __init__(self, outer: Speculator, base: int):
+        self.outer, self.base = outer, base
+        self.batch, self.config = len(outer.length), outer.model.config
+
+    def choose(self, plan: Plan, going: int, rounds: float) -> int:
+        """How many rows the next verify computes: all of the batch, or fewer, of which `going` go on.
+
+        Args:
+            rounds: that are expected to follow.
+        """
+        known = next((width for width in widths(going, self.batch)
+                      if self.outer.has_recorded(plan, width) and self._saved(self.batch, width, plan) > 0), self.batch)
+        return next((width for width in widths(going, known)
+                     if pays(self._saved(known, width, plan), rounds, self.config.n_layer,
+                             self._is_planned(width, plan))), known)
+
+    def record(self, plan: Plan, until: float) -> int:
+        """Records steps of fewer rows than are computed, or parts of them, as long as there is time. Steps for which a
+        kernel is planned are left out: that takes long, and is no part.
+
+        Args:
+            until: by time.perf_counter().
+
+        Returns:
+            how many parts were recorded.
+        """
+        computed, parts = self.outer.num_computed or self.batch, 0
+        for width in reversed(widths(1, computed)):
+            if self._saved(computed, width, plan) > 0 and not self._is_planned(width, plan):
+                while time.perf_counter() < until and not self.outer.has_recorded(plan, width):
+                    self.outer.record_narrower(plan, width, until)
+                    parts += 1
+        return parts
+
+    def _saved(self, before: int, after: int, plan: Plan) -> float:
+        """Milliseconds that a verify of fewer rows takes less."""
+        own = statistics.fmean(self.outer.cache.prefix.own_lens)
+        return saved_ms(self.config, before, after, self._block(plan), shared=self.base, own=own,
+                        itemsize=self.outer.model.dtype.itemsize)
+
+    def _is_planned(self, width: int, plan: Plan) -> bool:
+        return is_planned(self.config, self.base, width, self._block(plan))
+
+    def _block(self, plan: Plan) -> int:
+        """Tokens of a row in the verify."""
+        return self.outer.rows_of(plan) or self.outer.rows

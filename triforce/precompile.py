@@ -28,6 +28,7 @@ from .jobs import Job
 from .kept import Folder
 from .kv.prefix import PrefixStore
 from .model import ModelConfig, Transformer
+from .narrowing import widths
 from .parallel import ONE_SHOT_BYTES, Group
 from .pieces import COMPLETE, FAILED, Path, layout, pack, piece_name, reachable, take_apart
 from .plan import Plan
@@ -82,7 +83,7 @@ def collect(job: Job) -> "dict[str, Traced | Untraced]":
         if job.streams and not job.base:  # its own layers, from host memory, which is not there: see `PrefixStore`
             state.cache.prefix.length_on_device = False
         for lengths in _lengths(state):
-            _go_through(state, lengths)
+            _go_through(state, lengths, narrows=state.narrower is not None and not job.streams)
     # A draft that several ranks share has a group of its own, which is not known here.
     return {name: piece for name, piece in tracer.found.items() if not (job.shared_draft and name.startswith("draft"))}
 
@@ -117,8 +118,8 @@ def _lengths(state: State) -> Iterator[list[int]]:
             yield [long - interval, *[long] * (rows - 1)]
 
 
-def _go_through(state: State, lengths: list[int]) -> None:
-    """Every step that a plan can take."""
+def _go_through(state: State, lengths: list[int], narrows: bool) -> None:
+    """Every step that a plan can take. narrows: of fewer rows than all of the batch, too."""
     hierarchy = state.hierarchy
     for row, length in enumerate(lengths):
         state.cache.prefix.truncate(row, length)
@@ -131,8 +132,10 @@ def _go_through(state: State, lengths: list[int]) -> None:
     for ends in ends_of:
         hierarchy.open(ends)
         hierarchy.open_sources(ends)
-        for rows in {1, outer.rows}:
-            outer.rehearse(here, rows)
+        for width in [*(widths(1, state.batch) if narrows else ()), state.batch]:
+            hierarchy.compute_for(None if width == state.batch else list(range(width)), width)
+            for rows in {1, outer.rows}:
+                outer.rehearse(here, rows)
         for name, source in hierarchy.sources.items():
             for level in hierarchy.levels:
                 if level.rows > 1 and name != "custom":

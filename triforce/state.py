@@ -4,14 +4,12 @@ Weights live elsewhere and are shared; a State is what generating changes. Token
 out.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from . import narrowing
 from .config import Settings
 from .costs import Shelf
 from .drafting.ngram import NgramMeter
@@ -24,6 +22,7 @@ from .kv.prefix import PrefixStore
 from .kv.store import Extent
 from .kv.target import TargetCache
 from .model import Transformer
+from .narrowing import Narrower
 from .nodes import Nodes
 from .packed import packs
 from .pilot import Pilot
@@ -94,6 +93,8 @@ class State:
                                draft_ranks=draft_ranks, compiler=compiler, runs_on=runs_on)
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, own=own, common=common,
                                    sources=sources, drafting=drafting, row_unit=row_unit, compiler=compiler)
+        can_narrow = self.cache.prefix.can_narrow and not settings.coupled
+        self.narrower = Narrower(self.hierarchy.outer, self.base) if can_narrow else None
         grows = any(level.tree.branches for level in self.hierarchy.levels)
         self._least_rows = batch if least_rows is None or grows else least_rows
         self.pilot = Pilot(self.hierarchy, settings, group=target.group,
@@ -364,67 +365,32 @@ class State:
         if self._on_cpu:
             free = not self._promises_bits and self.compiler.pieces is None
             width = len(going) if free else max(len(going), self._least_rows)
+        elif self.narrower is not None and not self._promises_bits:
+            # Rows are expected to go on for as many rounds as there were, at most up to their limits.
+            left = max((self._ends[row] - self.lens[row]) / max(self.lens[row] - self.prompt_end[row], 1)
+                       for row in going)
+            width = self.narrower.choose(plan, len(going), self.num_forwards * min(left, 1.0))
         else:
-            width = self._width(going, plan) if self._has_narrower else self.batch
+            width = self.batch
         self.hierarchy.compute_for(None if width == self.batch else going, width)
         if width < self.batch:
             self.pilot.narrowed()
-
-    @property
-    def _has_narrower(self) -> bool:
-        """Whether a GPU's steps may compute fewer rows."""
-        return not self._on_cpu and not self._promises_bits and self.cache.prefix.can_narrow
 
     @property
     def _promises_bits(self) -> bool:
         """The bits of a row are to depend on nothing but its own text."""
         return self.params.greedy or self.settings.coupled
 
-    def _width(self, going: list[int], plan: Plan) -> int:
-        """How many rows the next verify computes on a GPU. Rows are expected to go on for as many rounds as there were,
-        at most up to their limits. See `narrowing`."""
-        outer, config, batch = self.hierarchy.outer, self.target.config, self.batch
-        left = max((self._ends[row] - self.lens[row]) / max(self.lens[row] - self.prompt_end[row], 1) for row in going)
-        known = next((width for width in narrowing.widths(len(going), batch)
-                      if outer.has_recorded(plan, width) and self._saved(batch, width, plan) > 0), batch)
-        for width in narrowing.widths(len(going), known):
-            saved = self._saved(known, width, plan)
-            if known == batch and self.compiler.num_pieces:  # which are compiled for all rows
-                saved -= narrowing.WRITTEN * config.n_layer
-            if narrowing.pays(saved, self.num_forwards * min(left, 1.0), config.n_layer, self._is_planned(width, plan)):
-                return width
-        return known
-
-    def _saved(self, before: int, after: int, plan: Plan) -> float:
-        """Milliseconds that a verify of fewer rows takes less."""
-        return narrowing.saved_ms(self.target.config, before, after, self._block(plan), shared=self.base,
-                                  own=statistics.fmean(self.cache.prefix.own_lens),
-                                  itemsize=self.target.dtype.itemsize)
-
-    def _is_planned(self, width: int, plan: Plan) -> bool:
-        return narrowing.is_planned(self.target.config, self.base, width, self._block(plan))
-
-    def _block(self, plan: Plan) -> int:
-        """Tokens of a row in the verify."""
-        return self.hierarchy.outer.rows_of(plan) or self.hierarchy.outer.rows
-
     def _record_narrower(self, begun: float) -> None:
         """Beside a verify that began then: a part of a step of fewer rows than go on, or as many parts as there is time
         for. Rounds go on meanwhile, and take no longer."""
-        outer, compiler = self.hierarchy.outer, self.compiler
-        if (self._verify is None or not self._has_narrower or self.target.group is not None
-                or compiler.recorder is None or not compiler.records_unseen):
+        if (self.narrower is None or self._promises_bits or self._verify is None or self.target.group is not None
+                or self.compiler.recorder is None):
             return
-        [plan, *_], width = self.pilot.ahead(), outer.num_computed or self.batch
-        until, work, parts = begun + SPARE_TIME * self._verify / 1e3, torch.cuda.Event(), 0
+        [plan, *_], work = self.pilot.ahead(), torch.cuda.Event()
         work.record()
-        for narrower in reversed(narrowing.widths(1, width)):
-            if self._saved(width, narrower, plan) > 0 and not self._is_planned(narrower, plan):
-                while time.perf_counter() < until and not outer.has_recorded(plan, narrower):
-                    outer.record_narrower(plan, narrower, until)
-                    parts += 1
-        if parts and work.query():  # it took longer, and so did the round
-            compiler.num_recorded += 1
+        if self.narrower.record(plan, begun + SPARE_TIME * self._verify / 1e3) and work.query():
+            self.compiler.num_recorded += 1  # it took longer than the round, which took longer for it
 
     @torch.inference_mode()
     def round(self, plan: Plan | None = None) -> list[list[int]]:

@@ -93,9 +93,16 @@ class TargetBlock:
             self.ragged_bias = _view_bias(own_len - take(view.starts, of) if extent.starts else own_len, first,
                                           first + extent.longest - extent.dense, rows, cache.group, tail.whole.dtype)
 
-    @cached_property
+    @property
     def batch_rows(self) -> Tensor | None:
-        """[n, M], contiguous: the row of the batch that each of the slots belongs to. None, where there is one."""
+        """[n, M] or [n, 1]: the row of the batch that each of the slots belongs to. None, where they are in order."""
+        if is_traced():
+            return None if self.of is None else self.of[:, None]
+        return self._batch_rows
+
+    @cached_property
+    def _batch_rows(self) -> Tensor | None:
+        """The same, made once for all layers, and contiguous."""
         if self.of is None and len(self.slots) == 1:
             return None
         of = torch.arange(len(self.slots), device=self.slots.device) if self.of is None else self.of
@@ -110,7 +117,7 @@ class TargetBlock:
         """A function of attention, over those rows of K and V, each [B, K, S, D], that it is a step of."""
         if self.of is None:
             return function(q, *kv, *bias)
-        if q.is_cuda:  # a copy of both at once
+        if q.is_cuda or is_traced():  # a copy of both at once; for a CPU, such steps are not compiled
             return function(q, *kv.index_select(1, self.of), *bias)
         return attention.of_runs(function, runs(self.numbers), q, *kv, *bias)
 
@@ -144,7 +151,7 @@ class TargetLayer:
             give(self.queries[:, :, : q.shape[2]], self._block.of, q)
         kv = kv.unflatten(1, (2, -1))  # [n, 2, K, M, D]
         put(self.written, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3,
-            rows=None if is_traced() and self._block.of is None else self._block.batch_rows)
+            rows=self._block.batch_rows)
         q = attention.fold(q, self.n_kv_head)
         if self.length_on_device:
             q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
