@@ -178,6 +178,22 @@ def test_traced_without_memory(asked):
     assert len(precompile.collect(replace(asked[0], target=large))) > 20
 
 
+def test_layers_that_are_compiled_as_one_are_traced_as_one(asked, monkeypatch):
+    """Five layers give the pieces of two. In fp8, there are two kinds of them."""
+    target, draft = random_pair()
+    engine = make_engine(target, draft, drafting=fp8_copy(target), compile="beside", **SETTINGS)
+    run(engine, tokens=2)
+    monkeypatch.setattr(precompile, "trace", lambda function, args, mode: function(*args))
+    small, found = asked[0], {}
+    for n_layer in (2, 5):
+        job = replace(small, target=replace(small.target, n_layer=n_layer), draft=replace(small.draft, n_layer=n_layer))
+        found[n_layer] = precompile.collect(job).keys()
+    assert found[5] == found[2] and len(found[2]) > 15
+    mixed = in_fp8(Transformer.random(replace(target.config, n_layer=5)), "layers.3.mlp.down").config
+    names = precompile.collect(replace(small, target=mixed, fp8=False)).keys()
+    assert len([name for name in names if "level2_rows1.Block.before" in name]) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("how", [{"offload": True}, {"offload": "auto", "num_resident_layers": 1}])

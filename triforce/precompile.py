@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -27,7 +27,7 @@ from .graphs import Compiler, traced
 from .jobs import Job
 from .kept import Folder
 from .kv.prefix import PrefixStore
-from .model import ModelConfig, Transformer
+from .model import Block, ModelConfig, Transformer
 from .narrowing import widths
 from .parallel import ONE_SHOT_BYTES, Group
 from .pieces import COMPLETE, FAILED, Path, layout, pack, piece_name, reachable, take_apart
@@ -74,12 +74,15 @@ def collect(job: Job) -> "dict[str, Traced | Untraced]":
     with mode, torch.no_grad(), traced():
         target = _model(job.target, job, group)
         draft = None if job.draft is None else _model(job.draft, job, None)
+        drafting = fp8_copy(target) if job.fp8 else None
+        for model in (target, draft, drafting):
+            _shorten(model)
         settings = job.settings if job.custom_laws is None else replace(job.settings, draft=lambda _: Unknown(job))
         shared = None
         if job.base:
             shared = PrefixStore.blank(job.target, job.base, job.device, job.dtype, settings.scored_chunk_size)
         state = State(target, draft, settings, shared=shared, compiler=Compiler(job.device, pieces=tracer),
-                      drafting=fp8_copy(target) if job.fp8 else None, draft_ranks=job.draft_ranks, **job.sizes)
+                      drafting=drafting, draft_ranks=job.draft_ranks, **job.sizes)
         if job.streams and not job.base:  # its own layers, from host memory, which is not there: see `PrefixStore`
             state.cache.prefix.length_on_device = False
         for lengths in _lengths(state):
@@ -91,6 +94,16 @@ def collect(job: Job) -> "dict[str, Traced | Untraced]":
 def _model(config: ModelConfig, job: Job, group: Group | None) -> Transformer:
     model = Transformer.empty(config, job.device, job.dtype)
     return model if group is None else model.join(group)
+
+
+def _shorten(model: Transformer | None) -> None:
+    """Of the layers that are compiled as one, two stay: the others would give nothing new."""
+    if model is not None:
+        few: list[Block] = []
+        for layer in model.layers:
+            if sum(layer.kind == other.kind for other in few) < 2:
+                few.append(layer)
+        model.layers = nn.ModuleList(few)
 
 
 def _fake_group(job: Job, mode: FakeTensorMode) -> Group:
@@ -154,13 +167,15 @@ class Unknown(Drafter):
 
 
 class Tracer:
-    """In the place of `Pieces`: traces each piece as it is called with something new."""
+    """In the place of `Pieces`: traces each piece as it is called with something new. What is called once more gives
+    the same fake tensors as before."""
 
     complete = False
 
     def __init__(self, mode: FakeTensorMode):
         self.mode = mode
         self.found: dict[str, Traced | Untraced] = {}
+        self._results: dict[str, object] = {}
 
     def piece(self, level: str, function: Callable) -> Callable:
         def call(*args):
@@ -170,7 +185,8 @@ class Tracer:
                     self.found[name] = trace(function, args, self.mode)
                 except Exception as error:  # as where a piece does not compile: the others are none the worse
                     self.found[name] = Untraced(error)
-            return function(*args)
+                self._results[name] = function(*args)
+            return self._results[name]
 
         return call
 

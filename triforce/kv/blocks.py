@@ -113,13 +113,17 @@ class TargetBlock:
         """`of`, as a CPU knows it."""
         return list(range(len(self.slots))) if self.of is None else self.of.tolist()
 
+    @cached_property
+    def _runs(self) -> list[slice]:
+        return runs(self.numbers)
+
     def attend(self, function, q: Tensor, kv: Tensor | tuple[Tensor, Tensor], *bias: Tensor) -> attention.State:
         """A function of attention, over those rows of K and V, each [B, K, S, D], that it is a step of."""
         if self.of is None:
             return function(q, *kv, *bias)
         if q.is_cuda or is_traced():  # a copy of both at once; for a CPU, such steps are not compiled
             return function(q, *kv.index_select(1, self.of), *bias)
-        return attention.of_runs(function, runs(self.numbers), q, *kv, *bias)
+        return attention.of_runs(function, self._runs, q, *kv, *bias)
 
     def layer(self, i: int) -> "TargetLayer":
         return TargetLayer(self, i)
