@@ -397,6 +397,9 @@ def test_steps_are_recorded_while_the_device_works_on_the_prompt(gamma, compile,
         with mock.patch.object(torch.cuda.Event, "query", lambda self, works=works: not works):
             state = prepare(engine, ids, VOCAB)
         assert (state.compiler.num_pieces > 0) == (compile is True)
+        if compile is True and works:  # none of them chooses when it first runs
+            kernels = [x for x in gc.get_objects() if type(x).__name__ == "CachingAutotuner"]
+            assert kernels and {len(kernel.launchers) for kernel in kernels} == {1}
         outer, inner = state.hierarchy.levels
         ahead = [outer.step]
         if gamma == 6:  # the controller drafts nothing of random weights

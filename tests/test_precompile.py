@@ -178,6 +178,19 @@ def test_traced_without_memory(asked):
     assert len(precompile.collect(replace(asked[0], target=large))) > 20
 
 
+def test_a_call_like_one_before_gives_tensors_of_its_own():
+    """Or else a piece that is given both would read one of them twice."""
+    mode, x = FakeTensorMode(shape_env=ShapeEnv()), torch.zeros(2, 3)
+    tracer = precompile.Tracer(mode)
+    double, total = tracer.piece("level", lambda x: (x * 2, None)), tracer.piece("sum", lambda a, b: a + b)
+    with mode, graphs.traced():
+        x = torch.empty(2, 3).t()
+        (one, _), (other, _) = double(x), double(x)
+        total(one, other)
+    assert other.shape == one.shape == (3, 2) and other.stride() == one.stride() == (1, 3) and len(tracer.found) == 2
+    assert sorted(piece.paths for piece in tracer.found.values()) == [[[0]], [[0], [1]]]
+
+
 def test_layers_that_are_compiled_as_one_are_traced_as_one(asked, monkeypatch):
     """Five layers give the pieces of two. In fp8, there are two kinds of them."""
     target, draft = random_pair()
@@ -200,8 +213,8 @@ def test_layers_that_are_compiled_as_one_are_traced_as_one(asked, monkeypatch):
 def test_what_streams_is_given_queries_as_its_kernels_take_them(pair, asked, monkeypatch, how, shared):
     """Where a GPU's kernel reads lengths on the device, a prefix that does not stream gets them in another form: also
     that of rows over a shared one which does."""
-    engine = make_engine(*pair, compile="beside", **how, **SETTINGS)
-    run(engine, tokens=2, prefix=engine.prefill(random_prompt(200)) if shared else None)
+    engine = make_engine(*pair, compile="beside", max_batch_size=2, **how, **SETTINGS)
+    run(engine, 2, tokens=2, prefix=engine.prefill(random_prompt(200)) if shared else None)
     used, as_one_query = [], attention.as_one_query
 
     def noted(q):
@@ -215,9 +228,11 @@ def test_what_streams_is_given_queries_as_its_kernels_take_them(pair, asked, mon
     monkeypatch.setattr(attention, "spans", lambda device, dtype, head_dim: True)
     monkeypatch.setattr(attention, "as_one_query", noted)
     monkeypatch.setattr(attention, "up_to", up_to)
+    monkeypatch.setattr(PrefixStore, "can_narrow", property(lambda self: self.length_on_device))
     [job] = [job for job in asked if (job.base > 0) == shared]
     assert job.streams
-    precompile.collect(job)
+    found = precompile.collect(job)  # of all rows alone
+    assert not any(isinstance(piece, precompile.Untraced) for piece in found.values())
     assert set(used) == ({"as_one_query", "up_to"} if shared else set())
     used.clear()
     precompile.collect(replace(job, streams=False))

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .drafting.protocol import Drafter
 from .graphs import Compiler, traced
@@ -38,9 +38,10 @@ from .state import State
 log = logging.getLogger("triforce")
 # Fused kernels keep intermediate results in float32 unless told to round as the written code does. Which ones are fused
 # depends on what else is in a piece, and bits must not. Nor may they depend on which of two kernels won a race on one
-# machine, or one rank. And products of few rows are not to be padded to eight: the kernel that pads costs more than is
-# gained.
-OPTIONS = {"emulate_precision_casts": True, "shape_padding": False, "deterministic": True}
+# machine, or one rank; and a step that is recorded before it has run cannot hold such a race. So each kernel has one
+# configuration. Products of few rows are not to be padded to eight: the kernel that pads costs more than is gained.
+OPTIONS = {"emulate_precision_casts": True, "shape_padding": False, "deterministic": True,
+           "triton.autotune_pointwise": False}
 
 
 def work(job: Job, part: int = 0, parts: int = 1) -> list[str]:
@@ -167,8 +168,8 @@ class Unknown(Drafter):
 
 
 class Tracer:
-    """In the place of `Pieces`: traces each piece as it is called with something new. What is called once more gives
-    the same fake tensors as before."""
+    """In the place of `Pieces`: traces each piece as it is called with something new. A call like one before gives
+    tensors like those, and of its own: tracing finds tensors by identity."""
 
     complete = False
 
@@ -186,9 +187,13 @@ class Tracer:
                 except Exception as error:  # as where a piece does not compile: the others are none the worse
                     self.found[name] = Untraced(error)
                 self._results[name] = function(*args)
-            return self._results[name]
+            return tree_map_only(Tensor, _like, self._results[name])
 
         return call
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 class Seen(TorchDispatchMode):

@@ -27,7 +27,7 @@ def row_unit(target: Transformer, batch: int, rows: int, compiled: bool) -> tupl
     batch. The second: of how many sequences a step may be that leaves out the others, at least. `batch`: of all.
 
     Args:
-        compiled: steps are pieces, which are compiled for all rows.
+        compiled: steps are pieces, which for a CPU are compiled for all rows.
     """
     whole = rows % CPU_ROWS == 0
     if target.device.type != "cpu" or target.group is not None or compiled or rows <= CPU_ROWS and (
