@@ -387,19 +387,14 @@ def test_graphs_are_captured_and_nothing_recompiles(random_models):
 
 
 @in_half_precision
-@pytest.mark.parametrize("gamma, compile", [(6, "beside"), ("auto", "beside"), (6, True)],
-                         ids=["written", "auto", "compiled"])
-def test_steps_are_recorded_while_the_device_works_on_the_prompt(gamma, compile, dtype):
+@pytest.mark.parametrize("gamma", [6, "auto"], ids=["fixed", "auto"])
+def test_steps_are_recorded_while_the_device_works_on_the_prompt(gamma, dtype):
     """Without having run. What they say is what steps say that ran first."""
     ids, said = random_prompt(CONTEXT, vocab_size=VOCAB), []
     for works in (True, False):
-        engine = engine_for(random_models_in(dtype), gamma=gamma, keep_logits=True, compile=compile)
+        engine = engine_for(random_models_in(dtype), gamma=gamma, keep_logits=True)
         with mock.patch.object(torch.cuda.Event, "query", lambda self, works=works: not works):
             state = prepare(engine, ids, VOCAB)
-        assert (state.compiler.num_pieces > 0) == (compile is True)
-        if compile is True and works:  # none of them chooses when it first runs
-            kernels = [x for x in gc.get_objects() if type(x).__name__ == "CachingAutotuner"]
-            assert kernels and {len(kernel.launchers) for kernel in kernels} == {1}
         outer, inner = state.hierarchy.levels
         ahead = [outer.step]
         if gamma == 6:  # the controller drafts nothing of random weights

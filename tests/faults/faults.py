@@ -1073,7 +1073,7 @@ FAULTS = [
           "if self.of is None else self.of\n        return of[:, None].expand_as",
           "if True else self.of\n        return of[:, None].expand_as",
           "test_narrowing.py -k say_the_same", "keys of rows that go on are written to the slots of others"),
-    Fault("narrowed-others-tail", "kv/blocks.py", "attention.of_runs(function, runs(self.numbers), q",
+    Fault("narrowed-others-tail", "kv/blocks.py", "attention.of_runs(function, self._runs, q",
           "attention.of_runs(function, [slice(0, len(q))], q",
           "test_state.py -k not_computed", "rows see what others have just said"),
     Fault("ended-compiled", "state.py", "not self._promises_bits and self.compiler.pieces is None\n",
