@@ -66,10 +66,23 @@ def test_questions_are_answered_over_one_document(folder, capsys):
     (["--interactive", "--question", "x"], "asks for the questions itself"),
     (["--prompts", "x", "--num-samples", "2"], "--num-samples does not go with --prompts"),
     (["--prompt", "x", "--system", "Be brief."], "no chat template"),
+    (["--prefix", "", "--question", "Who?"], "--prefix is empty; give a value"),
+    (["--prompt", "x", "--save-prefix", ""], "--save-prefix is empty"),
+    (["--prompt", "x", "--questions", ""], "--questions is empty"),
+    (["--prompt", "x", "--question", ""], "--question is empty"),
+    (["--prompt-file", "-", "--interactive"], "both read standard input"),
+    (["--interactive", "--save-prefix", "talk.prefix"], "save the conversation with /save"),
+    (["--prefix", "tests", "--question", "Who?"], "is a folder"),
 ])
 def test_what_does_not_go_together(flags, error, capsys):
     assert main([*flags, *FEW]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_conversation_needs_standard_input(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["--prompt", "x", "--interactive", *FEW]) == 2
+    assert "that is closed" in capsys.readouterr().err
 
 
 def test_each_answer_says_how_long_start_and_load_took(folder, capsys):
@@ -86,6 +99,8 @@ def test_files_of_questions():
     assert read("a?\n\n b? \n") == [("a?", None), ("b?", None)]
     assert read('["a?", {"question": "b?", "seed": 1}]') == [("a?", None), ("b?", 1)]
     assert read('"a?"\n{"question": "b?"}\n') == [("a?", None), ("b?", None)]
+    assert read("[INST] Who? [/INST]\n") == [("[INST] Who? [/INST]", None)]
+    assert read("[1] Who?\nIs it [2]") == [("[1] Who?", None), ("Is it [2]", None)]
     assert read('"Who\u2028is it?"\n"He" is who?') == [("Who\u2028is it?", None), ('"He" is who?', None)]
     for text, error in (("", "no question"), ("[3]", "question 1"),
                         ('["a?",\n]', "looks like a list in JSON"), ('{"question": ""}', "no text"),
@@ -132,8 +147,8 @@ def typed(monkeypatch, *lines):
 
 def test_a_conversation_on_the_terminal(folder, monkeypatch, capsys):
     saved = str(folder / "talk.prefix")
-    typed(monkeypatch, "/stats", "", "Who tells this?", "/stats", "/save " + saved, "/undo", "/undo", "/nope", "/help",
-          KeyboardInterrupt, "Once more", "/quit", "never read")
+    typed(monkeypatch, "/stats", "", "Who tells this?", "/stats", "/save " + saved, "/undo 3", "/undo", "/undo",
+          "/nope", "/help", KeyboardInterrupt, "Once more", "/quit", "never read")
     assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", *FEW]) == 0
     shown = capsys.readouterr()
     assert len(shown.out.strip().splitlines()) >= 1 and os.path.getsize(saved) > 10_000
@@ -141,7 +156,7 @@ def test_a_conversation_on_the_terminal(folder, monkeypatch, capsys):
     with PrefixReader(saved) as file:
         assert len(file.tokens) > document + 4  # what was said is in it
     for said in ("nothing has been answered yet", "tokens per target forward", "(0 turns are left)", "no turn to undo",
-                 "/nope is no command", "Ctrl-C ends an answer", "ends)"):
+                 "/nope is no command", "/undo takes nothing after it", "Ctrl-C ends an answer", "ends)"):
         assert said in shown.err
     assert "never read" not in shown.out
 
@@ -183,3 +198,19 @@ def test_a_conversation_about_the_embedded_document(monkeypatch, capsys):
     assert main(["--interactive", "--prompt-len", "1024", *FEW]) == 0
     shown = capsys.readouterr()
     assert "a document of 1,024 tokens" in shown.err and "prompt tokens                      1,0" in shown.err
+
+
+def test_ctrl_c_breaks_off_a_command_and_not_the_program(folder, monkeypatch, capsys):
+    def interrupted(self, path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interactive.Chat, "save", interrupted)
+    typed(monkeypatch, "Who?", "/save x.prefix", "Once more")
+    assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", *FEW]) == 0
+    shown = capsys.readouterr()
+    assert "(/save was broken off)" in shown.err and len(shown.out.strip().splitlines()) >= 2
+
+
+def test_a_line_that_is_not_utf_8(monkeypatch, capsys):
+    typed(monkeypatch, "caf\udce9?")
+    assert interactive.ask() == "caf\ufffd?" and "not UTF-8" in capsys.readouterr().err

@@ -83,8 +83,13 @@ def test_another_document_is_not_overwritten(pair, tmp_path):
         other.prefill(DOCUMENT, keep=file)
     with pytest.raises(UserError, match="keep_every .0. must be a whole number"):
         engine.prefill(DOCUMENT, keep=file, keep_every=0)
+    shares = []
     with pytest.raises(UserError, match="there is no folder"):
-        engine.prefill(DOCUMENT, keep=tmp_path / "no" / "book.prefix")
+        engine.prefill(DOCUMENT, keep=tmp_path / "no" / "book.prefix", on_progress=shares.append)
+    assert shares == []  # before the work
+    (tmp_path / "empty").touch()
+    engine.prefill(DOCUMENT, keep=tmp_path / "empty")
+    assert len(engine.open(tmp_path / "empty")) == 700
 
 
 def test_a_file_of_other_intervals(pair, tmp_path):

@@ -36,6 +36,8 @@ def tiny():
     (lambda engine: engine.generate([5, "a"]), "this one has 'a' in it"),
     (lambda engine: engine.generate([{"role": "user", "content": "x"}], chat_template="x", chat_template_kwargs=3),
      r"chat_template_kwargs \(3\) must be a dict"),
+    (lambda engine: engine.prefill(["a" * 9000] * 2), r"this one has 'a{5,40}\.\.\.a+' in it$"),
+    (lambda engine: engine.chat().send(3), "a message is a text, and this one is of type int"),
     (lambda engine: engine.open(None), "None is no name of a file"),
     (lambda engine: engine.open("a\0b"), "is no name of a file"),
     (lambda engine: engine.prefill([1, 2, 3]).save(5), "5 is no name of a file"),
@@ -95,6 +97,8 @@ def test_lines_without_a_seed_differ_between_batches(tmp_path, capsys):
     (["--logprobs", "99999999", "--json"], "logprobs"), (["--max-new-tokens", "5000", "--max-seq-len", "5100"], "5100"),
     (["--questions", "{file}"], "seed"),
     (["--questions", "{long}", "--max-seq-len", "700"], "question 2 of --questions"),
+    (["--seed", str(2**63 - 1)], "counted up for 2 answers: seed"),
+    (["--questions", "{last}"], "question 1 of --questions {last}: its seed (9223372036854775807), counted up for 2"),
 ])
 def test_what_a_question_may_not_ask_is_told_before_the_prefill(flags, message, tmp_path, capsys, monkeypatch):
     file = tmp_path / "questions.jsonl"
@@ -102,7 +106,9 @@ def test_what_a_question_may_not_ask_is_told_before_the_prefill(flags, message, 
     monkeypatch.setattr(Engine, "prefill", lambda *args, **options: pytest.fail("prefilled"))
     long = tmp_path / "long.txt"
     long.write_text("who?\n" + "what of it " * 200)
-    flags = [flag.format(file=file, long=long) for flag in flags]
+    (last := tmp_path / "last.txt").write_text(json.dumps({"question": "who?", "seed": 2**63 - 1}))
+    names = {"file": file, "long": long, "last": last}
+    flags, message = [flag.format(**names) for flag in flags], message.format(**names)
     begun = time.perf_counter()
     assert cli.main(["--device", "cpu", "--prompt-len", "300", "--question", "hi", "--num-samples", "2", *flags]) == 2
     assert message in capsys.readouterr().err and time.perf_counter() - begun < 30
@@ -117,3 +123,48 @@ def test_samples_are_given_where_the_document_is_saved_too(tmp_path, capsys):
     flags = ["--prompt-len", "300", "--device", "cpu", "--max-new-tokens", "3", "--num-samples", "2", "--json"]
     assert cli.main([*flags, "--save-prefix", str(tmp_path / "book.prefix")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 and (tmp_path / "book.prefix").stat().st_size > 1000
+
+
+def test_a_question_that_just_fits_is_not_refused_before_the_prefill(tmp_path, capsys):
+    """What joins it to the document counts, once."""
+    (short := tmp_path / "short.txt").write_text("who?\n")
+    flags = ["--device", "cpu", "--prompt-len", "300", "--questions", str(short), "--max-new-tokens", "2"]
+    assert cli.main(flags) == 0
+    capsys.readouterr()
+    question = len(triforce.load("tiny", device="cpu").tokenizer.encode(about.as_text("who?"), bos=False))
+    assert cli.main([*flags, "--max-seq-len", str(302 + question)]) == 0
+    assert cli.main([*flags, "--max-seq-len", str(301 + question)]) == 2
+    assert "question 1 of --questions" in capsys.readouterr().err
+
+
+def test_a_seed_of_a_prompt_is_told_with_its_line(tmp_path, capsys):
+    (file := tmp_path / "prompts.jsonl").write_text('"a"\n{"prompt": "b", "seed": 99999999999999999999}\n')
+    flags = ["--prompts", str(file), "--max-new-tokens", "2", "--device", "cpu"]
+    assert cli.main(flags) == 2
+    assert f"line 2 of --prompts {file}: its seed (99999999999999999999)" in capsys.readouterr().err
+    file.write_text('"a"\n"b"\n')
+    assert cli.main([*flags, "--seed", str(2**63 - 1)]) == 2
+    told = capsys.readouterr()
+    assert "counted up for 2 answers" in told.err and not told.out  # before the first of them
+
+
+def test_a_conversation_that_is_too_long_says_what_there_is_to_do(capsys):
+    engine = triforce.load("tiny", device="cpu", max_seq_len=60)
+    chat, book = engine.chat(max_new_tokens=20), engine.prefill(list(range(3, 30)))
+    with pytest.raises(UserError, match="cut the prompt by"):
+        chat.send("word " * 60)
+    with pytest.raises(UserError, match="take turns back with undo"):
+        for _ in range(9):
+            chat.send("What is this?", ignore_eos=True)
+    chat.undo()
+    with pytest.raises(UserError, match="cut the question by"):
+        engine.chat(book).send("word " * 60, max_new_tokens=5)
+    assert cli.main(["--device", "cpu", "--keep", "end", "--max-seq-len", "20", "--prompt", "a b c", "--question",
+                     "word " * 40, "--max-new-tokens", "5"]) == 2
+    assert "the question has" in capsys.readouterr().err
+
+
+def test_a_missing_document_is_found_before_the_model_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("triforce.answers.load_engine", lambda *args: pytest.fail("loaded"))
+    assert cli.main(["--device", "cpu", "--prefix", str(tmp_path / "none.prefix"), "--question", "Who?"]) == 2
+    assert "give the name of a file that was saved" in capsys.readouterr().err

@@ -78,6 +78,7 @@ def test_a_document_is_packed_when_it_is_computed(packed, monkeypatch):
         packed.clear()
         document = engine.prefill(random_prompt(600))
         assert packed == [document.num_shared] * times and (document.store.packed is not None) == bool(times)
+        assert taken * (1 + times) <= document.nbytes < taken * (1.3 + times)  # chunk keys, too
         monkeypatch.setattr(memory, "available", lambda device: 2**40)
         for _ in range(2):
             engine.generate([random_prompt(9), random_prompt(12)], 4, prefix=document)

@@ -93,7 +93,7 @@ def test_a_notebook_shows_bars(pair, notebook, drawn):
     engine.generate([random_prompt(40), random_prompt(30), random_prompt(60)], 20)
     assert {bar.what for bar in drawn} == {"prefill", "decode"}
     assert all(bar.closed == 1 for bar in drawn)
-    assert [bar.seen[-1] for bar in drawn if bar.what == "decode"] == [40, 20]  # group by group
+    assert [bar.seen[-1] for bar in drawn if bar.what == "decode"] == [60]  # of both groups
     drawn.clear()
     for _ in engine.stream(random_prompt(50, seed=1), 5):
         pass
@@ -101,6 +101,15 @@ def test_a_notebook_shows_bars(pair, notebook, drawn):
     drawn.clear()
     engine.generate(random_prompt(45), 5, on_decode=lambda count: None)
     assert drawn == []  # the caller has his own
+
+
+def test_progress_is_of_all_prompts(pair):
+    """However many of them run side by side."""
+    engine, shares, counts = make_engine(*pair, **SIZES, max_batch_size=2, prefill_chunk_size=8), [], []
+    engine.generate([random_prompt(40), random_prompt(30), random_prompt(60)], 20, on_prefill=shares.append,
+                    on_decode=counts.append)
+    assert counts == sorted(counts) and counts[-1] == 60
+    assert shares == sorted(shares) and shares[0] < 0.3 and shares[-1] == 1.0
 
 
 def test_elsewhere_there_are_none(pair, drawn):

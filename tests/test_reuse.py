@@ -75,6 +75,28 @@ def test_prompts_of_a_call_share_what_they_begin_with(engine, twin, computed):
     assert same(again, results[:2]) and [one.stats.reused_tokens for one in again] == [288] * 2
 
 
+def test_what_a_call_has_computed_was_not_held_before_it(engine):
+    """Nor do rows that are answered again hold less than all of their own prompts."""
+    prompts = [DOCUMENT + random_prompt(n, seed=n) for n in range(1, caches.MOST_ROWS + 3)]
+    results = engine.generate(prompts, **GREEDY)
+    assert {one.stats.shared_tokens for one in results} == {288} and {one.stats.reused_tokens for one in results} == {0}
+    few = engine.generate(prompts[:3], **GREEDY)
+    assert [one.stats.reused_tokens for one in few] == [288] * 3
+    assert [one.stats.reused_tokens for one in engine.generate(prompts[:3], **GREEDY)] == [300, 301, 302]
+    alone = engine.generate([random_prompt(50, seed=1), random_prompt(50, seed=1) + [1]], **GREEDY)
+    assert [one.stats.reused_tokens for one in alone] == [0, 0]  # one after the other
+    assert engine.generate(random_prompt(50, seed=1) + [1, 2], **GREEDY).stats.reused_tokens > 40
+
+
+def test_questions_about_a_short_document_run_side_by_side(pair, twin, monkeypatch):
+    monkeypatch.setattr(caches, "SHARED_FROM", 512)
+    engine = make_engine(*pair, **SETTINGS)
+    book, questions = engine.prefill(DOCUMENT[:40]), [random_prompt(n, seed=n) for n in range(1, 6)]
+    results = engine.generate(questions, prefix=book, **GREEDY)
+    assert engine.caches.state.batch == 5 and [one.stats.shared_tokens for one in results] == [32] * 5
+    assert same(results, [twin.generate(book.ids(question), **GREEDY) for question in questions])
+
+
 def test_few_tokens_in_common_are_not_shared(engine, twin, monkeypatch):
     monkeypatch.setattr(caches, "SHARED_FROM", 512)
     prompts = [DOCUMENT + random_prompt(n, seed=n) for n in (3, 20)]
@@ -166,6 +188,16 @@ def test_samples_of_one_prompt(engine):
     assert [len(one) for one in both] == [2, 2] and both[1][1].stats.seed == 8
     with pytest.raises(UserError, match="num_samples"):
         engine.generate(DOCUMENT, num_samples=0)
+    prompts = [DOCUMENT, DOCUMENT[:100]]  # with values of their own
+    own = engine.generate(prompts, num_samples=2, seed=[5, 70], temperature=[0.0, 1.0], max_new_tokens=12,
+                          logit_bias=[None, {3: float("-inf")}])
+    assert [[one.stats.seed for one in each] for each in own] == [[5, 6], [70, 71]]
+    assert own[0][0].tokens == own[0][1].tokens and own[1][0].tokens != own[1][1].tokens
+    assert not any(3 in one.tokens for one in own[1])
+    each = engine.generate(prompts, num_samples=2, seed=[1, 2, 3, 4], **drawn)  # or one a sample
+    assert [[one.stats.seed for one in samples] for samples in each] == [[1, 2], [3, 4]]
+    with pytest.raises(UserError, match="seed has 3 values for 4 prompts"):
+        engine.generate(prompts, num_samples=2, seed=[1, 2, 3], **drawn)
 
 
 def test_rows_outgrow_the_flush_interval_many_times(engine, twin):

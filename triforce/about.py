@@ -9,11 +9,13 @@ import time
 from dataclasses import asdict
 
 from .chat import Chat
+from .config import Sampling
 from .engine import Stream
+from .errors import UserError
 from .generation import Generation
 from .interactive import Conversation, say
 from .parallel import agreed
-from .prefix import Prefix
+from .prefix import Prefix, asked
 from .progress import Bar
 
 
@@ -23,6 +25,34 @@ def seeds_of(items: list[dict], first: int | None, group, count: int = 1) -> lis
     first = agreed(group, random.getrandbits(31)) if first is None else first
     begun = [first + i * count if item.get("seed") is None else item["seed"] for i, item in enumerate(items)]
     return [seed + sample for seed in begun for sample in range(count)]
+
+
+def check_seeds(what: str, first, count: int) -> None:
+    """Raises UserError for a seed that cannot be counted up for so many answers. first: None: it is drawn."""
+    for seed in () if first is None else (first, first + count - 1):
+        try:
+            Sampling(seed=seed).columns(1)
+        except UserError as error:
+            counted = f", counted up for {count} answers" if seed != first else ""
+            raise UserError(f"{what} ({first}){counted}: {error}") from None
+
+
+def length_of_question(engine, args, question: str, chat: dict) -> int:
+    """About how many tokens follow the document's, with what a chat template adds to both."""
+    if args.chat or args.system:
+        return len(engine.encode_prompt(asked(messages_of(args, ""), question), **chat))
+    return len(engine.tokenizer.encode(question if args.prefix else as_text(question), bos=False))
+
+
+def messages_of(args, document: str) -> list[dict]:
+    """What a chat about a document begins with."""
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    return [*system, {"role": "user", "content": document}]
+
+
+def as_text(question: str) -> str:
+    """A question as it follows a document that is made of text."""
+    return f"\n\n{question}\n"
 
 
 def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | None:
@@ -38,9 +68,8 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
             keeping = {"keep": args.save_prefix, "keep_every": args.save_every}
         try:
             if args.chat or args.system:
-                system = [{"role": "system", "content": args.system}] if args.system else []
-                document = {"role": "user", "content": engine.tokenizer.decode(ids)}
-                book = engine.prefill([*system, document], **chat, on_progress=bar, **keeping)
+                messages = messages_of(args, engine.tokenizer.decode(ids))
+                book = engine.prefill(messages, **chat, on_progress=bar, **keeping)
             else:
                 book = engine.prefill(ids, on_progress=bar, **keeping)
         finally:
@@ -137,7 +166,7 @@ def print_stream(stream: Stream, quiet: bool, as_shown=str, strips: bool = False
 
 def said(book: Prefix, question: str) -> str:
     """A question as it follows the document."""
-    return question if book.messages is not None else f"\n\n{question}\n"
+    return question if book.messages is not None else as_text(question)
 
 
 def show(args, index: int, sample: int, question: str | None, result: Generation) -> None:

@@ -31,7 +31,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if about_a_document(args):
         text = request.document
         ids = None if text is None else first_tokens(args, engine.tokenizer, text, request)
-        check_before_prefill(engine, args, ids, request.questions, sampling)
+        check_before_prefill(engine, args, ids, request, sampling)
         loaded = age()
         book = about.document_of(engine, args, ids, request.chat)
         return about.answer(engine, args, book, list(request.questions), request.chat, sampling, loaded)
@@ -87,6 +87,10 @@ def encode(args, engine, text: str, request: Request, question: str | None) -> t
     if args.keep is None:
         return finish(ids), 0
     room = engine.room(args.max_new_tokens)
+    alone = len(finish([]))
+    if question and 0 < room < alone + 1:
+        raise UserError(f"the question has {alone} tokens, and beside {args.max_new_tokens} new ones there is room for "
+                        f"{room}, with at least one of the text; shorten it, or ask for fewer new ones")
     made, dropped = fit(ids, finish, room, args.keep, tokenizer.bos_id)
     if dropped:
         kept = "start and end are" if args.keep == "both" else f"{args.keep} is"
@@ -139,9 +143,11 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
     print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
           f"{sum(map(len, prompts)):,} tokens, {min(args.batch_size, len(prompts))} side by side", file=sys.stderr)
     begun, tokens, own = time.perf_counter(), 0, None
+    about.check_seeds("--seed", sampling.get("seed"), len(prompts))
     if any(item.get("seed") is not None for item in request.prompts):
+        for item in request.prompts:
+            about.check_seeds(f"line {item['line']} of --prompts {args.prompts}: its seed", item.get("seed"), 1)
         own = about.seeds_of(request.prompts, sampling.get("seed"), engine.target.group)
-        Sampling(seed=own).columns(len(own))
     for first in range(0, len(prompts), args.batch_size):
         ids = prompts[first : first + args.batch_size]
         seeds = {"seed": sampling["seed"] + first} if "seed" in sampling else {}
@@ -207,19 +213,26 @@ def _columns(stats) -> list[tuple[str, str]]:
     return [(name, rows.get(name, "-")) for name in names]
 
 
-def check_before_prefill(engine, args, ids: list[int] | None, questions: tuple[dict, ...], sampling: dict) -> None:
-    """Raises UserError for what a generation over a document would refuse, before hours of prefill."""
+def check_before_prefill(engine, args, ids: list[int] | None, request: Request, sampling: dict) -> None:
+    """Raises UserError for what a generation over a document would refuse, before hours of prefill.
+
+    Args:
+        ids: of the document. None: it is in a file, or there is none.
+    """
     engine.stream([0], stop=args.stop, **sampling)  # checks, and computes nothing until it is iterated over
-    document = len(ids or [])
+    document, count = len(ids or []), args.num_samples or 1
     if ids is not None:
         engine.check_len(document, args.max_new_tokens)
-    asked = {f"question {number} of --questions {args.questions}": item for number, item in enumerate(questions, 1)}
+    asked = {f"question {number} of --questions {args.questions}": item
+             for number, item in enumerate(request.questions, 1)}
     if args.question:
         asked["--question"] = {"question": args.question}
+    about.check_seeds("--seed", sampling.get("seed"), max(len(asked), 1) * count)
     for what, item in asked.items():
+        about.check_seeds(f"{what}: its seed", item.get("seed"), count)
         try:
-            Sampling(seed=item.get("seed")).columns(1)
-            engine.check_len(document + len(engine.encode_prompt(item["question"])), args.max_new_tokens, document)
+            length = about.length_of_question(engine, args, item["question"], request.chat)
+            engine.check_len(document + length, args.max_new_tokens, document)
         except UserError as error:
             raise UserError(f"{what}: {error}") from None
 

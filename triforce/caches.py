@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -93,7 +94,7 @@ class Caches:
         self.settings = self._resolve(settings, self.placement.max_batch_size)
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
-        self._computed = False  # for the present call
+        self._computed: Callable[[], Prefix | None] = lambda: None  # what the present call has computed, if it lives
         self._is_released = False  # and no State was made since
         self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
@@ -131,9 +132,13 @@ class Caches:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def find(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None, on_prefill=None) -> State:
-        """A State for these prompts, the last one if it fits. What they share is computed."""
-        needed, self._computed = self._needed(ids, max_new_tokens), False
+    def find(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None, on_prefill=None,
+             goes_on: bool = False) -> State:
+        """A State for these prompts, the last one if it fits. What they share is computed. goes_on: see
+        `Engine.prepare`."""
+        needed = self._needed(ids, max_new_tokens)
+        if not goes_on:
+            self._computed = lambda: None
         if self.state is not None and self.state.prompts == ids and self._fits(ids, needed, self.prefix):
             if prefix is None or prefix.is_same(self.prefix):
                 return self.state
@@ -142,25 +147,27 @@ class Caches:
             return self.state
         return self._new(ids, needed, shared)
 
-    def fill(self, state: State, ids: list[list[int]], max_new_tokens: int, on_prefill=None) -> None:
-        """Prefills what the State does not hold of the prompts yet."""
+    def fill(self, state: State, ids: list[list[int]], max_new_tokens: int, on_prefill=None,
+             goes_on: bool = False) -> None:
+        """Prefills what the State does not hold of the prompts yet. goes_on: see `Engine.prepare`."""
         start, pieces = self._held(ids), state.compiler.pieces
-        goes_on = self._goes_on(start)
+        in_place = self._goes_on(start)
         if pieces is not None:
             if not pieces.complete:
                 pieces.look()
-            held = start if goes_on else state.base
+            held = start if in_place else state.base
             seconds = sum(prefill_seconds(self.target.config, held, len(prompt)) for prompt in ids)
             if seconds > LOADING and max_new_tokens >= MANY:
                 pieces.load()  # so that this text runs them
-        if goes_on:
-            is_new = start < state.known[0]
+        is_new = self.prefix is not None and self._computed() is self.prefix
+        held_before = 0 if is_new else start if in_place and not goes_on else state.base
+        state.reused = [held_before] * len(ids)
+        if in_place:
+            fresh = start < state.known[0]
             state.truncate(0, start)
-            state.reused = start
-            state.prefill(0, ids[0][start:], on_prefill, fresh=is_new)
+            state.prefill(0, ids[0][start:], on_prefill, fresh=fresh)
         else:
             state.reset()
-            state.reused = 0 if self._computed else state.base
             state.prefill_all(ids, on_prefill)
         if pieces is not None and time.monotonic() - self._busy_since > BUSY:
             pieces.load()  # beside the decoding, as there is no rest
@@ -198,7 +205,7 @@ class Caches:
         """How many of these prompts run side by side."""
         size = self.placement.max_batch_size
         base = self._of_prefix(prefix, ids) if prefix is not None else self._usable(ids) if self.settings.reuse else 0
-        if base < SHARED_FROM or len(ids) <= size:
+        if base < (SHARED_FROM if prefix is None else 1) or len(ids) <= size:
             return size
         rows, most = size, min(len(ids), max(MOST_ROWS, size))
         needed = self._needed(ids, max_new_tokens)
@@ -269,9 +276,10 @@ class Caches:
             return Prefix(self.engine, ids[0][:length], state.cache.prefix.part(length))
         if len(ids) == 1 or usable < SHARED_FROM:
             return None
-        self._computed = True
         del state, found, owner  # they are freed before this is planned
-        return self.compute(ids[0][:usable], on_prefill)
+        prefix = self.compute(ids[0][:usable], on_prefill)
+        self._computed = weakref.ref(prefix)
+        return prefix
 
     def held(self, tokens: list[int], document: Prefix | None) -> Prefix:
         """A conversation's tokens, with the keys and values that the State or else the document's prefix holds."""

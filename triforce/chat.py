@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import UserError
+from .errors import TooLong, UserError
 from .generation import Generation
 from .prefix import Prefix, asked, check_prefix
 
@@ -65,14 +65,22 @@ class Chat:
         Args:
             options: see `Engine.stream`; they override those of `Engine.chat`.
         """
-        if not isinstance(text, str) or not text.strip():
+        if not isinstance(text, str):
+            raise UserError(f"a message is a text, and this one is of type {type(text).__name__}")
+        if not text.strip():
             raise UserError("the message is empty; say something")
         with self._lock:
             self.end()
             check_options(options)
             options = {**self.options, **options}
             template = {"chat_template": self.chat_template} if self.uses_template and self.prefix is None else {}
-            stream = self.engine.stream(self._prompt(text), prefix=self.prefix, **template, **options)
+            try:
+                stream = self.engine.stream(self._prompt(text), prefix=self.prefix, **template, **options)
+            except TooLong as error:
+                if not self.turns:
+                    raise
+                raise TooLong(f"the conversation has become too long: {str(error).partition('; ')[0]}; take turns back "
+                              "with undo, begin a new one, or ask for fewer new ones") from None
             self._open = Turn(self, text, stream)
             return self._open
 

@@ -611,6 +611,15 @@ class Sampling:
             first = int(first)
         return replace(self, seed=[first + i for i in range(rows)] if isinstance(first, int) else [first] * rows)
 
+    def repeated(self, prompts: int, count: int) -> "Sampling":
+        """For `count` samples of each of so many prompts, of lists of one value a prompt: a seed counts up."""
+        columns = {name: [one for one in value for _ in range(count)]
+                   for name, value in ((name, as_numbers(value)) for name, value in vars(self).items())
+                   if count > 1 and isinstance(value, list) and len(value) == prompts}
+        if "seed" in columns:
+            columns["seed"] = [seed + i % count if is_whole(seed) else seed for i, seed in enumerate(columns["seed"])]
+        return replace(self, **columns)
+
     def part(self, rows: slice) -> "Sampling":
         """Of some of the prompts."""
         return Sampling(**{name: value[rows] if isinstance(value, (list, tuple)) else value

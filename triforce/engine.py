@@ -11,6 +11,8 @@ import inspect
 import logging
 import operator
 import random
+import reprlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +35,7 @@ from .config import (
     takes,
     whole,
 )
-from .errors import UserError
+from .errors import TooLong, UserError
 from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
@@ -47,6 +49,7 @@ from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 from .prefix import Keeping, Prefix, asked, check_prefix, common_length
 from .prefix_file import PrefixReader
+from .prefix_path import check_target
 from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
 from .state import State
@@ -124,7 +127,8 @@ class Engine:
             max_new_tokens: exactly so many, unless the text ends before.
             prefix: the document that the prompts are questions about, see `prefill`. Its keys and values are read once
                 for all prompts, and only the questions are computed.
-            num_samples: continuations of each prompt, with the seeds seed, seed + 1, ...; each result is then a list.
+            num_samples: continuations of each prompt; each result is then a list of so many. They have the seeds seed,
+                seed + 1, ..., counted on from prompt to prompt; those of a prompt with a seed of its own count from it.
             options: see `stream`; those of `Sampling` may be lists, one value a prompt.
 
         Raises:
@@ -168,6 +172,8 @@ class Engine:
                 another one.
         """
         whole(1, 65_536)("keep_every", keep_every)
+        if keep is not None:
+            check_target(keep)  # before hours of work
         messages = None
         if is_messages(document):
             messages = list(document)
@@ -379,8 +385,9 @@ class Engine:
                     one = cut(one, room, keep, getattr(self.tokenizer, "bos_id", None))
                 self.check_len(len(one), max_new_tokens, 0 if prefix is None else len(prefix))
             except UserError as error:
-                raise UserError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+                raise type(error)(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
             ids += [one] * count
+        sampling = sampling.repeated(len(prompts), count)
         sampling = sampling.with_seed(len(ids), lambda: agreed(self.target.group, random.getrandbits(32)))
         check_biases(sampling.columns(len(ids))["logit_bias"], self.vocab_size)
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
@@ -396,7 +403,7 @@ class Engine:
             self.caches.begin()
             size = self.caches.rows(request.ids, request.max_new_tokens, request.prefix)
         for first in range(0, len(request.ids), size):
-            group = request.part(slice(first, first + size))
+            group = request.part(first, min(first + size, len(request.ids)), sum(one.num_tokens for one in sessions))
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
             session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs,
                               group.dropped)
@@ -430,7 +437,7 @@ class Engine:
             self._serving = session
             on_prefill = self.threads.between(request.on_prefill)
             session.state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
-                                                 request.prefix, **vars(request.sampling))
+                                         request.prefix, goes_on=request.goes_on, **vars(request.sampling))
         while not session.done:
             with self.working():
                 if self.caches.state is None:
@@ -456,12 +463,13 @@ class Engine:
             self._serving.close()
 
     def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, plan: Plan | None = None,
-                prefix: Prefix | None = None, **sampling) -> State:
+                prefix: Prefix | None = None, goes_on: bool = False, **sampling) -> State:
         """A State with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
 
         Args:
             plan: what all rounds follow; None: chosen round by round, or what the settings say.
             prefix: what the prompts begin with.
+            goes_on: they belong to the same call as those before, so what is held now was not held before it.
             sampling: the fields of `Sampling`.
         """
         self._num_prepared = mine = self._num_prepared + 1
@@ -469,7 +477,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         # Nothing here holds on to the caches of the call before: they are freed before others are planned.
-        state = self.caches.find(ids, max_new_tokens, prefix, on_prefill)
+        state = self.caches.find(ids, max_new_tokens, prefix, on_prefill, goes_on)
         state.waited, state.compiler.waited = state.compiler.waited, 0.0  # the first prompts alone waited
         state.params.set(**sampling)
         padding = self._padding(state.params.greedy or self.settings.coupled)
@@ -477,9 +485,10 @@ class Engine:
             plan = ONE_ROW
         if state.prompts == ids:
             state.rewind(max_new_tokens, plan, padding)
-            state.reused = min(map(len, ids)) - 1
+            if not goes_on:
+                state.reused = [len(one) - 1 for one in ids]
             return state
-        self.caches.fill(state, ids, max_new_tokens, on_prefill)
+        self.caches.fill(state, ids, max_new_tokens, on_prefill, goes_on)
         if self._num_prepared != mine:
             state.reset()  # it has tokens of two prompts
             raise UserError("another generation has begun on this engine within on_prefill; begin it afterwards, or "
@@ -522,7 +531,7 @@ class Engine:
         return (self.target.config.max_len if longest is None else longest) - max_new_tokens
 
     def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0) -> None:
-        """Raises UserError if so many tokens do not fit the model, or max_seq_len. document: so many of the prompt are
+        """Raises TooLong if so many tokens do not fit the model, or max_seq_len. document: so many of the prompt are
         a prefix, which cannot be cut any more."""
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
         what = f"the model's {self.target.config.limit_name} ({limit})"
@@ -537,7 +546,7 @@ class Engine:
                 ways.append(f"ask for at most {limit - prompt_len} new ones")
             shorter = f"take a document of fewer than {limit}" if document else f"cut the prompt below {limit}"
             remedy = " or ".join(ways) or f"{shorter} tokens and ask for fewer new ones"
-            raise UserError(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
+            raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 
 @dataclass
@@ -555,10 +564,20 @@ class Request:
     on_decode: Callable[[int], None] | None
     logprobs: int | None
     dropped: list[int]  # tokens of each prompt that did not fit
+    goes_on: bool = False  # other prompts of the call came before these
 
-    def part(self, rows: slice) -> "Request":
-        """The same for some of the prompts."""
-        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=self.sampling.part(rows))
+    def part(self, start: int, stop: int, num_tokens: int) -> "Request":
+        """The same for the prompts [start, stop). Progress is told of all of them.
+
+        Args:
+            num_tokens: new ones of those before.
+        """
+        rows, total = slice(start, stop), len(self.ids)
+        tell_prefill, tell_decode = self.on_prefill, self.on_decode
+        on_prefill = tell_prefill and (lambda share: tell_prefill((start + share * (stop - start)) / total))
+        on_decode = tell_decode and (lambda count: tell_decode(num_tokens + count))
+        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=self.sampling.part(rows),
+                       on_prefill=on_prefill, on_decode=on_decode, goes_on=start > 0)
 
 
 class Stream:
@@ -573,12 +592,16 @@ class Stream:
         self._pieces, self._sessions = pieces, sessions
         self._cutter: Spans | None = None
         self.spans: list[tuple[str, str]] = []
+        self._lock, self._is_closed = threading.RLock(), False
 
     def __iter__(self):
         return self
 
     def __next__(self) -> str:
-        piece = next(self._pieces)[1]
+        with self._lock:
+            piece = next(self._pieces)[1]
+            if self._is_closed:  # from within a callback
+                self._pieces.close()
         if self._cutter is None:
             [output] = self._sessions[0].outputs
             self._cutter = Spans(output.pieces, output.levels)
@@ -590,8 +613,12 @@ class Stream:
         return self._sessions[0].results()[0] if self._sessions else None
 
     def close(self) -> None:
-        """Ends the generation early; the engine is ready for the next call."""
-        self._pieces.close()
+        """Ends the generation early; the engine is ready for the next call. From another thread, after the piece that
+        is under way."""
+        with self._lock:
+            self._is_closed = True
+            if inspect.getgeneratorstate(self._pieces) != inspect.GEN_RUNNING:
+                self._pieces.close()
 
 
 def _is_batch(prompt) -> bool:
@@ -618,7 +645,7 @@ def _as_ids(prompt) -> list[int]:
     except TypeError:
         what = f"is of type {type(prompt).__name__}"
         if isinstance(prompt, (list, tuple)):
-            what = f"has {next(x for x in prompt if not hasattr(x, '__index__'))!r} in it"
+            what = f"has {reprlib.repr(next(x for x in prompt if not hasattr(x, '__index__')))} in it"
         raise UserError("a prompt is text, a list of whole numbers (ids), or a list of messages {role, content}; "
                         f"this one {what}") from None
 

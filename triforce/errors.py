@@ -8,6 +8,10 @@ class UserError(ValueError):
     """Something in a call, a file or a machine that the caller can change. The text names the remedy."""
 
 
+class TooLong(UserError):
+    """A prompt and its new tokens, beside what the model or the settings allow."""
+
+
 def not_known(name: str, what: str, known: Iterable[str], otherwise: str = "") -> str:
     """One line for a name that is none of the known ones, with the one that was probably meant.
 

@@ -51,9 +51,15 @@ class Conversation:
                     self.answer(line)
             except UserError as error:
                 say(f"error: {error}")
+            except KeyboardInterrupt:
+                if not line.startswith("/"):
+                    raise
+                say(f"\n({line.split()[0]} was broken off)")
 
     def command(self, name: str, argument: str = "") -> None:
         """One that begins with a slash."""
+        if argument and name in ("/help", "/undo", "/stats"):
+            raise UserError(f"{name} takes nothing after it; give it alone")
         if name == "/help":
             say(HELP)
         elif name == "/undo":
@@ -91,7 +97,11 @@ def ask() -> str:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() then edits lines and remembers them)
-    return input("> " if sys.stdin.isatty() else "")
+    line = input("> " if sys.stdin.isatty() else "")
+    text = line.encode(errors="surrogateescape").decode(errors="replace")
+    if text != line:
+        say("(this line is not UTF-8; what cannot be read is left as \N{REPLACEMENT CHARACTER})")
+    return text
 
 
 def say(text: str) -> None:

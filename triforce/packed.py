@@ -41,6 +41,7 @@ class PackedPrefix:
         self.length = k.shape[1]
         self.keys = [pack(head.contiguous(), PACKED_FOR) for head in k]  # [S, D] each
         self.values = [pack(head.t().contiguous(), PACKED_FOR) for head in v]  # [D, S] each
+        self.nbytes = k.nbytes + v.nbytes  # about: what a packed tensor takes is not told
 
     def partial(self, q: Tensor) -> State:
         """`attention.partial` of q [1, K, R, D] over all of it."""

@@ -28,13 +28,13 @@ class Keeping(NamedTuple):
 
     @contextlib.contextmanager
     def begun(self, tokens: list[int], identity: dict, group: Group | None) -> Iterator[PrefixReader | None]:
-        """The file open for reading, if it is there and has the beginning of these tokens.
+        """The file open for reading, if it is there, is not empty, and has the beginning of these tokens.
 
         Raises:
             UserError: it has something else.
         """
         path = Path(self.path).expanduser()
-        if not agreed(group, path.exists()):
+        if not agreed(group, path.exists() and path.stat().st_size > 0):
             yield None
             return
         with PrefixReader(path) as reader:
@@ -77,8 +77,9 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, on the device and on the host; of this rank, if several share the model."""
-        return 0 if self.store is None else self.store.nbytes
+        """Bytes of keys and values, on the device and on the host; of this rank, if several share the model. On a CPU
+        with memory to spare they are held a second time, in its own layout."""
+        return 0 if self.store is None else self.store.nbytes + sum(one.nbytes for one in self.store.packed or ())
 
     def meter(self) -> NgramMeter:
         """What looking up is good for in the tokens that are held: gone through once, for all that is asked."""

@@ -25,7 +25,7 @@ from . import prefix_format as form
 from .errors import UserError
 from .parallel import Group, together
 from .prefix_format import Chunk, Layout, Staging, bytes_of, checksum, in_place, read_all, write_all
-from .prefix_path import MAGIC, as_path, check_target
+from .prefix_path import MAGIC, as_path, check_source, check_target
 from .streams import like_this_thread, on_new_stream
 
 AGAIN = "copy it again, or make it anew"
@@ -192,6 +192,7 @@ class PrefixReader:
 
     def __init__(self, path: str | Path):
         self.path = path = as_path(path)
+        check_source(path)
         with self._readable():
             self._file = open(path, "rb", buffering=0)
         try:
@@ -251,10 +252,6 @@ class PrefixReader:
     def _readable(self) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError:
-            raise UserError(f"there is no {self.path}; give the name of a file that was saved") from None
-        except IsADirectoryError:
-            raise UserError(f"{self.path} is a folder; give the name of a file in it") from None
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror or error}; ask its owner for it, or make it "
                             "anew") from None

@@ -18,6 +18,15 @@ def as_path(path) -> Path:
     return Path(path).expanduser()
 
 
+def check_source(path: str | Path) -> None:
+    """Raises UserError if there is nothing of that name, or a folder."""
+    path = as_path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give the name of a file in it")
+    if not path.exists():
+        raise UserError(f"there is no {path}; give the name of a file that was saved")
+
+
 def check_target(path: str | Path) -> None:
     """Raises UserError if there is no folder for the name, or if it belongs to something that a prefix may not replace:
     all but a prefix file, whole or cut, and an empty file."""

@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import stat
 import sys
 import threading
@@ -20,7 +21,7 @@ from .config import Placement, Sampling, Settings, check_logprobs, check_max_new
 from .errors import UserError
 from .hf.folders import find_draft, resolve
 from .hf.tokenizer import Tokenizer, is_messages
-from .prefix_path import check_target
+from .prefix_path import check_source, check_target
 
 DEFAULT_PROMPT_LEN = 16_384
 LONG_DOCUMENT = 200_000  # characters
@@ -54,6 +55,7 @@ def read_request(args, no_flags: bool = False) -> Request:
     Raises:
         UserError: a file cannot be read, a text is empty, a value is out of range, flags do not go together.
     """
+    check_not_empty(args)
     resolve(args.checkpoint)
     find_draft(args.checkpoint, getattr(args, "draft", None))
     Settings(**given(args, Settings))
@@ -68,8 +70,8 @@ def read_request(args, no_flags: bool = False) -> Request:
                         "one of them")
     if args.prompt_len is not None and args.prompt_len < 1:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
-    asks_alone = args.interactive and args.prompt is None and args.prompt_file is None  # questions come from stdin
-    chat = read_chat(args, asks_alone)
+    alone = asks_alone(args)
+    chat = read_chat(args, alone)
     questions: list[dict] = []
     if args.save_every is not None and not args.save_prefix:
         raise UserError(f"--save-every ({args.save_every}) says how often a file is written; name it with "
@@ -77,13 +79,13 @@ def read_request(args, no_flags: bool = False) -> Request:
     if about_a_document(args):
         check_about(args, int(os.environ.get("WORLD_SIZE", 1)))
         questions = questions_of(args)
-        if args.prefix or asks_alone and args.prompt_len is None:
+        if args.prefix or alone and args.prompt_len is None:
             return Request(questions=tuple(questions), chat=chat)
     if args.prompts is not None:
         if args.prompt is not None or args.prompt_file is not None or args.compare:
             raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
         return Request(prompts=read_prompts(args.prompts), chat=chat)
-    document = None if asks_alone else read_document(args)
+    document = None if alone else read_document(args)
     if document == "" and args.prompt is None and args.prompt_file is None:
         if not no_flags:
             raise UserError("standard input is empty; did the command before the pipe fail? Give a text with --prompt "
@@ -97,10 +99,14 @@ def read_request(args, no_flags: bool = False) -> Request:
                    chat=chat)
 
 
-def read_chat(args, asks_alone: bool) -> dict:
-    """The chat template, and what it reads besides messages, where they are given. asks_alone: a conversation that is
-    about no text."""
-    chats, chat = args.chat or args.system or asks_alone or args.prefix or args.prompts is not None, {}
+def asks_alone(args) -> bool:
+    """Whether the flags ask for a conversation that is about no text: standard input holds what is asked."""
+    return args.interactive and args.prompt is None and args.prompt_file is None
+
+
+def read_chat(args, alone: bool) -> dict:
+    """The chat template, and what it reads besides messages, where they are given. alone: see `asks_alone`."""
+    chats, chat = args.chat or args.system or alone or args.prefix or args.prompts is not None, {}
     if args.prefix and args.chat_template is not None:
         raise UserError("--prefix opens a document with the template that it was made with; drop --chat-template")
     for flag, value in (("--chat-template", args.chat_template), ("--chat-template-kwargs", args.chat_template_kwargs)):
@@ -123,6 +129,14 @@ def about_a_document(args) -> bool:
     """Whether the flags ask for more than one answer about a document, or for its file."""
     return bool(args.questions or args.interactive or args.prefix or args.save_prefix or args.num_samples is not None
                 or args.system)
+
+
+def check_not_empty(args) -> None:
+    """Raises UserError for a flag with an empty value, as that of a variable that is not set."""
+    for name in ("prompts", "prompt_file", "question", "questions", "prefix", "save_prefix", "system", "chat_template",
+                 "chat_template_kwargs"):
+        if getattr(args, name) == "":
+            raise UserError(f"--{name.replace('_', '-')} is empty; give a value, or drop the flag")
 
 
 def first_given(args, *names: str) -> str | None:
@@ -150,6 +164,16 @@ def check_about(args, ranks: int) -> None:
     if args.interactive and (args.questions or args.question or args.num_samples or args.json):
         raise UserError("--interactive asks for the questions itself; drop --questions, --question, --num-samples and "
                         "--json")
+    if args.interactive and sys.stdin is None:
+        raise UserError("--interactive reads standard input, and that is closed; use --question or --questions")
+    if args.interactive and args.prompt_file == "-":
+        raise UserError("--prompt-file - and --interactive both read standard input; name a file for the document")
+    about_nothing = asks_alone(args) and args.prefix is args.prompt_len is None
+    if about_nothing and args.save_prefix:
+        raise UserError(f"--save-prefix {args.save_prefix} saves a document, and --interactive has none; give one with "
+                        "--prompt-file, or save the conversation with /save")
+    if args.prefix:
+        check_source(args.prefix)
     if args.interactive and ranks > 1:
         raise UserError(f"--interactive runs in one process, and torchrun started {ranks}; use --questions")
     if args.num_samples is not None:
@@ -264,7 +288,7 @@ def read_questions(text: str, path: str) -> list[dict]:
             raise ValueError  # a line of text that happens to be a number
         items = found if isinstance(found, list) else [found]
     except (ValueError, RecursionError) as error:
-        if text.strip()[:1] == "[" and text.strip()[-1:] == "]":
+        if re.match(r'\[\s*["{\]]', text.strip()) and text.strip()[-1] == "]":
             raise UserError(f"--questions {path} looks like a list in JSON, and is none: {error}; correct it, or write "
                             "one question a line") from None
         items = []

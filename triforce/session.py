@@ -98,9 +98,9 @@ class Session:
         if progress is None:
             progress = self._progress(row) if state is not None and self._first_round else Progress()
         later = len(output.tokens) - (self._first_round[row] if self._first_round else 0)
-        return Generation(output.text, output.tokens, output.finish_reason or "interrupted", Stats(
+        return Generation(output.text, [*output.tokens], output.finish_reason or "interrupted", Stats(
             prompt_len=len(self.prompts[row]), dropped_tokens=self.dropped[row],
-            shared_tokens=state.base if state else 0, reused_tokens=state.reused if state else 0,
+            shared_tokens=state.base if state else 0, reused_tokens=state.reused[row] if state else 0,
             new_tokens=len(output.tokens), ttft=self._ttft,
             tbt=progress.seconds / later if later else 0.0, acceptance_rate=progress.acceptance or {},
             prefill=self._prefill, compiling=state.waited if state else 0.0,
@@ -108,4 +108,4 @@ class Session:
             block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,
             retrieval_rebuilds=state.hierarchy.view.num_rebuilds if state and state.hierarchy.view else 0,
             flushes=state.num_flushes if state else 0, peak_memory=memory.peak(self.device), seed=self.seeds[row]),
-            output.levels, output.pieces, None if self.logprobs is None else output.logprobs)
+            [*output.levels], [*output.pieces], None if self.logprobs is None else [*output.logprobs])

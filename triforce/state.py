@@ -108,7 +108,7 @@ class State:
         self._ends = [0] * batch  # what lens will not exceed
         self._closed: set[int] = set()  # rows that have ended
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
-        self.reused = 0  # set by the caller: tokens of each prompt that were not computed for it
+        self.reused = [0] * batch  # set by the caller: tokens of each prompt that an earlier call had computed
         self.waited = 0.0  # set by the caller: seconds that its prompts waited for compiled steps
         self.is_whole = True  # nothing was broken off in the middle: `truncate` finds all that `lens` promise
         self._prompt_queries: list[torch.Tensor] = []

@@ -62,7 +62,7 @@ def warm(folder: str) -> None:
 
 def pytest(arguments: list[str], limit: float) -> tuple[int | None, str]:
     """(exit status, output) of pytest in this process's tree, with one thread; status None: the time was up."""
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         pid = os.fork()
         if pid == 0:
             run_pytest(arguments, output.fileno())

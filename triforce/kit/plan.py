@@ -77,6 +77,8 @@ def job_of(args, rows: int | None) -> Job:
     if placement.num_resident_layers is not None and placement.num_resident_layers > target.n_layer:
         raise UserError(f"--num-resident-layers ({placement.num_resident_layers}) is more than the model's "
                         f"{target.n_layer} layers")
+    if args.num_samples is not None:
+        whole(1, 4)("--num-samples", args.num_samples)
     about = max(len(request.questions_of(args)) + (args.question is not None), 1) * (args.num_samples or 1)
     shares = about > 1 and length >= SHARED_FROM
     rows = about if shares else min(about, args.batch_size) if about > 1 else rows or 1
