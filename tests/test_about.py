@@ -1,6 +1,7 @@
 """The command line's ways to use one document more than once, from flags to output."""
 
 import builtins
+import io
 import json
 import os
 import signal
@@ -212,5 +213,6 @@ def test_ctrl_c_breaks_off_a_command_and_not_the_program(folder, monkeypatch, ca
 
 
 def test_a_line_that_is_not_utf_8(monkeypatch, capsys):
-    typed(monkeypatch, "caf\udce9?")
+    line = io.TextIOWrapper(io.BytesIO(b"caf\xe9?\n"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", line)
     assert interactive.ask() == "caf\ufffd?" and "not UTF-8" in capsys.readouterr().err

@@ -137,6 +137,29 @@ def test_a_question_that_just_fits_is_not_refused_before_the_prefill(tmp_path, c
     assert "question 1 of --questions" in capsys.readouterr().err
 
 
+def test_a_question_in_a_chat_template_that_just_fits(tmp_path, capsys):
+    """Parts of a text may have more or fewer tokens than the whole."""
+    (template := tmp_path / "template").write_text(
+        "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} </{{ m.role }}>{% endfor %}")
+    flags = ["--device", "cpu", "--prompt", " A tale of a whale. " * 40, "--question", "who?", "--chat",
+             "--chat-template", str(template), "--num-samples", "1", "--max-new-tokens", "2", "--json"]
+    assert cli.main(flags) == 0
+    length = json.loads(capsys.readouterr().out)["stats"]["prompt_len"]
+    assert cli.main([*flags, "--max-seq-len", str(length + 2)]) == 0
+    capsys.readouterr()
+    assert cli.main([*flags, "--max-seq-len", str(length + 1)]) == 2
+    assert f"--question: a prompt of {length} tokens" in capsys.readouterr().err
+
+
+def test_a_template_that_wants_text_gets_some(tmp_path, capsys):
+    (template := tmp_path / "template").write_text(
+        "{% for m in messages %}{% if not m.content %}{{raise_exception('a') }}{% endif %}{{ m.content }}{% endfor %}")
+    flags = ["--device", "cpu", "--prompt", "a b c d", "--chat", "--chat-template", str(template)]
+    flags += ["--max-new-tokens", "2"]
+    assert cli.main([*flags, "--keep", "end"]) == 0
+    assert cli.main([*flags, "--question", "who?", "--num-samples", "2"]) == 0
+
+
 def test_a_seed_of_a_prompt_is_told_with_its_line(tmp_path, capsys):
     (file := tmp_path / "prompts.jsonl").write_text('"a"\n{"prompt": "b", "seed": 99999999999999999999}\n')
     flags = ["--prompts", str(file), "--max-new-tokens", "2", "--device", "cpu"]
@@ -156,6 +179,10 @@ def test_a_conversation_that_is_too_long_says_what_there_is_to_do(capsys):
     with pytest.raises(UserError, match="take turns back with undo"):
         for _ in range(9):
             chat.send("What is this?", ignore_eos=True)
+    with pytest.raises(UserError, match="cut the prompt by"):  # too long by itself
+        chat.send("word " * 60)
+    with pytest.raises(UserError, match="ask for"):
+        chat.send("hi", max_new_tokens=100)
     chat.undo()
     with pytest.raises(UserError, match="cut the question by"):
         engine.chat(book).send("word " * 60, max_new_tokens=5)
@@ -168,3 +195,6 @@ def test_a_missing_document_is_found_before_the_model_is_loaded(tmp_path, capsys
     monkeypatch.setattr("triforce.answers.load_engine", lambda *args: pytest.fail("loaded"))
     assert cli.main(["--device", "cpu", "--prefix", str(tmp_path / "none.prefix"), "--question", "Who?"]) == 2
     assert "give the name of a file that was saved" in capsys.readouterr().err
+    for flags in (["--prefix"], ["--prompt", "x", "--save-prefix"]):
+        assert cli.main(["--device", "cpu", *flags, "a" * 300, "--question", "Who?"]) == 2
+        assert "File name too long" in capsys.readouterr().err

@@ -85,7 +85,20 @@ def test_what_a_call_has_computed_was_not_held_before_it(engine):
     assert [one.stats.reused_tokens for one in engine.generate(prompts[:3], **GREEDY)] == [300, 301, 302]
     alone = engine.generate([random_prompt(50, seed=1), random_prompt(50, seed=1) + [1]], **GREEDY)
     assert [one.stats.reused_tokens for one in alone] == [0, 0]  # one after the other
-    assert engine.generate(random_prompt(50, seed=1) + [1, 2], **GREEDY).stats.reused_tokens > 40
+    one = random_prompt(50, seed=1) + [1, 2]
+    assert engine.generate(one, **GREEDY).stats.reused_tokens > 40
+    more = engine.generate([one + random_prompt(n, seed=n) for n in (5, 6, 7)] + [DOCUMENT[:9]], **GREEDY)
+    assert [result.stats.reused_tokens > 40 for result in more] == [True, True, True, False]
+
+
+def test_what_a_part_of_a_call_computed_was_not_held_before_it(pair, monkeypatch):
+    """Some of its prompts share more than others do."""
+    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    engine = make_engine(*pair, **SETTINGS, max_batch_size=2)
+    more, less, other = DOCUMENT, DOCUMENT[:180], random_prompt(60, seed=8)
+    prompts = [start + random_prompt(9, seed=n) for n, start in enumerate((more, more, less, less, other, other))]
+    first = engine.generate(prompts, **GREEDY)
+    assert {one.stats.shared_tokens for one in first} > {0} and [one.stats.reused_tokens for one in first] == [0] * 6
 
 
 def test_questions_about_a_short_document_run_side_by_side(pair, twin, monkeypatch):
@@ -194,9 +207,11 @@ def test_samples_of_one_prompt(engine):
     assert [[one.stats.seed for one in each] for each in own] == [[5, 6], [70, 71]]
     assert own[0][0].tokens == own[0][1].tokens and own[1][0].tokens != own[1][1].tokens
     assert not any(3 in one.tokens for one in own[1])
+    floats = engine.generate(prompts, num_samples=2, seed=[5.0, 70.0], **drawn)
+    assert [[one.stats.seed for one in each] for each in floats] == [[5, 6], [70, 71]]
     each = engine.generate(prompts, num_samples=2, seed=[1, 2, 3, 4], **drawn)  # or one a sample
     assert [[one.stats.seed for one in samples] for samples in each] == [[1, 2], [3, 4]]
-    with pytest.raises(UserError, match="seed has 3 values for 4 prompts"):
+    with pytest.raises(UserError, match=r"seed has 3 values for 2 prompts of 2 samples; give one value, .* \(4\)"):
         engine.generate(prompts, num_samples=2, seed=[1, 2, 3], **drawn)
 
 

@@ -1,8 +1,11 @@
 """A stream of one answer: what there is of it in between, and who may end it."""
 
 import threading
+import time
 
 from conftest import make_engine, random_prompt
+
+import triforce
 
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64}
 PROMPT = random_prompt(100)
@@ -20,9 +23,9 @@ def test_a_result_in_between_stays_what_it_was(pair):
 
 
 def test_another_thread_ends_it(pair):
-    """As a server does whose client is gone. It waits for the piece that is under way."""
+    """As a server does whose client is gone: after the round that is under way."""
     engine, is_round, closed = make_engine(*pair, **SETTINGS), threading.Event(), threading.Event()
-    stream = engine.stream(PROMPT, 200, temperature=0.0, on_decode=lambda count: (is_round.set(), closed.wait(0.2)))
+    stream = engine.stream(PROMPT, 200, temperature=0.0, on_decode=lambda count: (is_round.set(), closed.wait(20)))
 
     def end():
         is_round.wait(20)
@@ -31,9 +34,9 @@ def test_another_thread_ends_it(pair):
 
     other = threading.Thread(target=end)
     other.start()
-    pieces = len(list(stream))
+    assert len(list(stream)) == 1 and stream.result.finish_reason == "interrupted"
     other.join(20)
-    assert closed.is_set() and 0 < pieces < 100 and stream.result.finish_reason == "interrupted"
+    assert closed.is_set() and 0 < len(stream.result.tokens) < 20
     assert len(engine.generate(PROMPT, 5).tokens) == 5
 
 
@@ -42,3 +45,30 @@ def test_a_callback_ends_it(pair):
     stream = engine.stream(PROMPT, 200, temperature=0.0, on_decode=lambda count: stream.close())
     assert len(list(stream)) == 1 and stream.result.finish_reason == "interrupted"
     assert 0 < len(stream.result.tokens) < 20
+    early = engine.stream(random_prompt(100, seed=1), 200, on_prefill=lambda share: early.close())
+    assert list(early) == [] and early.result.tokens == []
+
+
+def test_a_callback_of_another_call_ends_it(pair):
+    """Which holds the engine that the stream waits for."""
+    engine, ended = make_engine(*pair, **SETTINGS), []
+    stream = engine.stream(PROMPT, 200, temperature=0.0)
+    iterating = threading.Thread(target=lambda: ended.append(list(stream)))
+    calling = threading.Thread(target=lambda: ended.append(engine.generate(
+        PROMPT, 5, on_decode=lambda count: (iterating.is_alive() or iterating.start(), time.sleep(0.2),
+                                            stream.close()))))
+    calling.start()
+    for thread in (calling, iterating):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(ended) == 2 and [] in ended
+
+
+def test_a_turn_that_a_callback_ends_is_kept_as_it_was_given():
+    chat = triforce.load("tiny", device="cpu").chat(ignore_eos=True)
+    turn = chat.stream("Who?", on_prefill=lambda share: turn.close())
+    assert list(turn) == [] and chat.turns == []
+    turn = chat.stream("Who?", max_new_tokens=60, on_decode=lambda count: turn.close())
+    given = "".join(turn)
+    assert [(text, answer.text) for text, answer in chat.turns] == [("Who?", given)] and given
+    assert chat.send("And then?", max_new_tokens=3).tokens and len(chat.turns) == 2

@@ -18,6 +18,8 @@ from .parallel import agreed
 from .prefix import Prefix, asked
 from .progress import Bar
 
+JOINTS = 16  # tokens by which the parts of a text may differ from the whole, where they are joined
+
 
 def seeds_of(items: list[dict], first: int | None, group, count: int = 1) -> list[int]:
     """Of `count` samples of each: those from its own "seed" on, else those of its place after `first`. first: None:
@@ -37,11 +39,21 @@ def check_seeds(what: str, first, count: int) -> None:
             raise UserError(f"{what} ({first}){counted}: {error}") from None
 
 
-def length_of_question(engine, args, question: str, chat: dict) -> int:
-    """About how many tokens follow the document's, with what a chat template adds to both."""
-    if args.chat or args.system:
-        return len(engine.encode_prompt(asked(messages_of(args, ""), question), **chat))
-    return len(engine.tokenizer.encode(question if args.prefix else as_text(question), bos=False))
+def prompt_length(engine, args, ids: list[int] | None, question: str, chat: dict) -> int:
+    """Tokens of a document and a question about it. ids: of the document. None: it is not known yet, and not counted.
+
+    To put a long document into a chat template once for each question takes seconds. So that is done only where the
+    template with a document of no text says that it may not fit.
+    """
+    if not (args.chat or args.system):
+        return len(ids or []) + len(engine.tokenizer.encode(question if args.prefix else as_text(question), bos=False))
+    if ids is None:
+        return len(engine.tokenizer.encode(question, bos=False))
+    length = len(ids) + len(engine.encode_prompt(asked(messages_of(args, "."), question), **chat))
+    if length > engine.room(args.max_new_tokens) - JOINTS:
+        messages = messages_of(args, engine.tokenizer.decode(ids))
+        length = len(engine.encode_prompt(asked(messages, question), **chat))
+    return length
 
 
 def messages_of(args, document: str) -> list[dict]:

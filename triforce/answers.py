@@ -87,8 +87,8 @@ def encode(args, engine, text: str, request: Request, question: str | None) -> t
     if args.keep is None:
         return finish(ids), 0
     room = engine.room(args.max_new_tokens)
-    alone = len(finish([]))
-    if question and 0 < room < alone + 1:
+    alone = len(finish([])) if question else 0
+    if 0 < room <= alone:
         raise UserError(f"the question has {alone} tokens, and beside {args.max_new_tokens} new ones there is room for "
                         f"{room}, with at least one of the text; shorten it, or ask for fewer new ones")
     made, dropped = fit(ids, finish, room, args.keep, tokenizer.bos_id)
@@ -231,8 +231,8 @@ def check_before_prefill(engine, args, ids: list[int] | None, request: Request, 
     for what, item in asked.items():
         about.check_seeds(f"{what}: its seed", item.get("seed"), count)
         try:
-            length = about.length_of_question(engine, args, item["question"], request.chat)
-            engine.check_len(document + length, args.max_new_tokens, document)
+            length = about.prompt_length(engine, args, ids, item["question"], request.chat)
+            engine.check_len(length, args.max_new_tokens, document)
         except UserError as error:
             raise UserError(f"{what}: {error}") from None
 

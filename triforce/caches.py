@@ -13,7 +13,6 @@ import logging
 import math
 import threading
 import time
-import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -94,7 +93,7 @@ class Caches:
         self.settings = self._resolve(settings, self.placement.max_batch_size)
         self.state: State | None = None
         self.prefix: Prefix | None = None  # that the rows of `state` share
-        self._computed: Callable[[], Prefix | None] = lambda: None  # what the present call has computed, if it lives
+        self._held_before: list[list[int]] = []  # token sequences that were held when the present call began
         self._is_released = False  # and no State was made since
         self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
@@ -138,7 +137,7 @@ class Caches:
         `Engine.prepare`."""
         needed = self._needed(ids, max_new_tokens)
         if not goes_on:
-            self._computed = lambda: None
+            self._held_before = self._sequences(prefix)
         if self.state is not None and self.state.prompts == ids and self._fits(ids, needed, self.prefix):
             if prefix is None or prefix.is_same(self.prefix):
                 return self.state
@@ -159,9 +158,9 @@ class Caches:
             seconds = sum(prefill_seconds(self.target.config, held, len(prompt)) for prompt in ids)
             if seconds > LOADING and max_new_tokens >= MANY:
                 pieces.load()  # so that this text runs them
-        is_new = self.prefix is not None and self._computed() is self.prefix
-        held_before = 0 if is_new else start if in_place and not goes_on else state.base
-        state.reused = [held_before] * len(ids)
+        held = ids[0][: start if in_place else state.base]  # by all rows
+        before = max((common_length(held, tokens) for tokens in self._held_before), default=0)
+        state.reused = [before] * len(ids)
         if in_place:
             fresh = start < state.known[0]
             state.truncate(0, start)
@@ -239,6 +238,16 @@ class Caches:
         """Of a prefix's tokens, those that prompts share: not the last one of a prompt, which is pending."""
         return self._whole(min(common_length(prefix.tokens[: prefix.num_shared], *ids), min(map(len, ids)) - 1))
 
+    def _sequences(self, prefix: Prefix | None) -> list[list[int]]:
+        """Tokens whose keys and values are held: by a prefix that is given, or else by what the last call left."""
+        if prefix is not None:
+            found = [prefix.tokens[: prefix.num_shared]]
+        else:
+            found = [] if self.prefix is None else [self.prefix.tokens[: self.prefix.num_shared]]
+        if self.state is not None and self.state.batch == 1 and self.state.is_whole:
+            found.append(self.state.texts()[0][: self.state.lens[0]])
+        return found
+
     def _held(self, ids: list[list[int]]) -> int:
         """Tokens of a single prompt that the State holds keys and values of, and that need not be computed: the last
         ones are, since their queries choose its view, as those of a prompt that nothing is held of."""
@@ -277,9 +286,7 @@ class Caches:
         if len(ids) == 1 or usable < SHARED_FROM:
             return None
         del state, found, owner  # they are freed before this is planned
-        prefix = self.compute(ids[0][:usable], on_prefill)
-        self._computed = weakref.ref(prefix)
-        return prefix
+        return self.compute(ids[0][:usable], on_prefill)
 
     def held(self, tokens: list[int], document: Prefix | None) -> Prefix:
         """A conversation's tokens, with the keys and values that the State or else the document's prefix holds."""

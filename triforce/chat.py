@@ -74,10 +74,11 @@ class Chat:
             check_options(options)
             options = {**self.options, **options}
             template = {"chat_template": self.chat_template} if self.uses_template and self.prefix is None else {}
+            how = {"prefix": self.prefix, **template, **options}
             try:
-                stream = self.engine.stream(self._prompt(text), prefix=self.prefix, **template, **options)
+                stream = self.engine.stream(self._prompt(text), **how)
             except TooLong as error:
-                if not self.turns:
+                if not self._would_fit(text, how):
                     raise
                 raise TooLong(f"the conversation has become too long: {str(error).partition('; ')[0]}; take turns back "
                               "with undo, begin a new one, or ask for fewer new ones") from None
@@ -158,6 +159,17 @@ class Chat:
             begins = not self.turns and bool(messages)
             return asked(messages, text) if begins else [*messages, {"role": "user", "content": text}]
         return self._ids((*self.turns, (text, None)))
+
+    def _would_fit(self, text: str, how: dict) -> bool:
+        """Whether a message that is too long would not be without the turns before it."""
+        turns, self.turns = self.turns, []
+        try:
+            self.engine.stream(self._prompt(text), **how)  # checks, and computes nothing yet
+        except TooLong:
+            return False
+        finally:
+            self.turns = turns
+        return True
 
     def _ids(self, turns) -> list[int]:
         """Those of (what the user said, the answer or None), which follow the prefix, where no template joins them."""

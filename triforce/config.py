@@ -612,12 +612,21 @@ class Sampling:
         return replace(self, seed=[first + i for i in range(rows)] if isinstance(first, int) else [first] * rows)
 
     def repeated(self, prompts: int, count: int) -> "Sampling":
-        """For `count` samples of each of so many prompts, of lists of one value a prompt: a seed counts up."""
-        columns = {name: [one for one in value for _ in range(count)]
-                   for name, value in ((name, as_numbers(value)) for name, value in vars(self).items())
-                   if count > 1 and isinstance(value, list) and len(value) == prompts}
-        if "seed" in columns:
-            columns["seed"] = [seed + i % count if is_whole(seed) else seed for i, seed in enumerate(columns["seed"])]
+        """For `count` samples of each of so many prompts. Of lists of one value a prompt, a seed counts up.
+
+        Raises:
+            UserError: a list has neither one value a prompt nor one a sample.
+        """
+        columns = {name: value for name, value in ((name, as_numbers(value)) for name, value in vars(self).items())
+                   if count > 1 and isinstance(value, list)}
+        for name, value in columns.items():
+            if len(value) not in (prompts, prompts * count):
+                raise UserError(f"{name} has {len(value)} values for {prompts} prompts of {count} samples; give one "
+                                f"value, one a prompt, or one a sample ({prompts * count})")
+            if len(value) == prompts:
+                counts = name == "seed"
+                columns[name] = [one + i if counts and isinstance(one, (int, float)) else one
+                                 for one in value for i in range(count)]
         return replace(self, **columns)
 
     def part(self, rows: slice) -> "Sampling":

@@ -14,7 +14,7 @@ import random
 import reprlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -140,7 +140,7 @@ class Engine:
         whole(1, 8)("num_samples", count)
         bars = NotebookBars(options, len(prompts) * count * check_max_new_tokens(max_new_tokens))
         try:
-            pieces, sessions = self._serve(prompts, max_new_tokens, prefix=prefix, count=count, **options)
+            pieces, sessions, _ = self._serve(prompts, max_new_tokens, prefix=prefix, count=count, **options)
             with self.compute_stream.lock:
                 for _ in pieces:
                     pass
@@ -356,9 +356,10 @@ class Engine:
     def _serve(self, prompts, max_new_tokens: int, *, count: int = 1, prefix=None, stop=None, stop_token_ids=None,
                ignore_eos=False, speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None,
                chat_template_kwargs=None, on_prefill=None, on_decode=None,
-               **options) -> tuple[Iterator[tuple[int, str]], list[Session]]:
-        """Checks everything, then gives a generator of (index of the prompt, piece of text), and a list that gets the
-        sessions whose results these are. count: samples of each prompt, which is encoded once."""
+               **options) -> tuple[Iterator[tuple[int, str]], list[Session], threading.Event]:
+        """Checks everything, then gives a generator of (index of the prompt, piece of text), a list that gets the
+        sessions whose results these are, and what ends the generation after the round that is under way, once it is
+        set. count: samples of each prompt, which is encoded once."""
         [sampling], _ = split(options, Sampling, what="option of generate", known=generate_options())
         max_new_tokens = check_max_new_tokens(max_new_tokens)
         if one_row and speculate:
@@ -395,7 +396,7 @@ class Engine:
                           plan, on_prefill, on_decode, logprobs,
                           [length - len(prompt) for length, prompt in zip(lengths, ids, strict=True)])
         sessions: list[Session] = []
-        return self._answer(request, sessions), sessions
+        return self._answer(request, sessions), sessions, request.is_cancelled
 
     def _answer(self, request: "Request", sessions: list[Session]) -> Iterator[tuple[int, str]]:
         """Group by group, of as many prompts as run side by side."""
@@ -438,7 +439,7 @@ class Engine:
             on_prefill = self.threads.between(request.on_prefill)
             session.state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
                                          request.prefix, goes_on=request.goes_on, **vars(request.sampling))
-        while not session.done:
+        while not session.done and not request.is_cancelled.is_set():
             with self.working():
                 if self.caches.state is None:
                     raise UserError("the caches of this generation were freed while it was under way, by release(), "
@@ -565,6 +566,7 @@ class Request:
     logprobs: int | None
     dropped: list[int]  # tokens of each prompt that did not fit
     goes_on: bool = False  # other prompts of the call came before these
+    is_cancelled: threading.Event = field(default_factory=threading.Event)  # nobody wants more of it
 
     def part(self, start: int, stop: int, num_tokens: int) -> "Request":
         """The same for the prompts [start, stop). Progress is told of all of them.
@@ -588,20 +590,16 @@ class Stream:
     (text, level) pairs: which level proposed what of it, see levels.py.
     """
 
-    def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session]):
-        self._pieces, self._sessions = pieces, sessions
+    def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session], is_cancelled: threading.Event):
+        self._pieces, self._sessions, self._is_cancelled = pieces, sessions, is_cancelled
         self._cutter: Spans | None = None
         self.spans: list[tuple[str, str]] = []
-        self._lock, self._is_closed = threading.RLock(), False
 
     def __iter__(self):
         return self
 
     def __next__(self) -> str:
-        with self._lock:
-            piece = next(self._pieces)[1]
-            if self._is_closed:  # from within a callback
-                self._pieces.close()
+        piece = next(self._pieces)[1]
         if self._cutter is None:
             [output] = self._sessions[0].outputs
             self._cutter = Spans(output.pieces, output.levels)
@@ -613,12 +611,14 @@ class Stream:
         return self._sessions[0].results()[0] if self._sessions else None
 
     def close(self) -> None:
-        """Ends the generation early; the engine is ready for the next call. From another thread, after the piece that
-        is under way."""
-        with self._lock:
-            self._is_closed = True
+        """Ends the generation early; the engine is ready for the next call. From a callback, or from another thread
+        while a piece comes: the iteration ends after the prefill, or the pieces of the round, that is under way."""
+        self._is_cancelled.set()
+        try:
+            self._pieces.close()
+        except ValueError:
             if inspect.getgeneratorstate(self._pieces) != inspect.GEN_RUNNING:
-                self._pieces.close()
+                raise
 
 
 def _is_batch(prompt) -> bool:

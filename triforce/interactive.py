@@ -97,6 +97,8 @@ def ask() -> str:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() then edits lines and remembers them)
+    with contextlib.suppress(AttributeError):  # it is no text of Python's own
+        sys.stdin.reconfigure(errors="surrogateescape")  # in many locales a byte that is not UTF-8 raises
     line = input("> " if sys.stdin.isatty() else "")
     text = line.encode(errors="surrogateescape").decode(errors="replace")
     if text != line:

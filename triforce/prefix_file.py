@@ -25,7 +25,7 @@ from . import prefix_format as form
 from .errors import UserError
 from .parallel import Group, together
 from .prefix_format import Chunk, Layout, Staging, bytes_of, checksum, in_place, read_all, write_all
-from .prefix_path import MAGIC, as_path, check_source, check_target
+from .prefix_path import MAGIC, as_path, check_target, reading
 from .streams import like_this_thread, on_new_stream
 
 AGAIN = "copy it again, or make it anew"
@@ -192,11 +192,10 @@ class PrefixReader:
 
     def __init__(self, path: str | Path):
         self.path = path = as_path(path)
-        check_source(path)
-        with self._readable():
+        with reading(path):
             self._file = open(path, "rb", buffering=0)
         try:
-            with self._readable():
+            with reading(self.path):
                 self._open()
         except BaseException:
             self.close()
@@ -247,14 +246,6 @@ class PrefixReader:
         if read_all(self._file.fileno(), data, offset) < count:  # it has become shorter since
             raise self._truncated(offset + count)
         return data
-
-    @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror or error}; ask its owner for it, or make it "
-                            "anew") from None
 
     def _truncated(self, needed: int) -> UserError:
         has = os.fstat(self._file.fileno()).st_size
@@ -311,7 +302,7 @@ class PrefixReader:
                 work(task)
 
         tasks = ((i, chunk) for i in range(self.num_layers) for chunk in self._layout.chunks(i, heads))
-        with self._readable(), ThreadPoolExecutor(form.THREADS) as threads:
+        with reading(self.path), ThreadPoolExecutor(form.THREADS) as threads:
             list(threads.map(read, tasks))
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ which is not imported here.
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 from .errors import UserError
@@ -18,25 +19,43 @@ def as_path(path) -> Path:
     return Path(path).expanduser()
 
 
+@contextlib.contextmanager
+def reading(path: Path):
+    """Within, a system that refuses to read the file is a UserError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}; give the name of a file that was saved") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; give the name of a file in it") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; ask its owner for it, or make it "
+                        "anew") from None
+
+
 def check_source(path: str | Path) -> None:
     """Raises UserError if there is nothing of that name, or a folder."""
     path = as_path(path)
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give the name of a file in it")
-    if not path.exists():
-        raise UserError(f"there is no {path}; give the name of a file that was saved")
+    with reading(path):
+        if stat.S_ISDIR(path.stat().st_mode):
+            raise IsADirectoryError
 
 
 def check_target(path: str | Path) -> None:
-    """Raises UserError if there is no folder for the name, or if it belongs to something that a prefix may not replace:
-    all but a prefix file, whole or cut, and an empty file."""
+    """Raises UserError if there is no folder for the name, if nothing can be written there, or if the name belongs to
+    something that a prefix may not replace: all but a prefix file, whole or cut, and an empty file."""
     path = as_path(path)
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give the name of a file in it, such as {path / 'document.prefix'}")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}; make it first")
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no regular file; give another name")
+    try:
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; give the name of a file in it, such as {path / 'document.prefix'}")
+        if not path.parent.is_dir():
+            raise UserError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+        if not os.access(Path(os.path.realpath(path)).parent, os.W_OK):
+            raise UserError(f"cannot write {path}: its folder may not be written to; choose another one")
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is no regular file; give another name")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; give another name") from None
     with contextlib.suppress(OSError), open(path, "rb") as file:  # nothing is there, or `write` meets the same
         begin = file.read(8 + len(MAGIC))
         if begin and (len(begin) <= 8 or not MAGIC.startswith(begin[8:])):

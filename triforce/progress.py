@@ -104,7 +104,7 @@ class NotebookBars:
 
     Args:
         options: of the call; what reports to the bars is added to them.
-        total: tokens that one group of prompts may bring.
+        total: tokens that the call may bring.
     """
 
     def __init__(self, options: dict, total: int):

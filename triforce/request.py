@@ -133,7 +133,7 @@ def about_a_document(args) -> bool:
 
 def check_not_empty(args) -> None:
     """Raises UserError for a flag with an empty value, as that of a variable that is not set."""
-    for name in ("prompts", "prompt_file", "question", "questions", "prefix", "save_prefix", "system", "chat_template",
+    for name in ("prompts", "prompt_file", "question", "questions", "prefix", "save_prefix", "chat_template",
                  "chat_template_kwargs"):
         if getattr(args, name) == "":
             raise UserError(f"--{name.replace('_', '-')} is empty; give a value, or drop the flag")
@@ -166,7 +166,7 @@ def check_about(args, ranks: int) -> None:
                         "--json")
     if args.interactive and sys.stdin is None:
         raise UserError("--interactive reads standard input, and that is closed; use --question or --questions")
-    if args.interactive and args.prompt_file == "-":
+    if args.interactive and args.prompt_file == "-" and not sys.stdin.isatty():
         raise UserError("--prompt-file - and --interactive both read standard input; name a file for the document")
     about_nothing = asks_alone(args) and args.prefix is args.prompt_len is None
     if about_nothing and args.save_prefix:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from .. import cli, memory, request
-from ..caches import MOST_ROWS, SHARED_FROM
+from ..caches import MOST_ROWS
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
 from ..errors import UserError
 from ..hf.checkpoint import read_config
@@ -80,7 +80,7 @@ def job_of(args, rows: int | None) -> Job:
     if args.num_samples is not None:
         whole(1, 4)("--num-samples", args.num_samples)
     about = max(len(request.questions_of(args)) + (args.question is not None), 1) * (args.num_samples or 1)
-    shares = about > 1 and length >= SHARED_FROM
+    shares = about > 1 and length >= (settings.flush_interval or 128)
     rows = about if shares else min(about, args.batch_size) if about > 1 else rows or 1
     return Job(target, draft, settings, placement, length, new, rows, shares, args.batch_size)
 
