@@ -96,7 +96,8 @@ def test_who_made_a_mistake_does_not_wait_for_a_long_document(tmp_path, capsys, 
 
 
 def test_compare_reports_a_difference_when_acceptance_is_broken(capsys, monkeypatch):
-    argv = ["--prompt", "It was a dark night. " * 60, "--max-new-tokens", "32", "--device", "cpu", "--compare"]
+    argv = ["--prompt", "It was a dark night. " * 60, "--max-new-tokens", "32", "--device", "cpu", "--compare",
+            "--gamma", "6"]  # what is drafted is no matter of times, and is often wrong
     assert cli.main(argv) == 0
     shown = capsys.readouterr().err
     assert "identical" in shown and "autoregression" in shown and "speed-up" in shown
