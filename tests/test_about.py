@@ -74,10 +74,21 @@ def test_questions_are_answered_over_one_document(folder, capsys):
     (["--prompt-file", "-", "--interactive"], "both read standard input"),
     (["--interactive", "--save-prefix", "talk.prefix"], "save the conversation with /save"),
     (["--prefix", "tests", "--question", "Who?"], "is a folder"),
+    (["--questions", "-"], "name the document's file"),
+    (["--questions", "-", "--prompt-file", "-"], "name the document's file"),
 ])
 def test_what_does_not_go_together(flags, error, capsys):
     assert main([*flags, *FEW]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_questions_from_standard_input(folder, monkeypatch, capsys):
+    asked = ["--questions", "-", "--prompt-file", str(folder / "book.txt"), "--json", *FEW]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Who tells this?\nTo whom?\n")))
+    assert main(asked) == 0
+    assert [row["question"] for row in lines_of(capsys)] == ["Who tells this?", "To whom?"]
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(asked) == 2 and "that is closed" in capsys.readouterr().err
 
 
 def test_a_conversation_needs_standard_input(monkeypatch, capsys):
@@ -198,7 +209,8 @@ def test_a_conversation_about_the_embedded_document(monkeypatch, capsys):
     monkeypatch.setattr("triforce.request._is_piped", lambda: True)
     assert main(["--interactive", "--prompt-len", "1024", *FEW]) == 0
     shown = capsys.readouterr()
-    assert "a document of 1,024 tokens" in shown.err and "prompt tokens                      1,0" in shown.err
+    assert "a document of 1,024 tokens" in " ".join(shown.err.split())
+    assert "prompt tokens                      1,0" in shown.err and max(map(len, shown.err.splitlines())) <= 80
 
 
 def test_ctrl_c_breaks_off_a_command_and_not_the_program(folder, monkeypatch, capsys):

@@ -37,6 +37,8 @@ def tiny():
     (lambda engine: engine.generate([{"role": "user", "content": "x"}], chat_template="x", chat_template_kwargs=3),
      r"chat_template_kwargs \(3\) must be a dict"),
     (lambda engine: engine.prefill(["a" * 9000] * 2), r"this one has 'a{5,40}\.\.\.a+' in it$"),
+    (lambda engine: engine.chat(tempreature=1), "tempreature is not .* option of a turn; did you mean temp"),
+    (lambda engine: engine.generate("x", on_decode=5), r"on_decode \(5\) must be a function"),
     (lambda engine: engine.chat().send(3), "a message is a text, and this one is of type int"),
     (lambda engine: engine.open(None), "None is no name of a file"),
     (lambda engine: engine.open("a\0b"), "is no name of a file"),

@@ -5,6 +5,7 @@ Knows nothing of tensors: it calls the engine, and prints.
 
 import json
 import random
+import textwrap
 import time
 from dataclasses import asdict
 
@@ -86,8 +87,9 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
                 book = engine.prefill(ids, on_progress=bar, **keeping)
         finally:
             bar.close()
-    say(f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, {how} in "
-        f"{time.perf_counter() - begun:.1f} s; {book.num_shared:,} of them are shared by all questions")
+    told = (f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, {how} in "
+            f"{time.perf_counter() - begun:.1f} s; {book.num_shared:,} of them are shared by all questions")
+    say(textwrap.fill(told, 78, subsequent_indent="  "))
     if args.save_prefix:
         if args.save_every is None or args.prefix:
             book.save(args.save_prefix)

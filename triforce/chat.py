@@ -40,6 +40,7 @@ class Chat:
         if prefix is not None:
             check_prefix(prefix, engine, chat_template)
         check_options(options)
+        engine.check_options(options)
         if system is not None and not isinstance(system, str):
             raise UserError(f"system ({system!r}) must be a text")
         self.engine, self.prefix, self.options = engine, prefix, options

@@ -82,7 +82,7 @@ def parser() -> Parser:
                         "the start, the end, or half of both; question and template stay (default: an error)")
     prompt.add_argument("--question", help="asked after the (cut) document")
     prompt.add_argument("--questions", metavar="FILE", help="questions about the document, one a line or as JSON, "
-                        "answered side by side")
+                        "answered side by side (-: standard input)")
     prompt.add_argument("--num-samples", type=int, metavar="N",
                         help="number of answers, with the seeds seed, seed + 1, ...")
     prompt.add_argument("--interactive", action="store_true",

@@ -236,6 +236,12 @@ class Engine:
         """
         return Chat(self, prefix, **options)
 
+    def check_options(self, options: dict) -> None:
+        """Raises UserError for a name that is no option of `stream`."""
+        known = generate_options()
+        split({name: value for name, value in options.items() if name not in known}, Sampling,
+              what="option of a turn", known=known)
+
     @takes(Sampling)
     def stream(self, prompt, max_new_tokens: int = 256, *, prefix: Prefix | None = None, stop=None,
                stop_token_ids=None, ignore_eos: bool = False, speculate: bool = True, one_row: bool = False,
@@ -372,6 +378,9 @@ class Engine:
         if ends:
             self._check_ids(ends, "stop_token_ids: ")
         check_keep(keep)
+        for name, callback in (("on_prefill", on_prefill), ("on_decode", on_decode)):
+            if callback is not None and not callable(callback):
+                raise UserError(f"{name} ({callback!r}) must be a function of one number")
         if prefix is not None:
             check_prefix(prefix, self, chat_template)
             if keep is not None:

@@ -276,7 +276,13 @@ def note_unread(items: Iterable[dict], known: set[str], what: str) -> None:
 
 def questions_of(args) -> list[dict]:
     """Those of --questions, if it was given."""
-    return read_questions(read_file("--questions", args.questions), args.questions) if args.questions else []
+    if args.questions != "-":
+        return read_questions(read_file("--questions", args.questions), args.questions) if args.questions else []
+    if sys.stdin is None:
+        raise UserError("--questions - reads standard input, and that is closed; name a file")
+    if args.prompt is None and args.prefix is None and args.prompt_file in (None, "-"):
+        raise UserError("--questions - reads standard input; name the document's file with --prompt-file or --prefix")
+    return read_questions(_read_stdin(), args.questions)
 
 
 def read_questions(text: str, path: str) -> list[dict]:

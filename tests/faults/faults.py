@@ -2675,6 +2675,10 @@ FAULTS = [
           "test_about.py -k breaks_off", "Ctrl-C while a file is written ends the program"),
     Fault("half-characters", "interactive.py", "line.encode(errors=\"surrogateescape\").decode(errors=\"replace\")",
           "line", "test_about.py -k not_utf_8", "a line in another encoding is refused with a riddle"),
+    Fault("questions-unread", "request.py", "    return read_questions(_read_stdin(), args.questions)\n",
+          "    return []\n", "test_about.py -k standard_input", "questions of a pipe are not answered"),
+    Fault("chat-options-late", "chat.py", "        engine.check_options(options)\n", "",
+          "test_mistakes.py -k in_a_line", "a misspelt option of a conversation is told after its first message"),
     Fault("cli-waits-for-ids", "request.py", "name=ENCODER, daemon=True)", "name=ENCODER)",
           "test_cli.py -k made_a_mistake", "after a mistake a command goes on until a long document is encoded"),
     Fault("keys-lost", "attention.py", "    if start < length:\n        states.append(_flash_cuda", "    if False:\n"
