@@ -224,7 +224,12 @@ def test_ctrl_c_breaks_off_a_command_and_not_the_program(folder, monkeypatch, ca
     assert "(/save was broken off)" in shown.err and len(shown.out.strip().splitlines()) >= 2
 
 
-def test_a_line_that_is_not_utf_8(monkeypatch, capsys):
-    line = io.TextIOWrapper(io.BytesIO(b"caf\xe9?\n"), encoding="utf-8", errors="strict")
-    monkeypatch.setattr("sys.stdin", line)
-    assert interactive.ask() == "caf\ufffd?" and "not UTF-8" in capsys.readouterr().err
+def test_a_conversation_from_a_pipe(folder, monkeypatch, capsys):
+    """Of several lines, one of which is not UTF-8."""
+    lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9?\nAnd why?\n/stats\n"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", lines)
+    monkeypatch.setattr(interactive.Conversation, "answer", lambda self, text: answered.append(text))
+    answered = []
+    assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", *FEW]) == 0
+    told = capsys.readouterr().err
+    assert answered == ["caf\ufffd?", "And why?"] and "not UTF-8" in told and "nothing has been answered yet" in told

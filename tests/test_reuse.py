@@ -91,6 +91,13 @@ def test_what_a_call_has_computed_was_not_held_before_it(engine):
     assert [result.stats.reused_tokens > 40 for result in more] == [True, True, True, False]
 
 
+def test_what_is_computed_from_its_first_token_on_was_not_reused(engine):
+    """Although its beginning was held: it is not worth a shared prefix of its own."""
+    engine.generate(DOCUMENT[:80], **GREEDY)
+    results = engine.generate([DOCUMENT + [n] for n in range(3)], **GREEDY)
+    assert [(one.stats.shared_tokens, one.stats.reused_tokens) for one in results] == [(288, 0)] * 3
+
+
 def test_what_a_part_of_a_call_computed_was_not_held_before_it(pair, monkeypatch):
     """Some of its prompts share more than others do."""
     monkeypatch.setattr(caches, "SHARED_FROM", 64)

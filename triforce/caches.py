@@ -286,6 +286,7 @@ class Caches:
         if len(ids) == 1 or usable < SHARED_FROM:
             return None
         del state, found, owner  # they are freed before this is planned
+        self._held_before = []  # it is computed from its first token on, whatever was held
         return self.compute(ids[0][:usable], on_prefill)
 
     def held(self, tokens: list[int], document: Prefix | None) -> Prefix:

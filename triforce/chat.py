@@ -79,8 +79,7 @@ class Chat:
             try:
                 stream = self.engine.stream(self._prompt(text), **how)
             except TooLong as error:
-                if not self._would_fit(text, how):
-                    raise
+                self._check_alone(text, how)
                 raise TooLong(f"the conversation has become too long: {str(error).partition('; ')[0]}; take turns back "
                               "with undo, begin a new one, or ask for fewer new ones") from None
             self._open = Turn(self, text, stream)
@@ -161,16 +160,13 @@ class Chat:
             return asked(messages, text) if begins else [*messages, {"role": "user", "content": text}]
         return self._ids((*self.turns, (text, None)))
 
-    def _would_fit(self, text: str, how: dict) -> bool:
-        """Whether a message that is too long would not be without the turns before it."""
+    def _check_alone(self, text: str, how: dict) -> None:
+        """Raises TooLong if a message would not fit without the turns before it, either."""
         turns, self.turns = self.turns, []
         try:
             self.engine.stream(self._prompt(text), **how)  # checks, and computes nothing yet
-        except TooLong:
-            return False
         finally:
             self.turns = turns
-        return True
 
     def _ids(self, turns) -> list[int]:
         """Those of (what the user said, the answer or None), which follow the prefix, where no template joins them."""
@@ -224,6 +220,7 @@ class Turn(Iterator):
 
     def close(self) -> None:
         """Ends the answer early. What was given of it stays in the conversation."""
+        self._stream.cancel()  # first, since whoever waits for a piece has the lock
         with self._chat._lock:
             self._stream.close()
             self._end()

@@ -443,6 +443,8 @@ class Engine:
     def _decode(self, session: Session, request: "Request") -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
         with self.working():
+            if request.is_cancelled.is_set():  # while it waited
+                return
             self._end_stream()
             self._serving = session
             on_prefill = self.threads.between(request.on_prefill)
@@ -608,7 +610,12 @@ class Stream:
         return self
 
     def __next__(self) -> str:
-        piece = next(self._pieces)[1]
+        try:
+            piece = next(self._pieces)[1]
+        except ValueError:
+            if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED:
+                raise
+            raise UserError("another thread iterates over this stream; give each thread a stream of its own") from None
         if self._cutter is None:
             [output] = self._sessions[0].outputs
             self._cutter = Spans(output.pieces, output.levels)
@@ -622,12 +629,17 @@ class Stream:
     def close(self) -> None:
         """Ends the generation early; the engine is ready for the next call. From a callback, or from another thread
         while a piece comes: the iteration ends after the prefill, or the pieces of the round, that is under way."""
+        self.cancel()
+        while inspect.getgeneratorstate(self._pieces) not in (inspect.GEN_RUNNING, inspect.GEN_CLOSED):
+            try:
+                self._pieces.close()
+            except ValueError:  # it began to run meanwhile
+                if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED:
+                    raise
+
+    def cancel(self) -> None:
+        """The generation ends with the round that is under way, once somebody goes on iterating or closes it."""
         self._is_cancelled.set()
-        try:
-            self._pieces.close()
-        except ValueError:
-            if inspect.getgeneratorstate(self._pieces) != inspect.GEN_RUNNING:
-                raise
 
 
 def _is_batch(prompt) -> bool:

@@ -1,6 +1,7 @@
 """`--interactive`: a conversation on the terminal. Knows nothing of tensors or flags; it drives a `Chat`."""
 
 import contextlib
+import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ class Conversation:
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
+        with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # it is another's
+            sys.stdin.reconfigure(errors="surrogateescape")  # in many locales a byte that is not UTF-8 raises
         say("Ask away; /help lists what else there is.")
         while True:
             try:
@@ -97,8 +100,6 @@ def ask() -> str:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() then edits lines and remembers them)
-    with contextlib.suppress(AttributeError):  # it is no text of Python's own
-        sys.stdin.reconfigure(errors="surrogateescape")  # in many locales a byte that is not UTF-8 raises
     line = input("> " if sys.stdin.isatty() else "")
     text = line.encode(errors="surrogateescape").decode(errors="replace")
     if text != line:

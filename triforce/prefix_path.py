@@ -48,9 +48,10 @@ def check_target(path: str | Path) -> None:
     try:
         if path.is_dir():
             raise UserError(f"{path} is a folder; give the name of a file in it, such as {path / 'document.prefix'}")
-        if not path.parent.is_dir():
-            raise UserError(f"cannot write {path}: there is no folder {path.parent}; make it first")
-        if not os.access(Path(os.path.realpath(path)).parent, os.W_OK):
+        folder = Path(os.path.realpath(path)).parent  # of what a link leads to
+        if not folder.is_dir():
+            raise UserError(f"cannot write {path}: there is no folder {folder}; make it first")
+        if not os.access(folder, os.W_OK):
             raise UserError(f"cannot write {path}: its folder may not be written to; choose another one")
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is no regular file; give another name")

@@ -133,7 +133,7 @@ def about_a_document(args) -> bool:
 
 def check_not_empty(args) -> None:
     """Raises UserError for a flag with an empty value, as that of a variable that is not set."""
-    for name in ("prompts", "prompt_file", "question", "questions", "prefix", "save_prefix", "chat_template",
+    for name in ("prompts", "prompt_file", "question", "questions", "prefix", "save_prefix", "system", "chat_template",
                  "chat_template_kwargs"):
         if getattr(args, name) == "":
             raise UserError(f"--{name.replace('_', '-')} is empty; give a value, or drop the flag")
@@ -164,6 +164,8 @@ def check_about(args, ranks: int) -> None:
     if args.interactive and (args.questions or args.question or args.num_samples or args.json):
         raise UserError("--interactive asks for the questions itself; drop --questions, --question, --num-samples and "
                         "--json")
+    if args.questions == "-" and args.prompt is args.prefix is None and args.prompt_file in (None, "-"):
+        raise UserError("--questions - reads standard input; name the document's file with --prompt-file or --prefix")
     if args.interactive and sys.stdin is None:
         raise UserError("--interactive reads standard input, and that is closed; use --question or --questions")
     if args.interactive and args.prompt_file == "-" and not sys.stdin.isatty():
@@ -280,8 +282,6 @@ def questions_of(args) -> list[dict]:
         return read_questions(read_file("--questions", args.questions), args.questions) if args.questions else []
     if sys.stdin is None:
         raise UserError("--questions - reads standard input, and that is closed; name a file")
-    if args.prompt is None and args.prefix is None and args.prompt_file in (None, "-"):
-        raise UserError("--questions - reads standard input; name the document's file with --prompt-file or --prefix")
     return read_questions(_read_stdin(), args.questions)
 
 
