@@ -146,20 +146,18 @@ class Caches:
             return self.state
         return self._new(ids, needed, shared)
 
-    def fill(self, state: State, ids: list[list[int]], max_new_tokens: int, on_prefill=None,
-             goes_on: bool = False) -> None:
-        """Prefills what the State does not hold of the prompts yet. goes_on: see `Engine.prepare`."""
+    def fill(self, state: State, ids: list[list[int]], max_new_tokens: int, on_prefill=None) -> None:
+        """Prefills what the State does not hold of the prompts yet."""
         start, pieces = self._held(ids), state.compiler.pieces
         in_place = self._goes_on(start)
+        held = start if in_place else state.base  # by all rows
         if pieces is not None:
             if not pieces.complete:
                 pieces.look()
-            held = start if in_place else state.base
             seconds = sum(prefill_seconds(self.target.config, held, len(prompt)) for prompt in ids)
             if seconds > LOADING and max_new_tokens >= MANY:
                 pieces.load()  # so that this text runs them
-        held = ids[0][: start if in_place else state.base]  # by all rows
-        before = max((common_length(held, tokens) for tokens in self._held_before), default=0)
+        before = max((common_length(ids[0][:held], tokens) for tokens in self._held_before), default=0)
         state.reused = [before] * len(ids)
         if in_place:
             fresh = start < state.known[0]

@@ -500,7 +500,7 @@ class Engine:
             if not goes_on:
                 state.reused = [len(one) - 1 for one in ids]
             return state
-        self.caches.fill(state, ids, max_new_tokens, on_prefill, goes_on)
+        self.caches.fill(state, ids, max_new_tokens, on_prefill)
         if self._num_prepared != mine:
             state.reset()  # it has tokens of two prompts
             raise UserError("another generation has begun on this engine within on_prefill; begin it afterwards, or "

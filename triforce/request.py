@@ -71,7 +71,7 @@ def read_request(args, no_flags: bool = False) -> Request:
     if args.prompt_len is not None and args.prompt_len < 1:
         raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
     alone = asks_alone(args)
-    chat = read_chat(args, alone)
+    chat = read_chat(args)
     questions: list[dict] = []
     if args.save_every is not None and not args.save_prefix:
         raise UserError(f"--save-every ({args.save_every}) says how often a file is written; name it with "
@@ -104,9 +104,9 @@ def asks_alone(args) -> bool:
     return args.interactive and args.prompt is None and args.prompt_file is None
 
 
-def read_chat(args, alone: bool) -> dict:
-    """The chat template, and what it reads besides messages, where they are given. alone: see `asks_alone`."""
-    chats, chat = args.chat or args.system or alone or args.prefix or args.prompts is not None, {}
+def read_chat(args) -> dict:
+    """The chat template, and what it reads besides messages, where they are given."""
+    chats, chat = args.chat or args.system or asks_alone(args) or args.prefix or args.prompts is not None, {}
     if args.prefix and args.chat_template is not None:
         raise UserError("--prefix opens a document with the template that it was made with; drop --chat-template")
     for flag, value in (("--chat-template", args.chat_template), ("--chat-template-kwargs", args.chat_template_kwargs)):
