@@ -80,7 +80,8 @@ def measure(engine: Engine, ids: list[int], context: int, batch: int, args):
                 ended = order_of_ends(batch, args.scattered)[: batch - going] if count == batch else []
                 figures = time_rounds(state, plan, ended, limit, args)
                 yield {"context": context, "batch": count, "going": going, "plan": name, **figures,
-                       "computed_for": state.hierarchy.outer.num_computed or count}
+                       "computed_for": state.hierarchy.outer.num_computed or count,
+                       "attending": state.hierarchy.outer.num_attending}
 
 
 def run(args) -> None:

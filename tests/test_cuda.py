@@ -20,6 +20,7 @@ from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8
 
 import triforce
 from triforce import attention, coupled, float8, jobs, narrowing, nucleus, sampling, warm_up
+from triforce import state as state_module
 from triforce.errors import UserError
 from triforce.graphs import Compiler, Recording
 from triforce.kv.offload import Offload
@@ -29,7 +30,6 @@ from triforce.plan import AUTOREGRESSION, ONE_ROW
 from triforce.precompile import OPTIONS
 from triforce.quantize import fp8_copy
 from triforce.request import default_document
-from triforce.state import State
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CONTEXT, NEW = 16_384, 512
@@ -248,6 +248,7 @@ def test_steps_compute_the_rows_that_go_on(random_models, compile, shared, monke
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
     monkeypatch.setattr(narrowing, "PLAN", 0.0)
     monkeypatch.setattr(narrowing, "APART", 0.0)
+    monkeypatch.setattr(state_module, "SPARE_TIME", 5.0)  # of a verify of a small model, which is short
     engine = engine_for(random_models, levels="draft", keep_logits=True, block_size=8, gamma=5, compile=compile,
                         max_batch_size=32)
     engine.vocab_size = VOCAB
@@ -257,10 +258,11 @@ def test_steps_compute_the_rows_that_go_on(random_models, compile, shared, monke
     ids = [random_prompt(20 + i if shared else 6000 - 500 * i, seed=i, vocab_size=VOCAB) for i in range(rows)]
     ids = [book.ids(question) for question in ids] if shared else ids
     law = {"temperature": 0.8, "top_p": 0.9, "top_k": None, "min_p": None, "seed": list(range(rows))}
-    said = []
-    for same_bits in (True, False):
+    said, chosen, record = [], narrowing.Narrower._choose, narrowing.Narrower.record
+    for narrows in (False, True):
+        monkeypatch.setattr(narrowing.Narrower, "_choose", chosen if narrows else lambda self, *_: self.batch)
+        monkeypatch.setattr(narrowing.Narrower, "record", record if narrows else lambda *_: 0)
         state = engine.prepare(ids, 500, prefix=book, **law)
-        monkeypatch.setattr(State, "_promises_bits", same_bits)
         for _ in range(8):
             state.round()
         assert compile == "beside" or state.compiler.num_pieces > 0 and not state.compiler.pieces.missing
@@ -269,13 +271,12 @@ def test_steps_compute_the_rows_that_go_on(random_models, compile, shared, monke
         outer = state.hierarchy.outer
         texts = [state.texts(len(ids[row]))[row] for row in going]
         state.round()
-        assert outer.num_computed == (None if same_bits else 4)
+        assert outer.num_computed == (4 if narrows else None)
         said.append((outer.logits[going, :6].clone(), texts))  # of the pending token and 5 drafted ones
         for _ in range(2):  # recorded, and replayed
             state.round()
         widths = {key[6] for key in outer.step.graphs}
-        assert widths == {None} if same_bits else {None, 4} <= widths
-        assert same_bits or 2 in widths  # part by part, beside rounds
+        assert widths >= {None, 4, 2} if narrows else widths == {None}  # 2: part by part, beside rounds
         for _ in range(3):  # and of one row for each of the batch's
             state.round(ONE_ROW)
         assert compile == "beside" or not state.compiler.pieces.missing
@@ -284,6 +285,43 @@ def test_steps_compute_the_rows_that_go_on(random_models, compile, shared, monke
     assert not torch.equal(few, all_rows)  # computed in another number of tiles, or parts
     torch.testing.assert_close(few, all_rows, rtol=0.1, atol=0.2)  # of bf16
     assert (few - all_rows).abs().mean() < 0.02 < all_rows.std() / 10
+
+
+@in_half_precision
+@pytest.mark.parametrize("compile", ["beside", True], ids=["written", "compiled"])
+def test_bits_do_not_depend_on_which_rows_go_on(dtype, compile, monkeypatch):
+    """Greedily, of 32 rows over a document: when some have ended, fewer attend to it. Beside batches in which all rows
+    attend, with speculation and without it; these end at other rounds."""
+    monkeypatch.setattr(narrowing, "PREPARING", 0.0)
+    monkeypatch.setattr(narrowing, "PLAN", 0.0)
+    monkeypatch.setattr(narrowing, "APART", 0.0)
+    engine = engine_for(random_models_in(dtype), levels="draft", keep_logits=True, block_size=8, gamma=5,
+                        compile=compile, max_batch_size=32)
+    engine.vocab_size = VOCAB
+    book = engine.prefill(random_prompt(CONTEXT, vocab_size=VOCAB))
+    ids = [book.ids(random_prompt(20 + i, seed=i, vocab_size=VOCAB)) for i in range(32)]
+    law = {"temperature": 0.0, "top_p": 0.9, "top_k": None, "min_p": None, "seed": list(range(32))}
+    tried, said = narrowing.Narrower._keeps_bits, []
+    for narrows, plan in ((True, None), (False, None), (True, AUTOREGRESSION)):
+        monkeypatch.setattr(narrowing.Narrower, "_keeps_bits", tried if narrows else lambda *_: False)
+        engine.release()
+        state = engine.prepare(ids, 500, prefix=book, **law)
+        outer, logits, attending = state.hierarchy.outer, {}, set()
+        for number in range(40 if plan is None else 60):
+            before = state.known
+            brought = state.round(plan)
+            attending.add(outer.num_attending)
+            for row in (3, 17, 30):
+                for i in range(len(brought[row])):
+                    logits[row, before[row] + i] = outer.logits[row, i].clone()
+            for row in {8: range(8, 16), 16: range(18, 30), 25: (0, 1, 2, 31)}.get(number, ()):
+                state.close_row(row)
+        assert attending == ({32, 16, 8} if narrows else {32})
+        assert compile == "beside" or state.compiler.num_pieces > 0 and not state.compiler.pieces.missing
+        said.append(logits)
+    for others in said[1:]:
+        both = said[0].keys() & others.keys()
+        assert len(both) > 100 and all(torch.equal(said[0][place], others[place]) for place in both)
 
 
 @in_half_precision

@@ -15,6 +15,7 @@ from triforce.kv import blocks
 from triforce.kv.prefix import PrefixStore
 from triforce.kv.store import runs
 from triforce.model import ModelConfig
+from triforce.plan import Plan
 from triforce.speculator import Speculator
 
 LLAMA_3_8B = ModelConfig(128_256, 4096, 32, 32, 8, 128, 14_336)
@@ -49,8 +50,8 @@ def test_fewer_rows_pay_where_they_take_less_for_long():
 def shared_for(monkeypatch):
     """Rows and queries of each call over what is shared. Recording takes no time."""
     seen, over_shared = [], attention.over_shared
-    monkeypatch.setattr(attention, "over_shared", lambda q, *args, **more: (
-        seen.append(tuple(q.shape[:3])), over_shared(q, *args, **more))[1])
+    monkeypatch.setattr(attention, "over_shared", lambda q, *args, of=None, **more: (
+        seen.append((len(q if of is None else of), *q.shape[1:3])), over_shared(q, *args, of=of, **more))[1])
     monkeypatch.setattr(PrefixStore, "can_narrow", property(lambda self: self.base > 0))
     monkeypatch.setattr(narrowing, "PREPARING", 0.0)
     monkeypatch.setattr(narrowing, "PLAN", 0.0)
@@ -97,7 +98,7 @@ def test_places_that_are_left_over_are_of_a_row_that_has_ended(pair, shared_for)
     outer = state.hierarchy.outer
     for rows, places, of in (([1, 4, 5], 4, [1, 4, 5, 0]), ([0, 4], 2, [0, 4]), ([3], 0, [3])):
         outer.compute_for(rows, places)
-        assert outer._computed[: outer.num_computed].tolist() == of
+        assert outer._chosen[: outer.num_computed].tolist() == of
     outer.compute_for(None)
     assert outer.num_computed is None
 
@@ -132,6 +133,74 @@ def test_all_rows_stay(pair, shared_for, monkeypatch, how):
         run_rounds(state, 5)
     close_all_but(state, 1)
     assert state.hierarchy.outer.num_computed is None
+
+
+@pytest.mark.parametrize("keeps_bits", [True, False])
+def test_where_bits_are_promised_all_rows_are_computed_and_fewer_attend(pair, shared_for, monkeypatch, keeps_bits):
+    """To what they share, in tiles: the widest step of as few tiles. If that is seen to change bits, all attend."""
+    asked = []
+    monkeypatch.setattr(narrowing, "TILE", 32)  # of two rows
+    monkeypatch.setattr(narrowing.Narrower, "_keeps_bits",
+                        lambda self, width, plan: (asked.append(width), keeps_bits)[1])
+    state = state_of(pair, temperature=0.0)
+    texts = run_rounds(state, 60)
+    state.rewind(200)
+    outer = state.hierarchy.outer
+    assert outer.num_attending == 6
+    run_rounds(state, 5)
+    for closed, attending in (([1], 6), ([4], 4), ([0], 4), ([5], 2), ([2], 2)):
+        for row in closed:
+            state.close_row(row)
+        del shared_for[:]
+        state.round()
+        attending = attending if keeps_bits else 6
+        assert {call[0] for call in shared_for if call[2] == 16} == {attending}, closed
+        assert outer.num_computed is None and outer.num_attending == attending
+    assert set(asked) == ({4, 2} if keeps_bits else {4, 2, 1})
+    while len(state.texts(state.prompt_end[3] + 1)[3]) < 60:
+        state.round()
+    for mine, text in zip([state.texts(end + 1)[row] for row, end in enumerate(state.prompt_end)], texts, strict=True):
+        assert len(mine) > 4 and mine[:60] == text[: len(mine)]
+    state.rewind(200)
+    assert outer.num_attending == 6 and run_rounds(state, 60) == texts
+
+
+def test_rows_of_one_tile_all_attend(pair, shared_for):
+    """Fewer would take as long, and there the steps are those of drawn tokens."""
+    state = state_of(pair, temperature=0.0)
+    assert state.hierarchy.outer.num_attending is None
+    close_all_but(state, 1)
+    assert state.hierarchy.outer.num_attending is None and state.narrower.promises_bits
+
+
+def test_few_rows_have_the_kernel_of_all_where_bits_are_promised(pair, shared_for, monkeypatch):
+    """So for them, too, it is planned, which nothing that goes on beside a round is to wait for."""
+    monkeypatch.setattr(narrowing, "is_planned", lambda config, length, rows, block: rows == 6)
+    for temperature, planned in ((0.8, False), (0.0, True)):
+        narrower = state_of(pair, temperature=temperature).narrower
+        assert narrower._is_planned(1, Plan(3, "model")) == planned
+
+
+@pytest.mark.parametrize("what", ["kept", "output", "sum", "other ranks"])
+def test_whether_bits_are_kept_is_tried(pair, shared_for, monkeypatch, what):
+    """Once for each size of a step. A kernel for few rows may give other bits."""
+    state, calls = state_of(pair, temperature=0.0), []
+
+    def over_shared(q, k, v, merged, even):
+        assert even
+        calls.append(len(q))
+        out, lse = merged(q.float() * 2, q.float().sum(-1))
+        off = torch.tensor(1e-6 if len(q) < 6 else 0.0)
+        return (out + off if what == "output" else out), (lse + off if what == "sum" else lse)
+
+    monkeypatch.setattr(narrowing, "over_shared", over_shared)
+    if what == "other ranks":
+        monkeypatch.setattr(state.target, "group", SimpleNamespace(common=lambda names: set()))
+    for _ in range(2):
+        assert state.narrower._keeps_bits(2, Plan(3, "model")) == (what == "kept")
+    assert calls == [6, 2]
+    state.narrower.promises_bits = False
+    assert state.narrower._keeps_bits(2, Plan(3, "model")) and calls == [6, 2]
 
 
 def test_what_is_recorded_costs_nothing(pair, shared_for, monkeypatch):

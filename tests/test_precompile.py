@@ -18,7 +18,7 @@ from conftest import in_fp8, make_engine, random_pair, random_prompt, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from triforce import answers, attention, caches, cli, float8, graphs, jobs, nucleus, precompile
+from triforce import answers, attention, caches, cli, float8, graphs, jobs, narrowing, nucleus, precompile
 from triforce import pieces as pieces_module
 from triforce.costs import prefill_seconds
 from triforce.drafting.protocol import Drafter
@@ -239,13 +239,18 @@ def test_what_streams_is_given_queries_as_its_kernels_take_them(pair, asked, mon
     assert set(used) == {"as_one_query", "up_to"}
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_steps_of_fewer_rows_are_traced(pair, asked, traced_once, monkeypatch, shared):
-    """As a GPU takes them where no bits are promised."""
+@pytest.fixture
+def narrows(monkeypatch):
+    """Steps do less once rows have ended, as on a GPU."""
     monkeypatch.setattr(PrefixStore, "can_narrow", True)
     monkeypatch.setattr(attention, "spans", lambda device, dtype, head_dim: True)
     monkeypatch.setattr(attention, "up_to", lambda q, rows, k, *_: attention.empty(
         attention.as_rows(q, k.shape[1], rows)))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_steps_of_fewer_rows_are_traced(pair, asked, traced_once, narrows, monkeypatch, shared):
+    """As a GPU takes them where no bits are promised."""
     engine = make_engine(*pair, compile="beside", max_batch_size=4, **SETTINGS)
     run(engine, 4, tokens=2, prefix=engine.prefill(random_prompt(200)) if shared else None)
     found, state = precompile.collect(asked[0]), engine.caches.state
@@ -271,6 +276,25 @@ def test_steps_of_fewer_rows_are_traced(pair, asked, traced_once, monkeypatch, s
         torch.testing.assert_close(*written)
     monkeypatch.setattr(PrefixStore, "can_narrow", False)
     assert not new & precompile.collect(asked[0]).keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling": "coupled", "leaves": 1}])
+def test_steps_of_promised_bits_are_traced(pair, asked, traced_once, narrows, monkeypatch, options):
+    """As a GPU takes them, with the keys that rows share in as many parts as one tile of rows needs."""
+    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
+    monkeypatch.setattr(attention, "_cudnn", attention._plain_causal)
+    monkeypatch.setattr(attention, "LONG", 64)
+    monkeypatch.setattr(attention, "FEW", (0, 0))
+    for module in (attention, narrowing):
+        monkeypatch.setattr(module, "TILE", 16)
+    engine = make_engine(*pair, compile="beside", max_batch_size=4, **SETTINGS, **options)
+    run(engine, 4, tokens=2, prefix=engine.prefill(random_prompt(200)))
+    engine.caches.state.rewind(2)
+    assert engine.caches.state.hierarchy.outer.num_attending == 4
+    found = precompile.collect(asked[0])
+    joins = {name for name in missing(engine) if "for_join" in name and name.startswith(f"level{FULL}")}
+    assert joins and joins <= found.keys()
+    assert not any(isinstance(piece, precompile.Untraced) for piece in found.values())
 
 
 def test_compiled_steps_read_the_bias_where_it_is(small_job):

@@ -390,6 +390,41 @@ def test_over_shared_is_attention_of_each_row():
         torch.testing.assert_close(lse[row, None], expected[1])
 
 
+def test_some_rows_attend_over_shared_keys():
+    """The others get 0, and all of it lies as that of all rows does."""
+    q, k, v, of = torch.randn(5, 2, 3, 8), torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8), torch.tensor([3, 1])
+    for state, some in zip(attention.over_shared(q, k, v), attention.over_shared(q, k, v, of=of), strict=True):
+        assert some.shape == state.shape and some.stride() == state.stride()
+        torch.testing.assert_close(some[of], state[of])
+        assert not some[[0, 2, 4]].any()
+
+
+def test_keys_are_split_alike_for_any_number_of_rows(monkeypatch):
+    """Where bits must not depend on that number. Elsewhere few parts are enough for many rows, and few rows need no
+    parts. Here the results of parts lie in memory as a GPU's kernel leaves them."""
+    parts = []
+
+    def kernel(q, k, v, is_causal):
+        parts.append(len(k))
+        out, lse = attention._plain_causal(q, k, v, is_causal)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
+    monkeypatch.setattr(attention, "_cudnn", kernel)
+    q, k, v = torch.randn(16, 8, 32, 8), torch.randn(1, 8, 4096, 8), torch.randn(1, 8, 4096, 8)
+    expected = [partial(one[None], k, v)[0][0] for one in q]
+    for even, counts in ((False, [4, 8, 16]), (True, [16, 16, 16, 16])):
+        for rows in (16, 8, 4, 1):
+            of = None if rows == 16 else torch.arange(16 - rows, 16)
+            out, lse = attention.over_shared(q, k, v, attention.for_join, even=even, of=of)  # [P, B, K, R, D]
+            if out.ndim == 5:
+                out = attention.merge_parts(out.flatten(1, 2), lse.flatten(1, 2))[0].view(q.shape)
+            for one, row in zip(out[-rows:], expected[-rows:], strict=True):
+                torch.testing.assert_close(one, row)
+        assert parts == counts
+        parts.clear()
+
+
 def test_common_length():
     assert common_length([1, 2, 3]) == 3
     assert common_length([1, 2, 3], [1, 2, 4], [1, 2]) == 2

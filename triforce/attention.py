@@ -74,7 +74,8 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
     return kernel(q, k, v, False)
 
 
-def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False) -> State:
+def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False, *, even: bool = False,
+                of: Tensor | None = None) -> State:
     """`partial` of all sequences of a batch over keys that they share, which are read once for all.
 
     cuDNN's kernel does not split long keys. It is given them in parts, as many as a GPU's processors can work on side
@@ -86,17 +87,34 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
         q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
         merged: `merge_parts`, or `for_join`, compiled perhaps. None: the former, as it is written.
         once: so many rows are met in one pass over the layers, as in a prefill, and not again.
+        even: the same kernel gets the keys in as many parts, whatever the number of rows: those that one tile of rows
+            needs. So a row's bits need not depend on that number. `narrowing.Narrower` tries whether they do.
+        of: [n], the sequences that attend. What the others get is finite, and means nothing. None: all.
     """
     def attend(rows: Tensor) -> State:
         heads, number, length = *rows.shape[1:3], k.shape[2]
+        number = TILE if even else number
         plans = pays_to_plan(heads, number, length, once) and _can_split(rows)
         count = parts_of_keys(heads, number, length) if plans else 1
         if not plans or once and count == 1:
-            return partial(rows, k, v)
+            return whole(*partial(rows, k, v))
         parts = [x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (k, v)]  # [P, K, S / P, D]
-        return (merged or merge_parts)(*_cudnn(rows.expand(count, -1, -1, -1), *parts, False))
+        return (merged or merge_parts)(*whole(*_cudnn(rows.expand(count, -1, -1, -1), *parts, False)))
 
-    return of_batch(attend, q)
+    def whole(out: Tensor, lse: Tensor) -> State:
+        return (out, lse) if of is None else tuple(_spread(x, of, len(q)) for x in (out, lse))
+
+    return of_batch(attend, q if of is None else q.index_select(0, of), len(q))
+
+
+def _spread(x: Tensor, of: Tensor, batch: int) -> Tensor:
+    """What some sequences of a batch have, as if all had it: x [P, K, n * R, ...] -> [P, K, B * R, ...], in memory in
+    the same order, of 0 for the others. So what comes after it has the shape that it has for all."""
+    shape = [*x.shape[:2], x.shape[2] // len(of) * batch, *x.shape[3:]]
+    order = sorted(range(x.ndim), key=x.stride, reverse=True)
+    whole = x.new_zeros([shape[i] for i in order]).permute([order.index(i) for i in range(x.ndim)])
+    whole.unflatten(2, (batch, -1)).index_copy_(2, of, x.unflatten(2, (len(of), -1)))
+    return whole
 
 
 def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
@@ -120,10 +138,11 @@ def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
     return states
 
 
-def of_batch(attend: Callable[[Tensor], State], q: Tensor) -> State:
+def of_batch(attend: Callable[[Tensor], State], q: Tensor, batch: int | None = None) -> State:
     """The state of q [B, K, R, D] by a function of one sequence, [1, K, B * R, D], over keys that all rows share; or,
-    if it gives several, states over parts of them."""
-    out, lse = (x.unflatten(2, (len(q), -1)).transpose(1, 2) for x in attend(q.transpose(0, 1).flatten(1, 2)[None]))
+    if it gives several, states over parts of them. batch: sequences in what it gives. None: B."""
+    states = attend(q.transpose(0, 1).flatten(1, 2)[None])
+    out, lse = (x.unflatten(2, (batch or len(q), -1)).transpose(1, 2) for x in states)
     return (out, lse) if len(out) > 1 else (out[0], lse[0])
 
 

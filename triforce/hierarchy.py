@@ -219,9 +219,9 @@ class Hierarchy:
         self.outer.limit[row].fill_(length)
 
     def compute_for(self, rows: list[int] | None, places: int = 0) -> None:
-        """See `Speculator.compute_for`. On a GPU, a step of fewer rows copies the tail with what lies before it. Of a
-        view, that is too much."""
-        for level in self.levels if self.outer.length.device.type == "cpu" else [self.outer]:
+        """See `Speculator.compute_for`. On a GPU the full level alone may do so: a step of fewer rows copies the tail
+        with what lies before it. Of a view, that is too much."""
+        for level in self.levels:
             level.compute_for(rows, places)
 
     def close_row(self, row: int, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows of a batch end one after the other: how many of them a GPU's steps still compute.
+"""Rows of a batch end one after the other: for how many of them a GPU's steps still do their work.
 
 What a row has for itself is read up to a length that the device knows, and of a row that has ended that is one key. But
 the keys of those that go on are split as those of all rows were, so about half of the time of the others is not saved.
@@ -8,12 +8,18 @@ two rows a little less than one of many.
 
 So steps of fewer rows are faster, and have to be recorded. They have a power of 2 of rows: so there are few of them.
 Where that takes the device no time, they are recorded before rows end.
+
+Where bits are promised, those of a row must not depend on which others go on. Products of fewer rows have other bits.
+Attention over what all rows share has not, if the keys are split alike: so a step computes all rows, and fewer tiles of
+queries attend to what is shared.
 """
 
 import statistics
 import time
 
-from .attention import TILE, pays_to_plan
+import torch
+
+from .attention import TILE, over_shared, pays_to_plan
 from .costs import PREPARING
 from .model import ModelConfig
 from .plan import Plan
@@ -70,7 +76,7 @@ def pays(saved: float, rounds: float, n_layer: int, is_planned: bool) -> bool:
 
 
 class Narrower:
-    """Chooses how many rows the steps of the full level compute, and records such steps.
+    """Chooses for how many rows the steps of the full level do their work, and records such steps.
 
     Args:
         outer: that level.
@@ -80,18 +86,38 @@ class Narrower:
     def __init__(self, outer: Speculator, base: int):
         self.outer, self.base = outer, base
         self.batch, self.config = len(outer.length), outer.model.config
+        self.promises_bits = False
+        self._tried: dict[tuple[int, int], bool] = {}
 
-    def choose(self, plan: Plan, going: int, rounds: float) -> int:
-        """How many rows the next verify computes: all of the batch, or fewer, of which `going` go on.
+    def begin(self, promises_bits: bool) -> None:
+        """A text begins, with all rows."""
+        self.promises_bits = promises_bits
+        if promises_bits and self.base and self.batch * self.outer.tree.rows * self.config.query_group > TILE:
+            self.outer.attend_for(list(range(self.batch)), self.batch)
+
+    def narrow(self, plan: Plan, going: list[int], rounds: float) -> bool:
+        """From the next verify on, steps do their work for the rows that go on, and perhaps for others: as it pays.
 
         Args:
             rounds: that are expected to follow.
+
+        Returns:
+            whether these are fewer than all.
         """
-        known = next((width for width in widths(going, self.batch)
-                      if self.outer.has_recorded(plan, width) and self._saved(self.batch, width, plan) > 0), self.batch)
-        return next((width for width in widths(going, known)
+        width = self._choose(plan, len(going), rounds)
+        if self.outer.num_attending is not None:
+            self.outer.attend_for(going if width < self.batch else list(range(self.batch)), width)
+        else:
+            self.outer.compute_for(going if width < self.batch else None, width)
+        return width < self.batch
+
+    def _choose(self, plan: Plan, going: int, rounds: float) -> int:
+        known = next((width for width in widths(going, self.batch) if self.outer.has_recorded(plan, width)
+                      and self._saved(self.batch, width, plan) > 0), self.batch)
+        best = sorted(widths(going, known), key=lambda width: (self._saved(known, width, plan), width), reverse=True)
+        return next((width for width in best
                      if pays(self._saved(known, width, plan), rounds, self.config.n_layer,
-                             self._is_planned(width, plan))), known)
+                             self._is_planned(width, plan)) and self._keeps_bits(width, plan)), known)
 
     def record(self, plan: Plan, until: float) -> int:
         """Records steps of fewer rows than are computed, or parts of them, as long as there is time. Steps for which a
@@ -103,7 +129,7 @@ class Narrower:
         Returns:
             how many parts were recorded.
         """
-        computed, parts = self.outer.num_computed or self.batch, 0
+        computed, parts = self.outer.num_attending or self.outer.num_computed or self.batch, 0
         for width in reversed(widths(1, computed)):
             if self._saved(computed, width, plan) > 0 and not self._is_planned(width, plan):
                 while time.perf_counter() < until and not self.outer.has_recorded(plan, width):
@@ -113,13 +139,35 @@ class Narrower:
 
     def _saved(self, before: int, after: int, plan: Plan) -> float:
         """Milliseconds that a verify of fewer rows takes less."""
+        if self.promises_bits:
+            tiles = [shared_ms(self.config, self.base, rows * self._block(plan) * self.config.query_group)
+                     for rows in (before, after)]
+            return tiles[0] - tiles[1] - APART * self.config.n_layer
         own = statistics.fmean(self.outer.cache.prefix.own_lens)
         return saved_ms(self.config, before, after, self._block(plan), shared=self.base, own=own,
                         itemsize=self.outer.model.dtype.itemsize)
 
     def _is_planned(self, width: int, plan: Plan) -> bool:
-        return is_planned(self.config, self.base, width, self._block(plan))
+        rows = self.batch if self.promises_bits else width  # of which the kernel is
+        return is_planned(self.config, self.base, rows, self._block(plan))
+
+    def _keeps_bits(self, width: int, plan: Plan) -> bool:
+        """Whether rows get the same bits where so many attend to what all share as where all do, if that is promised.
+        It is tried with keys of the first layer, since no kernel promises it. All ranks have to find it."""
+        if not self.promises_bits:
+            return True
+        block, view, group = self._block(plan), self.outer.cache.prefix, self.outer.model.group
+        if (width, block) not in self._tried:
+            k, v = view.before(0)
+            shape = self.batch, k.shape[1], block * self.config.query_group, k.shape[3]
+            q = torch.randn(shape, generator=torch.Generator(k.device).manual_seed(0), device=k.device).to(k.dtype)
+            of_all, of_some = (over_shared(x, k, v, lambda *parts: parts, even=True) for x in (q, q[-width:]))
+            same = all(torch.equal(x[..., -width:, :, :, :], y)
+                       for x, y in ((of_all[0], of_some[0]), (of_all[1][..., None], of_some[1][..., None])))
+            found = {"same"} if same else set()
+            self._tried[width, block] = bool(found if group is None else group.common(found))
+        return self._tried[width, block]
 
     def _block(self, plan: Plan) -> int:
         """Tokens of a row in the verify."""
-        return self.outer.rows_of(plan) or self.outer.rows
+        return self.outer.tree.cut(self.outer.rows_of(plan) or self.outer.rows).rows

@@ -133,7 +133,7 @@ def _lengths(state: State) -> Iterator[list[int]]:
 
 
 def _go_through(state: State, lengths: list[int], narrows: bool) -> None:
-    """Every step that a plan can take. narrows: of fewer rows than all of the batch, too."""
+    """Every step that a plan can take. narrows: those that do less work once rows have ended, too."""
     hierarchy = state.hierarchy
     for row, length in enumerate(lengths):
         state.cache.prefix.truncate(row, length)
@@ -146,10 +146,15 @@ def _go_through(state: State, lengths: list[int], narrows: bool) -> None:
     for ends in ends_of:
         hierarchy.open(ends)
         hierarchy.open_sources(ends)
-        for width in [*(widths(1, state.batch) if narrows else ()), state.batch]:
-            hierarchy.compute_for(None if width == state.batch else list(range(width)), width)
+        fewer = widths(1, state.batch) if narrows and not state.settings.coupled else []
+        for width in [*fewer, state.batch]:
+            outer.compute_for(None if width == state.batch else list(range(width)), width)
             for rows in {1, outer.rows}:
                 outer.rehearse(here, rows)
+        if narrows:
+            state.narrower.begin(promises_bits=True)
+            outer.rehearse(here, outer.rows)
+            outer.compute_for(None)
         for name, source in hierarchy.sources.items():
             for level in hierarchy.levels:
                 if level.rows > 1 and name != "custom":

@@ -8,7 +8,8 @@ which law that was. With no drafter it is autoregression.
 
 Everything between two reads of the outbox is enqueued without the host waiting for the device.
 
-Once rows of the batch have ended, a step may compute the others alone: see `Speculator.compute_for`.
+Once rows of the batch have ended, a step may compute the others alone, see `Speculator.compute_for`, or leave out a
+part of the work for those that have ended, see `Speculator.attend_for`.
 
 Shapes: B batch, S rows of a spine, M rows of its block (see tree.py), n drafted tokens, at most S - 1, V vocabulary. In
 a step, B are the rows that it computes.
@@ -135,8 +136,8 @@ class Speculator(Drafter):
         steps = compiler.level(f"level{level}")
         self.step = steps.step(self._step, num_lengths=2)
         self.gathering: RetrievalView | None = None  # takes what it awaits out of what the next step streams past
-        # See `compute_for`: rows of the batch, and how many of these count. None: all of the batch.
-        self._computed, self._of, self.num_computed = tape.buffer(), [], None
+        # Rows of the batch, and how many of these count, see `compute_for` and `attend_for`. None: neither was called.
+        self._chosen, self._of, self.num_computed, self.num_attending = tape.buffer(), [], None, None
         # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
         self._drafting_round = steps.step(self._round, num_lengths=2, warm_up=4)
         self._growing = steps.step(self._grow, num_lengths=2)
@@ -174,7 +175,7 @@ class Speculator(Drafter):
         """A step, as a graph if that is of use."""
         extent = self.view.extent
         step = self._step if isinstance(self.step, Graphed) and not self._records(extent) else self.step
-        finish(step(*extent, rows, bool(self._awaiting), self.num_computed, self.checked, probs))
+        finish(step(*extent, rows, bool(self._awaiting), self.num_computed, self.num_attending, self.checked, probs))
 
     @property
     def _awaiting(self) -> list[int]:
@@ -195,8 +196,8 @@ class Speculator(Drafter):
     def _preparations_of_check(self, plan: Plan, extent: Extent, probs: Tensor | None = None):
         rows = self.rows_of(plan) if self._records(extent) else None
         if rows is not None:
-            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.num_computed, self.checked,
-                                    probs)
+            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.num_computed,
+                                    self.num_attending, self.checked, probs)
 
     def has_recorded(self, plan: Plan, width: int) -> bool:
         """Whether the step that checks what a plan drafts is a graph for so many rows of the batch."""
@@ -209,7 +210,8 @@ class Speculator(Drafter):
 
     def _narrower(self, plan: Plan, width: int) -> tuple:
         """What `step` is called with."""
-        return *self.view.extent, self.rows_of(plan) or self.rows, bool(self._awaiting), width, self.checked, None
+        numbers = (width, None) if self.num_attending is None else (None, width)
+        return *self.view.extent, self.rows_of(plan) or self.rows, bool(self._awaiting), *numbers, self.checked, None
 
     def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
         """What records the steps of `round`; see `graphs.preparations`."""
@@ -318,31 +320,48 @@ class Speculator(Drafter):
             rows: None: all.
             places: rows of such a step, if they are more. In those that are left over is one that has ended.
         """
+        self.num_attending = None
         if rows is None:
             self.num_computed, self._of = None, []
             return
         assert not self.tree.branches
         others = [row for row in range(len(self.length)) if row not in rows]
-        of = rows + others[:1] * (places - len(rows))
-        if of == self._of:
+        if not self._choose(rows, others, places):
             return
-        self.num_computed, self._of = len(of), of
-        self._computed[: len(of)].copy_(staged(of, self._computed.device), non_blocking=True)
+        self.num_computed = len(self._of)
         for row in others:
             if self.outbox is not None:
                 self.outbox.buffer[row].zero_()
             if self.keep_queries:  # no view is chosen by those of rows that have ended
                 self.cache.query_weight[row].zero_()
 
+    def attend_for(self, rows: list[int], places: int) -> None:
+        """Steps compute all rows of the batch, and these alone attend to what all share, so that the bits of no row
+        depend on which others go on. Rows, places: as those of `compute_for`."""
+        others = [row for row in range(len(self.length)) if row not in rows]
+        self._choose(rows, others, places)
+        self.num_computed, self.num_attending = None, len(self._of)
+
+    def _choose(self, rows: list[int], others: list[int], places: int) -> bool:
+        """Returns whether these are not the rows that were chosen before."""
+        of = rows + others[:1] * (places - len(rows))
+        if of == self._of:
+            return False
+        self._of = of
+        self._chosen[: len(of)].copy_(staged(of, self._chosen.device), non_blocking=True)
+        return True
+
     def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_computed: int | None,
-              num_drafted: Tensor, probs: Tensor | None) -> Generator[None, None, None]:
+              num_attending: int | None, num_drafted: Tensor, probs: Tensor | None) -> Generator[None, None, None]:
         """Pauses after each layer."""
         compiled, tree = self._level(rows), self.tree.cut(rows)
         nodes = self.tape.nodes if tree.size else None
-        of = None if num_computed is None else self._computed[:num_computed]
+        of = None if num_computed is None else self._chosen[:num_computed]
+        attending = None if num_attending in (None, len(self.length)) else self._chosen[:num_attending]
         block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree, of)
         kv = TargetBlock(self.cache, self.view, take(self.length, of), nodes or tree, Extent(dense, longest, starts),
-                         self.keep_queries, compiled, self.gathering.gather if gathers else None, of)
+                         self.keep_queries, compiled, self.gathering.gather if gathers else None, of,
+                         even=num_attending is not None, attending=attending)
         hidden = yield from self.model(block, kv, pauses=True)
         if self.hidden is not None:
             give(self.hidden[:, : tree.rows], of, hidden)

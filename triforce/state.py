@@ -93,8 +93,7 @@ class State:
                                draft_ranks=draft_ranks, compiler=compiler, runs_on=runs_on)
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, own=own, common=common,
                                    sources=sources, drafting=drafting, row_unit=row_unit, compiler=compiler)
-        can_narrow = self.cache.prefix.can_narrow and not settings.coupled
-        self.narrower = Narrower(self.hierarchy.outer, self.base) if can_narrow else None
+        self.narrower = Narrower(self.hierarchy.outer, self.base) if self.cache.prefix.can_narrow else None
         grows = any(level.tree.branches for level in self.hierarchy.levels)
         self._least_rows = batch if least_rows is None or grows else least_rows
         self.pilot = Pilot(self.hierarchy, settings, group=target.group,
@@ -324,6 +323,8 @@ class State:
         prefix_ends = [min(held + (end - held) // interval * interval, self.capacity)
                        for held, end in zip(self.cache.lens, self._ends, strict=True)]
         self.hierarchy.open(prefix_ends)
+        if self.narrower is not None:
+            self.narrower.begin(self._promises_bits)
         if self.hierarchy.view is not None:
             self.hierarchy.view.open_common()
         for row in range(self.batch):
@@ -359,21 +360,22 @@ class State:
         self.pilot.close_row(row)
 
     def _narrow(self, going: list[int], plan: Plan) -> None:
-        """Once rows have ended, steps compute those that go on alone, if no bits that are promised depend on it."""
+        """Once rows have ended, steps do their work for those that go on alone, as far as no bits that are promised
+        depend on it."""
         if not going or len(going) == self.batch:
             return
+        is_narrow = False
         if self._on_cpu:
             free = not self._promises_bits and self.compiler.pieces is None
             width = len(going) if free else max(len(going), self._least_rows)
-        elif self.narrower is not None and not self._promises_bits:
+            is_narrow = width < self.batch
+            self.hierarchy.compute_for(going if is_narrow else None, width)
+        elif self.narrower is not None:
             # Rows are expected to go on for as many rounds as there were, at most up to their limits.
             left = max((self._ends[row] - self.lens[row]) / max(self.lens[row] - self.prompt_end[row], 1)
                        for row in going)
-            width = self.narrower.choose(plan, len(going), self.num_forwards * min(left, 1.0))
-        else:
-            width = self.batch
-        self.hierarchy.compute_for(None if width == self.batch else going, width)
-        if width < self.batch:
+            is_narrow = self.narrower.narrow(plan, going, self.num_forwards * min(left, 1.0))
+        if is_narrow:
             self.pilot.narrowed()
 
     @property
@@ -384,7 +386,7 @@ class State:
     def _record_narrower(self, begun: float) -> None:
         """Beside a verify that began then: a part of a step of fewer rows than go on, or as many parts as there is time
         for. Rounds go on meanwhile, and take no longer."""
-        if (self.narrower is None or self._promises_bits or self._verify is None or self.target.group is not None
+        if (self.narrower is None or self._verify is None or self.target.group is not None
                 or self.compiler.recorder is None):
             return
         [plan, *_], work = self.pilot.ahead(), torch.cuda.Event()

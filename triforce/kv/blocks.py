@@ -62,18 +62,20 @@ class TargetBlock:
     """`kv` of a decoding step over one view: M rows a row of the batch, at the positions of a tree from `start` on."""
 
     def __init__(self, cache: TargetCache, view: View, start: Tensor, tree, extent: Extent, keep_queries: bool,
-                 compiled=eager, on_piece=None, of: Tensor | None = None):
+                 compiled=eager, on_piece=None, of: Tensor | None = None, even: bool = False,
+                 attending: Tensor | None = None):
         """start: [n], the position of each row's first token. extent: how much of the view is attended to.
 
         tree: a `TokenTree`, or else what has rows and a `Layout`.
         on_piece: called with (layer, number, piece) for what `Passage.pieces` gives, before it is overwritten.
         of: [n], the rows of the batch that it is a step of. None: all.
+        even, attending: see `over_shared`, which has them as `even` and `of`.
         """
         rows = tree.rows
         self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         self.passage = None if view.streams is None else Passage(view.streams, ahead=True)
-        self.of = of
+        self.of, self.even, self.attending = of, even, attending
         tail = cache.tail
         keys = tail.slots + (tail.room if view.joined else 0)
         self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
@@ -184,7 +186,8 @@ class TargetLayer:
         folded = attention.as_rows(q, self.n_kv_head, queries) if view.length_on_device else q
         states = []
         if view.shared is not None:  # in one call
-            states += over_shared(view, self._i, folded, block.passage, block.compiled, block.on_piece, joined=True)
+            states += over_shared(view, self._i, folded, block.passage, block.compiled, block.on_piece, joined=True,
+                                  even=block.even, of=block.attending)
         if view.joined:
             return states
         k, v = view.k[self._i], view.v[self._i]
@@ -248,7 +251,8 @@ class TargetLayer:
 
 
 def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, compiled=eager, on_piece=None,
-                prefills: bool = False, joined: bool = False) -> list[attention.State]:
+                prefills: bool = False, joined: bool = False, even: bool = False,
+                of: Tensor | None = None) -> list[attention.State]:
     """The state of queries [B, K, R, D] over layer i of what all rows have before a view.
 
     Args:
@@ -257,6 +261,7 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, c
         prefills: the kernel may depend on the number of rows. In a round on a CPU it may not: rows that end would
             change the bits of the others.
         joined: the state goes to `attention.join` alone, which takes one over parts, too.
+        even, of: see `attention.over_shared`. Where the prefix streams past, or a CPU has packed it, all rows attend.
     """
     shared, base, united = view.shared, view.base, compiled(attention.for_join)
 
@@ -269,7 +274,8 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, c
         rows = len(q) * q.shape[2]
         if shared.packed is not None and rows >= MIN_ROWS and not (prefills and rows >= MANY_ROWS):
             return [attention.of_batch(shared.packed[i].partial, q)]
-        return [attention.over_shared(q, *view.before(i), united if joined else merged, once=prefills)]
+        return [attention.over_shared(q, *view.before(i), united if joined else merged, once=prefills, even=even,
+                                      of=of)]
     state = None
     for number, kv in passage.pieces(i, base):
         k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each
