@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from triforce.engine import Engine
-from triforce.plan import ONE_ROW, Plan
+from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -73,7 +73,8 @@ def measure(engine: Engine, ids: list[int], context: int, batch: int, args):
     for count in sorted({batch, *(going for going in args.going if going <= batch)}, reverse=True):
         more = {"prefix": book} if book is not None else {}
         state = engine.prepare(prompts[:count], limit, seed=list(range(count)), **law, **more)
-        plans = {"autoregression": ONE_ROW} | {f"gamma {gamma}": Plan(gamma, "model", padded=state.pilot.padding.drafts)
+        plain = AUTOREGRESSION if state.pilot.padding.plain else ONE_ROW
+        plans = {"autoregression": plain} | {f"gamma {gamma}": Plan(gamma, "model", padded=state.pilot.padding.drafts)
                                                for gamma in args.gammas}
         for name, plan in plans.items():
             for going in (n for n in args.going if n <= batch) if count == batch else [count]:

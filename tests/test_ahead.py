@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import assert_view_holds_its_selection, make_state, random_prompt
 
-from triforce import graphs
+from triforce import graphs, narrowing
 from triforce import state as state_module
 from triforce.drafting.protocol import Drafter
 from triforce.graphs import Compiler, Graphed, finish
@@ -218,7 +218,12 @@ def test_steps_of_narrower_batches_are_recorded_beside_rounds(pair, gpu, works, 
 @pytest.mark.parametrize("how", ["a short verify", "bits are promised", "ranks", "never timed"])
 def test_when_no_narrower_steps_are_recorded(pair, gpu, how, monkeypatch):
     compiler = Compiler(torch.device("cpu"), recorder=object())
+    if how == "bits are promised":  # and it would save something
+        for name, value in {"TILE": 8, "LONG": 96, "MERGED": 0.0, "SPREAD": 0.0}.items():
+            monkeypatch.setattr(narrowing, name, value)
+        monkeypatch.setattr(narrowing, "TILES", 1000)
     state = state_of_four(pair, 0.0 if how == "bits are promised" else 0.8, monkeypatch, compiler=compiler)
+    assert state.hierarchy.outer.num_attending == (4 if how == "bits are promised" else None)
     state._verify = {"a short verify": 1e-6, "never timed": None}.get(how, 1e6)
     if how == "ranks":
         monkeypatch.setattr(state.target, "group", object())

@@ -66,11 +66,11 @@ def tiny_models(dtype):
 
 
 def engine_for(models, *, levels="triforce", keep_logits=False, budget=512, gamma=6, gamma_inner=2, compile="beside",
-               fp8=False, **kw):
+               fp8=False, max_seq_len=24_576, **kw):
     target, draft = models
     return make_engine(target, draft if levels in ("triforce", "draft") else None, gamma=gamma, gamma_inner=gamma_inner,
                        retrieval=levels in ("triforce", "retrieval"), keep_logits=keep_logits, budget=budget,
-                       drafting=fp8_copy(target) if fp8 else None, compile=compile, max_seq_len=24_576,
+                       drafting=fp8_copy(target) if fp8 else None, compile=compile, max_seq_len=max_seq_len,
                        prefill_chunk_size=8192, **kw)
 
 
@@ -288,37 +288,54 @@ def test_steps_compute_the_rows_that_go_on(random_models, compile, shared, monke
 
 
 @in_half_precision
-@pytest.mark.parametrize("compile", ["beside", True], ids=["written", "compiled"])
-def test_bits_do_not_depend_on_which_rows_go_on(dtype, compile, monkeypatch):
-    """Greedily, of 32 rows over a document: when some have ended, fewer attend to it. Beside batches in which all rows
-    attend, with speculation and without it; these end at other rounds."""
-    monkeypatch.setattr(narrowing, "PREPARING", 0.0)
-    monkeypatch.setattr(narrowing, "PLAN", 0.0)
-    monkeypatch.setattr(narrowing, "APART", 0.0)
-    engine = engine_for(random_models_in(dtype), levels="draft", keep_logits=True, block_size=8, gamma=5,
-                        compile=compile, max_batch_size=32)
+@pytest.mark.parametrize("how, context, compile", [
+    ("greedy", CONTEXT, "beside"), ("greedy", 120_000, True), ("greedy", 1536, "beside"), ("leaves", CONTEXT, "beside"),
+    ("tree", CONTEXT, "beside")], ids=["written", "compiled", "short", "leaves", "tree"])
+def test_bits_do_not_depend_on_which_rows_go_on(dtype, how, context, compile, monkeypatch):
+    """Of 32 rows over a document. When some have ended, fewer attend to it, unless it is short. Beside the same batch
+    with all rows attending, with speculation and without it: there, rows end at other rounds."""
+    for name in ("PREPARING", "PLAN", "SPREAD", "APART", *([] if compile is True else ["MERGED"])):
+        monkeypatch.setattr(narrowing, name, 0.0)  # but for what decides which steps are compiled
+    monkeypatch.setattr(narrowing, "TILES", 100)
+    monkeypatch.setattr(state_module, "SPARE_TIME", 5.0)
+    coupled = {"greedy": {}, "leaves": {"sampling": "coupled", "leaves": 1},
+               "tree": {"sampling": "coupled", "tree_size": 24}}[how]
+    engine = engine_for(random_models_in(dtype), levels="triforce" if how == "tree" else "draft", keep_logits=True,
+                        block_size=8, gamma=5, compile=compile, max_batch_size=32, max_seq_len=120_800, **coupled)
     engine.vocab_size = VOCAB
-    book = engine.prefill(random_prompt(CONTEXT, vocab_size=VOCAB))
+    book = engine.prefill(random_prompt(context, vocab_size=VOCAB))
     ids = [book.ids(random_prompt(20 + i, seed=i, vocab_size=VOCAB)) for i in range(32)]
-    law = {"temperature": 0.0, "top_p": 0.9, "top_k": None, "min_p": None, "seed": list(range(32))}
+    law = {"top_p": 0.9, "top_k": None, "min_p": None, "seed": list(range(32))}
     tried, said = narrowing.Narrower._keeps_bits, []
     for narrows, plan in ((True, None), (False, None), (True, AUTOREGRESSION)):
         monkeypatch.setattr(narrowing.Narrower, "_keeps_bits", tried if narrows else lambda *_: False)
-        engine.release()
-        state = engine.prepare(ids, 500, prefix=book, **law)
+        state = engine.prepare(ids, 500, prefix=book, temperature=0.8 if coupled else 0.0, **law)
         outer, logits, attending = state.hierarchy.outer, {}, set()
         for number in range(40 if plan is None else 60):
             before = state.known
             brought = state.round(plan)
             attending.add(outer.num_attending)
+            assert outer.num_computed is None
             for row in (3, 17, 30):
                 for i in range(len(brought[row])):
                     logits[row, before[row] + i] = outer.logits[row, i].clone()
             for row in {8: range(8, 16), 16: range(18, 30), 25: (0, 1, 2, 31)}.get(number, ()):
                 state.close_row(row)
-        assert attending == ({32, 16, 8} if narrows else {32})
+        if context < attention.LONG:
+            assert attending == {None}
+        elif not narrows:
+            assert attending == {32}
+        else:  # 16 queries a row, or more
+            assert attending == ({32, 16, 8} if how == "greedy" else {32, 16, 8, 4} & attending) and len(attending) > 2
         assert compile == "beside" or state.compiler.num_pieces > 0 and not state.compiler.pieces.missing
         said.append(logits)
+        if not coupled:  # the same batch with drawn tokens, in between
+            state = engine.prepare(ids, 500, prefix=book, temperature=0.8, **law)
+            for row in range(4, 32):
+                state.close_row(row)
+            for _ in range(3):
+                state.round()
+            assert outer.num_attending is None and outer.num_computed in ((4, 8) if narrows else (None,))
     for others in said[1:]:
         both = said[0].keys() & others.keys()
         assert len(both) > 100 and all(torch.equal(said[0][place], others[place]) for place in both)

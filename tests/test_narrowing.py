@@ -3,6 +3,8 @@
 What rows have for themselves: test_cache.py.
 """
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -135,11 +137,31 @@ def test_all_rows_stay(pair, shared_for, monkeypatch, how):
     assert state.hierarchy.outer.num_computed is None
 
 
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Of two rows. To split keys alike takes no time."""
+    monkeypatch.setattr(narrowing, "TILE", 32)
+    monkeypatch.setattr(narrowing, "LONG", 96)
+    monkeypatch.setattr(narrowing, "MERGED", 0.0)
+    monkeypatch.setattr(narrowing, "SPREAD", 0.0)
+
+
+def test_keys_are_split_alike_where_a_tile_takes_longer_than_that():
+    """As measured on an H200. And where parts take little memory."""
+    pays = partial(narrowing.pays_to_split_alike, LLAMA_3_8B)
+    assert pays(122_880, 32, 4) and pays(32_768, 32, 4) and not pays(16_384, 32, 4)
+    assert not pays(122_880, 8, 4) and pays(122_880, 9, 4)  # of 16 queries each: 8 have one tile
+    assert pays(122_880, 64, 4) and not pays(122_880, 65, 4) and not pays(122_880, 1, 64)
+    share = replace(LLAMA_3_8B, n_head=4, n_kv_head=1)  # of one of 8 ranks
+    assert not narrowing.pays_to_split_alike(share, 122_880, 32, 4)
+    assert not narrowing.pays_to_split_alike(replace(LLAMA_3_8B, n_kv_head=32, head_dim=1024), 2000, 64, 4)
+
+
 @pytest.mark.parametrize("keeps_bits", [True, False])
-def test_where_bits_are_promised_all_rows_are_computed_and_fewer_attend(pair, shared_for, monkeypatch, keeps_bits):
+def test_where_bits_are_promised_all_rows_are_computed_and_fewer_attend(pair, shared_for, small_tiles, monkeypatch,
+                                                                        keeps_bits):
     """To what they share, in tiles: the widest step of as few tiles. If that is seen to change bits, all attend."""
     asked = []
-    monkeypatch.setattr(narrowing, "TILE", 32)  # of two rows
     monkeypatch.setattr(narrowing.Narrower, "_keeps_bits",
                         lambda self, width, plan: (asked.append(width), keeps_bits)[1])
     state = state_of(pair, temperature=0.0)
@@ -165,42 +187,84 @@ def test_where_bits_are_promised_all_rows_are_computed_and_fewer_attend(pair, sh
     assert outer.num_attending == 6 and run_rounds(state, 60) == texts
 
 
+def test_where_bits_are_promised_what_is_recorded_is_tried_too(pair, shared_for, small_tiles, monkeypatch):
+    monkeypatch.setattr(narrowing.Narrower, "_keeps_bits", lambda self, width, plan: width != 2)
+    monkeypatch.setattr(narrowing, "PREPARING", 1e6)
+    monkeypatch.setattr(Speculator, "has_recorded", lambda self, plan, width: width in (2, 4))
+    state = state_of(pair, temperature=0.0)
+    close_all_but(state, 2)
+    assert state.hierarchy.outer.num_attending == 4
+
+
+def test_after_few_have_attended_few_may_be_computed(pair, shared_for):
+    """A batch may be answered greedily, and then with drawn tokens."""
+    outer = state_of(pair).hierarchy.outer
+    outer.attend_for([1, 4], 2)
+    assert (outer.num_computed, outer.num_attending) == (None, 2)
+    outer.compute_for([1, 4], 2)
+    assert (outer.num_computed, outer.num_attending) == (2, None) and not outer.outbox.buffer[0].any()
+    outer.compute_for(None)
+    outer.attend_for(None)
+    assert (outer.num_computed, outer.num_attending) == (None, 6)
+    outer.compute_for(None)
+    assert (outer.num_computed, outer.num_attending) == (None, None)
+
+
 def test_rows_of_one_tile_all_attend(pair, shared_for):
     """Fewer would take as long, and there the steps are those of drawn tokens."""
     state = state_of(pair, temperature=0.0)
     assert state.hierarchy.outer.num_attending is None
+    state.narrower._choose = None  # nothing to choose
     close_all_but(state, 1)
     assert state.hierarchy.outer.num_attending is None and state.narrower.promises_bits
 
 
-def test_few_rows_have_the_kernel_of_all_where_bits_are_promised(pair, shared_for, monkeypatch):
-    """So for them, too, it is planned, which nothing that goes on beside a round is to wait for."""
-    monkeypatch.setattr(narrowing, "is_planned", lambda config, length, rows, block: rows == 6)
+def test_where_bits_are_promised_steps_are_tried_before_they_are_recorded(pair, shared_for):
+    """Which takes long, so no such step is a short one, to be recorded for what it might save."""
     for temperature, planned in ((0.8, False), (0.0, True)):
         narrower = state_of(pair, temperature=temperature).narrower
         assert narrower._is_planned(1, Plan(3, "model")) == planned
 
 
+@pytest.mark.parametrize("is_split", [True, False])
 @pytest.mark.parametrize("what", ["kept", "output", "sum", "other ranks"])
-def test_whether_bits_are_kept_is_tried(pair, shared_for, monkeypatch, what):
-    """Once for each size of a step. A kernel for few rows may give other bits."""
+def test_whether_bits_are_kept_is_tried(pair, shared_for, monkeypatch, what, is_split):
+    """Once for each size of a step, of one tile or of parts. A kernel for few rows may give other bits."""
     state, calls = state_of(pair, temperature=0.0), []
+    parts = (2,) if is_split else ()
 
-    def over_shared(q, k, v, merged, even):
+    def over_shared(q, k, v, merged, even, of):
         assert even
-        calls.append(len(q))
-        out, lse = merged(q.float() * 2, q.float().sum(-1))
-        off = torch.tensor(1e-6 if len(q) < 6 else 0.0)
-        return (out + off if what == "output" else out), (lse + off if what == "sum" else lse)
+        calls.append(6 if of is None else of.tolist())
+        out, lse = (x.expand(*parts, *x.shape).clone() for x in (q.float() * 2, q.float().sum(-1)))
+        if of is not None:
+            out[..., 0, :, :, :] = lse[..., 0, :, :] = 7.0  # a row that does not attend
+            out[..., 2, :, :, :] += 1e-6 if what == "output" else 0.0
+            lse[..., 2, :, :] += 1e-6 if what == "sum" else 0.0
+        return merged(out, lse)
 
     monkeypatch.setattr(narrowing, "over_shared", over_shared)
     if what == "other ranks":
         monkeypatch.setattr(state.target, "group", SimpleNamespace(common=lambda names: set()))
     for _ in range(2):
         assert state.narrower._keeps_bits(2, Plan(3, "model")) == (what == "kept")
-    assert calls == [6, 2]
+    assert calls == [6, [5, 2]]
     state.narrower.promises_bits = False
-    assert state.narrower._keeps_bits(2, Plan(3, "model")) and calls == [6, 2]
+    assert state.narrower._keeps_bits(2, Plan(3, "model")) and calls == [6, [5, 2]]
+
+
+@pytest.mark.parametrize("off", [0.0, 1e-3])
+def test_the_kernel_itself_is_tried(pair, shared_for, monkeypatch, off):
+    """Here one that takes row by row, and one whose bits depend on the number of rows."""
+    one_row = attention.partial
+
+    def kernel(q, k, v):
+        out, lse = (torch.cat(x, 2) for x in zip(*(one_row(row, k, v) for row in q.split(1, 2)), strict=True))
+        return out + off * q.shape[2], lse
+
+    monkeypatch.setattr(attention, "partial", kernel)
+    narrower = state_of(pair, temperature=0.0).narrower
+    assert narrower._keeps_bits(4, Plan(3, "model")) == (off == 0.0)
 
 
 def test_what_is_recorded_costs_nothing(pair, shared_for, monkeypatch):

@@ -287,6 +287,8 @@ def test_steps_of_promised_bits_are_traced(pair, asked, traced_once, narrows, mo
     monkeypatch.setattr(attention, "FEW", (0, 0))
     for module in (attention, narrowing):
         monkeypatch.setattr(module, "TILE", 16)
+    for name, value in {"LONG": 64, "MERGED": 0.0, "TILES": 1000}.items():
+        monkeypatch.setattr(narrowing, name, value)
     engine = make_engine(*pair, compile="beside", max_batch_size=4, **SETTINGS, **options)
     run(engine, 4, tokens=2, prefix=engine.prefill(random_prompt(200)))
     engine.caches.state.rewind(2)

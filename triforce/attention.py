@@ -87,8 +87,8 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
         q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
         merged: `merge_parts`, or `for_join`, compiled perhaps. None: the former, as it is written.
         once: so many rows are met in one pass over the layers, as in a prefill, and not again.
-        even: the same kernel gets the keys in as many parts, whatever the number of rows: those that one tile of rows
-            needs. So a row's bits need not depend on that number. `narrowing.Narrower` tries whether they do.
+        even: long keys are in as many parts for any number of rows: in those that one tile of rows needs. So a row's
+            bits need not depend on that number. `narrowing.Narrower` tries whether they do.
         of: [n], the sequences that attend. What the others get is finite, and means nothing. None: all.
     """
     def attend(rows: Tensor) -> State:

@@ -11,7 +11,7 @@ Where that takes the device no time, they are recorded before rows end.
 
 Where bits are promised, those of a row must not depend on which others go on. Products of fewer rows have other bits.
 Attention over what all rows share has not, if the keys are split alike: so a step computes all rows, and fewer tiles of
-queries attend to what is shared.
+queries attend to what is shared. To split keys alike takes a little time in all steps, so it has to be worth it.
 """
 
 import statistics
@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from .attention import TILE, over_shared, pays_to_plan
+from .attention import LONG, TILE, over_shared, pays_to_plan
 from .costs import PREPARING
 from .model import ModelConfig
 from .plan import Plan
@@ -31,6 +31,9 @@ PLAN = 60.0  # milliseconds that cuDNN's kernel takes to be planned for another 
 # Milliseconds that each of the first FEW rows takes in a layer, besides attention to what is long; those beyond it take
 # next to nothing. And what it takes in a layer that the rows do not lie side by side.
 ROW, FEW, APART = 0.009, 4, 0.006
+# Where the keys that rows share are split alike for any number of rows: what that takes in a layer for each tile, and
+# what it takes that fewer rows attend. Of so many tiles at most, for the memory that it takes.
+MERGED, SPREAD, TILES = 0.009, 0.03, 8
 
 
 def widths(going: int, batch: int) -> list[int]:
@@ -70,6 +73,14 @@ def is_planned(config: ModelConfig, length: int, rows: int, block: int) -> bool:
     return length > 0 and pays_to_plan(config.n_kv_head, rows * block * config.query_group, length, False)
 
 
+def pays_to_split_alike(config: ModelConfig, length: int, rows: int, block: int) -> bool:
+    """Whether the keys that rows share are to be split alike for any number of rows, where bits are promised: that
+    takes little of what a tile takes. rows: of the batch. block: tokens of each."""
+    tiles = -(-rows * block * config.query_group // TILE)
+    is_long = length >= LONG and shared_ms(config, length, 1) > 3 * MERGED * config.n_layer
+    return rows > 1 and 1 < tiles <= TILES and is_long
+
+
 def pays(saved: float, rounds: float, n_layer: int, is_planned: bool) -> bool:
     """Whether a step that takes so many milliseconds less is worth recording. rounds: that are expected to follow."""
     return saved * rounds > 2 * PREPARING * n_layer + PLAN * is_planned  # it is run once, and then recorded
@@ -92,8 +103,8 @@ class Narrower:
     def begin(self, promises_bits: bool) -> None:
         """A text begins, with all rows."""
         self.promises_bits = promises_bits
-        if promises_bits and self.base and self.batch * self.outer.tree.rows * self.config.query_group > TILE:
-            self.outer.attend_for(list(range(self.batch)), self.batch)
+        if promises_bits and pays_to_split_alike(self.config, self.base, self.batch, self.outer.tree.rows):
+            self.outer.attend_for(None)
 
     def narrow(self, plan: Plan, going: list[int], rounds: float) -> bool:
         """From the next verify on, steps do their work for the rows that go on, and perhaps for others: as it pays.
@@ -104,16 +115,16 @@ class Narrower:
         Returns:
             whether these are fewer than all.
         """
+        if self.promises_bits and self.outer.num_attending is None:
+            return False
         width = self._choose(plan, len(going), rounds)
-        if self.outer.num_attending is not None:
-            self.outer.attend_for(going if width < self.batch else list(range(self.batch)), width)
-        else:
-            self.outer.compute_for(going if width < self.batch else None, width)
+        work_for = self.outer.attend_for if self.promises_bits else self.outer.compute_for
+        work_for(going if width < self.batch else None, width)
         return width < self.batch
 
     def _choose(self, plan: Plan, going: int, rounds: float) -> int:
         known = next((width for width in widths(going, self.batch) if self.outer.has_recorded(plan, width)
-                      and self._saved(self.batch, width, plan) > 0), self.batch)
+                      and self._saved(self.batch, width, plan) > 0 and self._keeps_bits(width, plan)), self.batch)
         best = sorted(widths(going, known), key=lambda width: (self._saved(known, width, plan), width), reverse=True)
         return next((width for width in best
                      if pays(self._saved(known, width, plan), rounds, self.config.n_layer,
@@ -129,7 +140,7 @@ class Narrower:
         Returns:
             how many parts were recorded.
         """
-        computed, parts = self.outer.num_attending or self.outer.num_computed or self.batch, 0
+        computed, parts = self.outer.num_computed or self.batch, 0
         for width in reversed(widths(1, computed)):
             if self._saved(computed, width, plan) > 0 and not self._is_planned(width, plan):
                 while time.perf_counter() < until and not self.outer.has_recorded(plan, width):
@@ -142,14 +153,14 @@ class Narrower:
         if self.promises_bits:
             tiles = [shared_ms(self.config, self.base, rows * self._block(plan) * self.config.query_group)
                      for rows in (before, after)]
-            return tiles[0] - tiles[1] - APART * self.config.n_layer
+            return tiles[0] - tiles[1] - (SPREAD if before == self.batch else 0) * self.config.n_layer
         own = statistics.fmean(self.outer.cache.prefix.own_lens)
         return saved_ms(self.config, before, after, self._block(plan), shared=self.base, own=own,
                         itemsize=self.outer.model.dtype.itemsize)
 
     def _is_planned(self, width: int, plan: Plan) -> bool:
-        rows = self.batch if self.promises_bits else width  # of which the kernel is
-        return is_planned(self.config, self.base, rows, self._block(plan))
+        """Or tried, which takes a plan, too."""
+        return self.promises_bits or is_planned(self.config, self.base, width, self._block(plan))
 
     def _keeps_bits(self, width: int, plan: Plan) -> bool:
         """Whether rows get the same bits where so many attend to what all share as where all do, if that is promised.
@@ -161,9 +172,11 @@ class Narrower:
             k, v = view.before(0)
             shape = self.batch, k.shape[1], block * self.config.query_group, k.shape[3]
             q = torch.randn(shape, generator=torch.Generator(k.device).manual_seed(0), device=k.device).to(k.dtype)
-            of_all, of_some = (over_shared(x, k, v, lambda *parts: parts, even=True) for x in (q, q[-width:]))
-            same = all(torch.equal(x[..., -width:, :, :, :], y)
-                       for x, y in ((of_all[0], of_some[0]), (of_all[1][..., None], of_some[1][..., None])))
+            some = torch.arange(self.batch, device=k.device).flip(0)[:: self.batch // width][:width]
+            of_all, of_some = (over_shared(q, k, v, lambda *parts: parts, even=True, of=of) for of in (None, some))
+            place = int(of_all[0].ndim > q.ndim)  # of rows: behind the parts, if there are some
+            same = all(torch.equal(x.index_select(place, some), y.index_select(place, some))
+                       for x, y in zip(of_all, of_some, strict=True))
             found = {"same"} if same else set()
             self._tried[width, block] = bool(found if group is None else group.common(found))
         return self._tried[width, block]

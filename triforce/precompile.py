@@ -153,8 +153,8 @@ def _go_through(state: State, lengths: list[int], narrows: bool) -> None:
                 outer.rehearse(here, rows)
         if narrows:
             state.narrower.begin(promises_bits=True)
-            outer.rehearse(here, outer.rows)
-            outer.compute_for(None)
+            if outer.num_attending is not None:
+                outer.rehearse(here, outer.rows)
         for name, source in hierarchy.sources.items():
             for level in hierarchy.levels:
                 if level.rows > 1 and name != "custom":

@@ -320,9 +320,9 @@ class Speculator(Drafter):
             rows: None: all.
             places: rows of such a step, if they are more. In those that are left over is one that has ended.
         """
-        self.num_attending = None
+        if rows is None or self.num_attending is not None:
+            self.num_computed, self.num_attending, self._of = None, None, []
         if rows is None:
-            self.num_computed, self._of = None, []
             return
         assert not self.tree.branches
         others = [row for row in range(len(self.length)) if row not in rows]
@@ -335,12 +335,15 @@ class Speculator(Drafter):
             if self.keep_queries:  # no view is chosen by those of rows that have ended
                 self.cache.query_weight[row].zero_()
 
-    def attend_for(self, rows: list[int], places: int) -> None:
-        """Steps compute all rows of the batch, and these alone attend to what all share, so that the bits of no row
-        depend on which others go on. Rows, places: as those of `compute_for`."""
-        others = [row for row in range(len(self.length)) if row not in rows]
-        self._choose(rows, others, places)
-        self.num_computed, self.num_attending = None, len(self._of)
+    def attend_for(self, rows: list[int] | None, places: int = 0) -> None:
+        """Steps compute all rows of the batch, and these alone attend to what all share. Its keys are split alike for
+        any number of rows, so that the bits of no row depend on which others go on. Rows, places: as those of
+        `compute_for`."""
+        if rows is None:
+            self.num_attending = len(self.length)
+            return
+        self._choose(rows, [row for row in range(len(self.length)) if row not in rows], places)
+        self.num_attending = len(self._of)
 
     def _choose(self, rows: list[int], others: list[int], places: int) -> bool:
         """Returns whether these are not the rows that were chosen before."""
