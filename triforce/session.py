@@ -84,7 +84,10 @@ class Session:
 
     def results(self) -> list[Generation]:
         """What each row has said: all of it once the session has ended, and until then what there is."""
-        return self._results or [self._result(row) for row in range(len(self.outputs))]
+        if self._results:
+            return self._results
+        peak = memory.peak(self.device)  # which takes a GPU most of a millisecond
+        return [self._result(row, peak) for row in range(len(self.outputs))]
 
     def close(self) -> None:
         """No round will follow: what was said is kept, and the caches are let go."""
@@ -92,7 +95,7 @@ class Session:
             self.state.pilot.keep()
         self._results, self.state = self.results(), None
 
-    def _result(self, row: int) -> Generation:
+    def _result(self, row: int, peak: int) -> Generation:
         output, state = self.outputs[row], self.state
         progress = self._ended[row]
         if progress is None:
@@ -107,5 +110,5 @@ class Session:
             decode=progress.seconds, recording=state.recording if state else 0.0,
             block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,
             retrieval_rebuilds=state.hierarchy.view.num_rebuilds if state and state.hierarchy.view else 0,
-            flushes=state.num_flushes if state else 0, peak_memory=memory.peak(self.device), seed=self.seeds[row]),
+            flushes=state.num_flushes if state else 0, peak_memory=peak, seed=self.seeds[row]),
             [*output.levels], [*output.pieces], None if self.logprobs is None else [*output.logprobs])
