@@ -203,6 +203,8 @@ def test_after_few_have_attended_few_may_be_computed(pair, shared_for):
     assert (outer.num_computed, outer.num_attending) == (None, 2)
     outer.compute_for([1, 4], 2)
     assert (outer.num_computed, outer.num_attending) == (2, None) and not outer.outbox.buffer[0].any()
+    outer.attend_for([1, 4], 2)
+    assert (outer.num_computed, outer.num_attending) == (None, 2)
     outer.compute_for(None)
     outer.attend_for(None)
     assert (outer.num_computed, outer.num_attending) == (None, 6)

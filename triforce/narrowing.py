@@ -159,7 +159,7 @@ class Narrower:
                         itemsize=self.outer.model.dtype.itemsize)
 
     def _is_planned(self, width: int, plan: Plan) -> bool:
-        """Or tried, which takes a plan, too."""
+        """Whether a kernel is planned before such a step can be recorded: for the step, or to try its bits."""
         return self.promises_bits or is_planned(self.config, self.base, width, self._block(plan))
 
     def _keeps_bits(self, width: int, plan: Plan) -> bool:

@@ -339,6 +339,7 @@ class Speculator(Drafter):
         """Steps compute all rows of the batch, and these alone attend to what all share. Its keys are split alike for
         any number of rows, so that the bits of no row depend on which others go on. Rows, places: as those of
         `compute_for`."""
+        self.num_computed = None
         if rows is None:
             self.num_attending = len(self.length)
             return

@@ -386,7 +386,7 @@ class State:
     def _record_narrower(self, begun: float) -> None:
         """Beside a verify that began then: a part of a step of fewer rows than go on, or as many parts as there is time
         for. Rounds go on meanwhile, and take no longer."""
-        if (self.narrower is None or self._verify is None or self.target.group is not None
+        if (self.narrower is None or self._promises_bits or self._verify is None or self.target.group is not None
                 or self.compiler.recorder is None):
             return
         [plan, *_], work = self.pilot.ahead(), torch.cuda.Event()

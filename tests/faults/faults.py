@@ -411,7 +411,13 @@ FAULTS = [
     Fault("narrower-never", "state.py", "            self._record_narrower(begun)\n", "",
           "test_ahead.py -k narrower", "no step of fewer rows is recorded before rows end"),
     Fault("narrower-tried-beside", "narrowing.py", "return self.promises_bits or is_planned(", "return is_planned(",
-          "test_ahead.py -k no_narrower", "steps are recorded untried where bits are promised"),
+          "test_narrowing.py -k before_they_are", "what a trial takes is not counted"),
+    Fault("narrower-where-bits-count", "state.py", "self.narrower is None or self._promises_bits or",
+          "self.narrower is None or",
+          "test_ahead.py -k no_narrower", "each round looks for steps that are never recorded"),
+    Fault("attends-for-some", "speculator.py", "        self.num_computed = None\n        if rows is None:\n",
+          "        if rows is None:\n",
+          "test_narrowing.py -k may_be_computed", "rows that have ended are not computed where bits are promised"),
     Fault("graphs-nested", "graphs.py",
           "            finish(self.function(*args))\n"
           "            return\n"
