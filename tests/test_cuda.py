@@ -342,6 +342,30 @@ def test_bits_do_not_depend_on_which_rows_go_on(dtype, how, context, compile, mo
 
 
 @in_half_precision
+def test_a_document_s_prefill_plans_the_kernel_of_rounds(dtype, monkeypatch):
+    """A plan of cuDNN's is one of shapes and strides. Rounds over the document ask for none that was not asked for."""
+    asked, cudnn = [], attention._cudnn
+
+    def noted(*args):
+        asked.append(tuple((x.shape, x.stride()) for x in args[:3]))
+        return cudnn(*args)
+
+    monkeypatch.setattr(attention, "_cudnn", noted)
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda event: False)  # the device is still at work, as for long
+    engine = engine_for(random_models_in(dtype), levels="draft", block_size=8, gamma=5, max_batch_size=20)
+    engine.vocab_size = VOCAB
+    book = engine.prefill(random_prompt(CONTEXT, vocab_size=VOCAB))
+    planned = set(asked)
+    for rows in (5, 16, 20):  # 80, 256 and 320 queries of a KV head: for 3 tiles no plan is made beforehand
+        state = engine.prepare([book.ids(random_prompt(20 + i, seed=i, vocab_size=VOCAB)) for i in range(rows)], 200,
+                               prefix=book, temperature=0.8, top_p=0.9, top_k=None, min_p=None, seed=[0] * rows)
+        asked.clear()
+        for _ in range(4):
+            state.round()
+        assert asked and (set(asked) <= planned) == (rows < 20)
+
+
+@in_half_precision
 def test_a_saved_document_is_opened_by_a_gpu(dtype, tmp_path):
     """Bit for bit, through pinned memory, resident and offloaded."""
     engine = engine_for(random_models_in(dtype), levels="retrieval")

@@ -221,6 +221,16 @@ def test_rows_of_one_tile_all_attend(pair, shared_for):
     assert state.hierarchy.outer.num_attending is None and state.narrower.promises_bits
 
 
+def test_a_plan_serves_as_many_tiles():
+    """Of the 7B's heads, one tile has 8 rows in blocks of 8, and any fewer; the 8B's has 8 in blocks of 4."""
+    small, large = ModelConfig(512, 64, 1, 32, 8, 128, 128), ModelConfig(512, 64, 1, 32, 32, 128, 128)
+    assert not any(narrowing.is_planned(large, 122_880, 8, rows, 8) for rows in (1, 2, 4))
+    assert not narrowing.is_planned(small, 122_880, 8, 4, 4)
+    assert narrowing.is_planned(small, 122_880, 32, 16, 4) and narrowing.is_planned(small, 122_880, 32, 8, 4)
+    assert not narrowing.is_planned(small, 122_880, 32, 4, 4)  # another kernel serves so few
+    assert not narrowing.is_planned(small, 0, 32, 16, 4)
+
+
 def test_where_bits_are_promised_steps_are_tried_before_they_are_recorded(pair, shared_for):
     """Which takes long, so no such step is a short one, to be recorded for what it might save."""
     for temperature, planned in ((0.8, False), (0.0, True)):

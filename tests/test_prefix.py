@@ -1,6 +1,7 @@
 """Rows that share a prefix: what they compute, and that they leave it as it is."""
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from conftest import (
     slow,
 )
 
-from triforce import attention, graphs
+from triforce import attention, caches, graphs
 from triforce.attention import for_join, merge, merge_parts, partial, parts_of_keys, pays_to_plan
 from triforce.config import Settings
 from triforce.kv import blocks
@@ -401,11 +402,12 @@ def test_some_rows_attend_over_shared_keys():
 
 def test_keys_are_split_alike_for_any_number_of_rows(monkeypatch):
     """Where bits must not depend on that number. Elsewhere few parts are enough for many rows, and few rows need no
-    parts. Here the results of parts lie in memory as a GPU's kernel leaves them."""
+    parts. Here the results of parts lie in memory as a GPU's kernel leaves them. It is given whole tiles."""
     parts = []
 
     def kernel(q, k, v, is_causal):
         parts.append(len(k))
+        assert q.shape[2] % attention.TILE == 0
         out, lse = attention._plain_causal(q, k, v, is_causal)
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
@@ -413,8 +415,8 @@ def test_keys_are_split_alike_for_any_number_of_rows(monkeypatch):
     monkeypatch.setattr(attention, "_cudnn", kernel)
     q, k, v = torch.randn(16, 8, 32, 8), torch.randn(1, 8, 4096, 8), torch.randn(1, 8, 4096, 8)
     expected = [partial(one[None], k, v)[0][0] for one in q]
-    for even, counts in ((False, [4, 8, 16]), (True, [16, 16, 16, 16])):
-        for rows in (16, 8, 4, 1):
+    for even, counts in ((False, [4, 8, 8, 16]), (True, [16, 16, 16, 16, 16])):
+        for rows in (16, 8, 5, 4, 1):
             of = None if rows == 16 else torch.arange(16 - rows, 16)
             out, lse = attention.over_shared(q, k, v, attention.for_join, even=even, of=of)  # [P, B, K, R, D]
             if out.ndim == 5:
@@ -423,6 +425,46 @@ def test_keys_are_split_alike_for_any_number_of_rows(monkeypatch):
                 torch.testing.assert_close(one, row)
         assert parts == counts
         parts.clear()
+
+
+def test_one_plan_serves_all_numbers_of_rows_that_have_as_many_tiles(monkeypatch):
+    """And a document's prefill makes it. A kernel is planned for shapes and strides."""
+    asked = []
+
+    def kernel(q, k, v, is_causal):
+        asked.append([(x.shape, x.stride()) for x in (q, k, v)])
+        return attention._plain_causal(q, k, v, is_causal)
+
+    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
+    monkeypatch.setattr(attention, "_cudnn", kernel)
+    store = torch.randn(2, 1, 8, 4224, 8)  # with room behind the keys
+    k, v = store[:, :, :, :4096]
+    plans = attention.plan_for_rounds(k, v)
+    for count in (0, 1):
+        next(plans)
+        assert len(asked) == count
+    assert next(plans, "the end") == "the end" and len(asked) == 2 and asked[0] != asked[1]
+    for batch, rows, tiles in ((3, 30, 1), (8, 16, 1), (1, 65, 1), (4, 33, 2), (16, 16, 2)):
+        attention.over_shared(torch.randn(batch, 8, rows, 8), k, v)
+        assert asked.pop() == asked[tiles - 1]
+    assert not list(attention.plan_for_rounds(k[:, :, :1024], v[:, :, :1024])) and len(asked) == 2
+
+
+@pytest.mark.parametrize("pauses", [0, 1, 2])
+def test_plans_are_made_as_long_as_the_device_computes_the_document(pair, monkeypatch, pauses):
+    engine, asked, made = make_engine(*pair), iter([False] * pauses + [True] * 9), []
+    prefix = engine.prefill(random_prompt(300))
+
+    def plans(k, v):
+        assert k.shape == v.shape and k.shape[2] == prefix.num_shared
+        for tiles in (1, 2):
+            yield
+            made.append(tiles)
+
+    monkeypatch.setattr(caches, "plan_for_rounds", plans)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: next(asked)))
+    engine.caches._look_ahead(prefix)
+    assert made == [1, 2][:pauses] and (prefix._meter is not None) == engine.caches.settings.ngram
 
 
 def test_common_length():

@@ -8,7 +8,7 @@ few newest keys, which need a mask, go through another kernel, or through plain 
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, R = G * M folded rows, S keys, D head_dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from .graphs import is_traced
 
 LONG = 2048  # keys from which on it pays to have a kernel split them
 TILE = 128  # rows that cuDNN's kernel takes at a time
+READY = 2  # tiles of all rows of a batch, at most, for which a document's prefill makes plans: more are rare
 FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
 AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and a softmax, one after the other
 FEW_ROWS = 512  # of a state. More are a prefill's: joined at once, its states would take three times their memory again
@@ -91,20 +92,37 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
             bits need not depend on that number. `narrowing.Narrower` tries whether they do.
         of: [n], the sequences that attend. What the others get is finite, and means nothing. None: all.
     """
+    attending = q if of is None else q.index_select(0, of)
+    number, (heads, length) = len(attending) * q.shape[2], k.shape[1:3]
+    split_for = TILE if even else number
+    plans = pays_to_plan(heads, split_for, length, once) and _can_split(q)
+    count = parts_of_keys(heads, split_for, length) if plans else 1
+
     def attend(rows: Tensor) -> State:
-        heads, number, length = *rows.shape[1:3], k.shape[2]
-        number = TILE if even else number
-        plans = pays_to_plan(heads, number, length, once) and _can_split(rows)
-        count = parts_of_keys(heads, number, length) if plans else 1
         if not plans or once and count == 1:
             return whole(*partial(rows, k, v))
         parts = [x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (k, v)]  # [P, K, S / P, D]
-        return (merged or merge_parts)(*whole(*_cudnn(rows.expand(count, -1, -1, -1), *parts, False)))
+        states = (x[:, :, :number] for x in _cudnn(rows.expand(count, -1, -1, -1), *parts, False))
+        return (merged or merge_parts)(*whole(*states))
 
     def whole(out: Tensor, lse: Tensor) -> State:
         return (out, lse) if of is None else tuple(_spread(x, of, len(q)) for x in (out, lse))
 
-    return of_batch(attend, q if of is None else q.index_select(0, of), len(q))
+    return of_batch(attend, attending, len(q), TILE if plans and not once else 1)
+
+
+def plan_for_rounds(k: Tensor, v: Tensor) -> Iterator[None]:
+    """Has cuDNN's kernel planned for what rounds over shared keys ask it most often: READY tiles of rows, or fewer. The
+    plans are this thread's. Pauses before each.
+
+    Args:
+        k, v: [1, K, S, D], as `over_shared` will be given them.
+    """
+    for tiles in range(1, READY + 1):
+        q = k.new_zeros(1, k.shape[1], tiles * TILE, k.shape[3])
+        if pays_to_plan(k.shape[1], q.shape[2], k.shape[2], False) and _can_split(q):
+            yield
+            over_shared(q, k, v)
 
 
 def _spread(x: Tensor, of: Tensor, batch: int) -> Tensor:
@@ -138,11 +156,21 @@ def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
     return states
 
 
-def of_batch(attend: Callable[[Tensor], State], q: Tensor, batch: int | None = None) -> State:
+def of_batch(attend: Callable[[Tensor], State], q: Tensor, batch: int | None = None, unit: int = 1) -> State:
     """The state of q [B, K, R, D] by a function of one sequence, [1, K, B * R, D], over keys that all rows share; or,
-    if it gives several, states over parts of them. batch: sequences in what it gives. None: B."""
-    states = attend(q.transpose(0, 1).flatten(1, 2)[None])
-    out, lse = (x.unflatten(2, (batch or len(q), -1)).transpose(1, 2) for x in states)
+    if it gives several, states over parts of them.
+
+    Args:
+        batch: sequences in what it gives. None: B.
+        unit: it is given a multiple of so many rows, of which those beyond B * R are what memory holds.
+    """
+    rows, number = q.transpose(0, 1), len(q) * q.shape[2]
+    if number % unit:
+        filled = q.new_empty(q.shape[1], -(-number // unit) * unit, q.shape[3])
+        filled[:, :number].unflatten(1, (len(q), -1)).copy_(rows)
+    else:
+        filled = rows.flatten(1, 2)
+    out, lse = (x.unflatten(2, (batch or len(q), -1)).transpose(1, 2) for x in attend(filled[None]))
     return (out, lse) if len(out) > 1 else (out[0], lse[0])
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import memory
+from .attention import plan_for_rounds
 from .config import Placement, Settings
 from .costs import prefill_seconds
 from .errors import UserError
@@ -325,9 +326,20 @@ class Caches:
             start = stop
         prefix = Prefix(self.engine, tokens, store)
         prefix.num_read = num_read
-        if self.settings.ngram and self.settings.auto and self.device.type == "cuda":
-            prefix.meter()  # while the device works
+        if self.device.type == "cuda":
+            self._look_ahead(prefix)
         return prefix
+
+    def _look_ahead(self, prefix: Prefix) -> None:
+        """What questions about it will need, as long as the device still computes it."""
+        if self.settings.ngram and self.settings.auto:
+            prefix.meter()
+        work, store = torch.cuda.Event(), prefix.store
+        work.record()
+        if store.k and prefix.num_shared:  # some layers are resident
+            for _ in plan_for_rounds(*(x[0][:, :, : prefix.num_shared] for x in (store.k, store.v))):
+                if work.query():
+                    break
 
     def _compute(self, cache: TargetCache, tokens: list[int], start: int, stop: int, on_progress) -> None:
         """Those of tokens [start, stop), after all before them."""

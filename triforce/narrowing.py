@@ -27,7 +27,7 @@ from .speculator import Speculator
 
 RATE = 5e11  # multiplications and additions in a millisecond, 2 a pair: what an H200 reaches in attention
 BANDWIDTH = 4e9  # bytes that it reads in a millisecond
-PLAN = 60.0  # milliseconds that cuDNN's kernel takes to be planned for another number of rows
+PLAN = 60.0  # milliseconds that cuDNN's kernel takes to be planned for another number of tiles
 # Milliseconds that each of the first FEW rows takes in a layer, besides attention to what is long; those beyond it take
 # next to nothing. And what it takes in a layer that the rows do not lie side by side.
 ROW, FEW, APART = 0.009, 4, 0.006
@@ -68,9 +68,12 @@ def saved_ms(config: ModelConfig, before: int, after: int, block: int, *, shared
             + ((min(before, FEW) - min(after, FEW)) * ROW - APART) * config.n_layer)
 
 
-def is_planned(config: ModelConfig, length: int, rows: int, block: int) -> bool:
-    """Whether cuDNN's kernel serves a step of so many rows, of so many tokens each, over what they share."""
-    return length > 0 and pays_to_plan(config.n_kv_head, rows * block * config.query_group, length, False)
+def is_planned(config: ModelConfig, length: int, before: int, after: int, block: int) -> bool:
+    """Whether a step of fewer rows, of so many tokens each, has cuDNN's kernel planned that serves it over what they
+    share: a plan serves all numbers of rows that have as many tiles."""
+    queries = block * config.query_group
+    tiles = [-(-rows * queries // TILE) for rows in (before, after)]
+    return length > 0 and tiles[0] != tiles[1] and pays_to_plan(config.n_kv_head, after * queries, length, False)
 
 
 def pays_to_split_alike(config: ModelConfig, length: int, rows: int, block: int) -> bool:
@@ -160,7 +163,7 @@ class Narrower:
 
     def _is_planned(self, width: int, plan: Plan) -> bool:
         """Whether a kernel is planned before such a step can be recorded: for the step, or to try its bits."""
-        return self.promises_bits or is_planned(self.config, self.base, width, self._block(plan))
+        return self.promises_bits or is_planned(self.config, self.base, self.batch, width, self._block(plan))
 
     def _keeps_bits(self, width: int, plan: Plan) -> bool:
         """Whether rows get the same bits where so many attend to what all share as where all do, if that is promised.
