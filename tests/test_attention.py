@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import make_state, random_pair, random_prompt
 
 from triforce import attention
 from triforce.graphs import traced
+from triforce.plan import AUTOREGRESSION, Plan
 
 
 def softmax_attention(q, k, v, visible):
@@ -130,6 +132,42 @@ def test_masked_keys_go_to_one_kernel_of_a_gpu(function, dtype, monkeypatch):
     for one, other in zip(attention.merge(own, found), attention.merge(own, expected), strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
     assert all(torch.equal(one[0], mine[0].float()) for one, mine in zip(attention.merge(own, found), own, strict=True))
+
+
+@pytest.mark.parametrize("keys", [40, 2048])
+def test_the_output_alone_is_that_of_a_state(keys, monkeypatch):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.bfloat16) for n in (4, keys, keys))
+    seen = torch.rand(2, 4, keys) < 0.5
+    seen[..., 3] = True
+    bias = attention.fold_mask(seen, 1)
+    expected, _ = attention._plain(q.double(), k.double(), v.double(), bias.double())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(attention, "_matmul", lambda a, b, dtype: a.to(dtype) @ b.to(dtype))
+    with traced():  # where no number of keys has a kernel of its own
+        out, lse = attention.masked(q, k, v, bias, True, alone=True)
+        for whole in (attention.masked(q, k, v, bias, True), attention.masked(q, k, v, bias, alone=True)):
+            torch.testing.assert_close(whole[0], out, rtol=0.02, atol=0.02)
+            assert whole[1] is not None
+    assert lse is None and out.dtype == torch.float32
+    monkeypatch.undo()
+    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("base", [0, 128])
+def test_only_a_view_before_the_tail_lets_it_be_alone(base, monkeypatch):
+    """Not where rows see something else besides, as the whole of a prefix, or a document that they share."""
+    seen, real = [], attention.masked
+    monkeypatch.setattr(attention, "masked", lambda *args, alone=False, **more: (
+        seen.append(alone), real(*args, alone=alone, **more))[1])
+    prompts = [random_prompt(200) + random_prompt(9, seed=seed) for seed in range(2 if base else 1)]
+    state = make_state(*random_pair(), prompts, base=base)
+    layers = state.target.config.n_layer
+    for plan, steps in ((Plan(2, None, True, 0, 2), 2), (AUTOREGRESSION, 0)):  # of the retrieval level
+        seen.clear()
+        state.round(plan)
+        assert state.hierarchy.view.joined and len(seen) >= (steps + 1) * layers
+        assert seen[: steps * layers] == [base == 0] * steps * layers and not any(seen[steps * layers :])
 
 
 def test_many_masked_keys_are_products_on_a_gpu(monkeypatch):

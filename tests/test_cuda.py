@@ -357,9 +357,9 @@ def test_a_document_s_prefill_plans_the_kernel_of_rounds(dtype, monkeypatch):
     book = engine.prefill(random_prompt(CONTEXT, vocab_size=VOCAB))
     planned = set(asked)
     for rows in (5, 16, 20):  # 80, 256 and 320 queries of a KV head: for 3 tiles no plan is made beforehand
+        asked.clear()  # the first round's steps are recorded before it
         state = engine.prepare([book.ids(random_prompt(20 + i, seed=i, vocab_size=VOCAB)) for i in range(rows)], 200,
                                prefix=book, temperature=0.8, top_p=0.9, top_k=None, min_p=None, seed=[0] * rows)
-        asked.clear()
         for _ in range(4):
             state.round()
         assert asked and (set(asked) <= planned) == (rows < 20)
@@ -694,17 +694,32 @@ def test_masked_keys(dtype):
         assert torch.equal(alone[0][0, :, 0], out[2, :, 1]) and torch.equal(alone[1][0, :, 0], lse[2, :, 1])
 
 
+@in_half_precision
+def test_masked_keys_that_are_all_that_rows_see(dtype):
+    """Many of them, as a retrieval step has: the output of plain products, and no lse."""
+    torch.manual_seed(0)
+    for batch, rows, keys in ((1, 20, 4224), (3, 8, 2000), (2, 1, 1032)):
+        q, k, v = (torch.randn(batch, 8, n, 128, device="cuda", dtype=dtype) for n in (rows, keys, keys))
+        seen = torch.rand(batch, rows, keys, device="cuda") < 0.5
+        seen[..., 0] = True
+        bias = attention.fold_mask(seen, 1)
+        out, lse = attention.masked(q, k, v, bias, no_empty_rows=True, alone=True)
+        expected, _ = attention._plain(q.double(), k.double(), v.double(), bias.double())
+        assert lse is None and attention.join([(out, lse)]) is out
+        torch.testing.assert_close(out.double(), expected, atol=5e-3, rtol=1e-2)
+
+
 def test_a_drafts_border_is_nearly_the_exact_one():
     """As it is written, and compiled."""
     generator = torch.Generator().manual_seed(0)
     law = (4 * torch.randn(1, 4, 32_000, generator=generator)).softmax(-1).cuda()
     top_p = torch.tensor([0.9], device="cuda")
-    for top_k in (torch.tensor([0], device="cuda"), torch.tensor([20], device="cuda")):
+    for top_k, least in ((torch.tensor([0], device="cuda"), 0.95), (torch.tensor([20], device="cuda"), 0.85)):
         exact = nucleus.smallest_kept(law, top_k, top_p)
         torch._dynamo.reset()
         for call in (nucleus.nearly_kept, torch.compile(nucleus.nearly_kept, dynamic=False, options=OPTIONS)):
             near = call(law, top_k, top_p)
-            assert (near <= exact * 1.0001).all() and (near >= 0.85 * exact).all()
+            assert (near <= exact * 1.0001).all() and (near >= least * exact).all()
 
 
 @pytest.mark.parametrize("words", [32_000, 128_256])

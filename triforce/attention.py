@@ -293,7 +293,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
     return _kernel(q)(q, k, v, True)
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False) -> State:
+def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False, alone: bool = False) -> State:
     """Attention over few keys with an additive mask. A masked key contributes exactly nothing to a row that sees one.
 
     Args:
@@ -301,6 +301,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
             -inf, or of about HIDDEN, and an output that means nothing.
         no_empty_rows: the caller vouches that each row sees a key. The CPU kernel answers lse 0 for a row that
             sees none, so it may only be used then.
+        alone: and that no other state is joined with this one, whose lse may then be None.
     """
     if k.shape[2] <= AT_ONCE and not is_traced() and _masks_at_once(q, k):
         return _at_once(q, k, v, bias)
@@ -310,6 +311,8 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
         bias = torch.nn.functional.pad(bias, (0, missing), value=float("-inf"))
     if no_empty_rows and q.device.type == "cpu" and q.dtype == torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)[:2]
+    if alone and no_empty_rows and q.is_cuda and _is_half(q.dtype):
+        return _plain_output(q, k, v, bias), None
     return _plain(q, k, v, bias)
 
 
@@ -487,10 +490,9 @@ def _plain_causal(q, k, v, is_causal) -> State:
 def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> State:
     """Two matmuls and a softmax in float32 or wider: the slow twin of every kernel, and the small masked part."""
     wide = _wide(q.dtype)
-    half = q.dtype != wide
     # In half precision the operands stay as they are: widening K and V would read and write them once more. A GPU's
     # tensor cores give the float32 sums; a CPU rounds them, which it may do only where no mask needs exact zeros.
-    narrow = half and (q.is_cuda or q.device.type == "cpu" and bias is None)
+    narrow = _is_half(q.dtype) and (q.is_cuda or q.device.type == "cpu" and bias is None)
     scores = _matmul(q, k.transpose(-1, -2), wide) if narrow else q.to(wide) @ k.to(wide).transpose(-1, -2)
     scores = scores * q.shape[-1] ** -0.5  # [B, K, R, S]
     if bias is not None:
@@ -498,15 +500,25 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> State:
     top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min)  # a row that sees nothing: exp(-inf), not nan
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
-    out = _weighted_sum(weights.to(v.dtype), v, wide) if narrow else weights @ v.to(wide)
+    out = _weighted_sum(weights, v, wide) if narrow else weights @ v.to(wide)
     return out / total.clamp(min=torch.finfo(wide).tiny), (top + total.log()).squeeze(-1)
 
 
+def _plain_output(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """The output alone of `_plain` where every row sees a key, in half precision on a GPU: in half as many kernels."""
+    wide = _wide(q.dtype)
+    scores = _matmul(q, k.transpose(-1, -2), wide)
+    weights = torch.add(bias, scores, alpha=q.shape[-1] ** -0.5).softmax(-1)
+    return _weighted_sum(weights, v, wide)
+
+
 def _weighted_sum(weights: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, K, R, S] @ [B, K, S, D], on a GPU by parts of S: the whole of a head would occupy one processor."""
+    """[B, K, R, S] @ [B, K, S, D] in V's dtype and with sums in another, on a GPU by parts of S: the whole of a head
+    would occupy one processor."""
     if not v.is_cuda or v.shape[2] <= 1024 or v.shape[2] % (8 * SPLIT):
-        return _matmul(weights, v, dtype)
-    weights = weights.unflatten(-1, (SPLIT, -1)).transpose(2, 3).flatten(1, 2)  # [B, K * SPLIT, R, S / SPLIT]
+        return _matmul(weights.to(v.dtype), v, dtype)
+    weights = weights.unflatten(-1, (SPLIT, -1)).transpose(2, 3)  # [B, K, SPLIT, R, S / SPLIT]
+    weights = weights.to(v.dtype, memory_format=torch.contiguous_format).flatten(1, 2)
     v = v.unflatten(2, (SPLIT, -1)).flatten(1, 2)
     return _matmul(weights, v, dtype).unflatten(1, (-1, SPLIT)).sum(2)
 

@@ -162,7 +162,8 @@ class TargetLayer:
         if self.length_on_device:
             q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
         apart = self.path is not None
-        over = partial(attention.masked, no_empty_rows=not apart)
+        alone = self._block.view.joined and self._block.view.shared is None
+        over = partial(attention.masked, no_empty_rows=not apart, alone=alone)
         states = [self._block.attend(over, q, self.written, self.bias)]
         if apart:  # first, since every row sees itself
             states.insert(0, attention.apart(q, *self._path(kv), self.path_bias))
