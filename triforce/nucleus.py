@@ -19,10 +19,10 @@ SEARCHED = 2**22  # probabilities from which on a GPU's compiled code searches (
 BITS = 2  # that a pass decides: of 3, a pass takes twice as long
 PATTERN_BITS = 30  # of float32 numbers from 0 to 1: in the order of the numbers, as whole numbers
 UNIT = 2.0**56  # of masses
-NEARLY = 5 * 2**15  # probabilities up to which a GPU looks for a border nearly
+NEARLY = 5 * 2**15, 2**15  # probabilities up to which a GPU looks for a border nearly: compiled, and as it is written
 RANKED = 1024  # words of each row that are ranked beyond that
 STRETCH = 1024  # numbers that a GPU sums up beside others
-EDGES = 16  # borders that are tried at a time then: first the largest probability, halved again and again
+EDGES, HALVINGS = 128, 16  # borders that are tried then, from the largest probability down to so many halvings of it
 
 
 def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor, most: int | None = None) -> Tensor:
@@ -37,34 +37,27 @@ def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor, most: int 
 def nearly_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     """Nearly `smallest_kept`, for laws that only draft.
 
-    Of few rows the border is up to 4% less: two passes try EDGES borders each, the second between two of the first. Of
-    many rows it is at least the last of RANKED words, and top-p is a share of the mass of these where top-k asks for
-    more. Where all words are to survive, all do.
+    Of few rows the border is up to 9% less: for one of 32,000 words an H200 takes 10 us, and 63 where it ranks them; as
+    it is written 55 and 82, and for one of 128,256 words 180 and 102. Of many rows it is at least the last of RANKED
+    words, and top-p is a share of the mass of these where top-k asks for more. Where all words are to survive, all do.
     """
     if not _on_gpu(probs):
         return smallest_kept(probs, top_k, top_p)
-    if probs.numel() > NEARLY:
+    if probs.numel() > NEARLY[not is_traced()]:
         return smallest_kept(probs, top_k, top_p, RANKED)
-    top, top_p = probs.amax(-1, keepdim=True), top_p[:, None, None].to(probs.dtype)
-    if top_k is None:
-        return _nearly(probs, top, probs, torch.where(top_p == 1, torch.inf, top_p))
-    top_k = top_k[:, None, None]
-    by_count = _nearly(probs, top, torch.ones_like(probs), torch.where(top_k == 0, torch.inf, top_k))
-    total = torch.where(top_k == 0, 1.0, torch.where(probs >= by_count, probs, 0.0).sum(-1, keepdim=True))
-    return torch.maximum(by_count, _nearly(probs, top, probs, torch.where(top_p == 1, torch.inf, top_p * total)))
-
-
-def _nearly(probs: Tensor, top: Tensor, weight: Tensor, bound: Tensor) -> Tensor:
-    """Nearly the largest border such that the words that reach it weigh at least so much; 0 if none of those tried is:
-    probs, weight [B, n, V], top [B, n, 1], the largest probability, bound [B, n, 1] -> [B, n, 1]."""
-    border = top
-    # Powers of 2, as multiples of the border: first down from it, and then down to the one that was found.
-    for first, last in ((0, 1 - EDGES), (1 - 1 / EDGES, 0)):
-        edges = border * torch.logspace(first, last, EDGES, base=2.0, dtype=probs.dtype, device=probs.device)
-        reached = torch.where(probs[..., None, :] >= edges[..., None], weight[..., None, :], 0.0).sum(-1)
-        place = (reached < bound).sum(-1, keepdim=True)
-        border = torch.where(place == EDGES, 0.0, edges.gather(-1, place.clamp(max=EDGES - 1)))
-    return border
+    top_p = top_p[:, None, None].to(probs.dtype)
+    steps = torch.arange(EDGES, device=probs.device) * (HALVINGS / EDGES)
+    edges = probs.amax(-1, keepdim=True) * torch.exp2(-steps)  # [B, n, EDGES], descending
+    above, every = probs[..., None, :] >= edges[..., None], EDGES  # [B, n, EDGES, V]
+    mass = torch.where(above, probs[..., None, :], 0.0).sum(-1)
+    total, by_count = torch.ones_like(mass[..., :1]), torch.full_like(mass[..., :1], every, dtype=torch.int64)
+    if top_k is not None:
+        top_k = top_k[:, None, None]
+        by_count = torch.where(top_k == 0, every, (above.sum(-1) < top_k).sum(-1, keepdim=True))
+        total = torch.where(top_k == 0, 1.0, mass.gather(-1, by_count.clamp(max=every - 1)))
+    by_mass = torch.where(top_p == 1, every, (mass < top_p * total).sum(-1, keepdim=True))
+    place = torch.minimum(by_count, by_mass)
+    return torch.where(place == every, 0.0, edges.gather(-1, place.clamp(max=every - 1)))
 
 
 def ranked(probs: Tensor, top_k: Tensor | None, top_p: Tensor, most: int | None = None) -> Tensor:
