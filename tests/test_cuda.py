@@ -709,10 +709,11 @@ def test_masked_keys_that_are_all_that_rows_see(dtype):
         torch.testing.assert_close(out.double(), expected, atol=5e-3, rtol=1e-2)
 
 
-def test_a_drafts_border_is_nearly_the_exact_one():
-    """As it is written, and compiled."""
+def test_a_drafts_border_is_nearly_the_exact_one(monkeypatch):
+    """As it is written, and compiled. Of so many words only compiled code looks for it nearly."""
+    monkeypatch.setattr(nucleus, "NEARLY", (nucleus.NEARLY[0],) * 2)
     generator = torch.Generator().manual_seed(0)
-    law = (4 * torch.randn(1, 1, 32_000, generator=generator)).softmax(-1).cuda()
+    law = (4 * torch.randn(1, 4, 32_000, generator=generator)).softmax(-1).cuda()
     top_p = torch.tensor([0.9], device="cuda")
     for top_k in (torch.tensor([0], device="cuda"), torch.tensor([20], device="cuda")):
         exact = nucleus.smallest_kept(law, top_k, top_p)

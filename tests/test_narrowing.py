@@ -222,20 +222,29 @@ def test_rows_of_one_tile_all_attend(pair, shared_for):
 
 
 def test_a_plan_serves_as_many_tiles():
-    """Of the 7B's heads, one tile has 8 rows in blocks of 8, and any fewer; the 8B's has 8 in blocks of 4."""
+    """Of the 7B's heads, a tile has 16 rows in blocks of 8; of the 8B's, 5 in blocks of 6."""
     small, large = ModelConfig(512, 64, 1, 32, 8, 128, 128), ModelConfig(512, 64, 1, 32, 32, 128, 128)
     assert not any(narrowing.is_planned(large, 122_880, 8, rows, 8) for rows in (1, 2, 4))
-    assert not narrowing.is_planned(small, 122_880, 8, 4, 4)
+    assert not narrowing.is_planned(small, 122_880, 5, 4, 6) and narrowing.is_planned(small, 122_880, 6, 4, 6)
     assert narrowing.is_planned(small, 122_880, 32, 16, 4) and narrowing.is_planned(small, 122_880, 32, 8, 4)
     assert not narrowing.is_planned(small, 122_880, 32, 4, 4)  # another kernel serves so few
     assert not narrowing.is_planned(small, 0, 32, 16, 4)
+
+
+def test_tiles_are_compared_with_those_that_are_computed_now(pair, shared_for, monkeypatch):
+    """Of six rows, where four go on."""
+    narrower, asked = state_of(pair, temperature=0.8).narrower, []
+    monkeypatch.setattr(narrowing, "is_planned", lambda config, base, before, after, block: asked.append(
+        (before, after)) or True)
+    narrower.outer.compute_for([0, 2, 3, 5], 4)
+    assert narrower.record(Plan(3, "model"), float("inf")) == 0 and asked == [(4, 2), (4, 1)]
 
 
 def test_where_bits_are_promised_steps_are_tried_before_they_are_recorded(pair, shared_for):
     """Which takes long, so no such step is a short one, to be recorded for what it might save."""
     for temperature, planned in ((0.8, False), (0.0, True)):
         narrower = state_of(pair, temperature=temperature).narrower
-        assert narrower._is_planned(1, Plan(3, "model")) == planned
+        assert narrower._is_planned(6, 1, Plan(3, "model")) == planned
 
 
 @pytest.mark.parametrize("is_split", [True, False])

@@ -278,21 +278,31 @@ def test_steps_of_fewer_rows_are_traced(pair, asked, traced_once, narrows, monke
     assert not new & precompile.collect(asked[0]).keys()
 
 
+@pytest.mark.parametrize("tile, rows", [(16, 4), (40, 3)], ids=["whole-tiles", "filled-up"])
 @pytest.mark.parametrize("options", [{}, {"sampling": "coupled", "leaves": 1}])
-def test_steps_of_promised_bits_are_traced(pair, asked, traced_once, narrows, monkeypatch, options):
-    """As a GPU takes them, with the keys that rows share in as many parts as one tile of rows needs."""
+def test_steps_of_promised_bits_are_traced(pair, asked, traced_once, narrows, monkeypatch, options, tile, rows):
+    """As a GPU takes them, with the keys that rows share in as many parts as one tile of rows needs. If fewer rows
+    attend, they run the same pieces."""
     monkeypatch.setattr(attention, "_can_split", lambda rows: True)
     monkeypatch.setattr(attention, "_cudnn", attention._plain_causal)
     monkeypatch.setattr(attention, "LONG", 64)
     monkeypatch.setattr(attention, "FEW", (0, 0))
     for module in (attention, narrowing):
-        monkeypatch.setattr(module, "TILE", 16)
+        monkeypatch.setattr(module, "TILE", tile)
     for name, value in {"LONG": 64, "MERGED": 0.0, "TILES": 1000}.items():
         monkeypatch.setattr(narrowing, name, value)
-    engine = make_engine(*pair, compile="beside", max_batch_size=4, **SETTINGS, **options)
-    run(engine, 4, tokens=2, prefix=engine.prefill(random_prompt(200)))
-    engine.caches.state.rewind(2)
-    assert engine.caches.state.hierarchy.outer.num_attending == 4
+    engine = make_engine(*pair, compile="beside", max_batch_size=rows, **SETTINGS, **options)
+    run(engine, rows, tokens=2, prefix=engine.prefill(random_prompt(200)))
+    state = engine.caches.state
+    state.rewind(2)
+    outer = state.hierarchy.outer
+    assert outer.num_attending == rows
+    state.round()
+    assert (rows * outer.tree.rows * 2 % tile > 0) == (tile == 40)  # two query heads share a KV head
+    before = missing(engine)
+    outer.attend_for([1], 1)
+    state.round()
+    assert missing(engine) == before
     found = precompile.collect(asked[0])
     joins = {name for name in missing(engine) if "for_join" in name and name.startswith(f"level{FULL}")}
     assert joins and joins <= found.keys()

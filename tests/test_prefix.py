@@ -440,19 +440,41 @@ def test_one_plan_serves_all_numbers_of_rows_that_have_as_many_tiles(monkeypatch
     store = torch.randn(2, 1, 8, 4224, 8)  # with room behind the keys
     k, v = store[:, :, :, :4096]
     plans = attention.plan_for_rounds(k, v)
-    for count in (0, 1):
+    for count in range(3):
         next(plans)
         assert len(asked) == count
-    assert next(plans, "the end") == "the end" and len(asked) == 2 and asked[0] != asked[1]
+    assert next(plans, "the end") == "the end" and len(asked) == 3
     for batch, rows, tiles in ((3, 30, 1), (8, 16, 1), (1, 65, 1), (4, 33, 2), (16, 16, 2)):
-        attention.over_shared(torch.randn(batch, 8, rows, 8), k, v)
-        assert asked.pop() == asked[tiles - 1]
-    assert not list(attention.plan_for_rounds(k[:, :, :1024], v[:, :, :1024])) and len(asked) == 2
+        for even in (False, True):  # keys are split for one tile
+            attention.over_shared(torch.randn(batch, 8, rows, 8), k, v, even=even)
+            assert asked.pop() == asked[tiles - 1 + even * (tiles - 1)]
+    assert not list(attention.plan_for_rounds(k[:, :, :1024], v[:, :, :1024])) and len(asked) == 3
+    assert len({str(one) for one in asked}) == 3
 
 
+@pytest.mark.parametrize("batch, rows", [(16, 16), (5, 64), (20, 16), (3, 64)])
+def test_what_some_rows_get_lies_as_what_all_get(batch, rows, monkeypatch):
+    """Whether or not the rows of all fill their tiles: so compiled steps run the same pieces."""
+    seen = []
+
+    def kernel(q, k, v, is_causal):
+        out, lse = attention._plain_causal(q, k, v, is_causal)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
+    monkeypatch.setattr(attention, "_cudnn", kernel)
+    q, k, v = torch.randn(batch, 8, rows, 8), torch.randn(1, 8, 4096, 8), torch.randn(1, 8, 4096, 8)
+    for of in (None, torch.tensor([1]), torch.tensor([2, 0])):
+        attention.over_shared(q, k, v, lambda *parts: seen.append(
+            [(x.shape, x.stride()) for x in parts]) or attention.merge_parts(*parts), even=True, of=of)
+    assert seen[0] == seen[1] == seen[2] and seen[0][0][0][0] == 16  # parts
+
+
+@pytest.mark.parametrize("looks_up", [True, False])
 @pytest.mark.parametrize("pauses", [0, 1, 2])
-def test_plans_are_made_as_long_as_the_device_computes_the_document(pair, monkeypatch, pauses):
-    engine, asked, made = make_engine(*pair), iter([False] * pauses + [True] * 9), []
+def test_plans_are_made_as_long_as_the_device_computes_the_document(pair, monkeypatch, pauses, looks_up):
+    options = {"gamma": "auto", "draft": "ngram"} if looks_up else {}
+    engine, asked, made = make_engine(*pair, **options), iter([False] * pauses + [True] * 9), []
     prefix = engine.prefill(random_prompt(300))
 
     def plans(k, v):
@@ -464,7 +486,7 @@ def test_plans_are_made_as_long_as_the_device_computes_the_document(pair, monkey
     monkeypatch.setattr(caches, "plan_for_rounds", plans)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: next(asked)))
     engine.caches._look_ahead(prefix)
-    assert made == [1, 2][:pauses] and (prefix._meter is not None) == engine.caches.settings.ngram
+    assert made == [1, 2][:pauses] and (prefix._meter is not None) == looks_up
 
 
 def test_common_length():

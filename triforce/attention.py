@@ -27,7 +27,7 @@ VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two reg
 HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
 FEWEST = 4  # keys: over fewer, a CPU's products (MKL's, where there is AVX-512) round some rows in another way
 # out [B, K, R, D], lse [B, K, R] float32 (float64 for float64 inputs). Several, over parts of some keys, have one more
-# dimension, in front.
+# dimension, in front. One that nothing is joined with may have None as its lse, see `masked`.
 State = tuple[Tensor, Tensor]
 
 
@@ -96,7 +96,7 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
     number, (heads, length) = len(attending) * q.shape[2], k.shape[1:3]
     split_for = TILE if even else number
     plans = pays_to_plan(heads, split_for, length, once) and _can_split(q)
-    count = parts_of_keys(heads, split_for, length) if plans else 1
+    count, unit = parts_of_keys(heads, split_for, length) if plans else 1, TILE if plans and not once else 1
 
     def attend(rows: Tensor) -> State:
         if not plans or once and count == 1:
@@ -106,31 +106,34 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
         return (merged or merge_parts)(*whole(*states))
 
     def whole(out: Tensor, lse: Tensor) -> State:
-        return (out, lse) if of is None else tuple(_spread(x, of, len(q)) for x in (out, lse))
+        return (out, lse) if of is None else tuple(_spread(x, of, len(q), unit) for x in (out, lse))
 
-    return of_batch(attend, attending, len(q), TILE if plans and not once else 1)
+    return of_batch(attend, attending, len(q), unit)
 
 
 def plan_for_rounds(k: Tensor, v: Tensor) -> Iterator[None]:
-    """Has cuDNN's kernel planned for what rounds over shared keys ask it most often: READY tiles of rows, or fewer. The
-    plans are this thread's. Pauses before each.
+    """Has cuDNN's kernel planned for what rounds over shared keys ask it most often: READY tiles of rows, or fewer, and
+    keys that are split for these or for one. The plans are this thread's. Pauses before each.
 
     Args:
         k, v: [1, K, S, D], as `over_shared` will be given them.
     """
     for tiles in range(1, READY + 1):
         q = k.new_zeros(1, k.shape[1], tiles * TILE, k.shape[3])
-        if pays_to_plan(k.shape[1], q.shape[2], k.shape[2], False) and _can_split(q):
-            yield
-            over_shared(q, k, v)
+        for even in (False, True)[: tiles]:  # of one tile they are the same
+            if pays_to_plan(k.shape[1], TILE if even else q.shape[2], k.shape[2], False) and _can_split(q):
+                yield
+                over_shared(q, k, v, even=even)
 
 
-def _spread(x: Tensor, of: Tensor, batch: int) -> Tensor:
-    """What some sequences of a batch have, as if all had it: x [P, K, n * R, ...] -> [P, K, B * R, ...], in memory in
-    the same order, of 0 for the others. So what comes after it has the shape that it has for all."""
-    shape = [*x.shape[:2], x.shape[2] // len(of) * batch, *x.shape[3:]]
+def _spread(x: Tensor, of: Tensor, batch: int, unit: int) -> Tensor:
+    """What some sequences of a batch have, as if all had it: x [P, K, n * R, ...] -> [P, K, B * R, ...], of 0 for the
+    others. It lies in memory as that of all does, where rows were filled up to a multiple of `unit`. So what comes
+    after it has the same shapes and strides."""
+    number = x.shape[2] // len(of) * batch
+    shape = [*x.shape[:2], -(-number // unit) * unit, *x.shape[3:]]
     order = sorted(range(x.ndim), key=x.stride, reverse=True)
-    whole = x.new_zeros([shape[i] for i in order]).permute([order.index(i) for i in range(x.ndim)])
+    whole = x.new_zeros([shape[i] for i in order]).permute([order.index(i) for i in range(x.ndim)])[:, :, :number]
     whole.unflatten(2, (batch, -1)).index_copy_(2, of, x.unflatten(2, (len(of), -1)))
     return whole
 
@@ -162,11 +165,11 @@ def of_batch(attend: Callable[[Tensor], State], q: Tensor, batch: int | None = N
 
     Args:
         batch: sequences in what it gives. None: B.
-        unit: it is given a multiple of so many rows, of which those beyond B * R are what memory holds.
+        unit: `attend` is given a multiple of so many rows. Those beyond B * R are 0, and it returns none for them.
     """
     rows, number = q.transpose(0, 1), len(q) * q.shape[2]
     if number % unit:
-        filled = q.new_empty(q.shape[1], -(-number // unit) * unit, q.shape[3])
+        filled = q.new_zeros(q.shape[1], -(-number // unit) * unit, q.shape[3])
         filled[:, :number].unflatten(1, (len(q), -1)).copy_(rows)
     else:
         filled = rows.flatten(1, 2)

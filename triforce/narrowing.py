@@ -131,7 +131,7 @@ class Narrower:
         best = sorted(widths(going, known), key=lambda width: (self._saved(known, width, plan), width), reverse=True)
         return next((width for width in best
                      if pays(self._saved(known, width, plan), rounds, self.config.n_layer,
-                             self._is_planned(width, plan)) and self._keeps_bits(width, plan)), known)
+                             self._is_planned(known, width, plan)) and self._keeps_bits(width, plan)), known)
 
     def record(self, plan: Plan, until: float) -> int:
         """Records steps of fewer rows than are computed, or parts of them, as long as there is time. Steps for which a
@@ -145,7 +145,7 @@ class Narrower:
         """
         computed, parts = self.outer.num_computed or self.batch, 0
         for width in reversed(widths(1, computed)):
-            if self._saved(computed, width, plan) > 0 and not self._is_planned(width, plan):
+            if self._saved(computed, width, plan) > 0 and not self._is_planned(computed, width, plan):
                 while time.perf_counter() < until and not self.outer.has_recorded(plan, width):
                     self.outer.record_narrower(plan, width, until)
                     parts += 1
@@ -161,9 +161,9 @@ class Narrower:
         return saved_ms(self.config, before, after, self._block(plan), shared=self.base, own=own,
                         itemsize=self.outer.model.dtype.itemsize)
 
-    def _is_planned(self, width: int, plan: Plan) -> bool:
+    def _is_planned(self, before: int, after: int, plan: Plan) -> bool:
         """Whether a kernel is planned before such a step can be recorded: for the step, or to try its bits."""
-        return self.promises_bits or is_planned(self.config, self.base, self.batch, width, self._block(plan))
+        return self.promises_bits or is_planned(self.config, self.base, before, after, self._block(plan))
 
     def _keeps_bits(self, width: int, plan: Plan) -> bool:
         """Whether rows get the same bits where so many attend to what all share as where all do, if that is promised.
