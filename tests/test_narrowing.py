@@ -222,9 +222,10 @@ def test_rows_of_one_tile_all_attend(pair, shared_for):
 
 
 def test_a_plan_serves_as_many_tiles():
-    """Of the 7B's heads, a tile has 16 rows in blocks of 8; of the 8B's, 5 in blocks of 6."""
+    """A tile has 16 rows of the 7B in blocks of 8, and half a tile has 8. Of the 8B it has 5 in blocks of 6."""
     small, large = ModelConfig(512, 64, 1, 32, 8, 128, 128), ModelConfig(512, 64, 1, 32, 32, 128, 128)
     assert not any(narrowing.is_planned(large, 122_880, 8, rows, 8) for rows in (1, 2, 4))
+    assert narrowing.is_planned(large, 122_880, 16, 8, 8)
     assert not narrowing.is_planned(small, 122_880, 5, 4, 6) and narrowing.is_planned(small, 122_880, 6, 4, 6)
     assert narrowing.is_planned(small, 122_880, 32, 16, 4) and narrowing.is_planned(small, 122_880, 32, 8, 4)
     assert not narrowing.is_planned(small, 122_880, 32, 4, 4)  # another kernel serves so few

@@ -17,7 +17,8 @@ from .graphs import is_traced
 
 LONG = 2048  # keys from which on it pays to have a kernel split them
 TILE = 128  # rows that cuDNN's kernel takes at a time
-READY = 2  # tiles of all rows of a batch, at most, for which a document's prefill makes plans: more are rare
+HALF = TILE // 2  # of which it computes less: of many KV heads that counts
+READY = HALF, TILE, 2 * TILE  # rows of a batch, over all of it, for which a document's prefill makes plans
 FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
 AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and a softmax, one after the other
 FEW_ROWS = 512  # of a state. More are a prefill's: joined at once, its states would take three times their memory again
@@ -96,7 +97,10 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
     number, (heads, length) = len(attending) * q.shape[2], k.shape[1:3]
     split_for = TILE if even else number
     plans = pays_to_plan(heads, split_for, length, once) and _can_split(q)
-    count, unit = parts_of_keys(heads, split_for, length) if plans else 1, TILE if plans and not once else 1
+    count = parts_of_keys(heads, split_for, length) if plans else 1
+
+    def room(number: int) -> int:
+        return filled_up(number, even) if plans and not once else number
 
     def attend(rows: Tensor) -> State:
         if not plans or once and count == 1:
@@ -106,32 +110,39 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
         return (merged or merge_parts)(*whole(*states))
 
     def whole(out: Tensor, lse: Tensor) -> State:
-        return (out, lse) if of is None else tuple(_spread(x, of, len(q), unit) for x in (out, lse))
+        if of is None:
+            return out, lse
+        return tuple(_spread(x, of, len(q), room(len(q) * q.shape[2])) for x in (out, lse))
 
-    return of_batch(attend, attending, len(q), unit)
+    return of_batch(attend, attending, len(q), room(number))
+
+
+def filled_up(rows: int, even: bool = False) -> int:
+    """How many rows cuDNN's kernel is given for so many: one plan serves all that are filled up to the same number.
+    even: see `over_shared`."""
+    return HALF if rows <= HALF and not even else -(-rows // TILE) * TILE
 
 
 def plan_for_rounds(k: Tensor, v: Tensor) -> Iterator[None]:
-    """Has cuDNN's kernel planned for what rounds over shared keys ask it most often: READY tiles of rows, or fewer, and
-    keys that are split for these or for one. The plans are this thread's. Pauses before each.
+    """Has cuDNN's kernel planned for what rounds over shared keys ask it most often: for each number of rows in READY,
+    and keys that are split for these or for one tile. The plans are this thread's. Pauses before each.
 
     Args:
         k, v: [1, K, S, D], as `over_shared` will be given them.
     """
-    for tiles in range(1, READY + 1):
-        q = k.new_zeros(1, k.shape[1], tiles * TILE, k.shape[3])
-        for even in (False, True)[: tiles]:  # of one tile they are the same
-            if pays_to_plan(k.shape[1], TILE if even else q.shape[2], k.shape[2], False) and _can_split(q):
+    for rows in READY:
+        q = k.new_zeros(1, k.shape[1], rows, k.shape[3])
+        for even in (False, True) if rows > TILE else (False,):  # of one tile they are the same
+            if pays_to_plan(k.shape[1], TILE if even else rows, k.shape[2], False) and _can_split(q):
                 yield
                 over_shared(q, k, v, even=even)
 
 
-def _spread(x: Tensor, of: Tensor, batch: int, unit: int) -> Tensor:
+def _spread(x: Tensor, of: Tensor, batch: int, room: int) -> Tensor:
     """What some sequences of a batch have, as if all had it: x [P, K, n * R, ...] -> [P, K, B * R, ...], of 0 for the
-    others. It lies in memory as that of all does, where rows were filled up to a multiple of `unit`. So what comes
-    after it has the same shapes and strides."""
-    number = x.shape[2] // len(of) * batch
-    shape = [*x.shape[:2], -(-number // unit) * unit, *x.shape[3:]]
+    others. It lies in memory as that of all does, where rows were filled up to `room`. So what comes after it has the
+    same shapes and strides."""
+    number, shape = x.shape[2] // len(of) * batch, [*x.shape[:2], room, *x.shape[3:]]
     order = sorted(range(x.ndim), key=x.stride, reverse=True)
     whole = x.new_zeros([shape[i] for i in order]).permute([order.index(i) for i in range(x.ndim)])[:, :, :number]
     whole.unflatten(2, (batch, -1)).index_copy_(2, of, x.unflatten(2, (len(of), -1)))
@@ -159,17 +170,17 @@ def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
     return states
 
 
-def of_batch(attend: Callable[[Tensor], State], q: Tensor, batch: int | None = None, unit: int = 1) -> State:
+def of_batch(attend: Callable[[Tensor], State], q: Tensor, batch: int | None = None, room: int = 0) -> State:
     """The state of q [B, K, R, D] by a function of one sequence, [1, K, B * R, D], over keys that all rows share; or,
     if it gives several, states over parts of them.
 
     Args:
         batch: sequences in what it gives. None: B.
-        unit: `attend` is given a multiple of so many rows. Those beyond B * R are 0, and it returns none for them.
+        room: so many rows are given to `attend`, at least. Those beyond B * R are 0, and it returns none for them.
     """
     rows, number = q.transpose(0, 1), len(q) * q.shape[2]
-    if number % unit:
-        filled = q.new_zeros(q.shape[1], -(-number // unit) * unit, q.shape[3])
+    if number < room:
+        filled = q.new_zeros(q.shape[1], room, q.shape[3])
         filled[:, :number].unflatten(1, (len(q), -1)).copy_(rows)
     else:
         filled = rows.flatten(1, 2)

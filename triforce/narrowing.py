@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from .attention import LONG, TILE, over_shared, pays_to_plan
+from .attention import LONG, TILE, filled_up, over_shared, pays_to_plan
 from .costs import PREPARING
 from .model import ModelConfig
 from .plan import Plan
@@ -27,7 +27,7 @@ from .speculator import Speculator
 
 RATE = 5e11  # multiplications and additions in a millisecond, 2 a pair: what an H200 reaches in attention
 BANDWIDTH = 4e9  # bytes that it reads in a millisecond
-PLAN = 60.0  # milliseconds that cuDNN's kernel takes to be planned for another number of tiles
+PLAN = 60.0  # milliseconds that cuDNN's kernel takes to be planned for another number of rows, filled up
 # Milliseconds that each of the first FEW rows takes in a layer, besides attention to what is long; those beyond it take
 # next to nothing. And what it takes in a layer that the rows do not lie side by side.
 ROW, FEW, APART = 0.009, 4, 0.006
@@ -70,10 +70,10 @@ def saved_ms(config: ModelConfig, before: int, after: int, block: int, *, shared
 
 def is_planned(config: ModelConfig, length: int, before: int, after: int, block: int) -> bool:
     """Whether a step of fewer rows, of so many tokens each, has cuDNN's kernel planned that serves it over what they
-    share: a plan serves all numbers of rows that have as many tiles."""
+    share."""
     queries = block * config.query_group
-    tiles = [-(-rows * queries // TILE) for rows in (before, after)]
-    return length > 0 and tiles[0] != tiles[1] and pays_to_plan(config.n_kv_head, after * queries, length, False)
+    filled = [filled_up(rows * queries) for rows in (before, after)]
+    return length > 0 and filled[0] != filled[1] and pays_to_plan(config.n_kv_head, after * queries, length, False)
 
 
 def pays_to_split_alike(config: ModelConfig, length: int, rows: int, block: int) -> bool:
