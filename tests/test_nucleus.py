@@ -115,7 +115,7 @@ def test_of_many_rows_the_most_probable_words_are_ranked(top_k, monkeypatch):
     """Exactly, and what needs more of them is cut there. Where every word survives, every word does. Of more words than
     are ranked, top-p is a share of those that are."""
     monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(nucleus, "NEARLY", (100, 100))
+    monkeypatch.setattr(nucleus, "NEARLY_AS_WRITTEN", 100)
     monkeypatch.setattr(nucleus, "RANKED", 200)
     probs, top_p = laws(700), torch.tensor([0.9, 1.0, 0.37], dtype=torch.float64)
     given = None if top_k is None else torch.tensor(top_k)

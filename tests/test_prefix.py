@@ -400,16 +400,21 @@ def test_some_rows_attend_over_shared_keys():
         assert not some[[0, 2, 4]].any()
 
 
+def as_cudnn(q, k, v, is_causal):
+    """Plain attention, whose output lies in memory as that of a GPU's kernel does."""
+    out, lse = attention._plain_causal(q, k, v, is_causal)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
 def test_keys_are_split_alike_for_any_number_of_rows(monkeypatch):
     """Where bits must not depend on that number. Elsewhere few parts are enough for many rows, and few rows need no
-    parts. Here the results of parts lie in memory as a GPU's kernel leaves them. It is given whole tiles."""
+    parts. The kernel is given whole tiles, or half of one."""
     parts = []
 
     def kernel(q, k, v, is_causal):
         parts.append(len(k))
         assert q.shape[2] % attention.TILE == 0 or q.shape[2] == attention.HALF and not even
-        out, lse = attention._plain_causal(q, k, v, is_causal)
-        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+        return as_cudnn(q, k, v, is_causal)
 
     monkeypatch.setattr(attention, "_can_split", lambda rows: True)
     monkeypatch.setattr(attention, "_cudnn", kernel)
@@ -459,13 +464,8 @@ def test_one_plan_serves_all_numbers_of_rows_that_are_filled_up_alike(monkeypatc
 def test_what_some_rows_get_lies_as_what_all_get(batch, rows, monkeypatch):
     """Whether or not the rows of all fill their tiles: so compiled steps run the same pieces."""
     seen = []
-
-    def kernel(q, k, v, is_causal):
-        out, lse = attention._plain_causal(q, k, v, is_causal)
-        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
-
     monkeypatch.setattr(attention, "_can_split", lambda rows: True)
-    monkeypatch.setattr(attention, "_cudnn", kernel)
+    monkeypatch.setattr(attention, "_cudnn", as_cudnn)
     q, k, v = torch.randn(batch, 8, rows, 8), torch.randn(1, 8, 4096, 8), torch.randn(1, 8, 4096, 8)
     for of in (None, torch.tensor([1]), torch.tensor([2, 0])):
         attention.over_shared(q, k, v, lambda *parts: seen.append(

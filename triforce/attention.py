@@ -132,8 +132,8 @@ def plan_for_rounds(k: Tensor, v: Tensor) -> Iterator[None]:
     """
     for rows in READY:
         q = k.new_zeros(1, k.shape[1], rows, k.shape[3])
-        for even in (False, True) if rows > TILE else (False,):  # of one tile they are the same
-            if pays_to_plan(k.shape[1], TILE if even else rows, k.shape[2], False) and _can_split(q):
+        if pays_to_plan(k.shape[1], rows, k.shape[2], False) and _can_split(q):
+            for even in (False, True) if rows > TILE else (False,):  # of one tile they are the same
                 yield
                 over_shared(q, k, v, even=even)
 

@@ -336,7 +336,7 @@ class Caches:
             prefix.meter()
         work, store = torch.cuda.Event(), prefix.store
         work.record()
-        if store.k and prefix.num_shared:  # some layers are resident
+        if store.k:  # some layers are resident
             for _ in plan_for_rounds(*(x[0][:, :, : prefix.num_shared] for x in (store.k, store.v))):
                 if work.query():
                     break

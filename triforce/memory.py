@@ -156,7 +156,7 @@ def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int,
     of levels that share it: ten whole numbers of 64 bits a word while it is made. On a GPU, what drafts holds for each
     word whether it lies above each border, and its share of the mass there."""
     words, cuda = batch * config.vocab_size, device.type == "cuda"
-    nearly = nucleus.NEARLY[0] // words * words * nucleus.EDGES * 5 if cuda else 0
+    nearly = nucleus.NEARLY // words * words * nucleus.EDGES * 5 if cuda else 0
     # A GPU ranks all words of a row: the law, sorted, and four whole numbers of 64 bits of each. A CPU seldom does.
     ranked = 40 if cuda else 16
     return nearly + words * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))

@@ -19,8 +19,8 @@ SEARCHED = 2**22  # probabilities from which on a GPU's compiled code searches (
 BITS = 2  # that a pass decides: of 3, a pass takes twice as long
 PATTERN_BITS = 30  # of float32 numbers from 0 to 1: in the order of the numbers, as whole numbers
 UNIT = 2.0**56  # of masses
-NEARLY = 5 * 2**15, 2**15  # probabilities up to which a GPU looks for a border nearly: compiled, and as it is written
-RANKED = 1024  # words of each row that are ranked beyond that, where one of 128,256 words takes 102 us and not 180
+NEARLY, NEARLY_AS_WRITTEN = 5 * 2**15, 2**15  # probabilities up to which a GPU looks for a border nearly
+RANKED = 1024  # words of each row that are ranked beyond that
 STRETCH = 1024  # numbers that a GPU sums up beside others
 EDGES, HALVINGS = 128, 16  # borders that are tried then, from the largest probability down to so many halvings of it
 
@@ -38,12 +38,13 @@ def nearly_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     """Nearly `smallest_kept`, for laws that only draft.
 
     Of few words, over all rows, the border is up to 9% less: for one row of 32,000 an H200 takes 10 us, and 63 where it
-    ranks them; as it is written 55 and 82. Of many it is at least the last of RANKED of a row, and top-p is a share of
-    the mass of these where top-k asks for more. Where all words are to survive, all do.
+    ranks them; as it is written 55 and 82, but for one of 128,256 it would take 180 and takes 102. Of many it is at
+    least the last of RANKED of a row, and top-p is a share of the mass of these where top-k asks for more. Where all
+    words are to survive, all do.
     """
     if not _on_gpu(probs):
         return smallest_kept(probs, top_k, top_p)
-    if probs.numel() > NEARLY[not is_traced()]:
+    if probs.numel() > (NEARLY if is_traced() else NEARLY_AS_WRITTEN):
         return smallest_kept(probs, top_k, top_p, RANKED)
     top_p = top_p[:, None, None].to(probs.dtype)
     steps = torch.arange(EDGES, device=probs.device) * (HALVINGS / EDGES)
