@@ -142,9 +142,11 @@ class RowOutput:
         self.finish_reason = self.finish_reason or reason
 
     def _add(self, piece: str) -> None:
-        searched = max(len(self.text) - max(map(len, self.stop), default=1) + 1, 0)
         self.text += piece
         self.pieces[-1] += piece
+        if not self.stop:  # the host does this for each token, and the device waits
+            return
+        searched = max(len(self.text) - len(piece) - max(map(len, self.stop)) + 1, 0)
         found = [at for at in (self.text.find(stop, searched) for stop in self.stop) if at >= 0]
         if found:
             self._cut(len(self.text) - min(found))

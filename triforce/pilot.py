@@ -52,7 +52,7 @@ class Pilot:
         self.controller: Controller | None = None
         self.meters: list[NgramMeter | None] = []  # of each row that is not finished, where n-grams are to choose
         self.rebuild_interval, self.common_interval = rebuild_interval, common_interval
-        self.rebuilds: dict[int, RebuildPolicy] = {}  # by row, and of COMMON where rows share a view
+        self.rebuilds: dict[int, RebuildPolicy] = {}  # by row, and of COMMON where rows share one; none without views
         self._shared_meter = meter
         self._begins = self.auto  # no round has been chosen yet
         # By what the recorded steps are made of, since they outlive a text. See `Controller`.
@@ -84,8 +84,9 @@ class Pilot:
         self._learned = None
         self.controller, self.meters = None, []
         self._rounds_with = self._all_rounds_with[self.hierarchy.compiler.made_of]
-        self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths))}
-        if self.hierarchy.cache.prefix.base:
+        has_views = self.hierarchy.view is not None
+        self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths)) if has_views}
+        if has_views and self.hierarchy.cache.prefix.base:
             self.rebuilds[COMMON] = RebuildPolicy(self.common_interval)
         if plan is None and self.auto:
             self._name = self.shelf.name(padding, lengths)

@@ -445,7 +445,7 @@ class State:
         for row, brought in enumerate(result.rows):
             if brought.tokens and self.lens[row] - self.cache.lens[row] == self.settings.flush_interval:
                 self._flush(row)
-        if due and result.plan.retrieval and self.hierarchy.view is not None:
+        if due and result.plan.retrieval:
             self.pilot.rebuilt(self.hierarchy.view.renew(due))
         self.is_whole = True
         return [brought.tokens for brought in result.rows]

@@ -349,8 +349,8 @@ FAULTS = [
     # generation.py
     Fault("stop-shown", "generation.py", "for size in range(1, len(stop)) if", "for size in range(1, len(stop) - 1) if",
           "test_generation.py", "a stream shows a stop string but for its end"),
-    Fault("stop-across", "generation.py", "max(map(len, self.stop), default=1) + 1, 0)",
-          "max(map(len, self.stop), default=1) + 2, 0)", "test_generation.py",
+    Fault("stop-across", "generation.py", "max(map(len, self.stop)) + 1, 0)",
+          "max(map(len, self.stop)) + 2, 0)", "test_generation.py",
           "a stop string of which only the last letter is new is not found"),
     Fault("stop-last", "generation.py", "len(self.text) - min(found)", "len(self.text) - max(found)",
           "test_generation.py", "of several stop strings the last one ends the text"),
@@ -742,9 +742,7 @@ FAULTS = [
     Fault("meter-never-updated", "pilot.py", "                meter.update(result.rows[i].tokens)\n",
           "                pass\n", "test_state.py -k learns", "auto does not learn that a text repeats itself"),
     Fault("rewind-policy", "pilot.py",
-          "        self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths))}\n",
-          "        self.rebuilds = self.rebuilds or {\n"
-          "            row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths))}\n",
+          "        self.rebuilds = {row:", "        self.rebuilds = self.rebuilds or {row:",
           "test_greedy.py -k rewinding", "the same prompt again is rebuilt at other times"),
     Fault("pilot-closed-row", "pilot.py", "            self.meters[row] = None\n", "            pass\n",
           "test_state.py -k looking_up", "a row that has ended decides on looking up"),

@@ -47,6 +47,7 @@ class Tokenizer:
         plain = (i for i, token in self.token_of.items() if i not in added and not BYTE_PIECE.fullmatch(token)
                  and self.backend.decode([i]).strip(" \ufffd"))
         self._anchor = next(plain, None)
+        self._anchor_text = "" if self._anchor is None else self.backend.decode([self._anchor])
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -97,7 +98,7 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         if self._anchor is None:
             return self.backend.decode([i]).encode()
-        return self.backend.decode([self._anchor, i]).removeprefix(self.backend.decode([self._anchor])).encode()
+        return self.backend.decode([self._anchor, i]).removeprefix(self._anchor_text).encode()
 
     def first_bytes(self, i: int) -> bytes:
         """What an id adds to a text that it begins, but for the spaces that `TextStream` strips."""
