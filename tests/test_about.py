@@ -10,6 +10,7 @@ import pytest
 
 import triforce
 from triforce import interactive, request
+from triforce.caches import Caches
 from triforce.cli import main
 from triforce.errors import UserError
 from triforce.prefix_file import PrefixReader
@@ -115,10 +116,62 @@ def test_files_of_questions():
     assert read("[1] Who?\nIs it [2]") == [("[1] Who?", None), ("Is it [2]", None)]
     assert read('"Who\u2028is it?"\n"He" is who?') == [("Who\u2028is it?", None), ('"He" is who?', None)]
     for text, error in (("", "no question"), ("[3]", "question 1"),
-                        ('["a?",\n]', "looks like a list in JSON"), ('{"question": ""}', "no text"),
-                        ('{"question": "a", "seed": "x"}', "seed")):
+                        ('["a?",\n]', "looks like a list in JSON"), ('{"question": ""}', "is empty"),
+                        ('{"question": 3}', "no text"), ('{"question": "a", "seed": "x"}', "seed")):
         with pytest.raises(UserError, match=error):
             request.read_questions(text, "q")
+
+
+def test_a_list_of_one_question_has_a_heading(folder, capsys):
+    """A question of --question has none: its answer alone goes to standard output."""
+    (folder / "one").write_text("Who tells this?\n")
+    book = ["--prompt-file", str(folder / "book.txt"), "--num-samples", "1", *FEW]
+    said = []
+    for flags in (["--questions", str(folder / "one")], ["--question", "Who tells this?"]):
+        assert main([*book, *flags, "--temperature", "0"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == f"> Who tells this?\n{said[1]}\n" and said[1].strip()
+    assert main([*book, "--chat", "--questions", str(folder / "one")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "has no chat template" in error and "question 1" not in error  # which is not to blame
+
+
+def test_a_question_that_is_too_long_for_an_opened_document(folder, capsys):
+    file = str(folder / "long.prefix")
+    assert main(["--prompt-file", str(folder / "book.txt"), "--save-prefix", file, *FEW]) == 0
+    (folder / "long").write_text("why " * 140_000)
+    length = PrefixReader(file).tokens
+    assert main(["--prefix", file, "--questions", str(folder / "long"), *FEW]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "cut the question by" in shown and "--prompt-len" not in shown
+    assert f"to {131_072 - 6 - len(length):}" in shown.replace(",", "")
+
+
+def test_an_interrupted_prefill_says_what_is_kept(folder, capsys, monkeypatch):
+    file, compute = folder / "part.prefix", Caches._compute
+
+    def broken(self, cache, tokens, start, *more):
+        if start > 0:
+            raise KeyboardInterrupt
+        compute(self, cache, tokens, start, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Caches, "_compute", broken)
+        flags = ["--prompt-file", str(folder / "book.txt"), "--save-prefix", str(file), "--save-every", "256",
+                 "--prefill-chunk-size", "256", *FEW]
+        assert main(flags) == 130
+    assert "part.prefix keeps what was computed; the same command goes on from there" in capsys.readouterr().err
+    assert main(["--prefix", str(file), "--question", "Who?", *FEW]) == 2
+    assert "of its document, whose prefill was broken off" in " ".join(capsys.readouterr().err.split())
+    assert main([*flags, "--question", "Who?"]) == 0 and "part.prefix had " in capsys.readouterr().err
+    assert main(["--prefix", str(file), "--question", "Who?", *FEW]) == 0
+
+
+def test_what_is_piped_into_a_conversation_about_nothing_is_asked(monkeypatch, capsys):
+    monkeypatch.setattr(request, "_is_piped", lambda: True)
+    typed(monkeypatch)
+    assert main(["--interactive", *FEW]) == 0
+    assert "note: standard input holds what is asked, one a line; a document" in capsys.readouterr().err
 
 
 def test_prompts_with_questions_messages_and_seeds(folder, capsys):

@@ -387,6 +387,18 @@ def test_a_draft_with_a_long_memory_equals_the_dense_twin(pair, kind, prompts):
     assert state.num_flushes >= 4 and 0 < state.hierarchy.acceptance_rates()[0]["full"] < 1
 
 
+def test_acceptance_is_of_tokens_that_were_emitted(pair):
+    """The target drafts for itself. What a round checked beyond a flush is drafted again, and counts once."""
+    state, rows = make_state(pair[0], pair[0], [random_prompt(100)], flush_interval=16, retrieval=False,
+                             draft_cache="full"), []
+    for _ in range(40):
+        state.round()
+        rows += state.last_round.rows
+    kept, drafted = (sum(getattr(row, name) for row in rows) for name in ("num_accepted", "num_drafted"))
+    assert state.num_flushes >= 4 and state.hierarchy.outer.totals[0, :2].tolist() == [kept, drafted]
+    assert kept + state.num_forwards >= sum(len(row.tokens) for row in rows) > drafted
+
+
 @pytest.mark.parametrize("left_out", [0, 3, 40])
 def test_the_view_of_a_draft_takes_in_what_is_flushed(pair, left_out):
     """SnapKV below the prompt's length: what was chosen stays, the window moves on with each flush, also with those in

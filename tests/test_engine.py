@@ -313,7 +313,7 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
     (lambda e: e.generate([1, -2]), "token id -2"),
     (lambda e: e.generate("a", 0), "max_new_tokens (0) must be at least 1"),
     (lambda e: e.generate("a", 5000), "max_seq_len (4096)"),
-    (lambda e: e.generate([5] * 4000, 200), "cut the prompt by 104 tokens to 3896 (--prompt-len) or ask "
+    (lambda e: e.generate([5] * 4000, 200), "cut the prompt by 104 tokens to 3896 or ask "
      "for at most 96 new ones"),
     (lambda e: e.generate(b"hi"), "decode it: prompt.decode()"),
     (lambda e: e.generate("a", foo=1), "foo is not a known option of generate; known are chat_template, "

@@ -149,7 +149,7 @@ def test_ranks_have_what_one_has(tmp_path, count):
 def test_of_a_tokenizer(folder):
     whole = tokenizer_fingerprint(folder)
     assert whole == tokenizer_fingerprint(TINY / "draft") and len(whole) == 32
-    edit(folder / "tokenizer_config.json", chat_template="{{ messages }}")
+    edit(folder / "tokenizer_config.json", chat_template="{{ messages }}", model_max_length=9, padding_side="left")
     edit(folder / "config.json", rope_theta=3)
     assert tokenizer_fingerprint(folder) == whole
     seen = {whole}

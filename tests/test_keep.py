@@ -1,12 +1,14 @@
 """What is kept of a prompt that is too long, in a call and on the command line."""
 
 import json
+import re
 
 import pytest
 from conftest import make_engine, random_prompt
 
 import triforce
 from triforce import answers, cli
+from triforce.about import JOINTS
 from triforce.keep import cut, fit
 
 SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "max_seq_len": 100}
@@ -92,6 +94,39 @@ def test_the_command_line_keeps_the_question(chat, tmp_path, capsys, monkeypatch
         shown = capsys.readouterr().err
         assert "tokens were dropped" in shown and all(len(line) <= 80 for line in shown.splitlines())
     assert cli.main(flags) == 2 and "exceed max_seq_len (200)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_document_of_several_questions_is_cut(chat, tmp_path, capsys):
+    """Beside the longest of them, which are answered whole."""
+    questions, template = tmp_path / "questions", tmp_path / "chat.jinja"
+    questions.write_text("Which word is the last?\nWhich word comes before word300, and which one after it?\n")
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}")
+    flags = [*FLAGS, "--questions", str(questions), *(["--chat", "--chat-template", str(template)] * chat)]
+    assert cli.main(flags) == 2 and "exceed max_seq_len (200)" in capsys.readouterr().err
+    assert cli.main([*flags, "--keep", "end", "--json"]) == 0
+    shown = capsys.readouterr()
+    stats = [json.loads(line)["stats"] for line in shown.out.splitlines()]
+    room = 180 - JOINTS * chat
+    assert room - 3 <= max(one["prompt_len"] for one in stats) <= 180 and len({one["prompt_len"] for one in stats}) == 2
+    assert {one["dropped_tokens"] for one in stats} == {stats[0]["dropped_tokens"]} and stats[0]["dropped_tokens"] > 500
+    assert f"note: {stats[0]['dropped_tokens']:,} of the text's" in shown.err
+
+
+@pytest.mark.parametrize("more", [["--question", "Which word is the last?"], ["--chat", "--chat-template"],
+                                  ["--question", "Which?", "--num-samples", "2"], ["--num-samples", "2"], []])
+def test_a_length_that_is_advised_fits(more, tmp_path, capsys):
+    """Beside a question, and what a template puts around both."""
+    if more[-1:] == ["--chat-template"]:
+        template = tmp_path / "chat.jinja"
+        template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}")
+        more = [*more, str(template)]
+    assert cli.main([*FLAGS, *more]) == 2
+    [length] = re.findall(r"with --prompt-len (\d+)", " ".join(capsys.readouterr().err.split()))
+    if cli.main([*FLAGS, *more, "--prompt-len", length]) == 2:  # the document alone was told of first
+        [length] = re.findall(r"with --prompt-len (\d+)", " ".join(capsys.readouterr().err.split()))
+        assert cli.main([*FLAGS, *more, "--prompt-len", length]) == 0
+    assert cli.main([*FLAGS, *more, "--prompt-len", str(int(length) + 9)]) == 2
 
 
 def test_the_command_line_says_how_much_was_dropped(capsys, tmp_path):

@@ -19,6 +19,8 @@ def tiny():
 
 @pytest.mark.parametrize("call,message", [
     (lambda engine: engine.chat("a document"), "prefix must be what this engine's `prefill` or `open` returned"),
+    (lambda engine: engine.generate("x", budget=64), "budget is no option of generate; give it to triforce.load"),
+    (lambda engine: engine.chat(gamma=4), "gamma is no option of a turn; give it to triforce.load"),
     (lambda engine: engine.chat(system=5), "system .5. must be a text"),
     (lambda engine: engine.stream("a", 3, num_samples=4), "stream gives one answer to one prompt"),
     (lambda engine: engine.chat().send("x", num_samples=4), "num_samples is no option of a turn.*; drop it"),

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from functools import partial
 
 import pytest
@@ -11,12 +12,14 @@ from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random
 
 import triforce
 from triforce import UserError, caches, prefix_file
+from triforce.caches import Caches
 from triforce.config import Settings
+from triforce.drafting.memory import LongMemory
 from triforce.drafting.ngram import NgramMeter
 from triforce.kv.offload import Passage
 from triforce.kv.target import TargetCache
 from triforce.model import Transformer
-from triforce.prefix import asked
+from triforce.prefix import asked, begins_with
 
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True}
 DOCUMENT = random_prompt(300)
@@ -187,7 +190,7 @@ def test_questions_about_a_prefix(engine, twin, computed):
     for _ in pieces:
         pass
     assert same(pieces.result, expected[1])
-    with pytest.raises(UserError, match="this engine's"):
+    with pytest.raises(UserError, match="another engine's, .* save the prefix, and open the file with this one"):
         twin.generate(questions[0], prefix=book, **GREEDY)
 
 
@@ -297,12 +300,15 @@ def test_rows_over_a_shared_prefix_have_blocks_of_their_own(pair, monkeypatch):
         assert found == [4, 4, 8]
 
 
-def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, caplog):
+@pytest.mark.parametrize("budget", [None, 96], ids=["open", "given"])
+def test_fewer_rows_where_memory_does_not_suffice(pair, monkeypatch, caplog, budget):
+    """Views are as small as they may be where that is left open, and otherwise what was asked for."""
+    engine = make_engine(*pair, **(SETTINGS | {"budget": budget, "draft_window": 32}))
     book = engine.prefill(DOCUMENT)
     questions = [random_prompt(n, seed=n) for n in range(1, 6)]
+    capacity = 288 + 3 * 16  # of a row: whole flush intervals
     need = lambda rows: sum(part.bytes for part in engine.caches._parts(  # noqa: E731
-        engine.caches.settings_for(rows, shared=True), rows, 288,
-        engine.caches._needed([DOCUMENT + questions[-1]], 12), 512))
+        engine.caches.settings_for(rows, shared=True), rows, 288, capacity, budget or 512))
     monkeypatch.setattr(caches.memory, "available", lambda device: need(3) + 1000)
     engine.release()
     with caplog.at_level("INFO", "triforce"):
@@ -310,6 +316,20 @@ def test_fewer_rows_where_memory_does_not_suffice(engine, twin, monkeypatch, cap
     assert "3 of 5 prompts run side by side behind their 288 common tokens; more fit with --offload or" in caplog.text
     monkeypatch.setattr(caches.memory, "comfortable", lambda device: need(2) + 1000)  # what a GPU has to spare
     assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 2
+    assert len(engine.generate(questions[1:], prefix=book, **GREEDY)) == 4  # two at a time
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_state_would_give_back(pair, monkeypatch, device):
+    """Of a GPU, what it has there: what is offloaded lies on the host."""
+    engine = make_engine(*pair, **SETTINGS, offload=True, num_resident_layers=1)
+    assert engine.caches._releasable() == 0
+    engine.generate(DOCUMENT, **GREEDY)
+    state = engine.caches.state
+    on_host = state.cache.prefix.offload.nbytes
+    monkeypatch.setattr(engine.caches, "device", torch.device(device))
+    assert 0 < on_host == state.nbytes - engine.caches._releasable() if device == "cuda" else (
+        engine.caches._releasable() == state.nbytes > on_host)
 
 
 def test_several_rows_read_a_larger_view_of_what_they_share(pair):
@@ -416,6 +436,96 @@ def test_an_interrupt_in_the_middle_of_a_prefill(engine, twin, monkeypatch):
             engine.generate(DOCUMENT + [1, 2, 3], **GREEDY)
     prompt = DOCUMENT + [1, 2, 4]
     assert same(engine.generate(prompt, **GREEDY), twin.generate(prompt, **GREEDY))
+
+
+@pytest.mark.parametrize("draft_cache", ["retrieval", "snapkv"])
+@pytest.mark.parametrize("what", ["rewind", "truncate"])
+def test_an_interrupt_on_the_way_back(pair, twin, what, draft_cache, monkeypatch):
+    """Of what a State holds, a part has gone: the same prompt again, or one that begins like what was said."""
+    engine = make_engine(*pair, **SETTINGS, draft_cache=draft_cache)
+    said = DOCUMENT + engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=50).tokens
+    state = engine.caches.state
+    place, name = (state.hierarchy.view, "open") if what == "rewind" else (state.cache, "truncate")
+    whole = getattr(place, name)
+
+    def broken(*args):
+        whole(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, broken)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(DOCUMENT if what == "rewind" else said[:310] + [1] * 20, **GREEDY)
+    assert engine.caches.state is state
+    longer = said + random_prompt(20, seed=5)
+    assert same(engine.generate(longer, **GREEDY), twin.generate(longer, **GREEDY))
+
+
+def test_an_interrupt_once_a_state_over_a_document_is_there(engine, twin, monkeypatch):
+    """It is known as one, whatever comes next: another prompt does not take it for its own."""
+    book = engine.prefill(DOCUMENT)
+
+    def broken(self, name, value):
+        object.__setattr__(self, name, value)
+        if name == "state" and value is not None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Caches, "__setattr__", broken)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([5, 6, 7], prefix=book, **GREEDY)
+    other = random_prompt(320, seed=9)
+    assert engine.caches.state.base > 0 and same(engine.generate(other, **GREEDY), twin.generate(other, **GREEDY))
+
+
+def test_a_draft_goes_on_with_a_conversation(pair, monkeypatch):
+    """It reads what it has not read, and all of it again once something was taken back."""
+    engine = make_engine(*pair, **(SETTINGS | {"retrieval": False, "draft_cache": "full"}))
+    read, take_in = [], LongMemory.take_in
+    monkeypatch.setattr(LongMemory, "take_in", lambda self, rows: (read.append(dict(rows)), take_in(self, rows))[1])
+    said = DOCUMENT + engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=20).tokens
+    held = engine.caches.state.lens[0]
+    read.clear()
+    engine.generate(said + [5, 6], **GREEDY)
+    [(length, known)] = read[0].values()
+    assert length == len(said) + 1 and held - 20 < known <= held
+    read.clear()
+    engine.generate(said[:-5] + [7] * 40, **GREEDY)
+    assert read[0] == {0: (len(said) + 34, 0)}
+
+
+def test_messages_have_to_go_on_from_those_of_the_prefix(tiny):
+    """Or else a question about a book would be answered without it."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Call me Ishmael. " * 60}]
+    book = tiny.prefill(messages, chat_template=TEMPLATE)
+    longer = [messages[0], {"role": "user", "content": messages[1]["content"] + "\n\nWho?"}]
+    results = [tiny.generate(one, prefix=book, **LAW) for one in (
+        longer, [*longer, {"role": "assistant", "content": "He."}, {"role": "user", "content": "Why?"}], "Who?")]
+    assert [one.stats.shared_tokens for one in results] == [book.num_shared] * 3
+    assert results[0].tokens == results[2].tokens
+    for other in ([{"role": "user", "content": "Who?"}], messages[:1], [messages[0], {**messages[1], "role": "tool"}],
+                  [messages[1], messages[0]], [messages[0], {"role": "user", "content": "Call me"}],
+                  [messages[0], {"role": "user", "content": [{"type": "text", "text": messages[1]["content"]}]}]):
+        with pytest.raises(UserError, match="do not begin with those of the prefix"):
+            tiny.generate(other, prefix=book, **LAW)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Call me Ishmael."}]}]
+    assert begins_with(asked(parts, "Who?"), parts) and not begins_with(parts, asked(parts, "Who?"))
+
+
+def test_what_a_file_cannot_say_is_refused_before_the_work(tiny, tmp_path):
+    messages, shares = [{"role": "user", "content": "Call me Ishmael. " * 60}], []
+    how = {"chat_template": TEMPLATE, "on_progress": shares.append}
+    with pytest.raises(UserError, match="a file cannot hold these chat_template_kwargs: .*date.*; give texts"):
+        tiny.prefill(messages, keep=tmp_path / "a", chat_template_kwargs={"today": date(2026, 1, 1)}, **how)
+    assert shares == []
+    book = tiny.prefill(messages, chat_template_kwargs={"today": date(2026, 1, 1)}, **how)
+    with pytest.raises(UserError, match="a file cannot hold these chat_template_kwargs"):
+        book.save(tmp_path / "a")
+    pairs = {"chat_template_kwargs": {"pair": (1, 2)}}
+    tiny.prefill(messages, keep=tmp_path / "b", **pairs, **how)
+    written = (tmp_path / "b").stat().st_ino
+    tiny.prefill(messages, keep=tmp_path / "b", **pairs, **how)
+    assert (tmp_path / "b").stat().st_ino == written  # it is known to be the same
 
 
 def test_an_interrupt_in_the_middle_of_a_flush(engine, twin, monkeypatch):

@@ -8,6 +8,7 @@ import random
 import textwrap
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from .chat import Chat
 from .config import Sampling
@@ -85,6 +86,11 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
                 book = engine.prefill(messages, **chat, on_progress=bar, **keeping)
             else:
                 book = engine.prefill(ids, on_progress=bar, **keeping)
+        except KeyboardInterrupt:
+            bar.close()
+            if keeping and Path(args.save_prefix).exists():
+                say(f"{args.save_prefix} keeps what was computed; the same command goes on from there")
+            raise
         finally:
             bar.close()
     told = (f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, {how} in "
@@ -99,8 +105,9 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
     return book
 
 
-def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict, sampling: dict, load: float) -> int:
-    """Whatever the flags ask for. load: seconds from the start of the command until the model was there."""
+def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict, sampling: dict, known: dict) -> int:
+    """Whatever the flags ask for. known: statistics that are the command's: seconds from its start until the model was
+    there, and tokens that were dropped."""
     options = {**sampling, "speculate": not args.no_speculation, "stop": args.stop, "ignore_eos": args.ignore_eos}
     if book is not None:
         say("")
@@ -120,7 +127,8 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
     if any(item.get("seed") is not None for item in questions):
         options["seed"] = seeds_of(questions, options.get("seed"), engine.target.group, args.num_samples or 1)
     if len(texts) == 1 and args.num_samples in (None, 1):
-        return answer_one(engine, args, book, texts[0], questions[0]["question"] if questions else None, options, load)
+        return answer_one(engine, args, book, texts[0], questions[0]["question"] if questions else None, options,
+                          known)
     bar = Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1))
     try:
         results = engine.generate(texts, prefix=book, num_samples=args.num_samples or 1, on_decode=bar.count, **options)
@@ -128,25 +136,26 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
         bar.close()
     for index, samples in enumerate(results):
         for sample, result in enumerate(samples):
-            result.stats.load = load
+            vars(result.stats).update(known)
             show(args, index, sample, questions[index]["question"] if questions else None, result)
     say(f"\nof the first of {sum(map(len, results))} answers:\n\n{results[0][0].stats}")
     return 0
 
 
-def answer_one(engine, args, book: Prefix, text: str, question: str | None, options: dict, load: float) -> int:
-    """One answer, as it comes. After Ctrl-C, what there is of it."""
+def answer_one(engine, args, book: Prefix, text: str, question: str | None, options: dict, known: dict) -> int:
+    """One answer, as it comes. After Ctrl-C, what there is of it. known: see `answer`."""
     if isinstance(options.get("seed"), list):
         [options["seed"]] = options["seed"]
     stream = engine.stream(text, prefix=book, **options)
-    if question is not None and not args.json:
+    is_listed = args.questions is not None and not args.json  # one of a list, which happens to have one
+    if is_listed:
         print(f"> {question}", flush=True)
     try:
         result = print_stream(stream, args.json, strips=True)
     finally:
-        if not args.json:
+        if is_listed:
             print(flush=True)
-    result.stats.load = load
+    vars(result.stats).update(known)
     if args.json:
         show(args, 0, 0, question, result)
     say(f"\n{result.stats}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from . import about
 from .config import Placement, Sampling, Settings
 from .errors import UserError
-from .keep import fit
+from .keep import cut, fit
 from .loading import load
 from .prefix import asked, first_difference
 from .progress import Bar
@@ -30,13 +30,14 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
         return answer_prompts(engine, request, args, sampling)
     if about_a_document(args):
         text = request.document
-        ids = None if text is None else first_tokens(args, engine.tokenizer, text, request)
+        ids = whole = None if text is None else first_tokens(args, engine.tokenizer, text, request)
+        if ids is not None:
+            ids = cut_document(engine, args, whole, request)
         check_before_prefill(engine, args, ids, request, sampling)
-        loaded = age()
+        loaded = {"load": age(), "dropped_tokens": len(whole or []) - len(ids or [])}
         book = about.document_of(engine, args, ids, request.chat)
         return about.answer(engine, args, book, list(request.questions), request.chat, sampling, loaded)
     ids, dropped = encode(args, engine, request.document, request, args.question)
-    engine.check_len(len(ids), args.max_new_tokens)
     introduce(engine, ids, args, request)
     load_seconds = age()
     with engine.caches.holding_back():
@@ -74,6 +75,9 @@ def encode(args, engine, text: str, request: Request, question: str | None) -> t
 
     Returns:
         ids, and how many of the text's tokens were dropped to make it fit, by --keep.
+
+    Raises:
+        UserError: they are too many.
     """
     tokenizer = engine.tokenizer
     ids = first_tokens(args, tokenizer, text, request)
@@ -85,19 +89,42 @@ def encode(args, engine, text: str, request: Request, question: str | None) -> t
         return ids + tokenizer.encode(f"\n\n{question}\n", bos=False) if question else ids
 
     if args.keep is None:
-        return finish(ids), 0
-    room = engine.room(args.max_new_tokens)
-    alone = len(finish([])) if question else 0
-    if 0 < room <= alone:
-        raise UserError(f"the question has {alone} tokens, and beside {args.max_new_tokens} new ones there is room for "
-                        f"{room}, with at least one of the text; shorten it, or ask for fewer new ones")
-    made, dropped = fit(ids, finish, room, args.keep, tokenizer.bos_id)
+        made, dropped = finish(ids), 0
+    else:
+        room = engine.room(args.max_new_tokens)
+        alone = len(finish([])) if question else 0
+        if 0 < room <= alone:
+            raise UserError(f"the question has {alone} tokens, and beside {args.max_new_tokens} new ones there is room "
+                            f"for {room}, with at least one of the text; shorten it, or ask for fewer new ones")
+        made, dropped = fit(ids, finish, room, args.keep, tokenizer.bos_id)
+    engine.check_len(len(made), args.max_new_tokens, text=len(ids))
+    tell_dropped(args, dropped, len(ids))
+    return made, dropped
+
+
+def tell_dropped(args, dropped: int, total: int) -> None:
+    """That so many of a text's tokens were, if any."""
     if dropped:
         kept = "start and end are" if args.keep == "both" else f"{args.keep} is"
-        note = (f"note: {dropped:,} of the text's {len(ids):,} tokens were dropped, so that prompt and output fit; its "
+        note = (f"note: {dropped:,} of the text's {total:,} tokens were dropped, so that prompt and output fit; its "
                 f"{kept} kept (--keep {args.keep})")
         print(textwrap.fill(note, 78, subsequent_indent="  "), file=sys.stderr)
-    return made, dropped
+
+
+def cut_document(engine, args, ids: list[int], request: Request) -> list[int]:
+    """A document's ids, of which --keep leaves as many as fit beside the longest question."""
+    if args.keep is None:
+        return ids
+    questions = [item["question"] for item in request.questions] + ([args.question] if args.question else [])
+    beside = max((about.prompt_length(engine, args, [], question, request.chat) for question in questions), default=0)
+    if args.chat or args.system:
+        beside += about.JOINTS
+    room = engine.room(args.max_new_tokens) - beside
+    if room < 1:
+        return ids  # which is told to be too long
+    kept = cut(ids, room, args.keep, engine.tokenizer.bos_id)
+    tell_dropped(args, len(ids) - len(kept), len(ids))
+    return kept
 
 
 def load_engine(args, group):
@@ -135,9 +162,9 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
                 ids, count = engine.encode_prompt(messages, **request.chat), 0
             else:
                 ids, count = encode(args, engine, item["prompt"], request, question)
+                engine.check_len(len(ids), args.max_new_tokens)
             prompts.append(engine.encode_prompt(ids))
             dropped.append(count)
-            engine.check_len(len(prompts[-1]), args.max_new_tokens)
         except UserError as error:
             raise UserError(f"line {item['line']} of --prompts {args.prompts}: {error}") from None
     print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
@@ -222,7 +249,9 @@ def check_before_prefill(engine, args, ids: list[int] | None, request: Request, 
     engine.stream([0], stop=args.stop, **sampling)  # checks, and computes nothing until it is iterated over
     document, count = len(ids or []), args.num_samples or 1
     if ids is not None:
-        engine.check_len(document, args.max_new_tokens)
+        engine.check_len(document, args.max_new_tokens, text=document)
+        if args.chat or args.system:
+            engine.encode_beginning(about.messages_of(args, "."), **request.chat)  # there is a template
     asked = {f"question {number} of --questions {args.questions}": item
              for number, item in enumerate(request.questions, 1)}
     if args.question:
@@ -230,9 +259,11 @@ def check_before_prefill(engine, args, ids: list[int] | None, request: Request, 
     about.check_seeds("--seed", sampling.get("seed"), max(len(asked), 1) * count)
     for what, item in asked.items():
         about.check_seeds(f"{what}: its seed", item.get("seed"), count)
+        if ids is None:
+            continue  # the document is in a file, and will be there at once
         try:
             length = about.prompt_length(engine, args, ids, item["question"], request.chat)
-            engine.check_len(length, args.max_new_tokens, document)
+            engine.check_len(length, args.max_new_tokens, text=document)
         except UserError as error:
             raise UserError(f"{what}: {error}") from None
 

@@ -140,8 +140,8 @@ def plan_for_rounds(k: Tensor, v: Tensor) -> Iterator[None]:
 
 def _spread(x: Tensor, of: Tensor, batch: int, room: int) -> Tensor:
     """What some sequences of a batch have, as if all had it: x [P, K, n * R, ...] -> [P, K, B * R, ...], of 0 for the
-    others. It lies in memory as that of all does, where rows were filled up to `room`. So what comes after it has the
-    same shapes and strides."""
+    others. It lies in memory as that of all does, where rows were filled up to `room`: compiled pieces, which are known
+    by the shapes and strides of what they are given, serve both."""
     number, shape = x.shape[2] // len(of) * batch, [*x.shape[:2], room, *x.shape[3:]]
     order = sorted(range(x.ndim), key=x.stride, reverse=True)
     whole = x.new_zeros([shape[i] for i in order]).permute([order.index(i) for i in range(x.ndim)])[:, :, :number]

@@ -93,9 +93,10 @@ class Caches:
         self.given = settings
         self.settings = self._resolve(settings, self.placement.max_batch_size)
         self.state: State | None = None
-        self.prefix: Prefix | None = None  # that the rows of `state` share
+        # What the rows of `state` share. A State over a document never stands without it; it may outlast its State.
+        self.prefix: Prefix | None = None
         self._held_before: list[list[int]] = []  # token sequences that were held when the present call began
-        self._is_released = False  # and no State was made since
+        self._is_released = False  # by `release`, and no State was made since
         self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
         self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
         self._due: list[Job] = []  # what is to be compiled once the present answer has ended
@@ -161,7 +162,7 @@ class Caches:
         before = max((common_length(ids[0][:held], tokens) for tokens in self._held_before), default=0)
         state.reused = [before] * len(ids)
         if in_place:
-            fresh = start < state.known[0]
+            fresh = common_length(ids[0], state.texts()[0]) < state.lens[0]  # a part of the text was taken back
             state.truncate(0, start)
             state.prefill(0, ids[0][start:], on_prefill, fresh=fresh)
         else:
@@ -208,9 +209,13 @@ class Caches:
         rows, most = size, min(len(ids), max(MOST_ROWS, size))
         needed = self._needed(ids, max_new_tokens)
         is_held = prefix is not None or self.prefix is not None and self.prefix.num_shared >= base
-        free = memory.comfortable(self.device)
-        for count in range(most, size, -1):  # the most that fit with the smallest view
-            parts = self._parts(self.settings_for(count, shared=True), count, base, needed, VIEWS[0])
+        free, view = memory.comfortable(self.device), VIEWS[0]
+        for count in range(most, size, -1):  # the most that fit with the smallest view, or with the user's
+            settings = self.settings_for(count, shared=True)
+            capacity = self._capacity(settings, count, base, needed)
+            if self.given.budget is not None:
+                view = self.engine.resolve_budget(max(map(len, ids)), capacity, count)
+            parts = self._parts(settings, count, base, capacity, view)
             if not is_held:
                 parts = parts + self._prefix_parts(base, self._resident(base, parts))
             if free is None or sum(part.bytes for part in parts) <= free + self._releasable():
@@ -311,18 +316,21 @@ class Caches:
             # What a file holds may be more: whole intervals of another engine.
             cache = self._allocate(length if reader is None else max(length, reader.length))
             store = cache.prefix
+            # Whole chunks of a prefill: so the numbers are those of one that was done in one go.
+            unit = math.lcm(self.settings.prefill_chunk_size, self.settings.flush_interval)
             if reader is not None and self._whole(reader.length):
                 self._fill(store, reader)
-                start = num_read = store.lens[0]
-        # Whole chunks of a prefill: so the numbers are those of one that was done in one go.
-        unit = math.lcm(self.settings.prefill_chunk_size, self.settings.flush_interval)
+                start = num_read = store.lens[0] if store.lens[0] == length else store.lens[0] // unit * unit
+                store.truncate(0, start)
         stretch = length if keeping is None else -(-keeping.every // unit) * unit
         while start < length:
             stop = min(start + stretch, length)
             self._compute(cache, tokens, start, stop, on_progress)
             store.truncate(0, stop)
             if stop < length:
-                Prefix(self.engine, tokens[:stop], store).save(keeping.path)
+                part = Prefix(self.engine, tokens[:stop], store)
+                part.part_of = len(tokens)
+                part.save(keeping.path)
             start = stop
         prefix = Prefix(self.engine, tokens, store)
         prefix.num_read = num_read
@@ -417,14 +425,10 @@ class Caches:
         return self.settings.budget is None and (state.base > 0 or self._held(ids) > 0)
 
     def _new(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> State:
-        batch, longest = len(ids), self.placement.max_seq_len
+        batch = len(ids)
         base = 0 if shared is None else shared.num_shared
         settings = self.settings_for(batch, shared=base > 0)
-        capacity = usual_capacity(needed, longest)
-        if base and longest is None:  # a conversation grows; of many rows each has just what it needs
-            own = own_tokens(needed, base, settings.flush_interval)
-            capacity = base + (max(1 << (own - 1).bit_length(), 1024) if batch == 1 else own)
-            capacity = max(min(capacity, self._whole(self.target.config.max_len + settings.block_size)), needed)
+        capacity = self._capacity(settings, batch, base, needed)
         held = self._held(ids)
         old = self.state if base and held > base and shared.is_same(self.prefix) else None
         self.state = None
@@ -450,6 +454,7 @@ class Caches:
         if base:
             self.pack(shared.store)
         unit, least = self._row_unit(batch, settings.block_size)
+        self.prefix = shared if base else None  # first: whoever finds a State over a document has to know of that
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
                                compiler=find_compiler(*what, folder, self._pieces, self._due,
@@ -458,10 +463,19 @@ class Caches:
                                shared=shared.store if base else None, meter=shared.meter if base else None,
                                draft_ranks=self.placement.draft_ranks,
                                row_unit=unit, least_rows=least)
-        self.prefix = shared if base else None
         if old is not None:
             self.state.adopt(old, held)
         return self.state
+
+    def _capacity(self, settings: Settings, batch: int, base: int, needed: int) -> int:
+        """Tokens that each row of a State is given."""
+        longest = self.placement.max_seq_len
+        if base == 0 or longest is not None:
+            return usual_capacity(needed, longest)
+        # A conversation grows; of many rows each has just what it needs.
+        own = own_tokens(needed, base, settings.flush_interval)
+        capacity = base + (max(1 << (own - 1).bit_length(), 1024) if batch == 1 else own)
+        return max(min(capacity, self._whole(self.target.config.max_len + settings.block_size)), needed)
 
     def _row_unit(self, *size: int) -> tuple[int, int]:
         """See `rows.row_unit`. size: sequences of a batch, and rows of each."""
@@ -552,4 +566,8 @@ class Caches:
 
     def _releasable(self) -> int:
         """Bytes of the device that the present State would give back."""
-        return 0 if self.state is None else self.state.nbytes
+        if self.state is None:
+            return 0
+        offload = self.state.cache.prefix.offload
+        on_host = 0 if offload is None or self.device.type == "cpu" else offload.nbytes
+        return self.state.nbytes - on_host

@@ -134,7 +134,8 @@ class Chat:
         with self._lock:
             self.end()
             if not self.turns:
-                raise UserError("there is no turn to undo; nothing has been said yet")
+                before = "" if self.prefix is None else "; what its document holds cannot be taken back"
+                raise UserError(f"there is no turn to undo: nothing has been said in this conversation{before}")
             self.turns.pop()
 
     def end(self) -> None:

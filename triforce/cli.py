@@ -86,7 +86,7 @@ def parser() -> Parser:
     prompt.add_argument("--num-samples", type=int, metavar="N",
                         help="number of answers, with the seeds seed, seed + 1, ...")
     prompt.add_argument("--interactive", action="store_true",
-                        help="a conversation, about the document if there is one")
+                        help="a conversation, about the document if there is one; a pipe holds what is asked")
     prompt.add_argument("--system", help="a system message before the document")
     prompt.add_argument("--save-prefix", metavar="FILE", help="save the document with its keys and values")
     prompt.add_argument("--save-every", metavar="N", type=int, help="with --save-prefix: save after about every N "

@@ -670,6 +670,8 @@ def split(options: dict, *classes: type, what: str, known: Iterable[str] = ()) -
     """
     known = names_of(*classes) | set(known)
     for name in options:
+        if name in names_of(Settings, Placement) - known:
+            raise UserError(f"{name} is no {what}; give it to triforce.load, whose engine has it for all answers")
         if name not in known:
             raise UserError(not_known(name, what, known))
     made = [one(**{name: options[name] for name in names_of(one) & options.keys()}) for one in classes]

@@ -47,7 +47,7 @@ from .levels import Spans
 from .model import Transformer
 from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
-from .prefix import Keeping, Prefix, asked, check_prefix, common_length
+from .prefix import Keeping, Prefix, asked, check_prefix, common_length, storable
 from .prefix_file import PrefixReader
 from .prefix_path import check_target
 from .progress import Bar, NotebookBars, in_notebook
@@ -172,8 +172,10 @@ class Engine:
                 another one.
         """
         whole(1, 65_536)("keep_every", keep_every)
-        if keep is not None:
-            check_target(keep)  # before hours of work
+        if keep is not None:  # before hours of work
+            check_target(keep)
+            storable(messages=list(document) if is_messages(document) else None, chat_template=chat_template,
+                     chat_template_kwargs=chat_template_kwargs)
         messages = None
         if is_messages(document):
             messages = list(document)
@@ -198,11 +200,15 @@ class Engine:
         another number of ranks. Keys and values of another dtype are converted. Every rank calls this.
 
         Raises:
-            UserError: there is no such file; it is damaged; it belongs to another model or tokenizer; it does not fit
-                the memory.
+            UserError: there is no such file; it is damaged; it belongs to another model or tokenizer; the prefill that
+                kept it was broken off; it does not fit the memory.
         """
         with PrefixReader(path) as reader:
             prefix_file.check(reader.about, self.identity(), path)
+            if (part_of := reader.about.get("part_of")) is not None:
+                raise UserError(f"{path} has {len(reader.tokens):,} of the {part_of:,} tokens of its document, whose "
+                                "prefill was broken off; begin that again with the same file (keep=, or --save-prefix "
+                                "and --save-every), and it goes on from there")
             self.check_len(len(reader.tokens), 1, len(reader.tokens))
             if reader.dtype != self.target.dtype:
                 log.info("%s was saved in %s; its keys and values are converted to %s", path,
@@ -444,6 +450,8 @@ class Engine:
         """Prefill and rounds of one group."""
         with self.working():
             if request.is_cancelled.is_set():  # while it waited
+                if self._serving is None or self._serving.state is None:
+                    self.caches.rest()
                 return
             self._end_stream()
             self._serving = session
@@ -542,22 +550,29 @@ class Engine:
         longest = self.placement.max_seq_len
         return (self.target.config.max_len if longest is None else longest) - max_new_tokens
 
-    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0) -> None:
-        """Raises TooLong if so many tokens do not fit the model, or max_seq_len. document: so many of the prompt are
-        a prefix, which cannot be cut any more."""
+    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0, text: int | None = None) -> None:
+        """Raises TooLong if so many tokens do not fit the model, or max_seq_len.
+
+        Args:
+            document: so many of the prompt are a prefix, which cannot be cut any more.
+            text: so many are what a command's --prompt-len cuts.
+        """
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
         what = f"the model's {self.target.config.limit_name} ({limit})"
         if longest is not None:
             limit, what = longest, f"max_seq_len ({longest})"
         if prompt_len + max_new_tokens > limit:
             excess, ways = prompt_len + max_new_tokens - limit, []
-            if prompt_len - document > excess:
-                what_to_cut, flag = ("question", "") if document else ("prompt", " (--prompt-len)")
-                ways.append(f"cut the {what_to_cut} by {excess} tokens to {prompt_len - document - excess}{flag}")
+            left = (prompt_len - document if text is None else text) - excess
+            if left > 0 and text is not None:
+                ways.append(f"cut the text by {excess} tokens, with --prompt-len {left}")
+            elif left > 0:
+                ways.append(f"cut the {'question' if document else 'prompt'} by {excess} tokens to {left}")
             if limit > prompt_len:
                 ways.append(f"ask for at most {limit - prompt_len} new ones")
-            shorter = f"take a document of fewer than {limit}" if document else f"cut the prompt below {limit}"
-            remedy = " or ".join(ways) or f"{shorter} tokens and ask for fewer new ones"
+            shorter = f"take a document of fewer than {limit} tokens" if document else (
+                f"cut the prompt below {limit} tokens" if text is None else "cut what is asked, too,")
+            remedy = " or ".join(ways) or f"{shorter} and ask for fewer new ones"
             raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 

@@ -11,7 +11,8 @@ from .errors import UserError
 
 HELP = """\
 /undo        take the last question and its answer back
-/save FILE   write the document and what was said to a file, for --prefix
+/save FILE   write the document and what was said to a file, for --prefix:
+             a conversation goes on with it, and cannot take back what it holds
 /stats       figures of the last answer
 /help        this list
 /quit        end (or Ctrl-D)
@@ -71,7 +72,7 @@ class Conversation:
             say(f"({left} {'turn is' if left == 1 else 'turns are'} left)")
         elif name == "/stats":
             if not self.chat.turns:
-                raise UserError("nothing has been answered yet")
+                raise UserError("nothing has been answered yet in this conversation")
             say(str(self.chat.turns[-1][1].stats))
         elif name == "/save":
             if not argument:

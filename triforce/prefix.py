@@ -1,6 +1,7 @@
 """A document whose keys and values are computed once, for any number of questions about it."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,6 +63,7 @@ class Prefix:
         self.chat_template: str | None = None
         self.chat_template_kwargs: dict | None = None
         self.num_read = 0  # tokens of it that a prefill found in a file
+        self.part_of: int | None = None  # tokens of the document whose prefill goes on, where these are a part of it
         self._meter: NgramMeter | None = None
 
     def __len__(self) -> int:
@@ -105,8 +107,9 @@ class Prefix:
     @property
     def about(self) -> dict:
         """What a file says beside the tokens, and their keys and values."""
-        return {**self.engine.identity(), "messages": self.messages, "chat_template": self.chat_template,
-                "chat_template_kwargs": self.chat_template_kwargs}
+        part_of = {} if self.part_of is None else {"part_of": self.part_of}
+        return {**self.engine.identity(), **part_of, **storable(
+            messages=self.messages, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs)}
 
     def is_kept(self, path: str | Path) -> bool:
         """Whether all of it was read from this file, so that there is nothing to write. Every rank calls this."""
@@ -143,12 +146,18 @@ class Prefix:
 
         Args:
             chat_template_kwargs: in place of the prefix's. None: the prefix's.
+
+        Raises:
+            UserError: the question is of the wrong kind; messages do not begin with those of the prefix.
         """
         engine, template = self.engine, self.chat_template
         variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
         if is_messages(question):
             if self.messages is None:
                 raise UserError("the prefix was made of text; give the question as text or ids")
+            if not begins_with(question, self.messages):
+                raise UserError("the messages do not begin with those of the prefix; give the question as text, or "
+                                "add messages to prefix.messages")
             return engine.encode_prompt(question, template, variables)
         if self.messages is None:
             if chat_template_kwargs is not None:
@@ -159,6 +168,37 @@ class Prefix:
         if not isinstance(question, str):
             raise UserError("the prefix was made of messages; give the question as text")
         return engine.encode_prompt(asked(self.messages, question), template, variables)
+
+
+def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:
+    """Whether a conversation goes on from another, whose last message may have become longer, as by `asked`."""
+    *earlier, last = before
+    if len(messages) < len(before) or list(messages[: len(earlier)]) != earlier:
+        return False
+    here, content = messages[len(earlier)], last.get("content")
+    mine = here.get("content")
+    if {**here, "content": None} != {**last, "content": None}:
+        return False
+    if isinstance(content, str) and isinstance(mine, str):
+        return mine.startswith(content)
+    if isinstance(content, (list, tuple)) and isinstance(mine, (list, tuple)):
+        return list(mine[: len(content)]) == list(content)
+    return mine == content
+
+
+def storable(**about) -> dict:
+    """What a file gives back of these.
+
+    Raises:
+        UserError: JSON cannot say one of them.
+    """
+    for name, value in about.items():
+        try:
+            about[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"a file cannot hold these {name}: {error}; give texts, numbers, lists and dicts of "
+                            "them") from None
+    return about
 
 
 def asked(messages: list[dict], question: str) -> list[dict]:
@@ -202,7 +242,10 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 def check_prefix(prefix, engine: "Engine", chat_template: str | None = None) -> None:
     """Raises UserError for what is no prefix of this engine's, and for a template that is given beside it."""
-    if not isinstance(prefix, Prefix) or prefix.engine is not engine:
+    if not isinstance(prefix, Prefix):
         raise UserError("prefix must be what this engine's `prefill` or `open` returned; give a text to `prefill`")
+    if prefix.engine is not engine:
+        raise UserError("this prefix is another engine's, which has its keys and values; ask that engine, or save the "
+                        "prefix, and open the file with this one")
     if chat_template is not None:
         raise UserError("a prefix keeps the template that it was made with; give the template to `prefill`")

@@ -101,7 +101,7 @@ def _beside(path: Path, needed: int) -> Iterator[Path]:
     Its writer holds a lock on it, which the system takes from a dead one: so leftovers are known, and removed.
     """
     check_target(path)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
         with contextlib.suppress(OSError), open(left, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(left)
@@ -205,7 +205,7 @@ class PrefixReader:
         self.nbytes = os.fstat(self._file.fileno()).st_size
         begin = self._read(min(8 + len(MAGIC), self.nbytes), 0).tobytes()
         if not begin or not MAGIC.startswith(begin[8:]):
-            raise UserError(f"{self.path} is no prefix file; give one that was saved as such")
+            raise UserError(f"{self.path} is no prefix file, or was altered; give one that was saved as such")
         if len(begin) < 8 + len(MAGIC):
             raise self._truncated(form.PAGE)
         self._start = 8 + struct.unpack("<Q", begin[:8])[0]
@@ -324,8 +324,7 @@ def check(of_file: dict, of_engine: dict, path: str | Path = "the file") -> None
     Raises:
         UserError: something differs; the text names all that does.
     """
-    differ = [f"{name} (there {of_file.get(name, 'not given')}, here {value})" for name, value in of_engine.items()
-              if name not in of_file or of_file[name] != value]
+    differ = [name for name, value in of_engine.items() if name not in of_file or of_file[name] != value]
     if differ:
         raise UserError(f"{path} was made with another {', another '.join(differ)}; open it with what it was made "
                         "with, or make it anew")

@@ -80,6 +80,9 @@ def read_request(args, no_flags: bool = False) -> Request:
         check_about(args, int(os.environ.get("WORLD_SIZE", 1)))
         questions = questions_of(args)
         if args.prefix or alone and args.prompt_len is None:
+            if not args.prefix and _is_piped():
+                print("note: standard input holds what is asked, one a line; a document comes from --prompt-file",
+                      file=sys.stderr)
             return Request(questions=tuple(questions), chat=chat)
     if args.prompts is not None:
         if args.prompt is not None or args.prompt_file is not None or args.compare:
@@ -135,7 +138,8 @@ def check_not_empty(args) -> None:
     """Raises UserError for a flag with an empty value, as that of a variable that is not set."""
     for name in ("prompts", "prompt_file", "question", "questions", "prefix", "save_prefix", "system", "chat_template",
                  "chat_template_kwargs"):
-        if getattr(args, name) == "":
+        value = getattr(args, name)
+        if value == "" or name == "question" and value is not None and not value.strip():
             raise UserError(f"--{name.replace('_', '-')} is empty; give a value, or drop the flag")
 
 
@@ -147,9 +151,12 @@ def first_given(args, *names: str) -> str | None:
 
 def check_about(args, ranks: int) -> None:
     """Raises UserError for flags of such a document that do not go together."""
-    other = first_given(args, "prompts", "compare", "show_levels", "keep")
+    other = first_given(args, "prompts", "compare", "show_levels")
+    if other is None and (args.prefix or args.interactive or args.save_prefix):  # what will be asked is not known
+        other = first_given(args, "keep")
     if other is not None:
-        flag = first_given(args, "questions", "interactive", "num_samples", "system", "prefix", "save_prefix")
+        flag = first_given(args, *(("interactive", "prefix", "save_prefix") if other == "--keep" else ()), "questions",
+                           "interactive", "num_samples", "system", "prefix", "save_prefix")
         cuts = other == "--keep" and not args.prefix
         remedy = "cut the document with --prompt-len" if cuts else "drop one of them"
         raise UserError(f"{flag} does not go with {other}; {remedy}")
@@ -306,7 +313,8 @@ def read_questions(text: str, path: str) -> list[dict]:
     questions = [item if isinstance(item, dict) else {"question": item} for item in items]
     for number, item in enumerate(questions, 1):
         if not isinstance(item.get("question"), str) or not item["question"].strip():
-            raise UserError(f"question {number} of --questions {path} is no text; write one a line, or "
+            what = "is empty" if isinstance(item.get("question"), str) else "is no text"
+            raise UserError(f"question {number} of --questions {path} {what}; write one a line, or "
                             '{"question": "...", "seed": 1}')
         if not is_whole(item.get("seed", 0)):
             raise UserError(f"the seed of question {number} of --questions {path} must be a whole number")

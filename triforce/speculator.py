@@ -412,7 +412,10 @@ class Speculator(Drafter):
             place = ahead.expand(len(start), -1) if tree.size else place
             self.cache.tail.move(first + verdict.rows.gather(1, place), first + place)
         counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted, beside], 1)
-        give(self.totals, of, take(self.totals, of) + torch.where((num_emitted > 0)[:, None], counts[:, 1:], 0))
+        is_cut = verdict.num_accepted >= num_emitted  # see `Outbox.read`
+        told = [torch.where(is_cut, num_emitted, count) for count in (verdict.num_accepted, num_drafted)]
+        told = torch.where((num_emitted > 0)[:, None], torch.stack([*told, beside], 1), 0)
+        give(self.totals, of, take(self.totals, of) + told)
         if self.outbox is not None:
             ranks = None if self.model.group is None else self._exchange(tokens, num_emitted)
             origins = tape.at(tape.origin, position[:, :n])

@@ -150,11 +150,12 @@ class State:
     @torch.inference_mode()
     def truncate(self, row: int, length: int) -> None:
         """Keeps the first `length` tokens of a row, at most those with K/V: a prefill goes on from there."""
+        self.prompts, self.is_whole = None, False
         if length < self.cache.lens[row]:
             self.cache.truncate(row, length)
         self.lens[row] = length
         del self._texts[row][length:]
-        self.prompts = None
+        self.is_whole = True
 
     @torch.inference_mode()
     def adopt(self, other: "State", length: int) -> None:
@@ -174,7 +175,7 @@ class State:
 
         Args:
             on_progress: called with the share of the work that is done, 0 to 1.
-            fresh: what drafts knows nothing of this row. None: if the row is new.
+            fresh: the row's text is not the one that drafters have read: they read all of it. None: if the row is new.
         """
         start, known = self.lens[row], len(self._texts[row])
         self.cache.prefix.packed, self.is_whole = None, False
@@ -304,6 +305,7 @@ class State:
     @torch.inference_mode()
     def rewind(self, max_new_tokens: int, plan: Plan | None = None, padding: Padding | None = None) -> None:
         """Back to where `begin` was called: the next rounds are those of a fresh prefill, bit for bit."""
+        self.is_whole = False
         for q, kept in zip(self.cache.queries, self._prompt_queries, strict=True):
             q[:, :, : self.cache.newest] = kept
         self.cache.query_weight.copy_(self._prompt_weight)
@@ -312,6 +314,7 @@ class State:
             self.lens[row] = length
             del self._texts[row][length + 1 :]
             self.hierarchy.rewind(row, length)
+        self.is_whole = True
         self._open(max_new_tokens, plan, padding)
 
     def _open(self, max_new_tokens: int, plan: Plan | None, padding: Padding | None) -> None:

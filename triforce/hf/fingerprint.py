@@ -29,6 +29,9 @@ NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 READERS = 16  # threads: where the file is not in memory, a stretch is a request to the disk
 GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly
 DIGITS = 32
+# Of tokenizer_config.json, what says nothing of which text has which ids.
+NO_IDS = ("chat_template", "model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces",
+          "name_or_path", "tokenizer_file", "processor_class")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -153,7 +156,8 @@ def _combine(config: ModelConfig, samples: dict) -> str:
 
 
 def tokenizer_fingerprint(folder: str | Path) -> str:
-    """Of the files that say which text has which ids. The chat template, which says what is put around a text, is none.
+    """Of the files that say which text has which ids. The chat template, which says what is put around a text, is none,
+    nor is the length of a prompt.
 
     Raises:
         UserError: a file cannot be read, or there is none.
@@ -168,7 +172,8 @@ def tokenizer_fingerprint(folder: str | Path) -> str:
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); download it again") from None
     config, model = (read_optional_json(folder / name) for name in ("tokenizer_config.json", "config.json"))
-    config.pop("chat_template", None)
+    for name in NO_IDS:
+        config.pop(name, None)
     # Some tokenizers are built by what config.json says of them (see vocabulary.py).
     found.update(json.dumps([config, model.get("model_type"), model.get("tokenizer_class")], sort_keys=True).encode())
     return found.hexdigest()[:DIGITS]

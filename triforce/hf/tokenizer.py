@@ -120,8 +120,8 @@ class Tokenizer:
         """
         source = self.chat_template() if template is None else template
         if source is None:
-            raise UserError(f"{self.folder} has no chat template (a base model?); give one with --chat-template FILE, "
-                            "or a plain prompt")
+            raise UserError(f"{self.folder} has no chat template (a base model?); give one (chat_template, or "
+                            "--chat-template FILE), or a plain prompt")
         if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
             raise UserError('messages must be a list of {"role": ..., "content": ...}, at least one')
         if variables is not None and not isinstance(variables, dict):
