@@ -155,7 +155,12 @@ def test_an_interrupted_prefill_says_what_is_kept(folder, capsys, monkeypatch):
             raise KeyboardInterrupt
         compute(self, cache, tokens, start, *more)
 
+    file.touch()  # an empty file keeps nothing
     with monkeypatch.context() as patch:
+        patch.setattr(Caches, "_compute", lambda *_: broken(*_[:3], 1))
+        assert main(["--prompt-file", str(folder / "book.txt"), "--save-prefix", str(file), "--save-every", "256",
+                     *FEW]) == 130
+        assert "keeps what was computed" not in capsys.readouterr().err
         patch.setattr(Caches, "_compute", broken)
         flags = ["--prompt-file", str(folder / "book.txt"), "--save-prefix", str(file), "--save-every", "256",
                  "--prefill-chunk-size", "256", *FEW]

@@ -113,20 +113,34 @@ def test_a_document_of_several_questions_is_cut(chat, tmp_path, capsys):
     assert f"note: {stats[0]['dropped_tokens']:,} of the text's" in shown.err
 
 
-@pytest.mark.parametrize("more", [["--question", "Which word is the last?"], ["--chat", "--chat-template"],
-                                  ["--question", "Which?", "--num-samples", "2"], ["--num-samples", "2"], []])
+@pytest.mark.parametrize("more", [
+    [], ["--question", "Which word is the last?"], ["--question", "Which?", "--num-samples", "2"],
+    ["--num-samples", "2"], ["--questions", "FILE"], ["--chat"], ["--system", "1 2 3 4 5 6", "--num-samples", "2"],
+    ["--system", "1 2 3 4 5 6"], ["--chat", "--questions", "FILE"]])
 def test_a_length_that_is_advised_fits(more, tmp_path, capsys):
-    """Beside a question, and what a template puts around both."""
-    if more[-1:] == ["--chat-template"]:
-        template = tmp_path / "chat.jinja"
-        template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}")
-        more = [*more, str(template)]
-    assert cli.main([*FLAGS, *more]) == 2
+    """Beside what is asked, and what a template puts around it. So does what --keep leaves."""
+    files = {"FILE": tmp_path / "questions", "TEMPLATE": tmp_path / "chat.jinja"}
+    files["FILE"].write_text("Which?\nWhich word comes before word300, and which one after it?\nWho?\n")
+    files["TEMPLATE"].write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}")
+    more = [*more, *(["--chat-template", "TEMPLATE"] if {"--chat", "--system"} & {*more} else [])]
+    flags = [*FLAGS, *(str(files.get(flag, flag)) for flag in more)]
+    assert cli.main(flags) == 2
     [length] = re.findall(r"with --prompt-len (\d+)", " ".join(capsys.readouterr().err.split()))
-    if cli.main([*FLAGS, *more, "--prompt-len", length]) == 2:  # the document alone was told of first
-        [length] = re.findall(r"with --prompt-len (\d+)", " ".join(capsys.readouterr().err.split()))
-        assert cli.main([*FLAGS, *more, "--prompt-len", length]) == 0
-    assert cli.main([*FLAGS, *more, "--prompt-len", str(int(length) + 9)]) == 2
+    assert cli.main([*flags, "--prompt-len", length]) == 0
+    assert cli.main([*flags, "--prompt-len", str(int(length) + 9)]) == 2
+    assert cli.main([*flags, "--keep", "end"]) == 0
+
+
+@pytest.mark.parametrize("flags, told", [
+    (["--max-new-tokens", "250"], "exceed max_seq_len (200); cut the text below 200 tokens and ask for fewer new ones"),
+    (["--question", "why " * 300], "shorten what is asked, which takes 3.. tokens beside the text$"),
+    (["--question", "why " * 300, "--num-samples", "1"], "^error: --question: .* shorten what is asked, which takes 3"),
+    (["--question", "why " * 300, "--num-samples", "1", "--keep", "end"], "^error: --question: .* shorten what is "),
+    (["--question", "why " * 300, "--max-new-tokens", "250"], "beside the text and ask for fewer new ones$")])
+def test_where_no_length_of_the_text_would_fit(flags, told, capsys):
+    assert cli.main([*FLAGS, *flags]) == 2
+    error = " ".join(capsys.readouterr().err.split("error: ")[-1].split())
+    assert re.search(told.replace("(200)", r"\(200\)"), f"error: {error}"), error
 
 
 def test_the_command_line_says_how_much_was_dropped(capsys, tmp_path):

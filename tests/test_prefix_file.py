@@ -90,7 +90,7 @@ def test_bits_come_back(tmp_path, dtype):
 def test_others_read_it_as_safetensors(saved):
     with safe_open(saved, framework="pt") as file:
         assert set(file.keys()) == {"tokens"} | {f"{half}.{i}" for half in "kv" for i in range(LAYERS)}
-        assert json.loads(file.metadata()["about"]) == ABOUT and file.metadata()["version"] == "1"
+        assert json.loads(file.metadata()["about"]) == ABOUT and file.metadata()["version"] == "2"
         assert file.get_tensor("tokens").dtype == torch.int32 and file.get_tensor("tokens").tolist() == TOKENS
         found = [torch.stack([file.get_tensor(f"k.{i}"), file.get_tensor(f"v.{i}")]) for i in range(LAYERS)]
     assert same(found, layers())
@@ -319,9 +319,9 @@ def test_a_file_that_shrinks_while_it_is_open(saved):
 def test_another_version_is_named(saved):
     whole = saved.read_bytes()
     size, = struct.unpack("<Q", whole[:8])
-    rest = whole[8 + len(MAGIC) + 8 : 8 + size].replace(b'"version":"1"', b'"version":"2"')
+    rest = whole[8 + len(MAGIC) + 8 : 8 + size].replace(b'"version":"2"', b'"version":"3"')
     saved.write_bytes(whole[: 8 + len(MAGIC)] + b"%08x" % zlib.crc32(rest) + rest + whole[8 + size :])
-    refused(saved, "has version 2 of the format, and this library reads version 1")
+    refused(saved, "has version 3 of the format, and this library reads version 2")
 
 
 def test_what_is_no_prefix_file(tmp_path, monkeypatch):

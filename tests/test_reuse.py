@@ -15,11 +15,12 @@ from triforce import UserError, caches, prefix_file
 from triforce.caches import Caches
 from triforce.config import Settings
 from triforce.drafting.memory import LongMemory
+from triforce.drafting.model import ModelDrafter
 from triforce.drafting.ngram import NgramMeter
 from triforce.kv.offload import Passage
 from triforce.kv.target import TargetCache
 from triforce.model import Transformer
-from triforce.prefix import asked, begins_with
+from triforce.prefix import asked, begins_with, storable
 
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True}
 DOCUMENT = random_prompt(300)
@@ -494,6 +495,36 @@ def test_a_draft_goes_on_with_a_conversation(pair, monkeypatch):
     assert read[0] == {0: (len(said) + 34, 0)}
 
 
+@pytest.mark.parametrize("draft_cache", ["full", "snapkv", "streaming"])
+@pytest.mark.parametrize("longer", [True, False], ids=["another text", "back"])
+def test_a_draft_that_was_broken_off_reads_anew(pair, draft_cache, longer, monkeypatch):
+    """What it knew was of another text, or of what was taken back: a seed says what it says to a new engine."""
+    made = SETTINGS | {"retrieval": False, "draft_cache": draft_cache, "draft_window": 32}
+    engine, law = make_engine(*pair, **made), {"seed": 3, "temperature": 1.0, "max_new_tokens": 20}
+    engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=40)
+    prompt = random_prompt(320, seed=9) if longer else DOCUMENT
+
+    def broken(self, ends):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelDrafter, "open", broken)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompt, **law)
+    prompt = prompt if longer else prompt + random_prompt(60, seed=4)
+    said = engine.generate(prompt, **law)
+    assert said.tokens == make_engine(*pair, **made).generate(prompt, **law).tokens
+    assert said.tokens == engine.generate(prompt, **law).tokens
+
+
+@pytest.mark.parametrize("draft_cache", ["full", "snapkv", "streaming"])
+def test_a_seed_says_the_same_again_as_the_next_turn_of_a_conversation(pair, draft_cache):
+    engine = make_engine(*pair, **(SETTINGS | {"retrieval": False, "draft_cache": draft_cache, "draft_window": 32}))
+    prompt = DOCUMENT + engine.generate(DOCUMENT, **GREEDY).tokens + random_prompt(60, seed=5)
+    first, again = (engine.generate(prompt, seed=3, temperature=1.0, max_new_tokens=30) for _ in range(2))
+    assert first.tokens == again.tokens and first.stats.reused_tokens > 256
+
+
 def test_messages_have_to_go_on_from_those_of_the_prefix(tiny):
     """Or else a question about a book would be answered without it."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Call me Ishmael. " * 60}]
@@ -508,8 +539,9 @@ def test_messages_have_to_go_on_from_those_of_the_prefix(tiny):
                   [messages[0], {"role": "user", "content": [{"type": "text", "text": messages[1]["content"]}]}]):
         with pytest.raises(UserError, match="do not begin with those of the prefix"):
             tiny.generate(other, prefix=book, **LAW)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Call me Ishmael."}]}]
+    parts = [{"role": "user", "content": ({"type": "text", "text": "Call me Ishmael."},), "calls": (1, 2)}]
     assert begins_with(asked(parts, "Who?"), parts) and not begins_with(parts, asked(parts, "Who?"))
+    assert begins_with(parts, storable(m=parts)["m"])  # as a file gives them back
 
 
 def test_what_a_file_cannot_say_is_refused_before_the_work(tiny, tmp_path):

@@ -7,6 +7,7 @@ import json
 import random
 import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,16 +42,23 @@ def check_seeds(what: str, first, count: int) -> None:
             raise UserError(f"{what} ({first}){counted}: {error}") from None
 
 
-def prompt_length(engine, args, ids: list[int] | None, question: str, chat: dict) -> int:
-    """Tokens of a document and a question about it. ids: of the document. None: it is not known yet, and not counted.
+def asked_of(args, questions: Sequence[dict]) -> dict[str, dict]:
+    """What is asked about a document, each under the name that it has in an error: those of --questions and of
+    --question; or else nothing, once."""
+    found = {f"question {number} of --questions {args.questions}": item for number, item in enumerate(questions, 1)}
+    if args.question:
+        found["--question"] = {"question": args.question}
+    return found or {"": {"question": ""}}
+
+
+def prompt_length(engine, args, ids: list[int], question: str, chat: dict) -> int:
+    """Tokens of a document, whose ids these are, and a question about it.
 
     To put a long document into a chat template once for each question takes seconds. So that is done only where the
     template with a document of no text says that it may not fit.
     """
     if not (args.chat or args.system):
-        return len(ids or []) + len(engine.tokenizer.encode(question if args.prefix else as_text(question), bos=False))
-    if ids is None:
-        return len(engine.tokenizer.encode(question, bos=False))
+        return len(ids) + (len(engine.tokenizer.encode(as_text(question), bos=False)) if question else 0)
     length = len(ids) + len(engine.encode_prompt(asked(messages_of(args, "."), question), **chat))
     if length > engine.room(args.max_new_tokens) - JOINTS:
         messages = messages_of(args, engine.tokenizer.decode(ids))
@@ -88,7 +96,8 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
                 book = engine.prefill(ids, on_progress=bar, **keeping)
         except KeyboardInterrupt:
             bar.close()
-            if keeping and Path(args.save_prefix).exists():
+            file = Path(args.save_prefix or "").expanduser()
+            if keeping and file.exists() and file.stat().st_size > 0:
                 say(f"{args.save_prefix} keeps what was computed; the same command goes on from there")
             raise
         finally:

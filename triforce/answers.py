@@ -115,8 +115,8 @@ def cut_document(engine, args, ids: list[int], request: Request) -> list[int]:
     """A document's ids, of which --keep leaves as many as fit beside the longest question."""
     if args.keep is None:
         return ids
-    questions = [item["question"] for item in request.questions] + ([args.question] if args.question else [])
-    beside = max((about.prompt_length(engine, args, [], question, request.chat) for question in questions), default=0)
+    beside = max(about.prompt_length(engine, args, [], item["question"], request.chat)
+                 for item in about.asked_of(args, request.questions).values())
     if args.chat or args.system:
         beside += about.JOINTS
     room = engine.room(args.max_new_tokens) - beside
@@ -162,9 +162,9 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
                 ids, count = engine.encode_prompt(messages, **request.chat), 0
             else:
                 ids, count = encode(args, engine, item["prompt"], request, question)
-                engine.check_len(len(ids), args.max_new_tokens)
             prompts.append(engine.encode_prompt(ids))
             dropped.append(count)
+            engine.check_len(len(prompts[-1]), args.max_new_tokens)
         except UserError as error:
             raise UserError(f"line {item['line']} of --prompts {args.prompts}: {error}") from None
     print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
@@ -247,25 +247,21 @@ def check_before_prefill(engine, args, ids: list[int] | None, request: Request, 
         ids: of the document. None: it is in a file, or there is none.
     """
     engine.stream([0], stop=args.stop, **sampling)  # checks, and computes nothing until it is iterated over
-    document, count = len(ids or []), args.num_samples or 1
-    if ids is not None:
-        engine.check_len(document, args.max_new_tokens, text=document)
-        if args.chat or args.system:
-            engine.encode_beginning(about.messages_of(args, "."), **request.chat)  # there is a template
-    asked = {f"question {number} of --questions {args.questions}": item
-             for number, item in enumerate(request.questions, 1)}
-    if args.question:
-        asked["--question"] = {"question": args.question}
-    about.check_seeds("--seed", sampling.get("seed"), max(len(asked), 1) * count)
-    for what, item in asked.items():
+    count, questions = args.num_samples or 1, about.asked_of(args, request.questions)
+    about.check_seeds("--seed", sampling.get("seed"), len(questions) * count)
+    for what, item in questions.items():
         about.check_seeds(f"{what}: its seed", item.get("seed"), count)
-        if ids is None:
-            continue  # the document is in a file, and will be there at once
-        try:
-            length = about.prompt_length(engine, args, ids, item["question"], request.chat)
-            engine.check_len(length, args.max_new_tokens, text=document)
-        except UserError as error:
-            raise UserError(f"{what}: {error}") from None
+    if ids is None:  # the document is in a file, and will be there at once, or there is none
+        return
+    if args.chat or args.system:
+        engine.encode_beginning(about.messages_of(args, "."), **request.chat)  # there is a template
+    lengths = {what: about.prompt_length(engine, args, ids, item["question"], request.chat)
+               for what, item in questions.items()}
+    longest = max(lengths, key=lengths.get)
+    try:
+        engine.check_len(lengths[longest], args.max_new_tokens, text=len(ids))
+    except UserError as error:
+        raise UserError(f"{longest}: {error}" if questions[longest]["question"] else str(error)) from None
 
 
 def wishes(args) -> dict:

@@ -162,7 +162,8 @@ class Caches:
         before = max((common_length(ids[0][:held], tokens) for tokens in self._held_before), default=0)
         state.reused = [before] * len(ids)
         if in_place:
-            fresh = common_length(ids[0], state.texts()[0]) < state.lens[0]  # a part of the text was taken back
+            # New drafters, after `adopt`; or a part of the text was taken back.
+            fresh = state.prompt_end[0] == 0 or common_length(ids[0], state.texts()[0]) < state.lens[0]
             state.truncate(0, start)
             state.prefill(0, ids[0][start:], on_prefill, fresh=fresh)
         else:

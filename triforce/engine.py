@@ -570,9 +570,13 @@ class Engine:
                 ways.append(f"cut the {'question' if document else 'prompt'} by {excess} tokens to {left}")
             if limit > prompt_len:
                 ways.append(f"ask for at most {limit - prompt_len} new ones")
-            shorter = f"take a document of fewer than {limit} tokens" if document else (
-                f"cut the prompt below {limit} tokens" if text is None else "cut what is asked, too,")
-            remedy = " or ".join(ways) or f"{shorter} and ask for fewer new ones"
+            if not ways:
+                beside = 0 if text is None else prompt_len - text
+                ways.append(f"shorten what is asked, which takes {beside} tokens beside the text" if beside else
+                            f"take a document of fewer than {limit} tokens" if document else
+                            f"cut the {'prompt' if text is None else 'text'} below {limit} tokens")
+                ways[0] += " and ask for fewer new ones" if max_new_tokens >= limit or not beside else ""
+            remedy = " or ".join(ways)
             raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 

@@ -172,18 +172,23 @@ class Prefix:
 
 def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:
     """Whether a conversation goes on from another, whose last message may have become longer, as by `asked`."""
-    *earlier, last = before
-    if len(messages) < len(before) or list(messages[: len(earlier)]) != earlier:
+    *earlier, last = as_lists(before)
+    *same, here = as_lists(messages[: len(before)])
+    if same != earlier or {**here, "content": None} != {**last, "content": None}:
         return False
-    here, content = messages[len(earlier)], last.get("content")
-    mine = here.get("content")
-    if {**here, "content": None} != {**last, "content": None}:
-        return False
+    mine, content = here.get("content"), last.get("content")
     if isinstance(content, str) and isinstance(mine, str):
         return mine.startswith(content)
-    if isinstance(content, (list, tuple)) and isinstance(mine, (list, tuple)):
-        return list(mine[: len(content)]) == list(content)
+    if isinstance(content, list) and isinstance(mine, list):
+        return mine[: len(content)] == content
     return mine == content
+
+
+def as_lists(value):
+    """With lists in place of tuples, at any depth, as a file gives them back."""
+    if isinstance(value, (list, tuple)):
+        return [as_lists(one) for one in value]
+    return {name: as_lists(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def storable(**about) -> dict:

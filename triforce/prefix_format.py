@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .prefix_path import MAGIC
 
-VERSION = "1"
+VERSION = "2"
 PAGE = 4096
 CHUNK_BYTES = 4 * 2**20
 THREADS = 8  # one reads from the page cache at 2 to 5 GB/s, and a fast disk wants several requests at a time

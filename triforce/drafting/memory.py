@@ -25,6 +25,7 @@ from ..tree import TokenTree
 class DraftMemory(Protocol):
     extent: Extent  # how much of the cache is attended to now; a recorded step serves one extent
     never_grows: bool  # that is always the same
+    goes_on: bool  # with a text that has become longer; else the end of each prompt chooses anew what is attended to
     nbytes: int
 
     def open(self, ends: list[int]) -> None:
@@ -47,7 +48,7 @@ class StreamingMemory:
     """The first and the newest tokens, at positions that a model of short context knows: see `StreamingCache`."""
 
     PREFILL_ROWS = 64
-    extent, never_grows = Extent(), True
+    extent, never_grows, goes_on = Extent(), True, True
 
     def __init__(self, model: Transformer, tokens: Tensor, cache: StreamingCache):
         """tokens: [B, capacity], the tape."""
@@ -115,6 +116,7 @@ class LongMemory:
             self.choice = RetrievalView(self.cache, budget=budget, chunk_size=chunk_size, recent=recent, kind=kind,
                                         compiler=compiler, **common)
         self.view = self.choice or self.cache.prefix
+        self.goes_on = self.choice is None
         self.nbytes = self.cache.nbytes + (self.choice.nbytes if self.choice else 0)
         self._opened: list[Tensor] = []  # the tails at `open`
 

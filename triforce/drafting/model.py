@@ -46,13 +46,15 @@ class ModelDrafter(Drafter):
         self._departed: set[int] = set()  # rows whose text went another way in the last round
 
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
-        self._awaited[row] = length, 0 if fresh else self._seen[row]
+        if fresh or not self.memory.goes_on:
+            self._seen[row] = 0  # from now on, since an interrupt may come before `open`
+        self._awaited[row] = length, self._seen[row]
 
     def rewind(self, row: int, length: int) -> None:
         if self.memory.rewind(row, length):
             self._is_at(row, length)
         else:
-            self._awaited[row] = length, 0
+            self.prefill(row, length)
 
     def open(self, ends: list[int]) -> None:
         self._take_in(self._awaited)

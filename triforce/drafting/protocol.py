@@ -62,7 +62,8 @@ class Drafter:
         comes after rounds in which this drafter was left out, too. Settled tokens are told by `catch_up`.
         """
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
-        """The first `length` tokens of a row of the tape are settled. fresh: the row is a new conversation."""
+        """The first `length` tokens of a row of the tape are settled. fresh: they do not begin with those that it was
+        told of before, or it was told of none. False: they do, as in the next turn of a conversation."""
 
     def open(self, ends: list[int]) -> None:
         """All prompts are in: no row's prefix will outgrow its end."""
