@@ -140,11 +140,12 @@ def test_a_question_that_is_too_long_for_an_opened_document(folder, capsys):
     file = str(folder / "long.prefix")
     assert main(["--prompt-file", str(folder / "book.txt"), "--save-prefix", file, *FEW]) == 0
     (folder / "long").write_text("why " * 140_000)
-    length = PrefixReader(file).tokens
+    with PrefixReader(file) as reader:
+        length = len(reader.tokens)
     assert main(["--prefix", file, "--questions", str(folder / "long"), *FEW]) == 2
     shown = " ".join(capsys.readouterr().err.split())
     assert "cut the question by" in shown and "--prompt-len" not in shown
-    assert f"to {131_072 - 6 - len(length):}" in shown.replace(",", "")
+    assert shown.endswith(f"tokens to {131_072 - 6 - length}")
 
 
 def test_an_interrupted_prefill_says_what_is_kept(folder, capsys, monkeypatch):
@@ -157,13 +158,11 @@ def test_an_interrupted_prefill_says_what_is_kept(folder, capsys, monkeypatch):
 
     file.touch()  # an empty file keeps nothing
     with monkeypatch.context() as patch:
-        patch.setattr(Caches, "_compute", lambda *_: broken(*_[:3], 1))
-        assert main(["--prompt-file", str(folder / "book.txt"), "--save-prefix", str(file), "--save-every", "256",
-                     *FEW]) == 130
-        assert "keeps what was computed" not in capsys.readouterr().err
-        patch.setattr(Caches, "_compute", broken)
+        patch.setattr(Caches, "_compute", lambda self, *more: broken(self, None, [], 1))
         flags = ["--prompt-file", str(folder / "book.txt"), "--save-prefix", str(file), "--save-every", "256",
                  "--prefill-chunk-size", "256", *FEW]
+        assert main(flags) == 130 and "keeps what was computed" not in capsys.readouterr().err
+        patch.setattr(Caches, "_compute", broken)
         assert main(flags) == 130
     assert "part.prefix keeps what was computed; the same command goes on from there" in capsys.readouterr().err
     assert main(["--prefix", str(file), "--question", "Who?", *FEW]) == 2

@@ -9,7 +9,6 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from .chat import Chat
 from .config import Sampling
@@ -19,6 +18,7 @@ from .generation import Generation
 from .interactive import Conversation, say
 from .parallel import agreed
 from .prefix import Prefix, asked
+from .prefix_path import holds_something
 from .progress import Bar
 
 JOINTS = 16  # tokens by which the parts of a text may differ from the whole, where they are joined
@@ -96,8 +96,7 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
                 book = engine.prefill(ids, on_progress=bar, **keeping)
         except KeyboardInterrupt:
             bar.close()
-            file = Path(args.save_prefix or "").expanduser()
-            if keeping and file.exists() and file.stat().st_size > 0:
+            if keeping and holds_something(args.save_prefix):
                 say(f"{args.save_prefix} keeps what was computed; the same command goes on from there")
             raise
         finally:

@@ -29,14 +29,11 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
     if about_a_document(args):
-        text = request.document
-        ids = whole = None if text is None else first_tokens(args, engine.tokenizer, text, request)
-        if ids is not None:
-            ids = cut_document(engine, args, whole, request)
+        ids, dropped = (None, 0) if request.document is None else encode_document(args, engine, request)
         check_before_prefill(engine, args, ids, request, sampling)
-        loaded = {"load": age(), "dropped_tokens": len(whole or []) - len(ids or [])}
+        known = {"load": age(), "dropped_tokens": dropped}
         book = about.document_of(engine, args, ids, request.chat)
-        return about.answer(engine, args, book, list(request.questions), request.chat, sampling, loaded)
+        return about.answer(engine, args, book, list(request.questions), request.chat, sampling, known)
     ids, dropped = encode(args, engine, request.document, request, args.question)
     introduce(engine, ids, args, request)
     load_seconds = age()
@@ -86,7 +83,7 @@ def encode(args, engine, text: str, request: Request, question: str | None) -> t
         if args.chat:
             content = tokenizer.decode(ids) + (f"\n\n{question}" if question else "")
             return engine.encode_prompt([{"role": "user", "content": content}], **request.chat)
-        return ids + tokenizer.encode(f"\n\n{question}\n", bos=False) if question else ids
+        return ids + tokenizer.encode(about.as_text(question), bos=False) if question else ids
 
     if args.keep is None:
         made, dropped = finish(ids), 0
@@ -111,20 +108,23 @@ def tell_dropped(args, dropped: int, total: int) -> None:
         print(textwrap.fill(note, 78, subsequent_indent="  "), file=sys.stderr)
 
 
-def cut_document(engine, args, ids: list[int], request: Request) -> list[int]:
-    """A document's ids, of which --keep leaves as many as fit beside the longest question."""
+def encode_document(args, engine, request: Request) -> tuple[list[int], int]:
+    """A document's ids, of which --keep leaves as many as fit beside the longest question; and how many were
+    dropped."""
+    ids = first_tokens(args, engine.tokenizer, request.document, request)
     if args.keep is None:
-        return ids
+        return ids, 0
     beside = max(about.prompt_length(engine, args, [], item["question"], request.chat)
                  for item in about.asked_of(args, request.questions).values())
     if args.chat or args.system:
         beside += about.JOINTS
     room = engine.room(args.max_new_tokens) - beside
     if room < 1:
-        return ids  # which is told to be too long
+        return ids, 0  # which is told to be too long
     kept = cut(ids, room, args.keep, engine.tokenizer.bos_id)
-    tell_dropped(args, len(ids) - len(kept), len(ids))
-    return kept
+    dropped = len(ids) - len(kept)
+    tell_dropped(args, dropped, len(ids))
+    return kept, dropped
 
 
 def load_engine(args, group):
@@ -255,13 +255,14 @@ def check_before_prefill(engine, args, ids: list[int] | None, request: Request, 
         return
     if args.chat or args.system:
         engine.encode_beginning(about.messages_of(args, "."), **request.chat)  # there is a template
-    lengths = {what: about.prompt_length(engine, args, ids, item["question"], request.chat)
-               for what, item in questions.items()}
-    longest = max(lengths, key=lengths.get)
-    try:
-        engine.check_len(lengths[longest], args.max_new_tokens, text=len(ids))
-    except UserError as error:
-        raise UserError(f"{longest}: {error}" if questions[longest]["question"] else str(error)) from None
+    # The longest first: what is advised for it serves all, and of what does not fit one is put into a template.
+    for what, item in sorted(questions.items(), reverse=True,
+                             key=lambda named: len(engine.tokenizer.encode(named[1]["question"]))):
+        try:
+            length = about.prompt_length(engine, args, ids, item["question"], request.chat)
+            engine.check_len(length, args.max_new_tokens, text=len(ids))
+        except UserError as error:
+            raise UserError(f"{what}: {error}" if what else str(error)) from None
 
 
 def wishes(args) -> dict:

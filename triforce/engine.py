@@ -40,7 +40,7 @@ from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
 from .jobs import Models
-from .keep import check_keep, cut
+from .keep import check_keep, cut, ways_to_fit
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
 from .levels import Spans
@@ -172,16 +172,14 @@ class Engine:
                 another one.
         """
         whole(1, 65_536)("keep_every", keep_every)
+        messages = list(document) if is_messages(document) else None
         if keep is not None:  # before hours of work
             check_target(keep)
-            storable(messages=list(document) if is_messages(document) else None, chat_template=chat_template,
-                     chat_template_kwargs=chat_template_kwargs)
-        messages = None
-        if is_messages(document):
-            messages = list(document)
-            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs)
-        else:
+            storable(messages=messages, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
+        if messages is None:
             ids = self.encode_prompt(document)
+        else:
+            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs)
         self.check_len(len(ids), 1)
         with self._computing():
             self._end_stream()
@@ -562,21 +560,7 @@ class Engine:
         if longest is not None:
             limit, what = longest, f"max_seq_len ({longest})"
         if prompt_len + max_new_tokens > limit:
-            excess, ways = prompt_len + max_new_tokens - limit, []
-            left = (prompt_len - document if text is None else text) - excess
-            if left > 0 and text is not None:
-                ways.append(f"cut the text by {excess} tokens, with --prompt-len {left}")
-            elif left > 0:
-                ways.append(f"cut the {'question' if document else 'prompt'} by {excess} tokens to {left}")
-            if limit > prompt_len:
-                ways.append(f"ask for at most {limit - prompt_len} new ones")
-            if not ways:
-                beside = 0 if text is None else prompt_len - text
-                ways.append(f"shorten what is asked, which takes {beside} tokens beside the text" if beside else
-                            f"take a document of fewer than {limit} tokens" if document else
-                            f"cut the {'prompt' if text is None else 'text'} below {limit} tokens")
-                ways[0] += " and ask for fewer new ones" if max_new_tokens >= limit or not beside else ""
-            remedy = " or ".join(ways)
+            remedy = ways_to_fit(prompt_len, max_new_tokens, limit, document, text)
             raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 

@@ -14,6 +14,29 @@ def check_keep(keep) -> None:
                         "long is an error")
 
 
+def ways_to_fit(prompt_len: int, max_new_tokens: int, limit: int, document: int = 0, text: int | None = None) -> str:
+    """What a user can do where a prompt and its new tokens exceed a limit.
+
+    Args:
+        document, text: see `Engine.check_len`.
+    """
+    excess, ways, fewer = prompt_len + max_new_tokens - limit, [], " and ask for fewer new ones"
+    left = (prompt_len - document if text is None else text) - excess
+    if left > 0 and text is not None:
+        ways.append(f"cut the text by {excess} tokens, with --prompt-len {left}")
+    elif left > 0:
+        ways.append(f"cut the {'question' if document else 'prompt'} by {excess} tokens to {left}")
+    if limit > prompt_len:
+        ways.append(f"ask for at most {limit - prompt_len} new ones")
+    if ways:
+        return " or ".join(ways)
+    if text is not None and prompt_len > text:
+        shorter = f"shorten what is asked, which takes {prompt_len - text} tokens beside the text"
+        return shorter + (fewer if max_new_tokens >= limit else "")
+    shorter = "take a document of fewer than" if document else f"cut the {'prompt' if text is None else 'text'} below"
+    return f"{shorter} {limit} tokens{fewer}"
+
+
 def cut(ids: list[int], room: int, keep: str, bos_id: int | None = None) -> list[int]:
     """At most `room` of the ids, at least 1 of which fits.
 

@@ -16,6 +16,7 @@ from .hf.tokenizer import is_messages
 from .kv.prefix import PrefixStore
 from .parallel import Group, agreed
 from .prefix_file import PrefixReader
+from .prefix_path import as_path, holds_something
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -34,8 +35,8 @@ class Keeping(NamedTuple):
         Raises:
             UserError: it has something else.
         """
-        path = Path(self.path).expanduser()
-        if not agreed(group, path.exists() and path.stat().st_size > 0):
+        path = as_path(self.path)
+        if not agreed(group, holds_something(path)):
             yield None
             return
         with PrefixReader(path) as reader:

@@ -33,6 +33,12 @@ def reading(path: Path):
                         "anew") from None
 
 
+def holds_something(path: str | Path) -> bool:
+    """Whether there is a file of that name, which is not empty."""
+    path = as_path(path)
+    return path.exists() and path.stat().st_size > 0
+
+
 def check_source(path: str | Path) -> None:
     """Raises UserError if there is nothing of that name, or a folder."""
     path = as_path(path)

@@ -152,14 +152,13 @@ def first_given(args, *names: str) -> str | None:
 def check_about(args, ranks: int) -> None:
     """Raises UserError for flags of such a document that do not go together."""
     other = first_given(args, "prompts", "compare", "show_levels")
-    if other is None and (args.prefix or args.interactive or args.save_prefix):  # what will be asked is not known
-        other = first_given(args, "keep")
     if other is not None:
-        flag = first_given(args, *(("interactive", "prefix", "save_prefix") if other == "--keep" else ()), "questions",
-                           "interactive", "num_samples", "system", "prefix", "save_prefix")
-        cuts = other == "--keep" and not args.prefix
-        remedy = "cut the document with --prompt-len" if cuts else "drop one of them"
-        raise UserError(f"{flag} does not go with {other}; {remedy}")
+        flag = first_given(args, "questions", "interactive", "num_samples", "system", "prefix", "save_prefix")
+        raise UserError(f"{flag} does not go with {other}; drop one of them")
+    flag = first_given(args, "interactive", "prefix", "save_prefix")  # what will be asked is not known
+    if args.keep is not None and flag is not None:
+        remedy = "drop one of them" if args.prefix else "cut the document with --prompt-len"
+        raise UserError(f"{flag} does not go with --keep; {remedy}")
     if args.save_prefix:
         check_target(args.save_prefix)  # before hours of work
     if args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system or args.chat):
