@@ -194,6 +194,10 @@ def test_prompts_with_questions_messages_and_seeds(folder, capsys):
     assert one["tokens"] == same["tokens"] and one["stats"]["prompt_len"] == same["stats"]["prompt_len"]
     assert one["stats"]["prompt_len"] > other["stats"]["prompt_len"]
     assert one["stats"]["load"] == same["stats"]["load"] > 0
+    path.write_text('"Call me"\n{"messages": [{"role": "user", "content": "' + "b c " * 70_000 + '"}]}\n')
+    assert main(["--prompts", str(path), "--chat-template", str(template), "--batch-size", "1", *FEW]) == 2
+    shown = capsys.readouterr()  # before the first is answered
+    assert not shown.out and "error: line 2 of --prompts" in shown.err and "exceed the model's positions" in shown.err
     path.write_text('{"prompt": "Call me", "question": "Who?", "seed": 5}\n"Call me\\n\\nWho?\\n"\n')
     assert main(["--prompts", str(path), "--seed", "1", *FEW]) == 0
     first, second = lines_of(capsys)

@@ -2755,7 +2755,7 @@ FAULTS = [
     Fault("advice-of-no-use", "keep.py", "    if text is not None and prompt_len > text:\n", "    if False:\n",
           "test_keep.py -k no_length", "a text is to be cut where the question does not fit"),
     Fault("line-unmeasured", "answers.py", "            engine.check_len(len(prompts[-1]), args.max_new_tokens)\n", "",
-          "test_cli.py -k a_file_of_prompts", "a line that is too long is found after hours of work"),
+          "test_about.py -k prompts_with", "a line that is too long is found after hours of work"),
     Fault("pipe-untold", "request.py", "            if not args.prefix and _is_piped():\n", "            if False:\n",
           "test_about.py -k piped_into", "a book that is piped into a conversation is answered line by line, untold"),
     Fault("interrupt-untold", "about.py", "            if keeping and holds_something(args.save_prefix):\n",
