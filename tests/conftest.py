@@ -115,9 +115,9 @@ def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=
         shared, num_resident_layers = document.cache.prefix.part(base), None
         if pack:
             shared.pack()
-    unit, least = row_unit(target, len(prompts), resolved.block_size, compiled=False)
+    unit = row_unit(target, len(prompts), resolved.block_size, compiled=False)
     state = State(target, draft, resolved, batch=len(prompts), drafting=drafting, pack=pack, shared=shared,
-                  num_resident_layers=num_resident_layers, row_unit=unit, least_rows=least, **common)
+                  num_resident_layers=num_resident_layers, row_unit=unit, **common)
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
     state.params.set(**{**law, **(sampling or {})})
     state.prefill_all(prompts)
