@@ -1,11 +1,13 @@
 """Small random pairs for the tests of the logic, and the embedded pair for the tests of the whole."""
 
+import contextlib
 import gc
 import hashlib
 import os
 import signal
 import weakref
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +40,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controller_rates", "costs", "draft_memory",
          "engine_plans", "faults", "generation", "graphs", "hierarchy", "kv", "memory", "model", "ngram", "packed",
          "quantize", "sampling", "session", "speculator", "state", "views"}
+
+
+@contextlib.contextmanager
+def traced():
+    """Within, functions do what they do where they are compiled."""
+    with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
+        yield
 
 
 def slow(*cases) -> list:

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
+from triforce.precompile import OPTIONS
 
 import triforce
 from triforce import attention, coupled, float8, jobs, narrowing, nucleus, sampling, warm_up
@@ -27,7 +28,6 @@ from triforce.kv.offload import Offload
 from triforce.kv.prefix import STRIDE
 from triforce.model import ModelConfig, RotaryEmbedding, Transformer, rotate
 from triforce.plan import AUTOREGRESSION, ONE_ROW
-from triforce.precompile import OPTIONS
 from triforce.quantize import fp8_copy
 from triforce.request import default_document
 

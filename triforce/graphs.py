@@ -226,17 +226,7 @@ class Graphed:
         self.compiler.num_recorded += 1  # it may have taken longer than what the device does
 
     def _record(self, key: tuple, args) -> None:
-        make_room(self.compiler.device)  # torch.cuda.graph() would empty the allocator's cache each time
-        graph, stream = torch.cuda.CUDAGraph(), self.compiler.recorder
-        stream.wait_stream(torch.cuda.current_stream())
-        with garbage_waits(), torch.cuda.stream(stream):
-            graph.capture_begin(pool=self.compiler.pool, capture_error_mode="thread_local")
-            try:
-                self.function(*args)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graphs[key] = graph
+        self.graphs[key] = recorded(self.function, args, self.compiler)
         if len(self.graphs) > KEPT_GRAPHS:
             oldest, _ = self.graphs.popitem(last=False)
             self._unplayed.discard(oldest)
@@ -249,6 +239,21 @@ class Graphed:
         empty = tuple(a < b for a, b in zip((0, *lengths), lengths, strict=False))
         settings = self.compiler.settings
         return (settings, *own), (settings, *empty, *own[self.num_lengths :])
+
+
+def recorded(function: Callable, args, compiler: Compiler) -> torch.cuda.CUDAGraph:
+    """A call of a function as a graph."""
+    make_room(compiler.device)  # torch.cuda.graph() would empty the allocator's cache each time
+    graph, stream = torch.cuda.CUDAGraph(), compiler.recorder
+    stream.wait_stream(torch.cuda.current_stream())
+    with garbage_waits(), torch.cuda.stream(stream):
+        graph.capture_begin(pool=compiler.pool, capture_error_mode="thread_local")
+        try:
+            function(*args)
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
 def preparations(step: Callable, *args) -> Iterator[Callable[[], None]]:
