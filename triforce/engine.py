@@ -510,12 +510,12 @@ class Engine:
         """Greedy output and coupled draws are promised to be the same bits; other drawn tokens follow the same law from
         steps of any size, and so do drafted ones.
 
-        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. On a
-        GPU, and where steps are compiled, rows cost next to nothing and other shapes are compiled anew.
+        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. So do
+        compiled steps, since other shapes are compiled anew. On a GPU rows cost next to nothing.
         """
-        if self.target.group is not None:
+        if self.target.group is not None or self.placement.compile is True:
             return PADDED
-        cheap = self.device.type != "cpu" or self.placement.compile is not False
+        cheap = self.device.type != "cpu"
         return Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
 
     def resolve_budget(self, prompt_len: int, room: int | None = None, sharing: int = 1) -> int:

@@ -163,8 +163,8 @@ class Hierarchy:
         yield from self.outer.preparations_of_round(plan)
 
     def kinds_of_rounds(self, default: Plan) -> list[Plan]:
-        """Plans that take every step between them. default: what rounds follow where nothing is chosen."""
-        plans = [Plan(padded=False), Plan(), *(Plan(1, source) for source in self.sources)]
+        """Plans that between them take every padded step. default: what rounds follow where nothing is chosen."""
+        plans = [Plan(), *(Plan(1, source) for source in self.sources)]
         if self.inner is not None:  # two tokens of its draft run what more of them do
             plans.append(replace(default, rounds=1, gamma_inner=min(default.gamma_inner, 2)))
         return plans
