@@ -33,7 +33,8 @@ VOCAB = 64
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 # Nor does compiling a few small kernels gain from a pool of processes that each import PyTorch first.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.

@@ -93,13 +93,16 @@ class ModelDrafter(Drafter):
         self.head.copy_(start)
         self.num_drafted.fill_(plan.gamma)
         for i in range(plan.gamma):
-            rows = self.CATCH_UP_ROWS if i == 0 else 1
-            self.step(*self.memory.extent, rows, probs)
+            self.step(*self.memory.extent, self._rows(i), probs)
         return self.num_drafted
 
     def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
-        for rows in (self.CATCH_UP_ROWS, 1)[: plan.gamma] if self.memory.never_grows else ():
+        for rows in {self._rows(i) for i in range(plan.gamma)} if self.memory.never_grows else ():
             yield from preparations(self.step, *self.memory.extent, rows, probs)
+
+    def _rows(self, i: int) -> int:
+        """Of the step that draws token i of a proposal. Where steps are compiled they have one size."""
+        return self.CATCH_UP_ROWS if i == 0 or self._compiled.compiler.compiles else 1
 
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
