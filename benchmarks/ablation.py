@@ -28,7 +28,7 @@ import torch
 import triforce
 from triforce.config import Sampling
 from triforce.engine import Engine
-from triforce.kit import trials
+from triforce.kit import check
 from triforce.plan import AUTOREGRESSION, Plan
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -80,17 +80,31 @@ def lengths(engine: Engine, ids: list[int], args):
 
 def depths(engine: Engine, ids: list[int], args):
     """A token behind a rejected one counts as not kept."""
-    engine.prepare([ids], args.max_new_tokens, **vars(replace(trials.GREEDILY, seed=[0])))
+    engine.prepare([ids], args.max_new_tokens, **vars(Sampling(temperature=0.0, seed=[0])))
     for temperature in TEMPERATURES:
-        for way, plan in trials.ways(engine).items():
-            runs = [trials.run(engine, ids, args.max_new_tokens, way, plan,
-                               Sampling(temperature=temperature, top_p=args.top_p, seed=seed), args.max_new_tokens)
+        for way, plan in check.plans(engine).items():
+            runs = [by_position(engine, ids, args.max_new_tokens, plan,
+                                Sampling(temperature=temperature, top_p=args.top_p, seed=[seed]))
                     for seed in range(args.seeds if temperature else 1)]  # a greedy text is the same for all
-            drafted, kept = ([sum(counts) for counts in zip(*(getattr(run, name) for run in runs), strict=True)]
-                             for name in ("drafted", "kept"))
+            drafted, kept = ([sum(counts) for counts in zip(*(run[i] for run in runs), strict=True)] for i in (1, 2))
             yield {"setting": f"{way}, temperature {temperature}", "way": way, "temperature": temperature,
-                   "repeats": mean(trials.repeated(run.tokens) for run in runs), "drafted": drafted, "kept": kept,
+                   "repeats": mean(check.repeated(run[0]) for run in runs), "drafted": drafted, "kept": kept,
                    "kept_by_position": [round(k / d, 3) if d else None for k, d in zip(kept, drafted, strict=True)]}
+
+
+def by_position(engine: Engine, ids: list[int], count: int, plan: Plan, law: Sampling):
+    """Rounds of a plan: (tokens, how often one was drafted at each position of a round, how often it was kept)."""
+    with engine.working():
+        state = engine.prepare([ids], count, plan=plan, **vars(law))
+    tokens, drafted, kept = [], [0] * plan.gamma, [0] * plan.gamma
+    while len(tokens) < count:
+        with engine.working():
+            tokens += state.round()[0]
+        row = state.last_round.rows[0]
+        for i in range(row.num_drafted):
+            drafted[i] += 1
+            kept[i] += i < row.num_accepted
+    return tokens, drafted, kept
 
 
 @torch.inference_mode()
