@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from triforce import acceptance, cli, memory, request
 from triforce.config import Placement, Settings
 from triforce.errors import UserError
 from triforce.graphs import SPARE
-from triforce.hf.checkpoint import open_tensors
+from triforce.hf.checkpoint import open_tensors, read_config
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 from triforce.kit import check, plan
@@ -264,7 +265,11 @@ def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
 
 
 def test_the_estimate_comes_first_and_grows_with_the_work(brief, capsys, tmp_path, monkeypatch):
+    config, seconds = read_config(TINY / "target"), []
     monkeypatch.setattr(check, "_seconds", lambda function, device: 1e-3)
+    for lengths, far, new in (([200], 0, 8), ([200, 20_000], 0, 8), ([200, 20_000], 20_000, 8), ([200], 0, 800)):
+        seconds.append(check.estimate(config, lengths, far, new, CPU, torch.float32))
+    assert 10 < seconds[0] < seconds[1] - 8 < seconds[2] - 24 and seconds[3] > seconds[0] + 8
     monkeypatch.setattr(check, "ask_transformers", lambda *args: 1 / 0)  # the first that reads weights
     said = []
     for lengths in (["200"], ["200", "100000"]):
@@ -274,6 +279,17 @@ def test_the_estimate_comes_first_and_grows_with_the_work(brief, capsys, tmp_pat
         assert "this takes about" in shown.splitlines()[0]
         said.append(shown.split("about ")[1].split(",")[0])
     assert said[0].endswith("seconds") and said[1].endswith("minutes")
+
+
+@pytest.mark.parametrize("flags,lengths", [([], [512, 1000]), (["--quick"], [1000]), (["--new", "400"], [512, 1000]),
+                                           (["--lengths", "3000", "200"], [200, 3000])])
+def test_lengths_are_as_long_as_they_fit(flags, lengths, monkeypatch):
+    monkeypatch.setitem(check.LENGTHS, "cpu", (512, 1000, 2048, 4096))
+    monkeypatch.setattr(check.plan, "need", lambda job, *rest: SimpleNamespace(fits=job.prompt_len <= 1000))
+    assert check.lengths_of(*check.read(flags), 4096, CPU) == lengths
+    monkeypatch.setattr(check.plan, "need", lambda job, *rest: SimpleNamespace(fits=False))
+    assert check.lengths_of(*check.read([]), 4096, CPU) == [512]
+    assert check.lengths_of(*check.read([]), 300, CPU) == [204]
 
 
 def test_a_check_without_transformers_says_what_it_skipped(brief, capsys, tmp_path, monkeypatch):
@@ -322,7 +338,8 @@ def folders(tmp_path_factory):
     word = next(i for i in range(40, 300) if ids[i] not in ids[:i])
     damages = {"good": lambda: None, "layer": lambda: model.model.layers[1].mlp.down_proj.weight[5].add_(0.5),
                "word": lambda: model.model.embed_tokens.weight[ids[word]].add_(0.5),
-               "nan": lambda: model.model.layers[1].mlp.down_proj.weight[5, 3].fill_(torch.nan),
+               "nan": lambda: [weight[5, 3].fill_(torch.nan) for weight in (model.model.layers[1].mlp.down_proj.weight,
+                                                                            model.lm_head.weight)],
                "nan output": lambda: model.lm_head.weight[ids[word]].fill_(torch.nan),
                "large": lambda: model.model.embed_tokens.weight[ids[word]].fill_(torch.inf),
                "overflow": lambda: model.model.layers[2].mlp.down_proj.weight.mul_(1e7)}
@@ -367,7 +384,7 @@ def test_the_position_where_logits_part(folders, last, monkeypatch):
 
 
 @pytest.mark.parametrize("damaged,dtype,where,cause", [
-    ("nan", "float32", "behind layer 1, at position 0;", "model.layers.1.mlp.down_proj.weight of the checkpoint holds"),
+    ("nan", "float32", "behind layer 1, at position 0;", "; model.layers.1.mlp.down_proj.weight of the"),
     ("large", "float32", "behind the embedding, at position WORD;", "model.embed_tokens.weight of"),
     ("nan output", "float32", "behind the output layer, at position 0;", "; lm_head.weight of the"),
     ("overflow", "float16", "behind layer 2, at position 0;", "float16 overflows: try --dtype bfloat16")])
