@@ -254,12 +254,15 @@ def estimate(config: ModelConfig, lengths: list[int], far: int, new: int, device
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
     """Of a call, on average."""
-    function()
-    begun, count = time.perf_counter(), 0
-    while count < 3 or time.perf_counter() - begun < 0.25:
+    def call() -> None:
         function()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+    call()
+    begun, count = time.perf_counter(), 0
+    while count < 3 or time.perf_counter() - begun < 0.25:
+        call()
         count += 1
     return (time.perf_counter() - begun) / count
 
