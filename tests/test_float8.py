@@ -197,7 +197,7 @@ def test_planned_by_the_command(tmp_path, capsys):
     sizes = [one["ways"][0]["parts"]["target weights"] for one in told]
     linears = 32 * (4096 * (6144 + 4096) + 3 * 4096 * 14336)
     assert sizes[1] == sizes[2] == sizes[0] - linears + 4 * 32 * (6144 + 4096 + 2 * 14336 + 4096)
-    assert "--weights fp8" in told[1]["command"] and told[1]["chosen"] == 0 != told[0]["chosen"]
+    assert told[1]["chosen"] == 0 != told[0]["chosen"]
     assert cli.main([*flags, "--draft-dtype", "fp8"]) == 2
     assert "this target's are fp8 already" in capsys.readouterr().err
 

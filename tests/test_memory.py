@@ -14,7 +14,7 @@ from triforce.config import Settings
 from triforce.drafting.ngram import NgramDrafter
 from triforce.errors import UserError
 from triforce.graphs import Compiler
-from triforce.memory import Part, check, fitting_layers, layer_bytes, state_parts
+from triforce.memory import Part, check, layer_bytes, layers_within, state_parts
 from triforce.model import ModelConfig
 
 TARGET, DRAFT = ModelConfig(64, 32, 4, 4, 2, 8, 48), ModelConfig(64, 16, 1, 2, 2, 8, 32)
@@ -100,15 +100,14 @@ def test_a_prompt_is_prefilled_at_a_time():
         assert planned["prefill activations"] == parts()["prefill activations"]
 
 
-def test_some_of_a_device_is_left_free(monkeypatch):
+def test_some_of_a_device_is_left_free():
     layer = layer_bytes(TARGET, batch=1, capacity=1000, dtype=torch.float32)
-    monkeypatch.setattr(memory, "available", lambda device: 4 * layer)
     fit = {"batch": 1, "capacity": 1000, "dtype": torch.float32}
-    assert fitting_layers(TARGET, [], CPU, None, **fit) == 3
-    assert fitting_layers(TARGET, [Part("other", 2 * layer)], CPU, None, **fit) == 1
-    assert fitting_layers(TARGET, [], CPU, 2 * layer, **fit) == 2
-    monkeypatch.setattr(memory, "available", lambda device: memory.SPARE + 3 * layer)  # steps are recorded there, too
-    assert fitting_layers(TARGET, [], torch.device("cuda"), None, **fit) == 3 < TARGET.n_layer
+    assert layers_within(TARGET, [], 4 * layer, CPU, None, **fit) == 3
+    assert layers_within(TARGET, [Part("other", 2 * layer)], 4 * layer, CPU, None, **fit) == 1
+    assert layers_within(TARGET, [], 4 * layer, CPU, 2 * layer, **fit) == 2
+    free = memory.SPARE + 3 * layer  # steps are recorded there, too
+    assert layers_within(TARGET, [], free, torch.device("cuda"), None, **fit) == 3 < TARGET.n_layer
 
 
 def test_what_does_not_fit_is_named_with_what_helps(monkeypatch):

@@ -14,7 +14,7 @@ from triforce import caches, loading, parallel, prefix_file, streams, warm_up
 from triforce.caches import Caches
 from triforce.hf import checkpoint
 from triforce.hierarchy import Hierarchy
-from triforce.kit import check, trials
+from triforce.kit import check
 from triforce.model import Output, Transformer
 from triforce.prefix_format import Staging
 from triforce.streams import ComputeStream, like_this_thread, on_new_stream, use_one_stream
@@ -242,7 +242,6 @@ def test_steps_are_recorded_on_it(monkeypatch):
                         real(*args[:7], None, *args[8:], **more))
     engine.generate(random_prompt(20), 2)
     assert recorders == [marker]
-    assert trials.sibling(engine).compute_stream is engine.compute_stream
 
 
 def test_weights_are_read_on_it(monkeypatch):
@@ -309,7 +308,7 @@ def test_ranks_and_the_check_use_one_stream_for_all(monkeypatch):
     parallel.from_environment("cuda")
     assert used == [1, OTHER]
     monkeypatch.setattr(check, "use_one_stream", used.append)
-    monkeypatch.setattr(check, "machine", lambda device: 1 / 0)  # the first that works on a GPU
+    monkeypatch.setattr(check, "estimate", lambda *args: 1 / 0)  # the first that works on a GPU
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ZeroDivisionError):
         check.main(["--checkpoint", "tiny", "--device", "cpu"])

@@ -513,15 +513,8 @@ class Caches:
 
     def _resident(self, capacity: int, parts: tuple[memory.Part, ...], batch: int = 1) -> int | None:
         """How many layers of a prefix stay on the device, beside these parts. None: all."""
-        place = self.placement
-        if not place.offload:
-            return None
-        if place.num_resident_layers is not None:
-            return place.num_resident_layers
-        if place.offload != "auto" and place.resident_memory is None:
-            return 0
-        return memory.fitting_layers(self.target.config, parts, self.device, place.resident_memory, batch=batch,
-                                     capacity=capacity, dtype=self.target.dtype)
+        return memory.resident_layers(self.target.config, self.placement, parts, memory.available(self.device),
+                                      self.device, batch=batch, capacity=capacity, dtype=self.target.dtype)
 
     def _releasable(self) -> int:
         """Bytes of the device that the present State would give back."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from . import nucleus
-from .config import Settings
+from .config import Placement, Settings
 from .errors import UserError
 from .float8 import LAYERS, work_bytes
 from .graphs import SPARE, Compiler, unreserved
@@ -197,15 +197,27 @@ def host_part(config: ModelConfig, num_layers: int, **sizes) -> Part:
                 ("--num-resident-layers", "--max-seq-len", "--batch-size"))
 
 
-def fitting_layers(config: ModelConfig, parts: Collection[Part], device: torch.device, resident_memory: int | None,
-                   **sizes) -> int:
-    """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes."""
-    return layers_within(config, parts, available(device), device, resident_memory, **sizes)
+def resident_layers(config: ModelConfig, place: Placement, parts: Collection[Part], free: int | None,
+                    device: torch.device, **sizes) -> int | None:
+    """How many layers of the KV prefix stay on the device, beside `parts`. None: all, since nothing is offloaded.
+
+    Args:
+        place: resolved. free: see `layers_within`. sizes: see `layer_bytes`.
+    """
+    if not place.offload or place.num_resident_layers is not None:
+        return place.num_resident_layers if place.offload else None
+    if place.offload is True and place.resident_memory is None:
+        return 0
+    return layers_within(config, parts, free, device, place.resident_memory, **sizes)
 
 
 def layers_within(config: ModelConfig, parts: Collection[Part], free: int | None, device: torch.device,
                   resident_memory: int | None, **sizes) -> int:
-    """The same of so many free bytes; None: nobody knows how many."""
+    """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes.
+
+    Args:
+        free: bytes of the device; None: nobody knows.
+    """
     room = []
     if free is not None:
         room = [min(int(0.95 * free), less_spare(free, device)) - sum(part.bytes for part in parts)]
