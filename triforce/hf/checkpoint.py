@@ -16,13 +16,21 @@ from ..float8 import FP8, has_nan
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config
 from ..streams import like_this_thread
+from .files import Fields, about, read_json, read_optional_json
 from .folders import SINGLE_FILES, find_weights
 from .places import SCALE, is_derived, places, put, scale_of, separate
 from .tokenizer import Tokenizer
-from .vocabulary import read_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Of generation_config.json, what would change the text, and values by which it does not.
+NOT_SUPPORTED = {"repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
+                 "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (), "penalty_alpha": (0,),
+                 "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "length_penalty": (1,),
+                 "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": ([],), "suppress_tokens": ([],),
+                 "begin_suppress_tokens": ([],), "sequence_bias": ({}, []), "guidance_scale": (1,),
+                 "forced_bos_token_id": (), "forced_eos_token_id": (), "exponential_decay_length_penalty": (),
+                 "watermarking_config": ({},)}
 
 
 def read_config(folder: Path, max_seq_len: int | None = None, weights: str | None = None) -> ModelConfig:
@@ -31,9 +39,10 @@ def read_config(folder: Path, max_seq_len: int | None = None, weights: str | Non
     path = Path(folder) / "config.json"
     hf = read_json(path)
     try:
-        return ModelConfig.from_hf(hf).within(max_seq_len).quantized(weights)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        with about(path):
+            return ModelConfig.from_hf(hf).within(max_seq_len).quantized(weights)
+    except UserError:
+        raise
     except (TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path} has a field of the wrong kind ({error}); download it again") from None
 
@@ -42,11 +51,39 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Every id that ends a text: generation_config.json's, else config.json's, else the tokenizer's own."""
     folder = Path(folder)
     for name in ("generation_config.json", "config.json"):
-        eos = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+        fields = Fields(read_optional_json(folder / name))
+        eos = fields.get("eos_token_id")
         if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (eos,)
+            ids = eos if isinstance(eos, list) else [eos]
+            with about(folder / name):
+                fields.expect("eos_token_id", all(type(i) is int and 0 <= i < 2**31 for i in ids), "one id or several")
+            return tuple(ids)
     eos = Tokenizer(folder).eos_id
     return () if eos is None else (eos,)
+
+
+def generation_defaults(folder: str | Path) -> dict[str, float | int]:
+    """What generation_config.json says of temperature, top_p, top_k and min_p: the values that are set. Empty where
+    `do_sample` is false, or there is no such file.
+
+    Raises:
+        UserError: a value is of the wrong kind or out of range.
+    """
+    path = Path(folder) / "generation_config.json"
+    fields = Fields(read_optional_json(path))
+    with about(path):
+        found = {"temperature": fields.number("temperature", 0, 100, None),
+                 "top_p": fields.number("top_p", 1e-6, 1, None), "top_k": fields.whole("top_k", 0, 2**31 - 1, None),
+                 "min_p": fields.number("min_p", 0, 1 - 1e-6, None)}
+        sampled = fields.flag("do_sample", True)
+    return {name: value for name, value in found.items() if sampled and value is not None}
+
+
+def ignored_defaults(folder: str | Path) -> dict:
+    """What generation_config.json sets of a distribution or a search that this library does not have."""
+    found = read_optional_json(Path(folder) / "generation_config.json")
+    return {name: found[name] for name, neutral in NOT_SUPPORTED.items()
+            if name in found and found[name] not in (None, *neutral)}
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..errors import UserError
 from .checkpoint import open_tensors, parse_dtype
 from .download import TEXTS
+from .files import read_json
 from .folders import find_weights
-from .vocabulary import read_json
 
 MAX_SHARD_BYTES = 4_000_000_000
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ..errors import UserError
-from .vocabulary import read_json
+from .files import read_json
 
 TINY = Path(__file__).parents[1] / "tiny"  # the embedded pair: target/ and draft/
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

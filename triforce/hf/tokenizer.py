@@ -11,7 +11,8 @@ from datetime import datetime
 from pathlib import Path
 
 from ..errors import UserError
-from .vocabulary import build_backend, read_optional_json
+from .files import read_optional_json
+from .vocabulary import build_backend
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 

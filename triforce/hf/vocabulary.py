@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers.models import BPE
 
 from ..errors import UserError
+from .files import read_json, read_optional_json
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LLAMA_DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -19,23 +20,6 @@ CODE_LLAMA_DEFAULTS = {"prefix_token": "▁<PRE>", "middle_token": "▁<MID>", "
                        "eot_token": "▁<EOT>", "fill_token": "<FILL_ME>"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of a sentencepiece piece
 SENTENCEPIECE_BPE = 2
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object from a file; an absent or broken file is a `UserError`."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; download the checkpoint again, or point to a folder that has it") from None
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object; download it again")
-    return content
-
-
-def read_optional_json(path: Path) -> dict:
-    return read_json(path) if path.exists() else {}
 
 
 def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
