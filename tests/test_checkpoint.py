@@ -18,12 +18,13 @@ from tokenizer_folders import sentencepiece_folder
 from transformers import AutoConfig
 
 from triforce.errors import UserError
-from triforce.hf import checkpoint, folders
+from triforce.hf import folders
 from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config
+from triforce.hf.config import config_from_hf
 from triforce.hf.fingerprint import model_fingerprint
 from triforce.hf.folders import resolve
 from triforce.hf.places import places
-from triforce.model import ModelConfig, RopeScaling, RotaryEmbedding, Transformer
+from triforce.model import RopeScaling, RotaryEmbedding, Transformer
 
 LENGTH = 250  # of a window of 256; the original one, where RoPE is scaled, is 32
 TOKENS = torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -151,7 +152,7 @@ def test_angles_of_published_shapes(fields):
     """Far out in a long text a frequency's last bit counts."""
     config = {**config_json("Llama 1"), "max_position_embeddings": 131072, "num_key_value_heads": 1, **fields}
     config["architectures"] = [ARCHITECTURES[config["model_type"]]]
-    ours = RotaryEmbedding(ModelConfig.from_hf(config))
+    ours = RotaryEmbedding(config_from_hf(config))
     rotary = type(build_empty(config).model.rotary_emb)(AutoConfig.for_model(**config))
     positions = torch.tensor([[0, 1, 4096, 99_999, 131_071]])
     cos, sin = rotary(torch.zeros(1), positions)  # [1, 5, rotary_dim], both halves alike
@@ -226,7 +227,7 @@ def test_dtype(folder):
 
 def test_every_row_of_every_parameter_has_one_place():
     for family in FAMILIES:
-        config = checkpoint.ModelConfig.from_hf(config_json(family))
+        config = config_from_hf(config_json(family))
         parameters = dict(Transformer.empty(config, "meta", torch.float32).named_parameters())
         rows = {name: [0] * parameter.shape[0] for name, parameter in parameters.items()}
         for place in places(config).values():
@@ -280,7 +281,7 @@ def empty_index(folder):
     (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
     (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
     (lambda folder: (folder / "config.json").write_text("{}"), r"config.json: architecture of no name"),
-    (lambda folder: edit(folder, hidden_size="64"), "field of the wrong kind"),
+    (lambda folder: edit(folder, hidden_size="64"), "hidden_size is '64', and must be a whole number"),
     (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor pytorch_model.bin"),
     (replace("model.layers.1.mlp.up_proj.weight", None), "1 of 21 tensors are missing.*layers.1.mlp.up_proj.weight"),
     (replace("lm_head.weight", None), "missing.*lm_head.weight"),

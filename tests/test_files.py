@@ -43,7 +43,8 @@ def test_what_is_no_file_is_never_waited_for(tmp_path):
     (lambda fields: fields.whole("x", 1, 9), (0, 10, 1.5, "5", True, [], float("nan"), float("inf"), 10**400)),
     (lambda fields: fields.number("x", 0.5, 9), (0, 10, "5", True, {}, float("nan"), float("-inf"), -10**400)),
     (lambda fields: fields.flag("x"), (2, "true", [])), (lambda fields: fields.text("x"), (1, ["a"], True)),
-    (lambda fields: fields.list("x", float), ("ab", [1, 2], {})), (lambda fields: fields.part("x"), ([], "a", 1))])
+    (lambda fields: fields.numbers("x", 1, 9), ("ab", [1, "2"], {}, [0], [float("nan")])),
+    (lambda fields: fields.texts("x"), ("ab", [1], {})), (lambda fields: fields.part("x"), ([], "a", 1))])
 def test_kinds_and_ranges(read, wrong):
     for value in wrong:
         with pytest.raises(UserError, match="x is .*, and must be"):
@@ -53,7 +54,7 @@ def test_kinds_and_ranges(read, wrong):
 def test_absent_values():
     fields = Fields({"x": None})
     assert fields.whole("x", 1, 9, 0) == 0 and fields.number("y", 1, 9, None) is None and fields.flag("x", True)
-    assert fields.text("x", "a") == "a" and fields.list("x", str) == [] and fields.part("x").values == {}
+    assert fields.text("x", "a") == "a" and fields.texts("x") == [] and fields.part("x").values == {}
     for read in (fields.whole, fields.number):
         with pytest.raises(UserError, match="x is missing"):
             read("x", 1, 9)

@@ -16,6 +16,7 @@ from ..float8 import FP8, has_nan
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config
 from ..streams import like_this_thread
+from .config import config_from_hf
 from .files import Fields, about, read_json, read_optional_json
 from .folders import SINGLE_FILES, find_weights
 from .places import SCALE, is_derived, places, put, scale_of, separate
@@ -38,13 +39,8 @@ def read_config(folder: Path, max_seq_len: int | None = None, weights: str | Non
     `ModelConfig.quantized`."""
     path = Path(folder) / "config.json"
     hf = read_json(path)
-    try:
-        with about(path):
-            return ModelConfig.from_hf(hf).within(max_seq_len).quantized(weights)
-    except UserError:
-        raise
-    except (TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"{path} has a field of the wrong kind ({error}); download it again") from None
+    with about(path):
+        return config_from_hf(hf).within(max_seq_len).quantized(weights)
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:

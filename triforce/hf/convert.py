@@ -63,7 +63,8 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None, dtype
                 if path.is_file() and TEXTS.fullmatch(path.name) and not path.name.endswith(".index.json"):
                     shutil.copyfile(path, work / path.name)
         if dtype is not None:
-            config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+            spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+            config.update(dict.fromkeys(spelled, str(dtype).removeprefix("torch.")))
             (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         # What makes a folder loadable comes last: the only weight file, or else the index.
         last = "model.safetensors" if len(names) == 1 else "model.safetensors.index.json"

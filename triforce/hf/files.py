@@ -123,12 +123,17 @@ class Fields:
         self.expect(key, value is None or isinstance(value, str), "a text")
         return value
 
-    def list(self, key: str, kind: type) -> list:
-        """A list whose members are of one kind; empty where it is absent."""
+    def texts(self, key: str) -> list[str]:
+        """A list; empty where it is absent."""
         value = self.get(key, [])
-        self.expect(key, isinstance(value, list) and all(type(one) is kind for one in value),
-                    f"a list of {kind.__name__}")
+        self.expect(key, isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of texts")
         return value
+
+    def numbers(self, key: str, low: float, high: float) -> tuple[float, ...]:
+        value = self.get(key, REQUIRED)
+        fits = isinstance(value, list) and all(type(one) in (int, float) and low <= one <= high for one in value)
+        self.expect(key, fits, f"a list of numbers from {low:g} to {high:g}")
+        return tuple(map(float, value))
 
     def part(self, key: str) -> "Fields":
         """An object within this one; empty where it is absent."""
