@@ -13,14 +13,15 @@ import torch
 from conftest import make_engine, slow
 from families import ARCHITECTURES, FAMILIES, build, build_empty, config_json, save
 from reference import dense_logits
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from tokenizer_folders import sentencepiece_folder
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from triforce.errors import UserError
 from triforce.hf import folders
 from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config
 from triforce.hf.config import config_from_hf
+from triforce.hf.convert import convert
 from triforce.hf.fingerprint import model_fingerprint
 from triforce.hf.folders import resolve
 from triforce.hf.places import places
@@ -200,17 +201,61 @@ def test_bin_of_the_old_format(folder):
     close(dense_logits(load_model(folder, dtype=torch.float32), TOKENS), expected(build("Llama 3")))
 
 
-def test_what_repeats_the_config_is_ignored(tmp_path):
-    """RoPE buffers of old checkpoints, and an lm_head beside tied embeddings."""
+def stored(theirs, folder, change):
+    """A folder of `theirs` whose tensors, the tied output layer among them, were changed."""
+    tensors = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def tied(tmp_path):
     theirs = build("Llama 3.2")
-    folder = save(theirs, config_json("Llama 3.2"), tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-    tensors["lm_head.weight"] = torch.zeros(96, 64)
-    save_file(tensors, folder / "model.safetensors")
+    return theirs, save(theirs, config_json("Llama 3.2"), tmp_path / "tied")
+
+
+def test_what_repeats_the_config_is_ignored(tied):
+    """RoPE buffers of old checkpoints, and an output layer that is stored beside the embedding it is tied to."""
+    theirs, folder = tied
+    stored(theirs, folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq":
+                                                           torch.zeros(8)}))
+    assert {"lm_head.weight", "model.embed_tokens.weight"} < load_file(folder / "model.safetensors").keys()
     ours = load_model(folder, dtype=torch.float32)
     assert ours.output.weight is ours.embedding.weight
     close(dense_logits(ours, TOKENS), expected(theirs))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_tied_weights_that_differ_are_both_used(tied, kind, tmp_path):
+    """As transformers does."""
+    theirs, folder = tied
+    stored(theirs, folder, lambda tensors: tensors["lm_head.weight"].mul_(-0.5))
+    logits = expected(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    assert (logits - expected(theirs)).abs().max() > 1
+    if kind == "bin":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        folder = convert(folder, tmp_path / "converted")
+        assert "lm_head.weight" in load_file(folder / "model.safetensors")
+    ours = load_model(folder, dtype=torch.float32)
+    assert not ours.config.tie_word_embeddings and not read_config(folder).tie_word_embeddings
+    close(dense_logits(ours, TOKENS), logits)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_one_of_two_tied_weights_serves_as_both(tied, name):
+    theirs, folder = tied
+    save_model(theirs, folder / "model.safetensors", {"format": "pt"})
+    assert "lm_head.weight" in load_file(folder / "model.safetensors")  # alone: the first by name
+    if name != "lm_head.weight":
+        stored(theirs, folder, lambda tensors: tensors.pop("lm_head.weight"))
+    ours = load_model(folder, dtype=torch.float32)
+    assert ours.output.weight is ours.embedding.weight
+    close(dense_logits(ours, TOKENS), expected(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
+    stored(theirs, folder, lambda tensors: (tensors.pop("lm_head.weight"), tensors.pop("model.embed_tokens.weight")))
+    with pytest.raises(UserError, match="1 of 20 tensors are missing.*model.embed_tokens.weight"):
+        load_model(folder)
 
 
 def test_dtype(folder):

@@ -5,6 +5,7 @@ is comes from its config.json, never from its name.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from ..streams import like_this_thread
 from .config import config_from_hf
 from .files import Fields, about, read_json, read_optional_json
 from .folders import SINGLE_FILES, find_weights
-from .places import SCALE, is_derived, places, put, scale_of, separate
+from .places import EMBEDDING, OUTPUT, SCALE, is_derived, places, put, scale_of, separate, usual_name
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
@@ -40,7 +41,20 @@ def read_config(folder: Path, max_seq_len: int | None = None, weights: str | Non
     path = Path(folder) / "config.json"
     hf = read_json(path)
     with about(path):
-        return config_from_hf(hf).within(max_seq_len).quantized(weights)
+        config = config_from_hf(hf).within(max_seq_len).quantized(weights)
+    if config.tie_word_embeddings and output_is_embedding(find_weights(Path(folder))) is False:
+        return replace(config, tie_word_embeddings=False)  # as transformers: what is stored counts
+    return config
+
+
+def output_is_embedding(files: list[Path]) -> bool | None:
+    """Whether the two weights are the same, where files have both. None: they have not."""
+    found = [tensor for path in files for name, tensor in open_tensors(path).items()
+             if usual_name(name) in (EMBEDDING, OUTPUT)]
+    if len(found) != 2:
+        return None
+    same_kind = found[0].dtype == found[1].dtype and found[0].shape == found[1].shape
+    return same_kind and torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in found))
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -152,11 +166,11 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     parts = places(local)
     if dtype is not None or config.dtype is not None:
         dtype = parse_dtype(dtype or config.dtype)
-    missing = dict.fromkeys(table)
+    missing, stored = dict.fromkeys(table), [name for path in files for name in open_tensors(path)]
     for path in files:
         work = []
         tensors = [separate(name, tensor, table, config.float8) for name, tensor in open_tensors(path).items()
-                   if not is_derived(name, config)]
+                   if not is_derived(name, config, stored)]
         for name, tensor in (one for parts in tensors for one in parts.items()):
             place = table.get(name)
             if place is None:

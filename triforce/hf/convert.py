@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import UserError
-from .checkpoint import open_tensors, parse_dtype
+from .checkpoint import open_tensors, output_is_embedding, parse_dtype
 from .download import TEXTS
 from .files import read_json
 from .folders import find_weights
+from .places import OUTPUT
 
 MAX_SHARD_BYTES = 4_000_000_000
 
@@ -57,7 +58,8 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None, dtype
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        names = write_shards(files, work, dtype, bool(config.get("tie_word_embeddings")), max_shard_bytes)
+        tied = config.get("tie_word_embeddings") is True and output_is_embedding(files)
+        names = write_shards(files, work, dtype, tied, max_shard_bytes)
         if folder.resolve() != source.resolve():
             for path in source.iterdir():
                 if path.is_file() and TEXTS.fullmatch(path.name) and not path.name.endswith(".index.json"):
@@ -93,7 +95,7 @@ def write_shards(files: list[Path], work: Path, dtype: torch.dtype | None, tied:
     for path in files:
         for name, tensor in open_tensors(path).items():
             # Tied weights are stored once, and RoPE's buffers, which old checkpoints have, would not survive rounding.
-            if ".rotary_emb." in name or (tied and name == "lm_head.weight"):
+            if ".rotary_emb." in name or (tied and name == OUTPUT):
                 continue
             target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             num_bytes = tensor.numel() * target.itemsize
