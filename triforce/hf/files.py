@@ -77,6 +77,18 @@ def about(path: Path):
         raise UserError(f"{path}: {error}") from None
 
 
+@contextmanager
+def guarded(what: str):
+    """Whatever fails within fails by a stranger's files. A panic of the tokenizers library is a BaseException."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{what} ({reason[:200]}); download the checkpoint again") from None
+
+
 def shown(value) -> str:
     """A stranger's value in a message: escaped and short."""
     return reprlib.repr(value)
