@@ -6,7 +6,9 @@ goes through the engine.
 
 import dataclasses
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from triforce.hf import folders
 from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config
 from triforce.hf.config import config_from_hf
 from triforce.hf.convert import convert
+from triforce.hf.files import LFS
 from triforce.hf.fingerprint import model_fingerprint
 from triforce.hf.folders import resolve
 from triforce.hf.places import places
@@ -321,6 +324,35 @@ def empty_index(folder):
     (folder / "model.safetensors.index.json").write_text("{}")
 
 
+def index_of(file):
+    def fault(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    return fault
+
+
+def pointer(name):
+    def fault(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(LFS + b"v1\noid sha256:0\nsize 9\n")
+    return fault
+
+
+def pipe(name):
+    def fault(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    return fault
+
+
+def in_bin(content):
+    def fault(folder):
+        (folder / "model.safetensors").unlink()
+        torch.save(content, folder / "pytorch_model.bin")
+    return fault
+
+
 @pytest.mark.parametrize("fault, message", [
     (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
@@ -339,6 +371,14 @@ def empty_index(folder):
     (code_in_bin, "pytorch_model.bin holds more than tensors"),
     (lose_a_shard, "index.json places tensor .* in model-00002-of-00003.safetensors, which is absent"),
     (empty_index, "has no weight_map"),
+    *((index_of(file), "places tensor 'a' in .*, which names no file of this folder")
+      for file in (3, None, ["x"], "/etc/passwd", "../model.safetensors", "a/../../b.safetensors")),
+    (index_of("nul\0.safetensors"), "which is absent"),
+    *((pointer(name), f"{name} is a pointer of Git LFS") for name in ("model.safetensors", "pytorch_model.bin")),
+    *((pipe(name), f"{name} is no regular file") for name in ("model.safetensors", "pytorch_model.bin", "config.json")),
+    *((in_bin(content), "pytorch_model.bin holds more than tensors, or is damaged") for content in (
+        torch.zeros(2), [torch.zeros(2)], {"a": 1}, {3: torch.zeros(2)}, {"a": torch.eye(2).to_sparse()},
+        {"model.norm.weight": torch.zeros(1).expand(64)})),
 ])
 def test_faults(folder, fault, message):
     fault(folder)
@@ -381,6 +421,24 @@ def test_resolve(folder, tmp_path, monkeypatch):
     assert resolve("owner/name") == cached / "snapshots" / "abc"
     shutil.copytree(folder, tmp_path / "checkpoints" / "owner" / "name")
     assert resolve("owner/name").resolve() == tmp_path / "checkpoints" / "owner" / "name"
+
+
+def test_a_download_that_was_not_finished_is_none(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(folder, tmp_path / "checkpoints/owner/name")
+    assert resolve("owner/name").resolve() == tmp_path / "checkpoints/owner/name"
+    (tmp_path / "checkpoints/owner/name" / folders.UNFINISHED).write_text("owner/name\n")
+    for name in ("owner/name", "checkpoints/owner/name", tmp_path / "checkpoints/owner/name"):
+        with pytest.raises(UserError, match="was not finished; run it again: triforce download --repo-id owner/name"):
+            resolve(name)
+
+
+@pytest.mark.parametrize("checkpoint", ["x" * 5000, "~no such user/x", "a\0b", Path("y" * 300)])
+def test_names_that_no_folder_has(checkpoint):
+    with pytest.raises(UserError) as caught:
+        resolve(checkpoint)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("spelling", ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16])

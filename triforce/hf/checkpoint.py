@@ -18,7 +18,7 @@ from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config
 from ..streams import like_this_thread
 from .config import config_from_hf
-from .files import Fields, about, read_json, read_optional_json
+from .files import Fields, about, check_file, guarded, read_json, read_optional_json, shown
 from .folders import SINGLE_FILES, find_weights
 from .places import EMBEDDING, OUTPUT, SCALE, is_derived, places, put, scale_of, separate, usual_name
 from .tokenizer import Tokenizer
@@ -99,25 +99,27 @@ def ignored_defaults(folder: str | Path) -> dict:
 def open_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one weight file by name, mapped from the file: its bytes are read as they are used, and dropping
     the tensors unmaps them."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt", device="cpu") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        else:
+    check_file(path)
+    with guarded(f"{path} holds more than tensors, or is damaged"):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    return {name: file.get_tensor(name) for name in file.keys()}
             try:
                 tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError as error:  # the format of torch before 1.6 cannot be mapped
                 if "mmap" not in str(error):
                     raise
                 tensors = torch.load(path, map_location="cpu", weights_only=True)
-            tensors = tensors.get("state_dict", tensors)
-    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} is truncated or damaged ({reason}); download it again") from None
-    except Exception as error:  # pickle.UnpicklingError and kin: something else than tensors
-        raise UserError(f"{path} holds more than tensors, or is damaged ({type(error).__name__}); "
-                        "get this checkpoint as safetensors") from None
-    return tensors
+        except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"{path} is truncated or damaged ({reason}); download it again") from None
+        tensors = tensors.get("state_dict", tensors)
+        for name, tensor in tensors.items():  # one of fewer bytes than it says repeats them, without end
+            plain = isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
+            if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+                raise TypeError(f"{shown(name)} is no plain tensor")
+        return tensors
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -14,6 +14,8 @@ from ..errors import UserError
 LFS = b"version https://git-lfs.github.com/spec/"  # begins what Git LFS leaves in place of a file
 MAX_TEXT = 2**28  # bytes of JSON or of a template; the largest published tokenizer.json has some 2**25
 REQUIRED = object()
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 200
 
 
 def check_file(path: Path, largest: float = math.inf) -> None:
@@ -91,7 +93,7 @@ def guarded(what: str):
 
 def shown(value) -> str:
     """A stranger's value in a message: escaped and short."""
-    return reprlib.repr(value)
+    return SHORT.repr(value)
 
 
 class Fields:
