@@ -357,7 +357,7 @@ def in_bin(content):
     (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
     (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
-    (lambda folder: (folder / "config.json").write_text("{}"), r"config.json: architecture of no name"),
+    (lambda folder: (folder / "config.json").write_text("{}"), r"config.json: architecture 'of no name'"),
     (lambda folder: edit(folder, hidden_size="64"), "hidden_size is '64', and must be a whole number"),
     (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor pytorch_model.bin"),
     (replace("model.layers.1.mlp.up_proj.weight", None), "1 of 21 tensors are missing.*layers.1.mlp.up_proj.weight"),

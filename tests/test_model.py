@@ -122,12 +122,12 @@ def test_two_spellings_of_a_scaling_are_one(fields):
     ({"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 2.0}}, "rope_scaling says .*factor=4.0.*, and "
      "rope_parameters says .*factor=2.0"),
     ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "'yarn'.*'linear'"),
-    ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_type says yarn, and type says linear"),
+    ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_type says 'yarn', and type says 'linear'"),
     ({"rope_theta": 1e6, "rope_parameters": DEFAULT}, "says 1000000.0, and rope_theta in rope_parameters says 500.0"),
     ({"rope_scaling": YARN, "original_max_position_embeddings": 64}, "in the scaling says 256, .* beside it says 64"),
-    ({"dtype": "float32", "torch_dtype": "float16"}, "dtype says float32, and torch_dtype says float16"),
+    ({"dtype": "float32", "torch_dtype": "float16"}, "dtype says 'float32', and torch_dtype says 'float16'"),
     ({"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}}, "says 1.0, .* says 0.5"),
-    ({"model_type": "qwen2"}, "architectures says LlamaForCausalLM, and model_type qwen2 says Qwen2ForCausalLM")])
+    ({"model_type": "qwen2"}, "architectures says 'LlamaForCausalLM', and model_type qwen2 says 'Qwen2ForCausalLM'")])
 def test_two_values_of_a_fact_are_refused(fields, words):
     if "original_max_position_embeddings" in fields:
         fields = {**fields, "max_position_embeddings": 1024}
@@ -168,8 +168,8 @@ def test_values_of_the_wrong_kind_or_range(fields, words):
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"quantization_config": {"bits": 4}}, "quantization_config has quant_method None, which is not"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
-    ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
-    ({"architectures": ["Glm4ForCausalLM"]}, "architecture Glm4ForCausalLM is not supported"),  # norms of its own
+    ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
+    ({"architectures": ["Glm4ForCausalLM"]}, "architecture 'Glm4ForCausalLM' is not supported"),  # norms of its own
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
     ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts 128 is not supported"),  # says why

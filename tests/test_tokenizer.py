@@ -241,7 +241,7 @@ def test_the_template_for_tools_is_chosen_as_in_transformers(folders, tmp_path, 
         if layout == "files, no default" and tools is None:
             with pytest.raises(ValueError, match="no default"):
                 theirs.apply_chat_template(messages)
-            with pytest.raises(UserError, match="has no chat template but tool_use; give one"):
+            with pytest.raises(UserError, match="has no chat template but 'tool_use'; give one"):
                 ours.apply_chat_template(messages)
             continue
         expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)

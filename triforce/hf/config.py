@@ -38,7 +38,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         fields, architecture = _from_chatglm(fields), "GlmForCausalLM"
     if architecture not in ARCHITECTURES.values():
         known = ", ".join((*ARCHITECTURES.values(), *CHATGLM))
-        raise UserError(f"architecture {architecture[:99]} is not supported; supported are {known}")
+        raise UserError(f"architecture {shown(architecture)} is not supported; supported are {known}")
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         raise UserError(f"hidden_act {shown(hf['hidden_act'])} is not supported; supported is 'silu'")
     glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
@@ -80,7 +80,8 @@ def agreed(spellings: dict):
     given = [(name, value) for name, value in spellings.items() if value is not None]
     for name, value in given[1:]:
         if value != given[0][1]:
-            raise UserError(f"{given[0][0]} says {given[0][1]}, and {name} says {value}; remove the one that is wrong")
+            raise UserError(f"{given[0][0]} says {shown(given[0][1])}, and {name} says {shown(value)}; remove the one "
+                            "that is wrong")
     return given[0][1] if given else None
 
 

@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict:
     try:
         content = json.loads(text, object_pairs_hook=_one_value_a_key)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}); download it again") from None
+        raise UserError(f"{path} cannot be read ({one_line(error)}); download it again") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no JSON object; download it again")
     return content
@@ -87,8 +87,13 @@ def guarded(what: str):
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{what} ({reason[:200]}); download the checkpoint again") from None
+        raise UserError(f"{what} ({one_line(error)}); download the checkpoint again") from None
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line: short, and with what is not printable escaped."""
+    text = (str(error).strip() or type(error).__name__)[:200]
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def shown(value) -> str:

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ..errors import UserError
-from .files import Fields, guarded, read_optional_json, read_text
+from .files import Fields, guarded, one_line, read_optional_json, read_text, shown
 from .vocabulary import build_backend
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -133,7 +133,8 @@ class Tokenizer:
         variables = {"tools": None, "documents": None, **(variables or {})}
         source = self.chat_template(variables["tools"]) if template is None else template
         if source is None:
-            but = f"but {', '.join(self.chat_templates())}" if self.chat_templates() else "(a base model?)"
+            others = ", ".join(map(shown, self.chat_templates()))
+            but = f"but {others}" if others else "(a base model?)"
             raise UserError(f"{self.folder} has no chat template {but}; give one (chat_template, or --chat-template "
                             "FILE), or a plain prompt")
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -141,7 +142,7 @@ class Tokenizer:
             text = chat_environment().from_string(source).render({
                 "messages": messages, "add_generation_prompt": True, **self.special_tokens, **variables})
         except Exception as error:  # a template is a program of others: it may divide by zero, or recurse
-            raise UserError(f"the chat template rejects the messages: {str(error) or type(error).__name__}") from None
+            raise UserError(f"the chat template rejects the messages: {one_line(error)}") from None
         return self.encode(text, bos=False)  # a template spells its own bos
 
     def chat_template(self, tools=None) -> str | None:
@@ -158,9 +159,9 @@ class Tokenizer:
         for path in () if found else (self.folder / "chat_template.json", self.folder / "tokenizer_config.json"):
             template = read_optional_json(path).get("chat_template")
             if isinstance(template, list):  # of objects, each with its name
-                template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+                template = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
             found = template if isinstance(template, dict) else {"default": template} if template else {}
-            if not all(isinstance(text, str) for pair in found.items() for text in pair):
+            if not all(isinstance(text, str) for text in found.values()):
                 raise UserError(f"{path} has a chat_template that is no text; download it again")
             if found:
                 break
