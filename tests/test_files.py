@@ -6,7 +6,7 @@ import pytest
 
 from triforce.errors import UserError
 from triforce.hf.checkpoint import generation_defaults, ignored_defaults
-from triforce.hf.files import LFS, Fields, read_json
+from triforce.hf.files import FLAG, LFS, TEXT, Fields, number, read_json, several, whole
 
 
 @pytest.mark.parametrize("text, words", [
@@ -39,25 +39,27 @@ def test_what_is_no_file_is_never_waited_for(tmp_path):
         read_json(tmp_path / "bytes")
 
 
-@pytest.mark.parametrize("read, wrong", [
-    (lambda fields: fields.whole("x", 1, 9), (0, 10, 1.5, "5", True, [], float("nan"), float("inf"), 10**400)),
-    (lambda fields: fields.number("x", 0.5, 9), (0, 10, "5", True, {}, float("nan"), float("-inf"), -10**400)),
-    (lambda fields: fields.flag("x"), (2, "true", [])), (lambda fields: fields.text("x"), (1, ["a"], True)),
-    (lambda fields: fields.numbers("x", 1, 9), ("ab", [1, "2"], {}, [0], [float("nan")])),
-    (lambda fields: fields.texts("x"), ("ab", [1], {})), (lambda fields: fields.part("x"), ([], "a", 1))])
-def test_kinds_and_ranges(read, wrong):
+@pytest.mark.parametrize("kind, wrong", [
+    (whole(1, 9), (0, 10, 1.5, "5", True, [], float("nan"), float("inf"), 10**400)),
+    (number(0.5, 9), (0, 10, "5", True, {}, float("nan"), float("-inf"), -10**400)),
+    (FLAG, (2, "true", [])), (TEXT, (1, ["a"], True)), (several(TEXT), ("ab", [1], {})),
+    (several(number(1, 9)), ("ab", [1, "2"], {}, [0], [float("nan")]))])
+def test_kinds_and_ranges(kind, wrong):
     for value in wrong:
         with pytest.raises(UserError, match="x is .*, and must be"):
-            read(Fields({"x": value}))
+            Fields({"x": value}).get("x", kind)
+    with pytest.raises(UserError, match="x is missing, and must be"):
+        Fields({"x": None}).get("x", kind)
+    assert Fields({"x": None}).get("x", kind, 7) == Fields({}).get("x", kind, 7) == 7
 
 
-def test_absent_values():
-    fields = Fields({"x": None})
-    assert fields.whole("x", 1, 9, 0) == 0 and fields.number("y", 1, 9, None) is None and fields.flag("x", True)
-    assert fields.text("x", "a") == "a" and fields.texts("x") == [] and fields.part("x").values == {}
-    for read in (fields.whole, fields.number):
-        with pytest.raises(UserError, match="x is missing"):
-            read("x", 1, 9)
+def test_values_and_what_they_are_read_as():
+    fields = Fields({"a": 2.0, "b": 2, "c": 1, "d": [1, 2.5], "e": {"a": 3}})
+    assert repr(fields.get("a", whole(1, 9))) == "2" and repr(fields.get("b", number(1, 9))) == "2.0"
+    assert fields.get("c", FLAG) is True and fields.get("d", several(number(1, 9))) == (1.0, 2.5)
+    assert fields.part("e").get("a", whole(1, 9)) == 3 and fields.part("x").values == {}
+    with pytest.raises(UserError, match="a is 2.0, and must be an object"):
+        fields.part("a")
 
 
 @pytest.mark.parametrize("text, found", [

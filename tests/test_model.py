@@ -154,7 +154,8 @@ def test_two_spellings_of_a_dtype():
         "factor": (0, -1, math.nan, "4"), "original_max_position_embeddings": (0, 10**12), "beta_fast": (0.5,),
         "beta_slow": (0,), "attention_factor": (0, math.inf), "mscale": ("1",), "rope_type": (1,), "truncate": (3,),
         "rope_theta": (math.nan,)}.items() for value in values),
-    ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"), ({"hidden_size": None}, "hidden_size is missing"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+    ({"hidden_size": None}, "hidden_size is missing, and must be a whole number"),
     ({"num_key_value_heads": 3}, "no multiple of"), ({"head_dim": 15}, "must be even"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}}, "above low_freq_factor"),
     ({"rope_parameters": {"full_attention": DEFAULT}}, "full_attention .* is not supported")])

@@ -18,13 +18,27 @@ from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config
 from ..streams import like_this_thread
 from .config import config_from_hf
-from .files import Fields, about, check_file, guarded, read_json, read_optional_json, shown
+from .files import (
+    FLAG,
+    Fields,
+    about,
+    check_file,
+    guarded,
+    number,
+    read_json,
+    read_optional_json,
+    several,
+    shown,
+    whole,
+)
 from .folders import SINGLE_FILES, find_weights
 from .places import EMBEDDING, OUTPUT, SCALE, is_derived, places, put, scale_of, separate, usual_name
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SAMPLING = {"temperature": number(0, 100), "top_p": number(1e-6, 1), "top_k": whole(0, 2**31 - 1),
+            "min_p": number(0, 1 - 1e-6)}
 # Of generation_config.json, what would change the text, and values by which it does not.
 NOT_SUPPORTED = {"repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
                  "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (), "penalty_alpha": (0,),
@@ -60,14 +74,14 @@ def output_is_embedding(files: list[Path]) -> bool | None:
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Every id that ends a text: generation_config.json's, else config.json's, else the tokenizer's own."""
     folder = Path(folder)
-    for name in ("generation_config.json", "config.json"):
-        fields = Fields(read_optional_json(folder / name))
-        eos = fields.get("eos_token_id")
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        content = read_optional_json(path)
+        one_id = whole(0, 2**31)
+        with about(path):
+            kind = several(one_id) if isinstance(content.get("eos_token_id"), list) else one_id
+            eos = Fields(content).get("eos_token_id", kind, None)
         if eos is not None:
-            ids = eos if isinstance(eos, list) else [eos]
-            with about(folder / name):
-                fields.expect("eos_token_id", all(type(i) is int and 0 <= i < 2**31 for i in ids), "one id or several")
-            return tuple(ids)
+            return eos if isinstance(eos, tuple) else (eos,)
     eos = Tokenizer(folder).eos_id
     return () if eos is None else (eos,)
 
@@ -82,10 +96,8 @@ def generation_defaults(folder: str | Path) -> dict[str, float | int]:
     path = Path(folder) / "generation_config.json"
     fields = Fields(read_optional_json(path))
     with about(path):
-        found = {"temperature": fields.number("temperature", 0, 100, None),
-                 "top_p": fields.number("top_p", 1e-6, 1, None), "top_k": fields.whole("top_k", 0, 2**31 - 1, None),
-                 "min_p": fields.number("min_p", 0, 1 - 1e-6, None)}
-        sampled = fields.flag("do_sample", True)
+        found = {name: fields.get(name, kind, None) for name, kind in SAMPLING.items()}
+        sampled = fields.get("do_sample", FLAG, True)
     return {name: value for name, value in found.items() if sampled and value is not None}
 
 

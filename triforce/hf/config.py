@@ -6,7 +6,7 @@ from dataclasses import replace
 from ..errors import UserError
 from ..float8 import Float8
 from ..model import ModelConfig, RopeScaling
-from .files import Fields, shown
+from .files import FLAG, REQUIRED, TEXT, Fields, number, several, shown, whole
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
@@ -21,7 +21,8 @@ CHATGLM_KEYS = {"vocab_size": "padded_vocab_size", "num_hidden_layers": "num_lay
 LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts", "n_routed_experts",
            "kv_lora_rank", "q_lora_rank")
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
-LONGEST = 2**31  # positions
+WINDOW = whole(1, 2**31)  # positions
+TEXTS, POSITIVE = several(TEXT), number(1e-3, 1e6)
 
 
 def config_from_hf(hf: dict) -> ModelConfig:
@@ -39,37 +40,39 @@ def config_from_hf(hf: dict) -> ModelConfig:
     if architecture not in ARCHITECTURES.values():
         known = ", ".join((*ARCHITECTURES.values(), *CHATGLM))
         raise UserError(f"architecture {shown(architecture)} is not supported; supported are {known}")
-    if fields.text("hidden_act", "silu") not in ("silu", "swish"):
+    if fields.get("hidden_act", TEXT, "silu") not in ("silu", "swish"):
         raise UserError(f"hidden_act {shown(hf['hidden_act'])} is not supported; supported is 'silu'")
     glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
-    dim, n_head = fields.whole("hidden_size", 1, 2**17), fields.whole("num_attention_heads", 1, 2**12)
+    dim, n_head = fields.get("hidden_size", whole(1, 2**17)), fields.get("num_attention_heads", whole(1, 2**12))
     theta, rotary_factor, scaling = _rope(fields)
-    positions = fields.whole("max_position_embeddings", 1, LONGEST, 2048)
+    chunked = fields.part("dual_chunk_attention_config")
+    positions = fields.get("max_position_embeddings", WINDOW, 2048)
     if scaling.kind == "yarn":  # some configs give the window before stretching here, some the one after
         positions = max(positions, int(scaling.original_max_position_embeddings * scaling.factor))
     config = ModelConfig(
-        vocab_size=fields.whole("vocab_size", 1, 2**22),
+        vocab_size=fields.get("vocab_size", whole(1, 2**22)),
         dim=dim,
-        n_layer=fields.whole("num_hidden_layers", 1, 2**10),
+        n_layer=fields.get("num_hidden_layers", whole(1, 2**10)),
         n_head=n_head,
-        n_kv_head=fields.whole("num_key_value_heads", 1, n_head, n_head),
-        head_dim=fields.whole("head_dim", 2, 2**12, max(dim // n_head, 1)),
-        ffn_dim=fields.whole("intermediate_size", 1, 2**20),
-        norm_eps=fields.number("rms_norm_eps", 0, 1, 1e-6),
+        n_kv_head=fields.get("num_key_value_heads", whole(1, n_head), n_head),
+        head_dim=fields.get("head_dim", whole(2, 2**12), max(dim // n_head, 1)),
+        ffn_dim=fields.get("intermediate_size", whole(1, 2**20)),
+        norm_eps=fields.get("rms_norm_eps", number(0, 1), 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         rotary_factor=PARTIAL.get(architecture, 1.0) if rotary_factor is None else rotary_factor,
         rotary_interleaved=glm,
         max_position_embeddings=positions,
         sliding_window=_window(fields, architecture),
-        unchunked_window=_unchunked_window(fields),
+        unchunked_window=chunked.get("original_max_position_embeddings", WINDOW) if chunked.values else None,
         qk_norm=architecture == "Qwen3ForCausalLM",
-        qkv_bias=qwen2 or fields.flag("attention_bias", glm),
-        out_bias=not qwen2 and not glm and fields.flag("attention_bias"),
-        mlp_bias=fields.flag("mlp_bias"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=qwen2 or fields.get("attention_bias", FLAG, glm),
+        out_bias=not qwen2 and not glm and fields.get("attention_bias", FLAG, False),
+        mlp_bias=fields.get("mlp_bias", FLAG, False),
+        tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, False),
         architecture=architecture,
-        dtype=agreed({key: fields.text(key, "").removeprefix("torch.") or None for key in ("dtype", "torch_dtype")}),
+        dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
+                      for key in ("dtype", "torch_dtype")}),
     )
     _check_shapes(config)
     return _with_float8(config, fields)
@@ -88,17 +91,17 @@ def agreed(spellings: dict):
 def _refuse_lacking(fields: Fields) -> None:
     """Raises UserError for what the model lacks, by the key and value of config.json."""
     for key in LACKING:
-        if fields.get(key):
-            raise UserError(f"{key} {shown(fields.get(key))} is not supported; choose a dense model with plain "
+        if fields.values.get(key):
+            raise UserError(f"{key} {shown(fields.values[key])} is not supported; choose a dense model with plain "
                             "attention")
-    unknown = set(fields.texts("layer_types")) - {"full_attention", "sliding_attention"}
+    unknown = set(fields.get("layer_types", TEXTS, ())) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose a model whose layers all have "
                         "full or sliding attention")
 
 
 def _architecture(fields: Fields) -> str:
-    kind, named = fields.text("model_type"), fields.texts("architectures")
+    kind, named = fields.get("model_type", TEXT, None), fields.get("architectures", TEXTS, ())
     if not named:
         return ARCHITECTURES.get(kind, "of no name")
     if kind in ARCHITECTURES and named[0] in ARCHITECTURES.values():
@@ -110,30 +113,26 @@ def _from_chatglm(fields: Fields) -> Fields:
     """A config.json of GLM's own code, in the words of transformers."""
     fixed = {"rmsnorm": True, "post_layer_norm": True, "original_rope": True, "multi_query_attention": True,
              "add_bias_linear": False, "apply_residual_connection_post_layernorm": False, "interleaved_qkv": False}
-    unlike = [key for key, value in fixed.items() if fields.get(key, value) != value]
-    unlike += [key for key in ("pre_seq_len", "quantization_bit") if fields.get(key)]
+    hf = fields.values
+    unlike = [key for key, value in fixed.items() if hf.get(key, value) != value]
+    unlike += [key for key in ("pre_seq_len", "quantization_bit") if hf.get(key)]
     if unlike:
-        raise UserError(f"{unlike[0]} {shown(fields.get(unlike[0]))} is not supported; choose the checkpoint as it was "
+        raise UserError(f"{unlike[0]} {shown(hf[unlike[0]])} is not supported; choose the checkpoint as it was "
                         "published")
-    theirs = {ours: fields.get(key) for ours, key in CHATGLM_KEYS.items()}
-    return Fields({**fields.values, **theirs, "rope_theta": 10000.0 * fields.number("rope_ratio", 1e-3, 1e9, 1.0)})
+    theirs = {ours: hf.get(key) for ours, key in CHATGLM_KEYS.items()}
+    return Fields({**hf, **theirs, "rope_theta": 10000.0 * fields.get("rope_ratio", POSITIVE, 1.0)})
 
 
 def _window(fields: Fields, architecture: str) -> int | None:
     """The sliding window, where any layer has one."""
-    window, types = fields.whole("sliding_window", 0, LONGEST, None) or None, fields.texts("layer_types")
+    window, types = fields.get("sliding_window", whole(0, 2**31), 0) or None, fields.get("layer_types", TEXTS, ())
     qwen = architecture.startswith("Qwen")
-    if qwen and not fields.flag("use_sliding_window"):
+    if qwen and not fields.get("use_sliding_window", FLAG, False):
         return None
     if types and (qwen or architecture == "MinistralForCausalLM"):  # others give all layers one window
         return window if "sliding_attention" in types else None
-    full = fields.whole("max_window_layers", 0, LONGEST, 0)
-    return None if qwen and full >= fields.whole("num_hidden_layers", 1, LONGEST) else window
-
-
-def _unchunked_window(fields: Fields) -> int | None:
-    chunked = fields.part("dual_chunk_attention_config")
-    return chunked.whole("original_max_position_embeddings", 1, LONGEST) if chunked.values else None
+    full = fields.get("max_window_layers", whole(0, 2**31), 0)
+    return None if qwen and full >= fields.get("num_hidden_layers", WINDOW) else window
 
 
 def _rope(fields: Fields) -> tuple[float, float | None, RopeScaling]:
@@ -142,37 +141,36 @@ def _rope(fields: Fields) -> tuple[float, float | None, RopeScaling]:
     parts = {key: fields.part(key) for key in ("rope_scaling", "rope_parameters")}
     for part in parts.values():
         for name in ("full_attention", "sliding_attention", "llama_4_scaling_beta"):
-            if part.get(name):
-                raise UserError(f"{name} {shown(part.get(name))} is not supported; choose a model that rotates all "
+            if part.values.get(name):
+                raise UserError(f"{name} {shown(part.values[name])} is not supported; choose a model that rotates all "
                                 "layers alike, and scales no queries by their positions")
     places = {"config.json": fields, **parts}
-    theta = agreed({f"rope_theta in {key}": part.number("rope_theta", 2, 1e15, None) for key, part in places.items()})
-    share = agreed({f"partial_rotary_factor in {key}": part.number("partial_rotary_factor", 1e-3, 1, None)
-                    for key, part in places.items()})
+    theta, share = (agreed({f"{name} in {key}": part.get(name, kind, None) for key, part in places.items()})
+                    for name, kind in (("rope_theta", number(2, 1e15)), ("partial_rotary_factor", number(1e-3, 1))))
     scalings = {key: _scaling(part, fields) for key, part in parts.items()}
     scaling = agreed({key: scaling if scaling.kind != "default" else None for key, scaling in scalings.items()})
     return theta or 10000.0, share, scaling or RopeScaling()
 
 
 def _scaling(rope: Fields, fields: Fields) -> RopeScaling:
-    kinds = {key: rope.text(key) for key in ("rope_type", "type")}
+    kinds = {key: rope.get(key, TEXT, None) for key in ("rope_type", "type")}
     kind = agreed({key: None if kind == "default" else kind for key, kind in kinds.items()}) or "default"
-    if rope.get("short_factor"):  # older Phi-3 configs call it su, or yarn
+    if rope.values.get("short_factor"):  # older Phi-3 configs call it su, or yarn
         kind = "longrope"
     if kind not in KINDS:
         raise UserError(f"rope type {shown(kind)} is not supported; supported are {', '.join(KINDS)}")
     if kind == "default":
         return RopeScaling()
-    window = fields.whole("max_position_embeddings", 1, LONGEST, 2048)
-    inside, beside = (one.whole("original_max_position_embeddings", 1, LONGEST, None) for one in (rope, fields))
+    window = fields.get("max_position_embeddings", WINDOW, 2048)
+    inside, beside = (one.get("original_max_position_embeddings", WINDOW, None) for one in (rope, fields))
     if beside is not None and inside == window:  # transformers 5 fills it in, whatever stands beside the scaling
         inside = None
     original = agreed({"original_max_position_embeddings in the scaling": inside,
                        "original_max_position_embeddings beside it": beside}) or window
     by_windows = kind in ("yarn", "longrope")
-    factor = rope.number("factor", 1, 2**16, window / original) if by_windows else rope.number("factor", 1, 2**16)
-    low, high = rope.number("low_freq_factor", 1e-3, 1e3, 1.0), rope.number("high_freq_factor", 1e-3, 1e3, 4.0)
-    slow, fast = rope.number("beta_slow", 1e-3, 1e6, 1.0), rope.number("beta_fast", 1e-3, 1e6, 32.0)
+    factor = rope.get("factor", number(1, 2**16), window / original if by_windows else REQUIRED)
+    low, high = rope.get("low_freq_factor", POSITIVE, 1.0), rope.get("high_freq_factor", POSITIVE, 4.0)
+    slow, fast = rope.get("beta_slow", POSITIVE, 1.0), rope.get("beta_fast", POSITIVE, 32.0)
     rope.expect("high_freq_factor", high > low, f"above low_freq_factor, {low:g}")
     rope.expect("beta_fast", fast > slow, f"above beta_slow, {slow:g}")
     return RopeScaling(
@@ -184,14 +182,14 @@ def _scaling(rope: Fields, fields: Fields) -> RopeScaling:
         beta_fast=fast,
         beta_slow=slow,
         attention_factor=_attention_factor(rope, factor, original, kind) if by_windows else 1.0,
-        truncate=rope.flag("truncate", True),
-        short_factor=rope.numbers("short_factor", 1e-3, 1e6) if kind == "longrope" else (),
-        long_factor=rope.numbers("long_factor", 1e-3, 1e6) if kind == "longrope" else (),
+        truncate=rope.get("truncate", FLAG, True),
+        short_factor=rope.get("short_factor", several(POSITIVE)) if kind == "longrope" else (),
+        long_factor=rope.get("long_factor", several(POSITIVE)) if kind == "longrope" else (),
     )
 
 
 def _attention_factor(rope: Fields, factor: float, original: int, kind: str) -> float:
-    given = rope.number("attention_factor", 1e-3, 1e3, None)
+    given = rope.get("attention_factor", POSITIVE, None)
     if given is not None:
         return given
     if kind == "longrope":  # arXiv 2402.13753, as Phi-3 has it
@@ -201,7 +199,7 @@ def _attention_factor(rope: Fields, factor: float, original: int, kind: str) -> 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    m, m_all = rope.number("mscale", 0, 1e3, None), rope.number("mscale_all_dim", 0, 1e3, None)
+    m, m_all = rope.get("mscale", number(0, 1e3), None), rope.get("mscale_all_dim", number(0, 1e3), None)
     return mscale(m) / mscale(m_all) if m and m_all else mscale(1.0)
 
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ..errors import UserError
-from .files import Fields, guarded, one_line, read_optional_json, read_text, shown
+from .files import Fields, guarded, one_line, read_optional_json, read_text, shown, whole
 from .vocabulary import build_backend
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -180,7 +180,7 @@ class Tokenizer:
         return None
 
     def _usable(self) -> dict[int, str]:
-        limit = Fields(read_optional_json(self.folder / "config.json")).whole("vocab_size", 0, 2**32, 0)
+        limit = Fields(read_optional_json(self.folder / "config.json")).get("vocab_size", whole(0, 2**32), 0)
         limit = limit or self.vocab_size
         return {i: token for i, token in self.token_of.items() if i < limit}
 
