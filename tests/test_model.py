@@ -73,6 +73,7 @@ def test_the_names_of_longrope():
             ({"original_max_position_embeddings": 64}, {"type": "su"}),
             ({"original_max_position_embeddings": 64}, {"type": "yarn"}),
             ({"original_max_position_embeddings": 64}, {"rope_type": "longrope"}),
+            ({"original_max_position_embeddings": 64}, {"type": "su", "original_max_position_embeddings": 256}),
             ({}, {"rope_type": "longrope", "original_max_position_embeddings": 64}))]
     assert len(set(configs)) == 1
     scaling = configs[0].rope_scaling

@@ -68,7 +68,7 @@ def output_is_embedding(files: list[Path]) -> bool | None:
     if len(found) != 2:
         return None
     same_kind = found[0].dtype == found[1].dtype and found[0].shape == found[1].shape
-    return same_kind and torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in found))
+    return same_kind and torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in found))
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
