@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from families import build, config_json, save
 from hub import Hub
+from huggingface_hub import HfApi
 
 from triforce.errors import UserError
 from triforce.hf import checkpoint, download
@@ -125,6 +126,17 @@ def test_a_download_is_complete_when_it_was_finished(hub, tmp_path, monkeypatch)
     hub.refused.clear()
     download.download("owner/both", endpoint=hub.url)
     assert resolve("owner/both").name == "both" and (resolve("owner/both") / "tokenizer_config.json").exists()
+
+
+def test_a_cache_that_knows_of_a_file_that_did_not_come_is_no_checkpoint(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub.repositories["owner/name"] = {**FILES, "tokenizer.json": b"{}", "README.md": b"x"}
+    cached = Path(HfApi(endpoint=hub.url).snapshot_download("owner/name", ignore_patterns="README.md"))
+    assert resolve("owner/name") == cached  # what is not read need not be there
+    (cached / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="download it: triforce download --repo-id owner/name"):
+        resolve("owner/name")
 
 
 @pytest.mark.parametrize("came", [{}, {"config.json": b"{}"}, {"config.json": b"{}", "model.safetensors": b"half"}])

@@ -127,7 +127,7 @@ def explain(error: Exception, repo_id: str, revision: str | None, folder: Path) 
         return UserError(f"the disk of {folder} is full; make room and {AGAIN}")
     if numbers & {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}:
         return UserError(f"cannot write to {folder} ({error}); choose another folder with --out-dir")
-    reason = re.sub(r"hf_\w+|Bearer \S+", "...", (str(error).strip() or type(error).__name__).splitlines()[0])
+    reason = re.sub(r"Bearer .*|hf_\w+", "...", (str(error).strip() or type(error).__name__).splitlines()[0])
     if status is not None:
         return UserError(f"the hub answers {status} for {repo_id} ({reason}); try again later")
     return UserError(f"cannot reach the hub for {repo_id} ({reason}); check the network, then {AGAIN}")
