@@ -55,7 +55,7 @@ def mutated(rng, content, more=()):
 
 def survives(attempt) -> bool:
     """Whether it is done; a refusal is one line."""
-    begun, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         attempt()
         done = True
@@ -63,7 +63,7 @@ def survives(attempt) -> bool:
         assert "\n" not in str(error) and "\x1b" not in str(error) and len(str(error)) < 2000
         str(error).encode()
         done = False
-    assert time.perf_counter() - begun < 2
+    assert time.process_time() - begun < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     return done
 

@@ -39,14 +39,12 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SAMPLING = {"temperature": number(0, 100), "top_p": number(1e-6, 1), "top_k": whole(0, 2**31 - 1),
             "min_p": number(0, 1 - 1e-6)}
-# Of generation_config.json, what would change the text, and values by which it does not.
-NOT_SUPPORTED = {"repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
-                 "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (), "penalty_alpha": (0,),
-                 "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "length_penalty": (1,),
-                 "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": ([],), "suppress_tokens": ([],),
-                 "begin_suppress_tokens": ([],), "sequence_bias": ({}, []), "guidance_scale": (1,),
-                 "forced_bos_token_id": (), "forced_eos_token_id": (), "exponential_decay_length_penalty": (),
-                 "watermarking_config": ({},)}
+# Of generation_config.json, what would change the text, and the value by which it does not.
+NOT_SUPPORTED = {"repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "typical_p": 1,
+                 "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None, "penalty_alpha": 0, "num_beams": 1,
+                 "num_beam_groups": 1, "min_length": 0, "min_new_tokens": 0, "bad_words_ids": [],
+                 "suppress_tokens": [], "begin_suppress_tokens": [], "sequence_bias": {}, "guidance_scale": 1,
+                 "forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None}
 
 
 def read_config(folder: Path, max_seq_len: int | None = None, weights: str | None = None) -> ModelConfig:
@@ -105,7 +103,7 @@ def ignored_defaults(folder: str | Path) -> dict:
     """What generation_config.json sets of a distribution or a search that this library does not have."""
     found = read_optional_json(Path(folder) / "generation_config.json")
     return {name: found[name] for name, neutral in NOT_SUPPORTED.items()
-            if name in found and found[name] not in (None, *neutral)}
+            if found.get(name) not in (None, neutral)}
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
@@ -180,7 +178,8 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     parts = places(local)
     if dtype is not None or config.dtype is not None:
         dtype = parse_dtype(dtype or config.dtype)
-    missing, stored = dict.fromkeys(table), [name for path in files for name in open_tensors(path)]
+    missing = dict.fromkeys(table)
+    stored = [name for path in files for name in open_tensors(path)] if config.tie_word_embeddings else []
     for path in files:
         work = []
         tensors = [separate(name, tensor, table, config.float8) for name, tensor in open_tensors(path).items()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ..errors import UserError
 from ..float8 import Float8
 from ..model import ModelConfig, RopeScaling
-from .files import FLAG, REQUIRED, TEXT, Fields, number, several, shown, whole
+from .files import FLAG, REQUIRED, TEXT, Fields, guarded, number, several, shown, whole
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
@@ -225,9 +225,5 @@ def _with_float8(config: ModelConfig, fields: Fields) -> ModelConfig:
     given = fields.part("quantization_config").values
     if not given:
         return config
-    try:
+    with guarded("quantization_config has a field of the wrong kind"):
         return replace(config, float8=Float8.from_hf(given, config.n_layer, config.tie_word_embeddings))
-    except UserError:
-        raise
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
-        raise UserError(f"quantization_config has a field of the wrong kind ({error}); download it again") from None
