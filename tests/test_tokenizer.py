@@ -291,6 +291,21 @@ def test_tokenizer_faults(folders, tmp_path):
         triforce.hf.tokenizer.Tokenizer(folders["Qwen"]).encode("a\ud800")
 
 
+@pytest.mark.parametrize("part, value, words", [
+    ("model", {"continuing_subword_prefix": "a prefix longer than any token"}, "cannot be read"),
+    ("post_processor", {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+                        "pair": [], "special_tokens": {}}, "fails on the text")])
+def test_a_panic_of_the_library_is_one_line(folders, tmp_path, part, value, words):
+    """It is a BaseException, and no Exception."""
+    folder = shutil.copytree(folders["Mistral's tokenizer.json"], tmp_path / "broken")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content[part] = {**content[part], **value} if part == "model" else value
+    write_json(folder / "tokenizer.json", content)
+    with pytest.raises(UserError, match=words) as caught:
+        triforce.hf.tokenizer.Tokenizer(folder).encode("hello")
+    assert "\n" not in str(caught.value)
+
+
 def test_other_threads_run_while_a_book_is_encoded():
     """As reading weights and the warm-up do, in the command line."""
     tokenizer, began, ended = triforce.hf.tokenizer.Tokenizer(TINY / "target"), threading.Event(), threading.Event()
