@@ -369,11 +369,11 @@ def in_bin(content):
     (truncate, "model.safetensors is truncated or damaged"),
     (truncate_bin, "pytorch_model.bin is truncated or damaged"),
     (code_in_bin, "pytorch_model.bin holds more than tensors"),
-    (lose_a_shard, "index.json places tensor .* in model-00002-of-00003.safetensors, which is absent"),
+    (lose_a_shard, "index.json places tensor .* in 'model-00002-of-00003.safetensors', which is no file of this folder"),
     (empty_index, "has no weight_map"),
-    *((index_of(file), "places tensor 'a' in .*, which names no file of this folder")
-      for file in (3, None, ["x"], "/etc/passwd", "../model.safetensors", "a/../../b.safetensors")),
-    (index_of("nul\0.safetensors"), "which is absent"),
+    *((index_of(file), "places tensor 'a' in .*, which is no file of this folder")
+      for file in (3, None, ["x"], "/etc/passwd", "../checkpoint/config.json", "a/../../b.safetensors")),
+    (index_of("nul\0.safetensors"), "which is no file of this folder"),
     *((pointer(name), f"{name} is a pointer of Git LFS") for name in ("model.safetensors", "pytorch_model.bin")),
     *((pipe(name), f"{name} is no regular file") for name in ("model.safetensors", "pytorch_model.bin", "config.json")),
     *((in_bin(content), "pytorch_model.bin holds more than tensors, or is damaged") for content in (

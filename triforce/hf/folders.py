@@ -13,7 +13,7 @@ TINY = Path(__file__).parents[1] / "tiny"  # the embedded pair: target/ and draf
 REPO_ID = re.compile(r"(?a:[A-Za-z0-9][\w.-]{0,95}/\w[\w.-]{0,95})")
 UNFINISHED = ".unfinished-download"  # is in a folder until its download has ended
 LOADED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-          "*.jinja", "model.safetensors*", "model-*.safetensors")  # files, as patterns; a cache may lack .bin
+          "*.jinja")  # files beside the weights, as patterns
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # each has a sharded twin, named by NAME.index.json
 
 
@@ -88,7 +88,7 @@ def find_weights(folder: Path) -> list[Path]:
     """The weight files of a folder, safetensors before .bin; empty if it has none.
 
     Raises:
-        UserError: an index names a file that is absent.
+        UserError: an index names a file that is absent, or outside of the folder.
     """
     for name in SINGLE_FILES:
         if (folder / name).exists():
@@ -99,11 +99,9 @@ def find_weights(folder: Path) -> list[Path]:
             if not isinstance(weight_map, dict) or not weight_map:
                 raise UserError(f"{index} has no weight_map; download it again")
             for tensor, file in weight_map.items():
-                if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
-                    raise UserError(f"{index} places tensor {shown(tensor)} in {shown(file)}, which names no file of "
-                                    "this folder; download it again")
-                if not (folder / file).is_file():
-                    raise UserError(f"{index} places tensor {shown(tensor)} in {file}, which is absent; download it "
-                                    "again")
+                inside = isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
+                if not (inside and (folder / file).is_file()):
+                    raise UserError(f"{index} places tensor {shown(tensor)} in {shown(file)}, which is no file of this "
+                                    "folder; download it again")
             return [folder / file for file in sorted(set(weight_map.values()))]
     return []
