@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import memory, prefix_file
+from . import finite, memory, prefix_file
 from .caches import Caches
 from .chat import Chat
 from .config import (
@@ -36,6 +36,7 @@ from .config import (
     whole,
 )
 from .errors import TooLong, UserError
+from .finite import NotFinite
 from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
@@ -326,6 +327,15 @@ class Engine:
             found = torch.cat([self.target.output(one).float() for one in hidden])
         return self.compute_stream.hand_out(found)
 
+    def explain_not_finite(self, tokens: list[int]) -> UserError:
+        """What to tell of logits that are not finite after these tokens: which part of the model, and which position,
+        they come from. Takes a prefill, slowly, and the room of one. Every rank calls this."""
+        self.release()
+        with self._computing():
+            cache = self.caches.allocate(-(-len(tokens) // self.settings.flush_interval) * self.settings.flush_interval)
+            found = finite.origin(self.target, cache, tokens, self.settings.prefill_chunk_size)
+        return finite.explain(self.target, found, len(tokens))
+
     @contextlib.contextmanager
     def working(self):
         """Within, this thread of the program computes on this engine, and no other does."""
@@ -433,11 +443,13 @@ class Engine:
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
             session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs,
                               group.dropped)
-            where = None
+            where = tokens = None
             sessions.append(session)
             try:
                 for row, piece in self._decode(session, group):
                     yield first + row, piece
+            except NotFinite as error:
+                tokens = error.tokens
             except (RuntimeError, MemoryError) as error:
                 if not memory.ran_out(error):
                     raise
@@ -449,7 +461,9 @@ class Engine:
                         session.close()
                         if self._serving is session:
                             self.caches.rest()
-            if where is not None:  # here, where no traceback holds on to the buffers any more
+            if tokens is not None:  # here, where no traceback holds on to the buffers any more
+                raise self.explain_not_finite(tokens)
+            if where is not None:
                 self.release()
                 offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
                 scattered = "" if where == "the host" else memory.remedy_of_scatter()
