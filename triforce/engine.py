@@ -37,6 +37,7 @@ from .config import (
 )
 from .errors import TooLong, UserError
 from .finite import NotFinite
+from .free_memory import check_answers
 from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
@@ -411,6 +412,7 @@ class Engine:
             check_prefix(prefix, self, chat_template)
             if keep is not None:
                 raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
+        check_answers(len(prompts) * count, max_new_tokens)
         room, ids, lengths = self.room(max_new_tokens), [], []
         for index, prompt in enumerate(prompts):
             try:

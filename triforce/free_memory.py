@@ -4,6 +4,9 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from .errors import UserError
+
+ANSWER, TOKEN = 4096, 128  # bytes of an answer and its statistics, and of each token and its text
 # Of a control group, by version: where groups are mounted, the names of limits and of what is used, and the prefix of
 # counts in memory.stat that cover the groups below. Above memory.high Linux slows a group down until it hardly moves.
 VERSIONS = {"": ("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ""),
@@ -16,6 +19,18 @@ def of_host(root: Path = Path("/")) -> int | None:
     """Bytes; None where the system does not say. root: of the file system that it is asked in."""
     free = [*_of_machine(root), *_of_groups(root), *_of_limits(root)]
     return max(min(free), 0) if free else None
+
+
+def check_answers(count: int, max_new_tokens: int) -> None:
+    """Raises UserError for more answers than the host has memory for, before any of them is begun."""
+    one = ANSWER + TOKEN * max_new_tokens
+    if count * one < 2**28:
+        return
+    free = of_host()
+    if free is not None and count * one > free:
+        raise UserError(f"{count:,} answers of up to {max_new_tokens:,} tokens take {count * one / 2**30:,.2f} GiB of "
+                        f"host memory, and {free / 2**30:,.2f} GiB are free; ask for at most {free // one:,} at a time "
+                        "(--num-samples, or prompts), or for fewer new tokens (--max-new-tokens)")
 
 
 def _of_machine(root: Path) -> Iterator[int]:
