@@ -137,6 +137,8 @@ def compare(engine: Engine, text: Text) -> dict:
     """A record: the differences, what the dtype allows, and where the two part if they differ by more."""
     with Watch(engine.target.layers if text.keeps_hidden else []) as watch:
         logits = engine.logits([text.ids], last=text.last)[0].cpu()
+    if not bool(logits.isfinite().all()):
+        raise engine.explain_not_finite(text.ids)
     width = min(logits.shape[1], text.logits.shape[1])
     ours, theirs = logits[:, :width], text.logits[:, :width]
     most, total, size, largest, same = 0.0, 0.0, 0.0, 0.0, 0
