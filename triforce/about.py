@@ -17,11 +17,9 @@ from .errors import UserError
 from .generation import Generation
 from .interactive import Conversation, say
 from .parallel import agreed
-from .prefix import Prefix, asked
+from .prefix import JOINTS, Prefix, asked
 from .prefix_path import holds_something
 from .progress import Bar
-
-JOINTS = 16  # tokens by which the parts of a text may differ from the whole, where they are joined
 
 
 def seeds_of(items: list[dict], first: int | None, group, count: int = 1) -> list[int]:
