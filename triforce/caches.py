@@ -35,7 +35,7 @@ from .kv.target import TargetCache
 from .packed import packs
 from .parallel import agreed, together
 from .pieces import Pieces
-from .prefix import Keeping, Prefix, common_length
+from .prefix import Keeping, Prefix, check_room, common_length
 from .prefix_file import PrefixReader
 from .rows import row_unit
 from .state import State
@@ -324,7 +324,7 @@ class Caches:
                 store.truncate(0, start)
         stretch = length if keeping is None else -(-keeping.every // unit) * unit
         if keeping is not None and start < length:
-            keeping.check_room(self.engine, len(tokens))  # before hours of work
+            check_room(keeping.path, self.engine, len(tokens))  # before hours of work
         while start < length:
             stop = min(start + stretch, length)
             self._compute(cache, tokens, start, stop, on_progress)

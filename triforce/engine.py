@@ -559,19 +559,20 @@ class Engine:
         longest = self.placement.max_seq_len
         return (self.target.config.max_len if longest is None else longest) - max_new_tokens
 
-    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0, text: int | None = None) -> None:
+    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0, text: int | None = None,
+                  can_keep: bool = False) -> None:
         """Raises TooLong if so many tokens do not fit the model, or max_seq_len.
 
         Args:
             document: so many of the prompt are a prefix, which cannot be cut any more.
-            text: so many are what a command's --prompt-len cuts.
+            text: so many are what a command's --prompt-len cuts. can_keep: and its --keep.
         """
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
         what = f"the model's {self.target.config.limit_name} ({limit})"
         if longest is not None:
             limit, what = longest, f"max_seq_len ({longest})"
         if prompt_len + max_new_tokens > limit:
-            remedy = ways_to_fit(prompt_len, max_new_tokens, limit, document, text)
+            remedy = ways_to_fit(prompt_len, max_new_tokens, limit, document, text, can_keep)
             raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 

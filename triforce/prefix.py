@@ -18,7 +18,7 @@ from .errors import UserError
 from .hf.tokenizer import is_messages
 from .kv.prefix import PrefixStore
 from .parallel import agreed
-from .prefix_file import Layout, PrefixReader, check_room
+from .prefix_file import Layout, PrefixReader
 from .prefix_path import holds_something
 
 if TYPE_CHECKING:
@@ -51,10 +51,6 @@ class Keeping(NamedTuple):
                 raise UserError(f"{self.path} keeps another document: of its {len(reader.tokens):,} tokens, the first "
                                 f"{same:,} are those of this one; choose another name, or remove it")
             yield reader
-
-    def check_room(self, engine: "Engine", num_tokens: int) -> None:
-        """Raises UserError if a document of so many tokens cannot be written there."""
-        check_room(self.path, layout_of(engine, num_tokens).nbytes, engine.target.group)
 
 
 class Prefix:
@@ -190,9 +186,9 @@ class Prefix:
         shared = self.shared_with(ids)
         if shared + JOINTS < self.num_shared and not self._has_warned:
             self._has_warned = True
-            log.warning("of the document's %s tokens, %s are computed anew with each question: the chat template gives "
-                        "others from token %s on. Is it another template, or were other chat_template_kwargs given?",
-                        f"{len(self):,}", f"{len(self) - shared:,}", f"{shared:,}")
+            log.warning("%s of the document's %s tokens are computed anew with each question, since this chat template "
+                        "with these chat_template_kwargs gives others from token %s on; make the document anew with "
+                        "them", f"{len(self) - shared:,}", f"{len(self):,}", f"{shared:,}")
         return ids
 
     def shared_with(self, ids: list[int]) -> int:
@@ -208,6 +204,11 @@ def layout_of(engine: "Engine", num_tokens: int, length: int | None = None) -> L
     return Layout(num_tokens, config.n_layer, config.n_kv_head * config.num_shards, length, config.head_dim, name)
 
 
+def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
+    """Raises UserError if a document of so many tokens cannot be written there. Every rank calls this."""
+    prefix_file.check_room(path, layout_of(engine, num_tokens).nbytes, engine.target.group)
+
+
 def opened(path: str | Path, engine: "Engine") -> PrefixReader:
     """A file of this engine's model and tokenizer, open for reading.
 
@@ -221,10 +222,9 @@ def opened(path: str | Path, engine: "Engine") -> PrefixReader:
             raise UserError(f"{path} is altered: it says about its document what is none; make it anew")
         for what in ("model", "tokenizer"):
             if about[what] != mine[what]:
-                theirs, ours = (f"{one['name']} ({str(one[what])[:8]})" for one in (about, mine))
-                raise UserError(f"{path} was made with another {what}: that of {theirs}, and this is that of {ours}; "
-                                "open it with the checkpoint, weights and max_seq_len that it was made with, or make "
-                                "it anew")
+                theirs, ours = (f"{one['name']}, {str(one[what])[:8]}" for one in (about, mine))
+                raise UserError(f"{path} was made with another {what} ({theirs}) than this one ({ours}); open it with "
+                                "the checkpoint, weights and max_seq_len that it was made with, or make it anew")
         wanted = replace(layout_of(engine, layout.num_tokens, layout.length), dtype=layout.dtype)
         if layout != wanted or not 0 <= max(reader.tokens, default=-1) < engine.vocab_size:
             raise UserError(f"{path} is altered: its sizes or tokens are not those of its model; make it anew")
