@@ -56,7 +56,7 @@ def test_a_text_is_cut_where_its_tokens_end(tiny_engine):
         assert both.text == document.cut(room - room // 2, "start").text + document.cut(room // 2, "end").text
         assert document.cut(room, "start").cut(max(room - 2, 1), "end").text == start.text[
             len(document.cut(room - max(room - 2, 1), "start").text) :]
-        assert 0 <= len(tokenizer.encode(ODD_TEXT, bos=False)) - len(tokenizer.encode(start.text, bos=False))
+        assert len(tokenizer.encode(start.text)) <= room  # no character more
         seen.add(start.text)
     assert len(seen) > 20
 

@@ -160,6 +160,9 @@ def test_what_a_file_says_is_checked_by_kind_and_range(pair, tmp_path):
         write_file(path, {**sizes, **changed}, about)
         with pytest.raises(UserError, match="its sizes or tokens are not those of its model"):
             engine.open(path)
+    write_file(path, sizes, {**about, "part_of": 100})
+    with pytest.raises(UserError, match="of what it is a part"):
+        engine.open(path)
     write_file(path, sizes, about, [10**6] * 100)
     with pytest.raises(UserError, match="its sizes or tokens are not those of its model"):
         engine.open(path)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from .errors import TooLong, UserError
 from .generation import Generation
+from .parallel import agreed
 from .prefix import Prefix, asked, check_prefix
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class Chat:
         tokenizer = engine.tokenizer_or_raise()
         has_template = chat_template is not None or tokenizer.chat_template() is not None
         self.uses_template = has_template if prefix is None else prefix.messages is not None
-        self.rendered_at = datetime.now().isoformat() if prefix is None else prefix.rendered_at  # see `Prefix`
+        now = agreed(engine.target.group, datetime.now().isoformat(timespec="seconds"))
+        self.rendered_at = now if prefix is None else prefix.rendered_at  # see `Prefix`
         self._before: list[dict] = prefix.messages if prefix is not None and prefix.messages else []
         if system is not None:
             self._before = [{"role": "system", "content": system}]

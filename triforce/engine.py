@@ -180,7 +180,7 @@ class Engine:
         if messages is None:
             ids = self.encode_prompt(document)
         else:
-            rendered_at = agreed(self.target.group, datetime.now().isoformat())
+            rendered_at = agreed(self.target.group, datetime.now().isoformat(timespec="seconds"))
             if keep is not None and agreed(self.target.group, holds_something(keep)):
                 with opened(keep, self) as reader:  # a template that names the day is told that of the beginning
                     rendered_at = reader.about["rendered_at"] or rendered_at
@@ -369,7 +369,7 @@ class Engine:
     def encode_beginning(self, messages: list[dict], chat_template: str | None = None,
                          chat_template_kwargs: dict | None = None, rendered_at: str | None = None) -> list[int]:
         """Ids that all prompts begin with in which a question follows these messages."""
-        rendered_at = rendered_at or datetime.now().isoformat()
+        rendered_at = rendered_at or datetime.now().isoformat()  # the same for both
         rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs, rendered_at)
                     for question in ("a?", "The b.")]
         return rendered[0][: common_length(*rendered)]

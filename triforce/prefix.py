@@ -3,10 +3,11 @@
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -114,7 +115,7 @@ class Prefix:
 
     @property
     def about(self) -> dict:
-        """What a file says beside the tokens, and their keys and values; see `ABOUT`."""
+        """What a file says beside the tokens, and their keys and values; see `KINDS`."""
         return {**self.engine.identity(), **storable(
             messages=self.messages, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs,
             rendered_at=self.rendered_at, part_of=self.part_of)}
@@ -209,17 +210,17 @@ def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
     prefix_file.check_room(path, layout_of(engine, num_tokens).nbytes, engine.target.group)
 
 
-def opened(path: str | Path, engine: "Engine") -> PrefixReader:
+@contextlib.contextmanager
+def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
     """A file of this engine's model and tokenizer, open for reading.
 
     Raises:
         UserError: it is of others, or says what no engine has written; see `PrefixReader` for the rest.
     """
-    reader, mine = PrefixReader(path), engine.identity()
-    try:
-        about, layout = reader.about, reader.layout
-        if about.keys() != ABOUT.keys() or not all(is_kind(about[name]) for name, is_kind in ABOUT.items()):
-            raise UserError(f"{path} is altered: it says about its document what is none; make it anew")
+    with PrefixReader(path) as reader:
+        about, layout, mine = reader.about, reader.layout, engine.identity()
+        if about.keys() != KINDS.keys() or any(type(about[name]) not in kinds for name, kinds in KINDS.items()):
+            raise UserError(f"{path} is altered: what it says about its document is of another kind; make it anew")
         for what in ("model", "tokenizer"):
             if about[what] != mine[what]:
                 theirs, ours = (f"{one['name']}, {str(one[what])[:8]}" for one in (about, mine))
@@ -228,34 +229,20 @@ def opened(path: str | Path, engine: "Engine") -> PrefixReader:
         wanted = replace(layout_of(engine, layout.num_tokens, layout.length), dtype=layout.dtype)
         if layout != wanted or not 0 <= max(reader.tokens, default=-1) < engine.vocab_size:
             raise UserError(f"{path} is altered: its sizes or tokens are not those of its model; make it anew")
-        if about["part_of"] is not None and about["part_of"] <= len(reader.tokens):
-            raise UserError(f"{path} is altered: it has all tokens, and says that some are missing; make it anew")
-    except BaseException:
-        reader.close()
-        raise
-    return reader
+        try:
+            datetime.fromisoformat(about["rendered_at"] or "2000-01-01")
+            if (about["messages"] is not None and not is_messages(about["messages"])
+                    or about["part_of"] is not None and about["part_of"] <= len(reader.tokens)):
+                raise ValueError
+        except ValueError:
+            raise UserError(f"{path} is altered: its messages, their time, or of what it is a part are none; make it "
+                            "anew") from None
+        yield reader
 
 
-def is_time(value) -> bool:
-    """Whether it is a time as `datetime.isoformat` writes it."""
-    try:
-        return type(value) is str and datetime.fromisoformat(value).isoformat() == value
-    except ValueError:
-        return False
-
-
-def optional(is_kind: Callable) -> Callable:
-    return lambda value: value is None or is_kind(value)
-
-
-def _is(kind: type) -> Callable:
-    return lambda value: type(value) is kind
-
-
-ABOUT: dict[str, Callable] = {  # of what kind each field is
-    "model": _is(str), "tokenizer": optional(_is(str)), "name": _is(str), "chat_template": optional(_is(str)),
-    "messages": optional(lambda value: type(value) is list and is_messages(value)),
-    "chat_template_kwargs": optional(_is(dict)), "rendered_at": optional(is_time), "part_of": optional(_is(int))}
+KINDS = {"model": (str,), "tokenizer": (str, NoneType), "name": (str,), "messages": (list, NoneType),
+         "chat_template": (str, NoneType), "chat_template_kwargs": (dict, NoneType), "rendered_at": (str, NoneType),
+         "part_of": (int, NoneType)}  # of what a file says about its document; see `Prefix.about`
 
 
 def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:

@@ -114,7 +114,7 @@ def write(path: str | Path, layout: Layout, about: dict, tokens: list[int], sour
     """
     path = Path(os.path.realpath(as_path(path)))  # a link stays one
     first = group is None or group.rank == 0
-    begin, starts = layout.header(about, dict.fromkeys(layout.tensors(), "0" * 8))
+    begin, starts = layout.header(about, dict.fromkeys(layout.tensors(), "0" * 8))  # the first rank's count
     needed = len(begin) + layout.nbytes
     ids = torch.tensor(tokens, dtype=torch.int32)
 
@@ -143,7 +143,7 @@ def write(path: str | Path, layout: Layout, about: dict, tokens: list[int], sour
         def do(work: Callable) -> list:
             return on_all(lambda: _explained(path, needed, work))
 
-        beside = do(lambda: stack.enter_context(_beside(path, needed)) if first else None)[0]
+        beside, starts = do(lambda: (stack.enter_context(_beside(path, needed)), starts) if first else None)[0]
         parts = do(write_heads)
         do(lambda: finish() if first else None)
 

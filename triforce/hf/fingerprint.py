@@ -6,13 +6,11 @@ changed by hand in a few places may go unseen.
 
 import hashlib
 import json
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..errors import UserError
 from ..model import ModelConfig, Transformer
@@ -24,9 +22,6 @@ from .vocabulary import read_optional_json
 
 STRETCHES, STRETCH_BYTES = 4, 4096  # of each tensor in a file
 POINTS = 64  # of each tensor in memory
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-         torch.float8_e4m3fn: "F8_E4M3"}  # in safetensors
-READERS = 16  # threads: where the file is not in memory, a stretch is a request to the disk
 DIGITS = 32
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 # Of tokenizer_config.json, what says nothing of which text has which ids.
@@ -60,63 +55,22 @@ def model_fingerprint(folder: str | Path, max_seq_len: int | None = None, weight
     config, files = read_config(folder, max_seq_len, weights), find_weights(folder)
     if not files:
         raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
-    found = {}
-    with ThreadPoolExecutor(READERS) as readers:
-        for path in files:
-            found |= (_of_safetensors if path.suffix == ".safetensors" else _of_bin)(path, readers)
-    head = found.pop(OUTPUT, None)
-    found = {name: digest for name, digest in found.items() if not is_derived(name, config)}
-    if head is not None and config.tie_word_embeddings:  # one of the two, or both alike, are one
-        head = None if found.setdefault(EMBEDDING, head) == head else head
-    if head is not None:
-        found[OUTPUT] = head
+    tensors = (one for path in files for one in open_tensors(path).items())
+    found = {name: _digest(tensor) for name, tensor in tensors if name == OUTPUT or not is_derived(name, config)}
+    if config.tie_word_embeddings and OUTPUT in found:  # one of the two, or both alike, are one
+        head = found.pop(OUTPUT)
+        if found.setdefault(EMBEDDING, head) != head:
+            found[OUTPUT] = head
     return _combine(config, sorted(found.items()))
 
 
-def _of_safetensors(path: Path, readers: ThreadPoolExecutor) -> dict[str, str]:
-    """Digests of the tensors, by their names.
-
-    Read and not mapped: the system reads megabytes ahead of a page of a mapped file, and safetensors itself reads on
-    when it opens one. For 13 GB that nobody had read before, that is 34 s on the disk here.
-    """
-    def digest(tensor: dict) -> str:
-        begin, end = tensor["data_offsets"]
-        return _digest(tensor["dtype"], tensor["shape"], end - begin,
-                       lambda at, count: os.pread(file.fileno(), count, start + begin + at))
-
-    try:
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            size = int.from_bytes(file.read(8), "little")
-            start = 8 + size
-            if start > os.fstat(file.fileno()).st_size:
-                raise EOFError(f"it ends before {start} bytes")
-            table = json.loads(file.read(size))
-            table.pop("__metadata__", None)
-            return dict(zip(table, readers.map(digest, table.values()), strict=True))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is truncated or damaged ({error}); download it again") from None
-
-
-def _of_bin(path: Path, readers: ThreadPoolExecutor) -> dict[str, str]:
-    """The same of the same tensors in another file."""
-    def digest(tensor: torch.Tensor) -> str:
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-        return _digest(NAMES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), len(data),
-                       lambda at, count: data[at : at + count])
-
-    tensors = open_tensors(path)
-    return dict(zip(tensors, readers.map(digest, tensors.values()), strict=True))
-
-
-def _digest(dtype: str, shape: list[int], nbytes: int, read: Callable) -> str:
-    """read(offset, bytes) gives a part of the tensor. The first and the last bytes are among those that are read."""
-    found, count = hashlib.sha256(f"{dtype} {shape}".encode()), min(nbytes, STRETCH_BYTES)
+def _digest(tensor: Tensor) -> str:
+    """Of dtype, shape and some stretches of bytes, the first and the last among them."""
+    data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    found, last = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode()), max(len(data) - STRETCH_BYTES, 0)
     for j in range(STRETCHES):
-        part = read((nbytes - count) * j // (STRETCHES - 1), count)
-        if len(part) < count:
-            raise EOFError("it ends within a tensor")
-        found.update(part)
+        at = last * j // (STRETCHES - 1)
+        found.update(data[at : at + STRETCH_BYTES])
     return found.hexdigest()
 
 
