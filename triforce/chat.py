@@ -163,7 +163,7 @@ class Chat:
             messages.append({"role": "assistant", "content": answer.text})
         return messages
 
-    def _prompt(self, text: str, variables: dict | None) -> list:
+    def _prompt(self, text: str, variables: dict | None = None) -> list:
         """What `Engine.stream` is to continue: ids, or the messages or ids that follow the prefix."""
         if self.uses_template:
             messages = self.messages
