@@ -148,6 +148,20 @@ def test_a_question_that_is_too_long_for_an_opened_document(folder, capsys):
     assert shown.endswith(f"tokens to {131_072 - 6 - length}")
 
 
+def test_a_saved_chat_is_asked_with_chat(folder, capsys):
+    """It does nothing there. Of a document of text it is an error."""
+    file, template = str(folder / "chat.prefix"), folder / "chat.jinja"
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    book = ["--prompt-file", str(folder / "book.txt"), "--save-prefix", file, *FEW]
+    asked = ["--prefix", file, "--questions", str(folder / "questions"), "--seed", "3", "--json", *FEW]
+    assert main([*book, "--chat", "--chat-template", str(template)]) == 0
+    assert main(asked) == 0 and main([*asked, "--chat"]) == 0
+    answers = [row["tokens"] for row in lines_of(capsys)]
+    assert answers[:2] == answers[2:]
+    assert main(book) == 0 and main([*asked, "--chat"]) == 2
+    assert "was made of text; drop --chat" in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_interrupted_prefill_says_what_is_kept(folder, capsys, monkeypatch):
     file, compute = folder / "part.prefix", Caches._compute
 

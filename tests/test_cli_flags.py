@@ -34,7 +34,7 @@ class Engine:
     def encode_prompt(self, ids):
         return ids
 
-    def check_len(self, length, count, text=None): ...
+    def check_len(self, length, count, text=None, can_keep=False): ...
 
     def answer(self, ids, options):
         self.asked.append((ids, options))

@@ -16,12 +16,11 @@ from .engine import Stream
 from .errors import UserError
 from .generation import Generation
 from .interactive import Conversation, say
+from .keep import Document
 from .parallel import agreed
-from .prefix import Prefix, asked
+from .prefix import JOINTS, Prefix, asked
 from .prefix_path import holds_something
 from .progress import Bar
-
-JOINTS = 16  # tokens by which the parts of a text may differ from the whole, where they are joined
 
 
 def seeds_of(items: list[dict], first: int | None, group, count: int = 1) -> list[int]:
@@ -51,18 +50,18 @@ def asked_of(args, questions: Sequence[dict]) -> dict[str, dict]:
     return found or {"": {"question": ""}}
 
 
-def prompt_length(engine, args, ids: list[int], question: str, chat: dict) -> int:
-    """Tokens of a document, whose ids these are, and a question about it.
+def prompt_length(engine, args, document: Document | None, question: str, chat: dict) -> int:
+    """Tokens of a document and a question about it. None: of what stands beside a document.
 
     To put a long document into a chat template once for each question takes seconds. So that is done only where the
     template with a document of no text says that it may not fit.
     """
+    ids = [] if document is None else document.ids
     if not (args.chat or args.system):
         return len(ids) + (len(engine.tokenizer.encode(as_text(question), bos=False)) if question else 0)
     length = len(ids) + len(engine.encode_prompt(asked(messages_of(args, "."), question), **chat))
-    if length > engine.room(args.max_new_tokens) - JOINTS:
-        messages = messages_of(args, engine.tokenizer.decode(ids))
-        length = len(engine.encode_prompt(asked(messages, question), **chat))
+    if document is not None and length > engine.room(args.max_new_tokens) - JOINTS:
+        length = len(engine.encode_prompt(asked(messages_of(args, document.text), question), **chat))
     return length
 
 
@@ -77,23 +76,25 @@ def as_text(question: str) -> str:
     return f"\n\n{question}\n"
 
 
-def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | None:
-    """What is asked about: opened, or prefilled from a document's ids; saved where that is wanted. None: nothing."""
+def document_of(engine, args, document: Document | None, chat: dict) -> Prefix | None:
+    """What is asked about: opened, or prefilled; saved where that is wanted. None: nothing."""
     begun, how = time.perf_counter(), "opened"
     if args.prefix:
         book = engine.open(args.prefix)
-    elif ids is None:
+        if args.chat and book.messages is None:
+            raise UserError(f"{args.prefix} holds a document that was made of text; drop --chat, or make it anew "
+                            "with --chat")
+    elif document is None:
         return None
     else:
-        bar, keeping, how = Bar("prefill", len(ids)), {}, "computed"
+        bar, keeping, how = Bar("prefill", len(document.ids)), {}, "computed"
         if args.save_every is not None:
             keeping = {"keep": args.save_prefix, "keep_every": args.save_every}
         try:
             if args.chat or args.system:
-                messages = messages_of(args, engine.tokenizer.decode(ids))
-                book = engine.prefill(messages, **chat, on_progress=bar, **keeping)
+                book = engine.prefill(messages_of(args, document.text), **chat, on_progress=bar, **keeping)
             else:
-                book = engine.prefill(ids, on_progress=bar, **keeping)
+                book = engine.prefill(document.ids, on_progress=bar, **keeping)
         except KeyboardInterrupt:
             bar.close()
             if keeping and holds_something(args.save_prefix):
@@ -101,8 +102,11 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
             raise
         finally:
             bar.close()
+    shared = book.num_shared
+    if args.prefix and book.messages is not None:  # the template may have become another one
+        shared = book.shared_with(book.ids("?", chat.get("chat_template_kwargs")))
     told = (f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, {how} in "
-            f"{time.perf_counter() - begun:.1f} s; {book.num_shared:,} of them are shared by all questions")
+            f"{time.perf_counter() - begun:.1f} s; {shared:,} of them are shared by all questions")
     say(textwrap.fill(told, 78, subsequent_indent="  "))
     if args.save_prefix:
         if args.save_every is None or args.prefix:

@@ -13,9 +13,9 @@ from pathlib import Path
 from . import about
 from .config import Placement, Sampling, Settings
 from .errors import UserError
-from .keep import cut, fit
+from .keep import Document, fit
 from .loading import load
-from .prefix import asked, first_difference
+from .prefix import asked, check_room, first_difference
 from .progress import Bar
 from .request import DEFAULT_PROMPT_LEN, Request, about_a_document, given
 from .show import as_ansi, legend
@@ -29,10 +29,10 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
     if about_a_document(args):
-        ids, dropped = (None, 0) if request.document is None else encode_document(args, engine, request)
-        check_before_prefill(engine, args, ids, request, sampling)
+        document, dropped = (None, 0) if request.document is None else encode_document(args, engine, request)
+        check_before_prefill(engine, args, document, request, sampling)
         known = {"load": age(), "dropped_tokens": dropped}
-        book = about.document_of(engine, args, ids, request.chat)
+        book = about.document_of(engine, args, document, request.chat)
         return about.answer(engine, args, book, list(request.questions), request.chat, sampling, known)
     ids, dropped = encode(args, engine, request.document, request, args.question)
     introduce(engine, ids, args, request)
@@ -58,13 +58,14 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     return 0 if identical else 1
 
 
-def first_tokens(args, tokenizer, text: str, request: Request) -> list[int]:
-    """A text's ids, cut to --prompt-len tokens."""
+def first_tokens(args, tokenizer, text: str, request: Request) -> Document:
+    """A text, cut to --prompt-len tokens."""
     ids = tokenizer.encode(text) if request.ids is None else request.ids.result()
     length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
     if length is not None and length > len(ids):
         print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
-    return ids[:length]
+    document = Document(text, ids, tokenizer.offsets)
+    return document if length is None else document.cut(length, "start")
 
 
 def encode(args, engine, text: str, request: Request, question: str | None) -> tuple[list[int], int]:
@@ -77,25 +78,25 @@ def encode(args, engine, text: str, request: Request, question: str | None) -> t
         UserError: they are too many.
     """
     tokenizer = engine.tokenizer
-    ids = first_tokens(args, tokenizer, text, request)
+    document = first_tokens(args, tokenizer, text, request)
 
-    def finish(ids: list[int]) -> list[int]:
+    def finish(document: Document) -> list[int]:
         if args.chat:
-            content = tokenizer.decode(ids) + (f"\n\n{question}" if question else "")
+            content = document.text + (f"\n\n{question}" if question else "")
             return engine.encode_prompt([{"role": "user", "content": content}], **request.chat)
-        return ids + tokenizer.encode(about.as_text(question), bos=False) if question else ids
+        return document.ids + tokenizer.encode(about.as_text(question), bos=False) if question else document.ids
 
     if args.keep is None:
-        made, dropped = finish(ids), 0
+        made, dropped = finish(document), 0
     else:
         room = engine.room(args.max_new_tokens)
-        alone = len(finish([])) if question else 0
+        alone = len(finish(Document("", [], tokenizer.offsets))) if question else 0
         if 0 < room <= alone:
             raise UserError(f"the question has {alone} tokens, and beside {args.max_new_tokens} new ones there is room "
                             f"for {room}, with at least one of the text; shorten it, or ask for fewer new ones")
-        made, dropped = fit(ids, finish, room, args.keep, tokenizer.bos_id)
-    engine.check_len(len(made), args.max_new_tokens, text=len(ids))
-    tell_dropped(args, dropped, len(ids))
+        made, dropped = fit(document, finish, room, args.keep, tokenizer.bos_id)
+    engine.check_len(len(made), args.max_new_tokens, text=len(document.ids), can_keep=args.keep is None)
+    tell_dropped(args, dropped, len(document.ids))
     return made, dropped
 
 
@@ -108,22 +109,22 @@ def tell_dropped(args, dropped: int, total: int) -> None:
         print(textwrap.fill(note, 78, subsequent_indent="  "), file=sys.stderr)
 
 
-def encode_document(args, engine, request: Request) -> tuple[list[int], int]:
-    """A document's ids, of which --keep leaves as many as fit beside the longest question; and how many were
+def encode_document(args, engine, request: Request) -> tuple[Document, int]:
+    """A document, of which --keep leaves as many tokens as fit beside the longest question; and how many were
     dropped."""
-    ids = first_tokens(args, engine.tokenizer, request.document, request)
+    document = first_tokens(args, engine.tokenizer, request.document, request)
     if args.keep is None:
-        return ids, 0
-    beside = max(about.prompt_length(engine, args, [], item["question"], request.chat)
+        return document, 0
+    beside = max(about.prompt_length(engine, args, None, item["question"], request.chat)
                  for item in about.asked_of(args, request.questions).values())
     if args.chat or args.system:
         beside += about.JOINTS
     room = engine.room(args.max_new_tokens) - beside
     if room < 1:
-        return ids, 0  # which is told to be too long
-    kept = cut(ids, room, args.keep, engine.tokenizer.bos_id)
-    dropped = len(ids) - len(kept)
-    tell_dropped(args, dropped, len(ids))
+        return document, 0  # which is told to be too long
+    kept = document.cut(room, args.keep, engine.tokenizer.bos_id)
+    dropped = len(document.ids) - len(kept.ids)
+    tell_dropped(args, dropped, len(document.ids))
     return kept, dropped
 
 
@@ -240,27 +241,30 @@ def _columns(stats) -> list[tuple[str, str]]:
     return [(name, rows.get(name, "-")) for name in names]
 
 
-def check_before_prefill(engine, args, ids: list[int] | None, request: Request, sampling: dict) -> None:
+def check_before_prefill(engine, args, document: Document | None, request: Request, sampling: dict) -> None:
     """Raises UserError for what a generation over a document would refuse, before hours of prefill.
 
     Args:
-        ids: of the document. None: it is in a file, or there is none.
+        document: None: it is in a file, or there is none.
     """
     engine.stream([0], stop=args.stop, **sampling)  # checks, and computes nothing until it is iterated over
     count, questions = args.num_samples or 1, about.asked_of(args, request.questions)
     about.check_seeds("--seed", sampling.get("seed"), len(questions) * count)
     for what, item in questions.items():
         about.check_seeds(f"{what}: its seed", item.get("seed"), count)
-    if ids is None:  # the document is in a file, and will be there at once, or there is none
+    if document is None:  # the document is in a file, and will be there at once, or there is none
         return
     if args.chat or args.system:
         engine.encode_beginning(about.messages_of(args, "."), **request.chat)  # there is a template
+    if args.save_prefix and args.save_every is None:  # or the prefill looks
+        check_room(args.save_prefix, engine, len(document.ids))
+    can_keep = not (args.keep or args.interactive or args.save_prefix)
     # The longest first: what is advised for it serves all, and of what does not fit one is put into a template.
     for what, item in sorted(questions.items(), reverse=True,
                              key=lambda named: len(engine.tokenizer.encode(named[1]["question"]))):
         try:
-            length = about.prompt_length(engine, args, ids, item["question"], request.chat)
-            engine.check_len(length, args.max_new_tokens, text=len(ids))
+            length = about.prompt_length(engine, args, document, item["question"], request.chat)
+            engine.check_len(length, args.max_new_tokens, text=len(document.ids), can_keep=can_keep)
         except UserError as error:
             raise UserError(f"{what}: {error}" if what else str(error)) from None
 

@@ -32,7 +32,7 @@ from .kv.target import TargetCache
 from .model import Transformer
 from .packed import packs
 from .parallel import agreed, together
-from .prefix import Keeping, Prefix, common_length
+from .prefix import Keeping, Prefix, check_room, common_length
 from .prefix_file import PrefixReader
 from .rows import row_unit
 from .state import State
@@ -278,28 +278,29 @@ class Caches:
     def compute(self, tokens: list[int], on_progress=None, keeping: Keeping | None = None) -> Prefix:
         """Keys and values of a text, whole intervals of it. keeping: in a file, stretch by stretch."""
         length, start, num_read = self._whole(len(tokens)), 0, 0
-        kept = contextlib.nullcontext() if keeping is None else keeping.begun(tokens, self.engine.identity(),
-                                                                              self.target.group)
+        kept = contextlib.nullcontext() if keeping is None else keeping.begun(tokens, self.engine)
         with kept as reader:
             if length == 0:
                 return Prefix(self.engine, tokens, None)
             # What a file holds may be more: whole intervals of another engine.
-            cache = self.allocate(length if reader is None else max(length, reader.length))
+            cache = self.allocate(length if reader is None else max(length, reader.layout.length))
             store = cache.prefix
             # Whole chunks of a prefill: so the numbers are those of one that was done in one go.
             unit = math.lcm(self.settings.prefill_chunk_size, self.settings.flush_interval)
-            if reader is not None and self._whole(reader.length):
+            if reader is not None and self._whole(reader.layout.length):
                 self._fill(store, reader)
                 start = num_read = store.lens[0] if store.lens[0] == length else store.lens[0] // unit * unit
                 store.truncate(0, start)
         stretch = length if keeping is None else -(-keeping.every // unit) * unit
+        if keeping is not None and start < length:
+            check_room(keeping.path, self.engine, len(tokens))  # before hours of work
         while start < length:
             stop = min(start + stretch, length)
             self._compute(cache, tokens, start, stop, on_progress)
             store.truncate(0, stop)
             if stop < length:
                 part = Prefix(self.engine, tokens[:stop], store)
-                part.part_of = len(tokens)
+                part.part_of, part.rendered_at = len(tokens), keeping.rendered_at
                 part.save(keeping.path)
             start = stop
         prefix = Prefix(self.engine, tokens, store)
@@ -329,15 +330,15 @@ class Caches:
     @torch.inference_mode()
     def read(self, reader: PrefixReader) -> Prefix:
         """Keys and values of a file, and what is computed from them."""
-        if self._whole(reader.length) == 0:
+        if self._whole(reader.layout.length) == 0:
             return Prefix(self.engine, reader.tokens, None)
-        store = self.allocate(reader.length).prefix
+        store = self.allocate(reader.layout.length).prefix
         self._fill(store, reader)
         return Prefix(self.engine, reader.tokens, store)
 
     def _fill(self, store: PrefixStore, reader: PrefixReader) -> None:
-        length = self._whole(reader.length)
-        reader.fill(lambda i: store.layer(i, 0), self.heads, self.target.group)
+        length = self._whole(reader.layout.length)
+        reader.fill(lambda i: store.layer(i, 0), self.heads, self.device, self.target.group)
         for i in range(self.target.config.n_layer):
             store.score(i, 0, 0, store.load(i, 0, 0, length)[0])
         store.truncate(0, length)

@@ -15,6 +15,7 @@ import reprlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ from .errors import TooLong, UserError
 from .finite import NotFinite
 from .free_memory import check_answers
 from .generation import Generation, RowOutput, stop_ids, stop_strings
-from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
+from .hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
 from .host import belongs_here, check_process, is_forked, not_pickled, own_settings
 from .keep import check_keep, cut, ways_to_fit
@@ -49,9 +50,8 @@ from .levels import Spans
 from .model import Transformer
 from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
-from .prefix import Keeping, Prefix, asked, check_prefix, common_length, storable
-from .prefix_file import PrefixReader
-from .prefix_path import check_target
+from .prefix import Keeping, Prefix, asked, check_prefix, common_length, opened, storable
+from .prefix_path import check_target, holds_something
 from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
 from .state import State
@@ -182,19 +182,24 @@ class Engine:
         if keep is not None:  # before hours of work
             check_target(keep)
             storable(messages=messages, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
+        rendered_at = None
         if messages is None:
             ids = self.encode_prompt(document)
         else:
-            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs)
+            rendered_at = agreed(self.target.group, datetime.now().isoformat(timespec="seconds"))
+            if keep is not None and agreed(self.target.group, holds_something(keep)):
+                with opened(keep, self) as reader:  # a template that names the day is told that of the beginning
+                    rendered_at = reader.about["rendered_at"] or rendered_at
+            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs, rendered_at)
         self.check_len(len(ids), 1)
         with self._computing():
             self._end_stream()
             prefix = self.caches.compute(ids, self.threads.between(on_progress),
-                                         None if keep is None else Keeping(keep, keep_every))
+                                         None if keep is None else Keeping(keep, keep_every, rendered_at))
             if prefix.store is not None:
                 self.caches.pack(prefix.store)  # here, so that no question waits for it
         prefix.messages, prefix.chat_template = messages, chat_template
-        prefix.chat_template_kwargs = chat_template_kwargs
+        prefix.chat_template_kwargs, prefix.rendered_at = chat_template_kwargs, rendered_at
         if keep is not None and not prefix.is_kept(keep):
             prefix.save(keep)
         return prefix
@@ -208,32 +213,33 @@ class Engine:
             UserError: there is no such file; it is damaged; it belongs to another model or tokenizer; the prefill that
                 kept it was broken off; it does not fit the memory.
         """
-        with PrefixReader(path) as reader:
-            prefix_file.check(reader.about, self.identity(), path)
-            if (part_of := reader.about.get("part_of")) is not None:
+        with opened(path, self) as reader:
+            if (part_of := reader.about["part_of"]) is not None:
                 raise UserError(f"{path} has {len(reader.tokens):,} of the {part_of:,} tokens of its document, whose "
                                 "prefill was broken off; begin that again with the same file (keep=, or --save-prefix "
                                 "and --save-every), and it goes on from there")
             self.check_len(len(reader.tokens), 1, len(reader.tokens))
-            if reader.dtype != self.target.dtype:
+            if (dtype := prefix_file.DTYPES[reader.layout.dtype]) != self.target.dtype:
                 log.info("%s was saved in %s; its keys and values are converted to %s", path,
-                         str(reader.dtype).removeprefix("torch."), self.target.dtype_name)
+                         str(dtype).removeprefix("torch."), self.target.dtype_name)
             with self._computing():
                 self._end_stream()
                 prefix = self.caches.read(reader)
-            prefix.messages, prefix.chat_template = reader.about["messages"], reader.about["chat_template"]
-            prefix.chat_template_kwargs = reader.about.get("chat_template_kwargs")
+            for name in ("messages", "chat_template", "chat_template_kwargs", "rendered_at"):
+                setattr(prefix, name, reader.about[name])
             return prefix
 
     @own_settings()
     def identity(self) -> dict:
-        """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer."""
+        """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer. And
+        the name of the model, for who reads that they differ."""
         if self._identity is None:
             folder, longest = self._folder, self.placement.max_seq_len
             self._identity = {
                 "model": (weights_fingerprint(self.target) if folder is None else
                           model_fingerprint(folder, longest, self.placement.weights)),
-                "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder)}
+                "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder),
+                "name": model_name(folder, self.target.config.architecture, self.num_parameters)}
         return self._identity
 
     def chat(self, prefix: Prefix | None = None, **options) -> Chat:
@@ -357,14 +363,18 @@ class Engine:
         with self.compute_stream.alone(), own_settings():
             yield
 
-    def encode_prompt(self, prompt, chat_template: str | None = None,
-                      chat_template_kwargs: dict | None = None) -> list[int]:
-        """Ids of a prompt in any of the forms that `generate` takes."""
+    def encode_prompt(self, prompt, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
+                      rendered_at: str | None = None) -> list[int]:
+        """Ids of a prompt in any of the forms that `generate` takes. rendered_at: the time that the chat template is
+        told, see `Prefix`; None: the present one."""
         if isinstance(prompt, str):
             ids = self.tokenizer_or_raise().encode(prompt) if prompt else []
         elif isinstance(prompt, (bytes, bytearray)):
             raise UserError("a prompt of bytes could be text or ids; decode it: prompt.decode()")
         elif is_messages(prompt):
+            if rendered_at is not None and isinstance(chat_template_kwargs, (dict, type(None))):
+                now = datetime.fromisoformat(rendered_at).strftime
+                chat_template_kwargs = {"strftime_now": now, **(chat_template_kwargs or {})}
             ids = self.tokenizer_or_raise().apply_chat_template(prompt, chat_template, chat_template_kwargs)
         else:
             ids = _as_ids(prompt)
@@ -374,9 +384,10 @@ class Engine:
         return ids
 
     def encode_beginning(self, messages: list[dict], chat_template: str | None = None,
-                         chat_template_kwargs: dict | None = None) -> list[int]:
+                         chat_template_kwargs: dict | None = None, rendered_at: str | None = None) -> list[int]:
         """Ids that all prompts begin with in which a question follows these messages."""
-        rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs)
+        rendered_at = rendered_at or datetime.now().isoformat()  # the same for both
+        rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs, rendered_at)
                     for question in ("a?", "The b.")]
         return rendered[0][: common_length(*rendered)]
 
@@ -567,19 +578,20 @@ class Engine:
         longest = self.placement.max_seq_len
         return (self.target.config.max_len if longest is None else longest) - max_new_tokens
 
-    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0, text: int | None = None) -> None:
+    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0, text: int | None = None,
+                  can_keep: bool = False) -> None:
         """Raises TooLong if so many tokens do not fit the model, or max_seq_len.
 
         Args:
             document: so many of the prompt are a prefix, which cannot be cut any more.
-            text: so many are what a command's --prompt-len cuts.
+            text: so many are what a command's --prompt-len cuts. can_keep: and its --keep.
         """
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
         what = f"the model's {self.target.config.limit_name} ({limit})"
         if longest is not None:
             limit, what = longest, f"max_seq_len ({longest})"
         if prompt_len + max_new_tokens > limit:
-            remedy = ways_to_fit(prompt_len, max_new_tokens, limit, document, text)
+            remedy = ways_to_fit(prompt_len, max_new_tokens, limit, document, text, can_keep)
             raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 

@@ -162,9 +162,9 @@ def check_about(args, ranks: int) -> None:
         raise UserError(f"{flag} does not go with --keep; {remedy}")
     if args.save_prefix:
         check_target(args.save_prefix)  # before hours of work
-    if args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system or args.chat):
-        raise UserError("--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file, "
-                        "--system and --chat")
+    if args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system):
+        raise UserError("--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file "
+                        "and --system")
     if args.prefix and args.prompt_len is not None:
         raise UserError(f"--prompt-len ({args.prompt_len}) cuts a text, and --prefix opens a document that was "
                         "computed whole; drop one of them")
