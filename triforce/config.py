@@ -513,7 +513,9 @@ def find_device(device) -> "torch.device":
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise UserError(f"device {device} was asked for and {count} CUDA devices are here; use --device cpu")
+            others = f"cuda:0 to cuda:{count - 1}" if count else "a PyTorch that is built for your GPU"
+            raise UserError(f"device {device} was asked for, and PyTorch finds {count or 'no'} CUDA GPUs; use --device "
+                            f"cpu, or {others}")
     return device
 
 
@@ -583,9 +585,11 @@ class _AddBias(Action):
 class Sampling:
     """The distribution that tokens are drawn from. Each field is one value, or a list of one a prompt."""
 
-    temperature: float = per_row(0.6, None, "float32", "0 is greedy (alias --temp; default 0.6)",
+    temperature: float = per_row(0.6, None, "float32", "0 is greedy (alias --temp; default: the "
+                                 "checkpoint's generation_config.json, as for the three below, or else 0.6)",
                                  lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number", float)
-    top_p: float | None = per_row(0.9, 1.0, "float32", "keep the most probable tokens of this mass (default 0.9)",
+    top_p: float | None = per_row(0.9, 1.0, "float32", "keep the most probable tokens of this mass "
+                                  "(default: the checkpoint's, or else 0.9)",
                                   lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token", float)
     top_k: int | None = per_row(None, 0, "int64", "keep so many tokens, the most probable",
                                 lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token",
@@ -659,6 +663,16 @@ def names_of(*classes: type) -> frozenset[str]:
     return frozenset(field.name for one in classes for field in dataclasses.fields(one)) - Settings.DERIVED
 
 
+# What users of other libraries give to `generate`, and what does it here.
+ELSEWHERE = {
+    "do_sample": "temperature=0 takes the most probable token, and a temperature above 0 draws",
+    "max_length": "max_new_tokens counts the new tokens alone", "max_tokens": "it is max_new_tokens",
+    "num_return_sequences": "it is num_samples", "n": "it is num_samples", "eos_token_id": "it is stop_token_ids",
+    "stop_strings": "it is stop", "streamer": "iterate over Engine.stream",
+    "repetition_penalty": "there is none; logit_bias forbids single tokens", "num_beams": "there is no beam search",
+    "pad_token_id": "nothing is padded; leave it out", "attention_mask": "nothing is padded; leave it out"}
+
+
 def split(options: dict, *classes: type, what: str, known: Iterable[str] = ()) -> tuple[list, dict]:
     """An instance of each class, made of its options; and the options that belong to none of them.
 
@@ -673,7 +687,8 @@ def split(options: dict, *classes: type, what: str, known: Iterable[str] = ()) -
         if name in names_of(Settings, Placement) - known:
             raise UserError(f"{name} is no {what}; give it to triforce.load, whose engine has it for all answers")
         if name not in known:
-            raise UserError(not_known(name, what, known))
+            raise UserError(f"{name} is no {what}: {ELSEWHERE[name]}" if name in ELSEWHERE else
+                            not_known(name, what, known))
     made = [one(**{name: options[name] for name in names_of(one) & options.keys()}) for one in classes]
     return made, {name: value for name, value in options.items() if name not in names_of(*classes)}
 

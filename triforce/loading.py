@@ -75,7 +75,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
                     model.pack(resolved.block_size)
         engine = Engine(target, tokenizer, draft, drafting=fp8_copy(target) if place.draft_dtype else None,
                         settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder,
-                        compute_stream=stream)
+                        compute_stream=stream, defaults=ckpt.generation_defaults(folder))
     engine.caches.warming = warming
     return engine
 
