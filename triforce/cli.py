@@ -4,7 +4,7 @@ What they ask for is in `request.py`, and how it is answered in `answers.py`. On
 """
 
 import argparse
-import contextlib
+import copy
 import dataclasses
 import difflib
 import importlib
@@ -16,41 +16,60 @@ import time
 from .config import Placement, Sampling, Settings, whole
 from .errors import UserError, not_known
 from .keep import WAYS
-from .request import encode_beside, read_request
-from .start import begin_gpu, importing
+from .request import read_request
+from .start import importing
+from .terminal import consoles
 
 ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",
            "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
 
-
 # `triforce download ...`; without one of them, it generates.
 COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan", "check": "kit.check"}
+
+# What most people need, as `--help` has it on one screen: (value, meaning). `--help-all` has every flag at length.
+COMMON = {
+    "--help": (None, "what most people need"),
+    "--help-all": (None, "every flag, with all there is to say about it"),
+    "--json": (None, "print JSON instead of the text"),
+    "--prompt": ("TEXT", "the text to continue"),
+    "--prompt-file": ("FILE", "the text to continue, or to ask about (or pipe it in)"),
+    "--prompt-len": ("N", "keep its first N tokens"),
+    "--keep": ("PART", "of a text that is too long: start, end or both"),
+    "--question": ("TEXT", "asked after the text"),
+    "--questions": ("FILE", "several, one a line"),
+    "--num-samples": ("N", "so many answers"),
+    "--prompts": ("FILE", "several prompts, one a line, as JSON"),
+    "--interactive": (None, "a conversation, about the text if there is one"),
+    "--chat": (None, "use the checkpoint's chat template"),
+    "--system": ("TEXT", "a system message for it"),
+    "--save-prefix": ("FILE", "save the text with its keys and values"),
+    "--prefix": ("FILE", "open what was saved"),
+    "--max-new-tokens": ("N", "at most so many (256)"),
+    "--temperature": ("X", "0 is greedy"),
+    "--top-p": ("X", "keep the most probable tokens of this mass"),
+    "--seed": ("N", "of the random numbers"),
+    "--stop": ("TEXT", "end before this text; may be repeated"),
+    "--show-levels": (None, "colour the text by the level that proposed it"),
+    "--checkpoint": ("NAME", "folder, repository id, or 'tiny' (the default)"),
+    "--device": ("NAME", "cpu, cuda or cuda:1"),
+    "--max-seq-len": ("N", "most tokens of prompt and output"),
+    "--offload": ("[auto]", "keep the KV cache in host memory; auto: what is too much"),
+    "--weights": ("fp8", "round the weights to fp8 as they are read"),
+    "--compile": (None, "wait for compiled steps"),
+    "--draft": ("NAME", "a draft model, 'ngram', or 'none'"),
+    "--budget": ("N", "tokens that the target reads when it drafts"),
+    "--gamma": ("N", "tokens drafted for a check, or 'auto'"),
+    "--no-speculation": (None, "one token at a time"),
+    "--compare": (None, "compare with autoregression: speed, and greedy tokens"),
+}
 
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage of all flags."""
 
     def error(self, message: str):
-        raise UserError(f"{message}; {self.prog} --help lists all flags")
-
-
-class Careless:
-    """stderr for a command: what cannot be written there, as where its disk is full, must not cost the answer."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
+        known = self._option_string_actions
+        raise UserError(f"{message}; {self.prog} {'--help-all' if '--help-all' in known else '--help'} lists all flags")
 
 
 class Paragraphs(argparse.HelpFormatter):
@@ -61,15 +80,36 @@ class Paragraphs(argparse.HelpFormatter):
         return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in text.split("\n\n"))
 
 
+class OneScreen(Paragraphs):
+    """The flags of COMMON, a line each."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        for flag in COMMON.keys() & set(action.option_strings):
+            short = copy.copy(action)
+            short.option_strings = [flag]
+            short.metavar, short.help = COMMON[flag]
+            short.nargs = 0 if short.metavar is None else None
+            super().add_argument(short)
+
+
+class HelpAll(argparse.Action):
+    def __call__(self, parser, *_) -> None:
+        parser.formatter_class = Paragraphs
+        parser.print_help()
+        parser.exit()
+
+
 def parser() -> Parser:
     from . import __version__
 
     p = Parser(
-        prog="triforce", description="Continue a long text with a language model, losslessly and several times faster.",
-        epilog="With no flags: the embedded tiny pair on 16,384 tokens of CPython's language reference, compared with "
-               "autoregression. Flags may be spelt with underscores. `triforce download` and `triforce convert` "
-               "fetch and convert checkpoints, `triforce plan` says what fits, `triforce check` whether all is well.")
+        prog="triforce", usage="triforce [flags]", formatter_class=OneScreen,
+        description="Continue a long text with a language model, losslessly and faster.",
+        epilog="With no flags: a demonstration. Commands: `triforce download` and `triforce convert` for checkpoints, "
+               "`triforce plan` (what fits), `triforce check` (whether all is well).")
+    p.add_argument("--help-all", nargs=0, action=HelpAll, help=COMMON["--help-all"][1])
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
+    p.add_argument("--json", action="store_true", help="print JSON instead of the text: an object for each answer")
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
     prompt.add_argument("--prompt-file", help="read the text from a file; with no flag for it, it is read from a pipe")
@@ -108,15 +148,16 @@ def parser() -> Parser:
     add_flags(model, Placement)
     drafting = p.add_argument_group("speculation")
     add_flags(drafting, Settings)
-    drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
+    drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time: at "
+                          "temperature 0 the same text; --compare has the fastest autoregression")
     drafting.add_argument("--compare", action=argparse.BooleanOptionalAction,
-                          help="compare with autoregression: speed and 64 greedy tokens; with --sampling coupled 64 "
-                          "drawn ones, too (default: only without flags)")
+                          help="compare with the fastest autoregression. Both take turns in one text, for the speed; "
+                          "64 greedy tokens are compared; with --sampling coupled 64 drawn ones, too (default: only "
+                          "without flags)")
     text.add_argument("--show-levels", action="store_true", help="on a terminal: colour the text by the level that "
                       "proposed it (elsewhere with FORCE_COLOR=1)")
     text.add_argument("--logprobs", type=int, metavar="K", help="with --json or --prompts: log-probabilities of each "
                       "token, and of the K most probable ones in its place")
-    p.add_argument("--json", action="store_true", help="print JSON instead of the text: an object for each answer")
     return p
 
 
@@ -140,9 +181,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         meant = difflib.get_close_matches(name, COMMANDS, 1)
         if argv[0] == name and meant:
             raise UserError(f"{name} is not a known command; did you mean triforce {meant[0]}?")
-        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help lists all")
+        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help-all lists all")
                         if name.startswith("-") else
-                        f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
+                        f"{unknown[0]!r} stands without a flag; give a text with --prompt, in quotes if it has spaces")
     if getattr(args, "draft", None) == "none":
         args.draft = False
     for name, value, usual in (("--batch-size", args.batch_size, 8), ("--save-every", args.save_every, 65_536)):
@@ -161,69 +202,64 @@ def _spell(argument: str, known) -> str:
     return spelt + equals + value if spelt in known else argument  # else it is a text that begins so
 
 
-def run(argv: list[str], owns_process: bool) -> int:
+def run(argv: list[str]) -> int:
     args = parse(argv)
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
 
     alone = "WORLD_SIZE" not in os.environ  # with several ranks, rank 0 reads for all, once they know each other
-    request = encode_beside(args, read_request(args, not argv)) if alone else None
-    begin_gpu(getattr(args, "device", None))
-    with importing(owns_process):
+    request = read_request(args, not argv) if alone else None
+    with importing():
         from .answers import answer
         from .parallel import from_environment, leave, read_first
     group, args.device = from_environment(getattr(args, "device", None))
+    stderr = sys.stderr
     if group is not None and group.rank > 0:  # the others compute and say nothing
         sys.stdout = sys.stderr = open(os.devnull, "w")
         logging.disable()
     try:
         if request is None:
-            request = encode_beside(args, read_first(group, lambda: read_request(args, not argv)))
+            request = read_first(group, lambda: read_request(args, not argv))
         status = answer(args, group, request, wants_comparison=args.compare if args.compare is not None else not argv)
     except Exception:
-        if group is not None:
-            sys.stderr = sys.__stderr__  # a rank that fails alone has to say why
+        sys.stderr = stderr  # a rank that fails alone has to say why
         raise
     leave()
     return status
 
 
-def main(argv: list[str] | None = None, owns_process: bool = False) -> int:
-    """Runs the command line. Exit status: 0; 1 if a check fails; 2 for a user's mistake; 130 for Ctrl-C.
-
-    owns_process: see `start.importing`.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell
-            setattr(sys, name, open(os.devnull, "w"))
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-    stderr, sys.stderr = sys.stderr, Careless(sys.stderr)
+def run_command(argv: list[str]) -> int:
+    """`run`, or another command. What it has printed is written when it ends, however it ends."""
     try:
         if argv and argv[0] in COMMANDS:
-            with importing(owns_process):
+            with importing():
                 command = importlib.import_module(f".{COMMANDS[argv[0]]}", __package__)
             return command.main(argv[1:])
-        return run(argv, owns_process)
-    except UserError as error:
-        rank = int(os.environ.get("RANK", 0)) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
-        if rank > 0:  # what all of them find, rank 0 says, which ends the others
-            time.sleep(1)
-            print(f"rank {rank}: ", end="", file=sys.stderr)
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        sys.stdout = None
-        return 0
-    except OSError as error:  # a full disk behind a redirection
-        if error.errno is None:  # a library that is not there
-            raise
-        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
-        sys.stdout = None
-        return 2
+        return run(argv)
     finally:
-        sys.stderr = stderr
+        sys.stdout.flush()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line. Exit status: 0; 1 if a check fails; 2 for a user's mistake; 130 for Ctrl-C."""
+    with consoles():
+        try:
+            return run_command(sys.argv[1:] if argv is None else argv)
+        except UserError as error:
+            rank = int(os.environ.get("RANK", 0)) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
+            if rank > 0:  # what all of them find, rank 0 says, which ends the others
+                time.sleep(1)
+            print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # the reader of a pipe has seen enough
+            return 0
+        except OSError as error:
+            if error.errno is None:  # a library that is not there
+                raise
+            where = f" {error.filename}" if error.filename else ""
+            print(f"error: the system refuses{where}: {error.strerror}; mend that, and run the command again",
+                  file=sys.stderr)
+            return 2

@@ -68,8 +68,7 @@ class Conversation:
             say(HELP)
         elif name == "/undo":
             self.chat.undo()
-            left = len(self.chat.turns)
-            say(f"({left} {'turn is' if left == 1 else 'turns are'} left)")
+            say(f"(the last question and its answer are forgotten; turns before them: {len(self.chat.turns)})")
         elif name == "/stats":
             if not self.chat.turns:
                 raise UserError("nothing has been answered yet in this conversation")
@@ -84,16 +83,17 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         turn = self.chat.stream(text, **self.options)
+        is_piped = sys.stdin is not None and not sys.stdin.isatty()  # nobody sees what is asked
         with stopped_by_interrupts() as stopped:
+            if is_piped:
+                print(f"> {text}")
             for piece in turn:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                print(piece, end="", flush=True)
                 if stopped():
                     turn.close()
                     say("\n(ended)")
                     break
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print("\n" if is_piped else "", flush=True)
 
 
 def ask() -> str:
