@@ -102,7 +102,9 @@ def test_a_full_disk_is_told_as_one_and_other_refusals_as_they_are(monkeypatch, 
     assert "/a/folder: Permission denied" in told and "output" not in told
 
 
-def test_a_pipe_that_nobody_reads_is_no_error():
-    done = subprocess.run(f"{sys.executable} -m triforce --help-all | true", shell=True, text=True,
+@pytest.mark.parametrize("flag", ["--version", "--help-all"])
+def test_a_pipe_that_nobody_reads_is_no_error(flag):
+    """Whether it is found while much is printed, or at the end."""
+    done = subprocess.run(f"{sys.executable} -m triforce {flag} | true", shell=True, text=True,
                           capture_output=True, cwd=Path(__file__).parent.parent)
     assert done.stderr == ""
