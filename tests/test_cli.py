@@ -228,7 +228,7 @@ def test_help_is_one_screen_and_all_of_it_is_asked_for(capsys):
     short, whole = said("--help"), said("--help-all")
     assert len(short.splitlines()) <= 50 and all(len(line) <= 80 for line in short.splitlines())
     flags = {option for action in cli.parser()._actions for option in action.option_strings}
-    assert all(flag in whole for flag in flags - {"-h", "--help"}) and cli.COMMON.keys() <= flags
+    assert all(flag in whole for flag in flags - {"-h", "--help"}) and cli.COMMON <= flags
     assert all(flag in short for flag in cli.COMMON) and "--tree-size" not in short
 
 

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import logging
 import os
+import re
 import sys
 import time
 
@@ -26,42 +27,12 @@ ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": 
 # `triforce download ...`; without one of them, it generates.
 COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan", "check": "kit.check"}
 
-# What most people need, as `--help` has it on one screen: (value, meaning). `--help-all` has every flag at length.
-COMMON = {
-    "--help": (None, "what most people need"),
-    "--help-all": (None, "every flag, with all there is to say about it"),
-    "--json": (None, "print JSON instead of the text"),
-    "--prompt": ("TEXT", "the text to continue"),
-    "--prompt-file": ("FILE", "the text to continue, or to ask about (or pipe it in)"),
-    "--prompt-len": ("N", "keep its first N tokens"),
-    "--keep": ("PART", "of a text that is too long: start, end or both"),
-    "--question": ("TEXT", "asked after the text"),
-    "--questions": ("FILE", "several, one a line"),
-    "--num-samples": ("N", "so many answers"),
-    "--prompts": ("FILE", "several prompts, one a line, as JSON"),
-    "--interactive": (None, "a conversation, about the text if there is one"),
-    "--chat": (None, "use the checkpoint's chat template"),
-    "--system": ("TEXT", "a system message for it"),
-    "--save-prefix": ("FILE", "save the text with its keys and values"),
-    "--prefix": ("FILE", "open what was saved"),
-    "--max-new-tokens": ("N", "at most so many (256)"),
-    "--temperature": ("X", "0 is greedy"),
-    "--top-p": ("X", "keep the most probable tokens of this mass"),
-    "--seed": ("N", "of the random numbers"),
-    "--stop": ("TEXT", "end before this text; may be repeated"),
-    "--show-levels": (None, "colour the text by the level that proposed it"),
-    "--checkpoint": ("NAME", "folder, repository id, or 'tiny' (the default)"),
-    "--device": ("NAME", "cpu, cuda or cuda:1"),
-    "--max-seq-len": ("N", "most tokens of prompt and output"),
-    "--offload": ("[auto]", "keep the KV cache in host memory; auto: what is too much"),
-    "--weights": ("fp8", "round the weights to fp8 as they are read"),
-    "--compile": (None, "wait for compiled steps"),
-    "--draft": ("NAME", "a draft model, 'ngram', or 'none'"),
-    "--budget": ("N", "tokens that the target reads when it drafts"),
-    "--gamma": ("N", "tokens drafted for a check, or 'auto'"),
-    "--no-speculation": (None, "one token at a time"),
-    "--compare": (None, "compare with autoregression: speed, and greedy tokens"),
-}
+# What most people need: `--help` has the first sentence of each, and `--help-all` has every flag at length.
+COMMON = frozenset(f"--{name}" for name in (
+    "help", "help-all", "json", "prompt", "prompt-file", "prompts", "prompt-len", "keep", "question", "questions",
+    "num-samples", "interactive", "chat", "system", "save-prefix", "prefix", "max-new-tokens", "temperature", "top-p",
+    "seed", "stop", "show-levels", "checkpoint", "device", "max-seq-len", "compile", "offload", "draft", "budget",
+    "gamma", "no-speculation", "compare"))
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,11 +55,11 @@ class OneScreen(Paragraphs):
     """The flags of COMMON, a line each."""
 
     def add_argument(self, action: argparse.Action) -> None:
-        for flag in COMMON.keys() & set(action.option_strings):
+        for flag in COMMON.intersection(action.option_strings):
             short = copy.copy(action)
-            short.option_strings = [flag]
-            short.metavar, short.help = COMMON[flag]
-            short.nargs = 0 if short.metavar is None else None
+            short.option_strings, short.help = [flag], re.split(r"[.;] ", action.help)[0]
+            if action.metavar is None and action.nargs != 0:
+                short.metavar = {int: "N", float: "X"}.get(action.type, "TEXT")
             super().add_argument(short)
 
 
@@ -107,37 +78,41 @@ def parser() -> Parser:
         description="Continue a long text with a language model, losslessly and faster.",
         epilog="With no flags: a demonstration. Commands: `triforce download` and `triforce convert` for checkpoints, "
                "`triforce plan` (what fits), `triforce check` (whether all is well).")
-    p.add_argument("--help-all", nargs=0, action=HelpAll, help=COMMON["--help-all"][1])
+    p.add_argument("--help-all", nargs=0, action=HelpAll, help="every flag, with all there is to say about it")
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
-    p.add_argument("--json", action="store_true", help="print JSON instead of the text: an object for each answer")
+    p.add_argument("--json", action="store_true", help="print JSON instead of the text. An object for each answer")
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
-    prompt.add_argument("--prompt-file", help="read the text from a file; with no flag for it, it is read from a pipe")
-    prompt.add_argument("--prompts", help="a file of prompts, one a line: JSON strings, or objects with a \"prompt\" "
-                        "or \"messages\", and perhaps a \"question\" and a \"seed\"; answers are lines of JSON")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="the text to continue, or to ask about. With no flag for "
+                        "it, it is read from a pipe")
+    prompt.add_argument("--prompts", metavar="FILE", help="several prompts, one a line, as JSON. Strings, or objects "
+                        "with a \"prompt\" or \"messages\", and perhaps a \"question\" and a \"seed\"; answers are "
+                        "lines of JSON")
     prompt.add_argument("--batch-size", type=int, default=8,
                         help="so many of --prompts are computed side by side (default 8)")
-    prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens (alias --prefill)")
-    prompt.add_argument("--keep", choices=WAYS, help="of a text that is too long for the model or --max-seq-len, keep "
-                        "the start, the end, or half of both; question and template stay (default: an error)")
-    prompt.add_argument("--question", help="asked after the (cut) document")
-    prompt.add_argument("--questions", metavar="FILE", help="questions about the document, one a line or as JSON, "
-                        "answered side by side (-: standard input)")
+    prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens of the text (alias --prefill)")
+    prompt.add_argument("--keep", choices=WAYS, metavar="PART", help="of a text that is too long: start, end or both. "
+                        "Too long for the model or --max-seq-len; both: half of each; question and template stay "
+                        "(default: an error)")
+    prompt.add_argument("--question", help="asked after the text, which may be cut")
+    prompt.add_argument("--questions", metavar="FILE", help="questions about the text, one a line or as JSON. They "
+                        "are answered side by side (-: standard input)")
     prompt.add_argument("--num-samples", type=int, metavar="N",
-                        help="number of answers, with the seeds seed, seed + 1, ...")
+                        help="so many answers. Their seeds are seed, seed + 1, ...")
     prompt.add_argument("--interactive", action="store_true",
-                        help="a conversation, about the document if there is one; a pipe holds what is asked")
-    prompt.add_argument("--system", help="a system message before the document")
-    prompt.add_argument("--save-prefix", metavar="FILE", help="save the document with its keys and values")
+                        help="a conversation, about the text if there is one; a pipe holds what is asked")
+    prompt.add_argument("--system", help="a system message before the text")
+    prompt.add_argument("--save-prefix", metavar="FILE", help="save the text with its keys and values")
     prompt.add_argument("--save-every", metavar="N", type=int, help="with --save-prefix: save after about every N "
                         "tokens, too; the same command continues an interrupted run")
-    prompt.add_argument("--prefix", metavar="FILE", help="open a saved document, instead of a prompt")
-    prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
+    prompt.add_argument("--prefix", metavar="FILE", help="open a text that was saved, instead of a prompt")
+    prompt.add_argument("--chat", action="store_true", help="send the text as a user's message, by the chat template")
     prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
     prompt.add_argument("--chat-template-kwargs", metavar="JSON", help="what the template reads besides the messages: "
                         "'{\"enable_thinking\": false}' has Qwen3 answer at once")
     text = p.add_argument_group("generation")
-    text.add_argument("--max-new-tokens", type=int, default=256, help="(alias --gen-len; default 256)")
+    text.add_argument("--max-new-tokens", type=int, default=256,
+                      help="most tokens of the output (default 256, alias --gen-len)")
     add_flags(text, Sampling)
     text.add_argument("--stop", action="append", help="end before this string; may be repeated")
     text.add_argument("--stop-token-ids", nargs="+", type=int, metavar="ID",
@@ -148,14 +123,14 @@ def parser() -> Parser:
     add_flags(model, Placement)
     drafting = p.add_argument_group("speculation")
     add_flags(drafting, Settings)
-    drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time: at "
+    drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time. At "
                           "temperature 0 the same text; --compare has the fastest autoregression")
     drafting.add_argument("--compare", action=argparse.BooleanOptionalAction,
                           help="compare with the fastest autoregression. Both take turns in one text, for the speed; "
                           "64 greedy tokens are compared; with --sampling coupled 64 drawn ones, too (default: only "
                           "without flags)")
-    text.add_argument("--show-levels", action="store_true", help="on a terminal: colour the text by the level that "
-                      "proposed it (elsewhere with FORCE_COLOR=1)")
+    text.add_argument("--show-levels", action="store_true", help="colour the text by the level that proposed it. On a "
+                      "terminal; elsewhere with FORCE_COLOR=1")
     text.add_argument("--logprobs", type=int, metavar="K", help="with --json or --prompts: log-probabilities of each "
                       "token, and of the K most probable ones in its place")
     return p

@@ -153,13 +153,13 @@ class Settings(Options):
         "directly", one_of(True, False, wanted="True or False"),
         flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
-        None, "tokens of the view that drafts, or a fraction of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
+        None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
         "of 256, between 1024 and 4096; with offload 1/16, up to 8192; twice as much where several prompts share most "
         "of their tokens", _check_budget, type=_budget)
     gamma: int | str = option(
-        "auto", "tokens proposed per verify over the full cache, at most block_size - 1. 'auto' (default): gamma and "
-        "drafting levels are chosen for each round, by step times and acceptance. The output's distribution is the "
-        "same. Times vary, so a seed repeats a text only with a number, or coupled sampling", _check_gamma,
+        "auto", "tokens drafted for a check by the full cache, or 'auto'. At most block_size - 1. 'auto', the default: "
+        "gamma and drafting levels are chosen for each round, by step times and acceptance. The output's distribution "
+        "is the same. Times vary, so a seed repeats a text only with a number, or coupled sampling", _check_gamma,
         type=_gamma)
     gamma_inner: int | None = option(
         None, "tokens that the draft proposes per verify over the retrieval view (default: 2; with gamma 'auto' at "
@@ -457,9 +457,9 @@ class Placement(Options):
     max_batch_size: int = option(1, "prompts that run side by side; more are served group by group", whole(1, 8),
                                  flag=None)
     offload: bool | str = option(
-        False, "keep the KV cache in pinned host memory and stream it through the device; 'auto': only the layers that "
-        "do not fit the device", one_of(False, True, "auto", wanted="True, False or 'auto'"), nargs="?", const=True,
-        choices=["auto"], metavar="auto")
+        False, "keep the KV cache in host memory. It is pinned, and streamed through the device; 'auto': only the "
+        "layers that do not fit the device", one_of(False, True, "auto", wanted="True, False or 'auto'"), nargs="?",
+        const=True, choices=["auto"], metavar="auto")
     num_resident_layers: int | None = option(None, "so many layers of an offloaded cache stay on the device (alias "
                                              "--on-chip)", whole(0, 4), type=int)
     resident_memory: int | str | None = option(
@@ -585,20 +585,20 @@ class _AddBias(Action):
 class Sampling:
     """The distribution that tokens are drawn from. Each field is one value, or a list of one a prompt."""
 
-    temperature: float = per_row(0.6, None, "float32", "0 is greedy (alias --temp; default: the "
-                                 "checkpoint's generation_config.json, as for the three below, or else 0.6)",
+    temperature: float = per_row(0.6, None, "float32", "0 is greedy. Default: what the checkpoint's "
+                                 "generation_config.json says, as for the next three, or else 0.6 (alias --temp)",
                                  lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number", float)
-    top_p: float | None = per_row(0.9, 1.0, "float32", "keep the most probable tokens of this mass "
-                                  "(default: the checkpoint's, or else 0.9)",
+    top_p: float | None = per_row(0.9, 1.0, "float32", "keep the most probable tokens of this mass. "
+                                  "Default: the checkpoint's, or else 0.9",
                                   lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token", float)
     top_k: int | None = per_row(None, 0, "int64", "keep so many tokens, the most probable",
                                 lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token",
                                 int)
     min_p: float | None = per_row(None, 0.0, "float32", "keep tokens at least so probable, relative to the best",
                                   lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token", float)
-    seed: int | None = per_row(None, 0, "int64", "row i of a batch uses seed + i (default: drawn, and told in "
-                               "the statistics)", lambda x: -(2**63) <= x < 2**63 and int(x) == x,
-                               "a whole number of at most 64 bits", int)
+    seed: int | None = per_row(None, 0, "int64", "of the random numbers. Row i of a batch uses seed + i "
+                               "(default: drawn, and told in the statistics)",
+                               lambda x: -(2**63) <= x < 2**63 and int(x) == x, "a whole number of at most 64 bits", int)
 
     logit_bias: dict | None = option(
         None, "numbers added to the logits of tokens, before the temperature: {id: number} (on the command line "
