@@ -598,7 +598,8 @@ class Sampling:
                                   lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token", float)
     seed: int | None = per_row(None, 0, "int64", "of the random numbers. Row i of a batch uses seed + i "
                                "(default: drawn, and told in the statistics)",
-                               lambda x: -(2**63) <= x < 2**63 and int(x) == x, "a whole number of at most 64 bits", int)
+                               lambda x: -(2**63) <= x < 2**63 and int(x) == x,
+                               "a whole number of at most 64 bits", int)
 
     logit_bias: dict | None = option(
         None, "numbers added to the logits of tokens, before the temperature: {id: number} (on the command line "
