@@ -170,9 +170,8 @@ def check_about(args, ranks: int) -> None:
         check_target(args.save_prefix)  # before hours of work
     about_nothing = asks_alone(args) and args.prefix is args.prompt_len is None
     refuse((
-        (args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system or args.chat),
-         "--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file, --system and "
-         "--chat"),
+        (args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system),
+         "--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file and --system"),
         (args.prefix and args.prompt_len is not None, f"--prompt-len ({args.prompt_len}) cuts a text, and --prefix "
          "opens a document that was computed whole; drop one of them"),
         (args.interactive and (args.questions or args.question or args.num_samples or args.json), "--interactive asks "
