@@ -21,7 +21,7 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I though
 class Engine:
     """Notes what it is asked."""
 
-    device, target, num_parameters = "cpu", SimpleNamespace(dtype_name="float32"), 10**6
+    device, target, num_parameters = "cpu", SimpleNamespace(dtype_name="float32", group=None), 10**6
     settings = SimpleNamespace(coupled=False)
     caches = SimpleNamespace(holding_back=contextlib.nullcontext)
 
@@ -104,7 +104,7 @@ def test_answers_to_a_file_of_prompts_do_not_depend_on_its_batches(engine, tmp_p
     file.write_text("\n".join(json.dumps(f"{i} {TEXT}") for i in range(5)))
     flags = ["--batch-size", "2", "--seed", "10", "--stop", "x", "--no-speculation"]
     assert cli.main(["--prompts", str(file), *flags]) == 0
-    assert [options["seed"] for _, options in engine.asked] == [10, 10, 12, 12, 14]
+    assert [options["seed"] for _, options in engine.asked] == [[10, 11], [10, 11], [12, 13], [12, 13], [14]]
     assert [options["batch"] for _, options in engine.asked] == [2, 2, 2, 2, 1]
     assert all(options["stop"] == ["x"] and not options["speculate"] for _, options in engine.asked)
     assert [ids for ids, _ in engine.asked] == [engine.tokenizer.encode(f"{i} {TEXT}") for i in range(5)]

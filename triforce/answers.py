@@ -155,8 +155,39 @@ def wants_colours(file) -> bool:
 
 def answer_prompts(engine, request: Request, args, sampling) -> int:
     """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
-    prompts, dropped, loaded = [], [], age()
-    for item in request.prompts:  # all of them, before hours of work
+    loaded, (prompts, dropped) = age(), encode_prompts(engine, request, args)  # all of them, before hours of work
+    print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
+          f"{sum(map(len, prompts)):,} tokens, {min(args.batch_size, len(prompts))} side by side", file=sys.stderr)
+    begun, tokens = time.perf_counter(), 0
+    about.check_seeds("--seed", sampling.get("seed"), len(prompts))
+    for item in request.prompts:
+        about.check_seeds(f"line {item['line']} of --prompts {args.prompts}: its seed", item.get("seed"), 1)
+    seeds = about.seeds_of(request.prompts, sampling.get("seed"), engine.target.group)
+    for first in range(0, len(prompts), args.batch_size):
+        batch = slice(first, first + args.batch_size)
+        ids = prompts[batch]
+        prefill, decode = Bar("prefill", sum(map(len, ids))), Bar("decode", args.max_new_tokens * len(ids))
+        try:
+            results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
+                                      ignore_eos=args.ignore_eos, on_prefill=prefill,
+                                      on_decode=decode.count, **{**sampling, "seed": seeds[batch]})
+        finally:
+            prefill.close()
+            decode.close()
+        for index, result in enumerate(results, first):
+            result.stats.dropped_tokens, result.stats.load = dropped[index], loaded
+            print(as_json({"index": index, **asdict(result)}), flush=True)
+            tokens += len(result.tokens)
+        speed = tokens / (time.perf_counter() - begun)
+        print(f"{first + len(ids)} of {len(prompts)} prompts, {tokens:,} new tokens, {speed:.1f} a second, prefill "
+              "included", file=sys.stderr)
+    return 0
+
+
+def encode_prompts(engine, request: Request, args) -> tuple[list[list[int]], list[int]]:
+    """Ids of each of --prompts, and how many tokens of each were dropped. Raises UserError with the line of one."""
+    prompts, dropped = [], []
+    for item in request.prompts:
         try:
             question = item.get("question", args.question)
             if "messages" in item:
@@ -169,36 +200,7 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
             engine.check_len(len(prompts[-1]), args.max_new_tokens)
         except UserError as error:
             raise UserError(f"line {item['line']} of --prompts {args.prompts}: {error}") from None
-    print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
-          f"{sum(map(len, prompts)):,} tokens, {min(args.batch_size, len(prompts))} side by side", file=sys.stderr)
-    begun, tokens, own = time.perf_counter(), 0, None
-    about.check_seeds("--seed", sampling.get("seed"), len(prompts))
-    if any(item.get("seed") is not None for item in request.prompts):
-        for item in request.prompts:
-            about.check_seeds(f"line {item['line']} of --prompts {args.prompts}: its seed", item.get("seed"), 1)
-        own = about.seeds_of(request.prompts, sampling.get("seed"), engine.target.group)
-    for first in range(0, len(prompts), args.batch_size):
-        ids = prompts[first : first + args.batch_size]
-        seeds = {"seed": sampling["seed"] + first} if "seed" in sampling else {}
-        if own is not None:
-            seeds = {"seed": own[first : first + args.batch_size]}
-        prefill = Bar("prefill", sum(map(len, ids)))
-        decode = Bar("decode", args.max_new_tokens * len(ids))
-        try:
-            results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
-                                      ignore_eos=args.ignore_eos, on_prefill=prefill,
-                                      on_decode=decode.count, **{**sampling, **seeds})
-        finally:
-            prefill.close()
-            decode.close()
-        for index, result in enumerate(results, first):
-            result.stats.dropped_tokens, result.stats.load = dropped[index], loaded
-            print(as_json({"index": index, **asdict(result)}), flush=True)
-            tokens += len(result.tokens)
-        speed = tokens / (time.perf_counter() - begun)
-        print(f"{first + len(ids)} of {len(prompts)} prompts, {tokens:,} new tokens, {speed:.1f} a second, prefill "
-              "included", file=sys.stderr)
-    return 0
+    return prompts, dropped
 
 
 def check_before_prefill(engine, args, ids: list[int] | None, request: Request, sampling: dict) -> None:
