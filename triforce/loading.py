@@ -1,5 +1,6 @@
 """`load`: from names and options to an Engine, with everything checked before anything large is read."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup, together
 from .quantize import check_fp8, fp8_bytes, fp8_copy
 from .streams import ComputeStream
+
+log = logging.getLogger("triforce")
 
 
 @takes(Settings, Placement)
@@ -77,6 +80,8 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
                         settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder,
                         compute_stream=stream, defaults=ckpt.generation_defaults(folder))
     engine.caches.warming = warming
+    for name, value in ckpt.ignored_defaults(folder).items():
+        log.info("%s of generation_config.json (%s) is not applied: there is no such option here", name, value)
     return engine
 
 
