@@ -24,12 +24,11 @@ class Conversation:
     """Reads lines, streams answers.
 
     Args:
-        read: gives the next line, without its end; raises EOFError after the last.
         options: of every answer; see `Engine.stream`.
     """
 
-    def __init__(self, chat: Chat, options: dict, read: Callable[[], str] | None = None):
-        self.chat, self.options, self.read = chat, options, read or ask
+    def __init__(self, chat: Chat, options: dict):
+        self.chat, self.options = chat, options
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
@@ -38,7 +37,7 @@ class Conversation:
         say("Ask away; /help lists what else there is.")
         while True:
             try:
-                line = self.read().strip()
+                line = ask().strip()
             except EOFError:
                 return
             except KeyboardInterrupt:
