@@ -1,13 +1,12 @@
 """`load`: from names and options to an Engine, with everything checked before anything large is read."""
 
-import logging
 from pathlib import Path
 
 import torch
 
 from . import memory, warm_up
 from .config import Placement, Settings, split, takes
-from .engine import Engine
+from .engine import Engine, log
 from .errors import UserError
 from .hf import checkpoint as ckpt
 from .hf.folders import find_draft, resolve
@@ -16,8 +15,6 @@ from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup, together
 from .quantize import check_fp8, fp8_bytes, fp8_copy
 from .streams import ComputeStream
-
-log = logging.getLogger("triforce")
 
 
 @takes(Settings, Placement)
