@@ -3,7 +3,6 @@
 Of cli.py, without the library behind it; test_cli.py has it with.
 """
 
-import contextlib
 import json
 from types import SimpleNamespace
 
@@ -23,7 +22,6 @@ class Engine:
 
     device, target, num_parameters = "cpu", SimpleNamespace(dtype_name="float32", group=None), 10**6
     settings = SimpleNamespace(coupled=False)
-    caches = SimpleNamespace(holding_back=contextlib.nullcontext)
 
     def __init__(self):
         self.tokenizer, self.asked = Tokenizer(TINY / "target"), []

@@ -37,19 +37,18 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     ids, dropped = encode(args, engine, request.document, request, args.question)
     introduce(engine, ids, args, request)
     load_seconds = age()
-    with engine.caches.holding_back():
-        result = stream_text(engine, ids, args, sampling)
-        result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
-        print(f"\n{result.stats}", file=sys.stderr)
-        report, identical = {"checkpoint": args.checkpoint, **asdict(result)}, True
-        interrupted = result.finish_reason == "interrupted"
-        if wants_comparison and not interrupted:
-            print("\ncomparing with autoregression ...", file=sys.stderr)
-            how = {name: value for name, value in sampling.items() if name in names_of(Sampling)}
-            lines, report["compare"] = compare(engine, ids, args.max_new_tokens, {**how, "seed": result.stats.seed},
-                                               result.stats, not args.no_speculation)
-            identical = all(report["compare"].get(f"{name}_first_difference") is None for name in ("greedy", "drawn"))
-            print("\n" + "\n".join(lines), file=sys.stderr)
+    result = stream_text(engine, ids, args, sampling)
+    result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
+    print(f"\n{result.stats}", file=sys.stderr)
+    report, identical = {"checkpoint": args.checkpoint, **asdict(result)}, True
+    interrupted = result.finish_reason == "interrupted"
+    if wants_comparison and not interrupted:
+        print("\ncomparing with autoregression ...", file=sys.stderr)
+        how = {name: value for name, value in sampling.items() if name in names_of(Sampling)}
+        lines, report["compare"] = compare(engine, ids, args.max_new_tokens, {**how, "seed": result.stats.seed},
+                                           result.stats, not args.no_speculation)
+        identical = all(report["compare"].get(f"{name}_first_difference") is None for name in ("greedy", "drawn"))
+        print("\n" + "\n".join(lines), file=sys.stderr)
     print("\n" + "\n".join(result.stats.NOTES), file=sys.stderr)
     if args.json:
         print(as_json(report), flush=True)

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 import time
 
 from .config import Placement, Sampling, Settings, whole
@@ -61,6 +62,9 @@ class OneScreen(Paragraphs):
             if action.metavar is None and action.nargs != 0:
                 short.metavar = {int: "N", float: "X"}.get(action.type, "TEXT")
             super().add_argument(short)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [textwrap.shorten(text, width, placeholder=" ...")]
 
 
 class HelpAll(argparse.Action):
