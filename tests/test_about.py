@@ -4,6 +4,7 @@ import builtins
 import io
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -48,8 +49,8 @@ def test_questions_are_answered_over_one_document(folder, capsys):
     assert [row["stats"]["seed"] for row in samples] == [3, 4, 5]
     assert main(["--prefix", saved, *questions, *FEW]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("> Who tells this?\n") and "shared by all rows" in shown.err
-    assert "of the first of 2 answers" in shown.err
+    assert shown.out.startswith("> Who tells this?\n") and "shared prompt tokens" in shown.err
+    assert re.search(r"\nanswers +2\n", shown.err) and re.search(r"\nnew tokens of all +12\n", shown.err)
     other = str(folder / "other.prefix")
     assert main([*book, "--save-prefix", other, *FEW]) == 0
     assert f"ask about it with --question, or later with --prefix {other}" in capsys.readouterr().err
@@ -242,8 +243,9 @@ def test_a_conversation_on_the_terminal(folder, monkeypatch, capsys):
     document = len(triforce.load("tiny", device="cpu").encode_prompt((folder / "book.txt").read_text()))
     with PrefixReader(saved) as file:
         assert len(file.tokens) > document + 4  # what was said is in it
-    for said in ("nothing has been answered yet", "tokens per target forward", "(0 turns are left)", "no turn to undo",
-                 "/nope is no command", "/undo takes nothing after it", "Ctrl-C ends an answer", "ends)"):
+    for said in ("nothing has been answered yet", "tokens per target forward", "turns before them: 0)",
+                 "no turn to undo", "/nope is no command", "/undo takes nothing after it", "Ctrl-C ends an answer",
+                 "ends)"):
         assert said in shown.err
     assert "never read" not in shown.out
 

@@ -3,8 +3,8 @@
 Knows nothing of tensors: it calls the engine, and prints.
 """
 
-import json
 import random
+import sys
 import textwrap
 import time
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from .chat import Chat
 from .config import Sampling
 from .engine import Stream
 from .errors import UserError
-from .generation import Generation
+from .generation import Generation, as_json, totals
 from .interactive import Conversation, say
 from .keep import Document
 from .parallel import agreed
 from .prefix import JOINTS, Prefix, asked
 from .prefix_path import holds_something
 from .progress import Bar
+from .terminal import draw
 
 
 def seeds_of(items: list[dict], first: int | None, group, count: int = 1) -> list[int]:
@@ -141,16 +142,17 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
     if len(texts) == 1 and args.num_samples in (None, 1):
         return answer_one(engine, args, book, texts[0], questions[0]["question"] if questions else None, options,
                           known)
-    bar = Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1))
+    begun, bar = time.perf_counter(), Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1))
     try:
         results = engine.generate(texts, prefix=book, num_samples=args.num_samples or 1, on_decode=bar.count, **options)
     finally:
         bar.close()
+    seconds = time.perf_counter() - begun
     for index, samples in enumerate(results):
         for sample, result in enumerate(samples):
             vars(result.stats).update(known)
             show(args, index, sample, questions[index]["question"] if questions else None, result)
-    say(f"\nof the first of {sum(map(len, results))} answers:\n\n{results[0][0].stats}")
+    say("\n" + totals([one for samples in results for one in samples], seconds))
     return 0
 
 
@@ -176,19 +178,22 @@ def answer_one(engine, args, book: Prefix, text: str, question: str | None, opti
     return 0
 
 
-def print_stream(stream: Stream, quiet: bool, as_shown=str, strips: bool = False) -> Generation:
+def print_stream(stream: Stream, quiet: bool, coloured=None, strips: bool = False) -> Generation:
     """Prints a text as it comes. Returns its Generation; after Ctrl-C, what there is of it.
 
     Args:
-        quiet: nothing is printed. as_shown: what a piece looks like. strips: the text begins with its first letter.
+        quiet: nothing is printed. strips: the text begins with its first letter.
+        coloured: gives what a piece looks like with colours. None: it is shown as it is.
     """
     begun = False
     try:
         for piece in stream:
             piece = piece.lstrip() if strips and not begun else piece
             begun = begun or bool(piece)
-            if not quiet:
-                print(as_shown(piece), end="", flush=True)
+            if coloured is not None and not quiet:
+                draw(coloured(piece), sys.stdout)
+            elif not quiet:
+                print(piece, end="", flush=True)
     except KeyboardInterrupt:
         if stream.result is None or not stream.result.tokens:
             raise
@@ -208,7 +213,7 @@ def show(args, index: int, sample: int, question: str | None, result: Generation
     """One answer: a line of JSON, or text."""
     if args.json:
         about = {"index": index, "question": question, "sample": sample}
-        print(json.dumps({**about, **asdict(result)}), flush=True)
+        print(as_json({**about, **asdict(result)}), flush=True)
         return
     name = f" (sample {sample + 1})" if args.num_samples and args.num_samples > 1 else ""
     if question is not None or name:

@@ -39,7 +39,7 @@ from .config import (
 from .errors import TooLong, UserError
 from .finite import NotFinite
 from .free_memory import check_answers
-from .generation import Generation, RowOutput, stop_ids, stop_strings
+from .generation import Generation, RowOutput, special_ids, stop_ids, stop_strings
 from .hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
 from .host import belongs_here, check_process, is_forked, not_pickled, own_settings
@@ -70,6 +70,7 @@ class Engine:
         eos_ids: ids that end a text.
         folder: of the checkpoint, by which saved prefixes know the model. None: they know it by its weights.
         compute_stream: that the weights were read on. None: one of its own.
+        defaults: sampling values of the checkpoint, which stand for those of `Sampling` that a call does not give.
     """
 
     __reduce__ = not_pickled("an engine", "load one in each process that needs it")
@@ -78,7 +79,8 @@ class Engine:
     def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
                  drafting: Transformer | None = None, settings: Settings | None = None,
                  placement: Placement | None = None, eos_ids: Sequence[int] = (), folder: Path | None = None,
-                 compute_stream: ComputeStream | None = None):
+                 compute_stream: ComputeStream | None = None, defaults: dict[str, float] | None = None):
+        self.defaults = defaults or {}
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
         settings, placement = settings or Settings(), placement or Placement()
         self.placement = replace(placement, device=target.device).resolve()
@@ -271,7 +273,8 @@ class Engine:
         Args:
             prefix: what the prompt is a question about; see `prefill`.
             options: OPTIONS
-            stop: a string or several; the text ends before the first that appears.
+            stop: a string or several; the text ends before the first that appears. One that is a special token, as
+                "<|eot_id|>", is a stop id.
             stop_token_ids: ids that end the text as an end-of-text token does, with ignore_eos too: the token is kept
                 in `tokens`, and is no part of `text`.
             ignore_eos: go on after an end-of-text token.
@@ -399,17 +402,19 @@ class Engine:
         sessions whose results these are, and what ends the generation after the round that is under way, once it is
         set. count: samples of each prompt, which is encoded once."""
         check_process()
-        [sampling], _ = split(options, Sampling, what="option of generate", known=generate_options())
+        defaults = {name: value for name, value in self.defaults.items() if name not in options}
+        [sampling], _ = split({**defaults, **options}, Sampling, what="option of generate", known=generate_options())
+        if as_numbers(sampling.temperature) == 0:  # the most probable token is the same with all others
+            defaults = {name: value for name, value in defaults.items() if name == "temperature"}
         max_new_tokens = check_max_new_tokens(max_new_tokens)
         if one_row and speculate:
             raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
-        stops = stop_strings(stop)
-        if stops:
-            self.tokenizer_or_raise()
+        stops, ends = stop_strings(stop), stop_ids(stop_token_ids)
         check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
-        ends = stop_ids(stop_token_ids)
         if ends:
             self._check_ids(ends, "stop_token_ids: ")
+        if stops:
+            ends += special_ids(stops, self.tokenizer_or_raise())
         check_keep(keep)
         for name, callback in (("on_prefill", on_prefill), ("on_decode", on_decode)):
             if callback is not None and not callable(callback):
@@ -437,7 +442,7 @@ class Engine:
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
         request = Request(ids, prefix, max_new_tokens, sampling, (*ends, *(() if ignore_eos else self.eos_ids)), stops,
                           plan, on_prefill, on_decode, logprobs,
-                          [length - len(prompt) for length, prompt in zip(lengths, ids, strict=True)])
+                          [length - len(prompt) for length, prompt in zip(lengths, ids, strict=True)], defaults)
         sessions: list[Session] = []
         return self._answer(request, sessions), sessions, request.is_cancelled
 
@@ -450,7 +455,7 @@ class Engine:
             group = request.part(first, min(first + size, len(request.ids)), sum(one.num_tokens for one in sessions))
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
             session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs,
-                              group.dropped)
+                              group.dropped, group.defaults)
             where = tokens = None
             sessions.append(session)
             try:
@@ -610,6 +615,7 @@ class Request:
     on_decode: Callable[[int], None] | None
     logprobs: int | None
     dropped: list[int]  # tokens of each prompt that did not fit
+    defaults: dict[str, float]  # sampling values that the checkpoint chose
     goes_on: bool = False  # other prompts of the call came before these
     is_cancelled: threading.Event = field(default_factory=threading.Event)  # nobody wants more of it
 
@@ -661,6 +667,11 @@ class Stream:
     @property
     def result(self) -> Generation | None:
         return self._sessions[0].results()[0] if self._sessions else None
+
+    def follow(self, plan: Plan | None) -> None:
+        """The rounds to come follow this plan; None: what the engine chooses. To be called between two rounds, as from
+        `on_decode`."""
+        self._sessions[0].plan = plan
 
     def close(self) -> None:
         """Ends the generation early; the engine is ready for the next call. From a callback, or from another thread

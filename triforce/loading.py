@@ -8,7 +8,7 @@ import torch
 
 from . import memory, warm_up
 from .config import Placement, Settings, split, takes
-from .engine import Engine
+from .engine import Engine, log
 from .errors import UserError
 from .hf import checkpoint as ckpt
 from .hf.folders import find_draft, resolve
@@ -82,8 +82,10 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
                     model.pack(resolved.block_size)
         engine = Engine(target, tokenizer, draft, drafting=fp8_copy(target) if place.draft_dtype else None,
                         settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder,
-                        compute_stream=stream)
+                        compute_stream=stream, defaults=ckpt.generation_defaults(folder))
     engine.caches.warming = warming
+    for name, value in ckpt.ignored_defaults(folder).items():
+        log.info("%s of generation_config.json (%s) is not applied: there is no such option here", name, value)
     return engine
 
 
