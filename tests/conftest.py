@@ -36,7 +36,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
 QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controller_rates", "costs", "draft_memory",
-         "engine_plans", "faults", "generation", "graphs", "hierarchy", "kv", "memory", "model", "ngram", "packed",
+         "engine_plans", "generation", "graphs", "hierarchy", "kv", "memory", "model", "ngram", "packed",
          "quantize", "sampling", "session", "speculator", "state", "views"}
 
 
