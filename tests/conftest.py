@@ -39,7 +39,7 @@ if not torch.cuda.is_available():
 
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
 QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controller_rates", "costs", "draft_memory",
-         "engine_plans", "faults", "generation", "graphs", "hierarchy", "kv", "memory", "model", "ngram", "packed",
+         "engine_plans", "generation", "graphs", "hierarchy", "kv", "memory", "model", "ngram", "packed",
          "quantize", "sampling", "session", "speculator", "state", "views"}
 
 
