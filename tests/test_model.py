@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_engine
+from conftest import make_engine, traced
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce.errors import UserError
-from triforce.graphs import traced
 from triforce.kv.blocks import chunk_edges, prefill_blocks
 from triforce.model import (
     ModelConfig,

@@ -448,10 +448,10 @@ class Placement(Options):
     device: "str | torch.device | None" = option(None, "cpu, cuda, cuda:1 (default: cuda if there is one)")
     dtype: "str | torch.dtype | None" = option(
         None, "float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
-    compile: bool | str | None = option(
-        None, "wait until the steps are compiled. Default: on a GPU other processes compile them for later runs, and "
-        "nothing waits; on a CPU nothing is compiled. --no-compile: never compile, and record no graphs",
-        one_of(True, False, "beside", wanted="True, False or 'beside'"), action=BooleanOptionalAction)
+    compile: bool | None = option(
+        None, "compile the steps before the first answer: about a minute, and some seconds once they were compiled on "
+        "this machine. Default: steps run as they are, on a GPU as recorded graphs. --no-compile: as they are, and no "
+        "graphs", one_of(True, False, wanted="True or False"), action=BooleanOptionalAction)
     max_seq_len: int | None = option(None, "most tokens of prompt and output (default: as needed)", whole(2, 4096),
                                      type=int)
     max_batch_size: int = option(1, "prompts that run side by side; more are served group by group", whole(1, 8),
@@ -493,8 +493,8 @@ class Placement(Options):
         if self.num_resident_layers is not None and self.resident_memory is not None:
             raise UserError("num_resident_layers and resident_memory were both given; give one")
         size = self.resident_memory
-        usual = "beside" if device.type == "cuda" else False
-        return replace(self, device=device, compile=usual if self.compile is None else self.compile,
+        compiles = False if self.compile is None and device.type == "cpu" else self.compile
+        return replace(self, device=device, compile=compiles,
                        resident_memory=None if size is None else parse_size(size, "resident_memory"))
 
 

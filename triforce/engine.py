@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import memory, prefix_file
-from .caches import Caches
+from .caches import Caches, Models
 from .chat import Chat
 from .config import (
     Placement,
@@ -39,7 +39,6 @@ from .errors import TooLong, UserError
 from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
-from .jobs import Models
 from .keep import check_keep, cut, ways_to_fit
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
@@ -328,13 +327,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _computing(self):
-        """`working`, for what is no answer: nothing takes time from it meanwhile."""
+        """`working`, for what is no answer."""
         with self.working():
             self.caches.begin()
-            try:
-                yield
-            finally:
-                self.caches.rest()
+            yield
 
     def holding_still(self):
         """Within, what this engine holds of its last text stays what it is: other threads of this program wait."""
@@ -434,8 +430,6 @@ class Engine:
             finally:
                 with self.compute_stream.alone():
                     session.close()
-                    if self._serving is session:
-                        self.caches.rest()
             if where is not None:  # here, where no traceback holds on to the buffers any more
                 self.release()
                 offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
@@ -448,8 +442,6 @@ class Engine:
         """Prefill and rounds of one group."""
         with self.working():
             if request.is_cancelled.is_set():  # while it waited
-                if self._serving is None or self._serving.state is None:
-                    self.caches.rest()
                 return
             self._end_stream()
             self._serving = session
@@ -496,7 +488,6 @@ class Engine:
             torch.cuda.reset_peak_memory_stats(self.device)
         # Nothing here holds on to the caches of the call before: they are freed before others are planned.
         state = self.caches.find(ids, max_new_tokens, prefix, on_prefill, goes_on)
-        state.waited, state.compiler.waited = state.compiler.waited, 0.0  # the first prompts alone waited
         state.params.set(**sampling)
         padding = self._padding(state.params.greedy or self.settings.coupled)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
@@ -519,12 +510,12 @@ class Engine:
         """Greedy output and coupled draws are promised to be the same bits; other drawn tokens follow the same law from
         steps of any size, and so do drafted ones.
 
-        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. On a
-        GPU, and where steps are compiled, rows cost next to nothing and other shapes are compiled anew.
+        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. So do
+        compiled steps, since other shapes are compiled anew. On a GPU rows cost next to nothing.
         """
-        if self.target.group is not None:
+        if self.target.group is not None or self.placement.compile is True:
             return PADDED
-        cheap = self.device.type != "cpu" or self.placement.compile is not False
+        cheap = self.device.type != "cpu"
         return Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
 
     def resolve_budget(self, prompt_len: int, room: int | None = None, sharing: int = 1) -> int:

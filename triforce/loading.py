@@ -1,5 +1,7 @@
 """`load`: from names and options to an Engine, with everything checked before anything large is read."""
 
+import importlib
+import threading
 from pathlib import Path
 
 import torch
@@ -57,6 +59,8 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     stream = ComputeStream(device)
     warming = warm_up.begin(local, draft_config, resolved, dtype, stream, sum(part.bytes for part in parts))
 
+    if place.compile:  # which takes seconds to import, and to read weights hardly needs Python
+        threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",), name="compiler").start()
     tokenizer = Tokenizer(folder)
     if draft_folder is not None:
         difference = tokenizer.same_as(Tokenizer(draft_folder))

@@ -7,17 +7,16 @@ Shapes: B batch, M rows of a block (new tokens), H query heads, K KV heads, D he
 """
 
 import math
-from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from . import attention
 from .errors import UserError
 from .float8 import FP8, LAYERS, MADE, Float8, ScaledLinear
-from .graphs import finish, is_traced
 from .packed import multiply, pack, packs
 
 SHARE = 32768  # elements: a CPU's loop shares no fewer out to several threads
@@ -381,7 +380,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
     Args:
         out: where to, of the shape and dtype of x. None: a new tensor.
     """
-    if x.is_cuda and not is_traced():
+    if x.is_cuda and not is_compiling():
         if out is None and x.numel() <= FEW:
             return _in_five_kernels(x, cos, sin)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -511,7 +510,7 @@ class Attention(nn.Module):
         """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each, or one of parts -> [B, M, dim]."""
         y = attention.join(states)
         y = y.unflatten(2, (self.n_head // y.shape[1], -1)).permute(0, 3, 1, 2, 4)  # [B, M, K, G, D]; or H, 1 for K, G
-        if is_traced() and y.dtype == dtype:  # or else `to` is nothing, and compiled code may have y in another order
+        if is_compiling() and y.dtype == dtype:  # or else `to` is nothing, and y may lie in another order
             y = y.clone(memory_format=torch.contiguous_format)
         y = self.out(y.to(dtype, memory_format=torch.contiguous_format).flatten(2))
         return y if self.group is None else self.group.all_reduce(y)
@@ -656,17 +655,11 @@ class Transformer(nn.Module):
                 if isinstance(module, Linear) and module.weight.numel() >= Linear.PACK_FROM:
                     module.pack(rows)
 
-    def forward(self, tokens: Tensor, kv, pauses: bool = False) -> Tensor | Generator[None, None, Tensor]:
-        """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`. pauses: they are what a generator
-        returns that pauses after each layer."""
-        layers = self._layer_by_layer(tokens, kv)
-        return layers if pauses else finish(layers)
-
-    def _layer_by_layer(self, tokens: Tensor, kv) -> Generator[None, None, Tensor]:
+    def forward(self, tokens: Tensor, kv) -> Tensor:
+        """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`."""
         x = self.embedding(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, kv.layer(i), kv.compiled)
-            yield
         return self.norm(x)
 
     def prefill(self, tokens: Tensor, blocks: list[tuple[int, int, object]], on_progress=None,
