@@ -108,9 +108,10 @@ def test_an_engine_computes_with_the_usual_settings(name, monkeypatch):
     monkeypatch.setattr(Transformer, "prefill", noted(prefill))
     monkeypatch.setattr(State, "round", noted(step))
     engine = make_engine(*random_pair(), flush_interval=16, chunk_size=4, budget=64)
+    prompt = random_prompt(40)
     with HOSTS[name]():
         assert name == "no grad" or settings() != USUAL
-        engine.generate(random_prompt(40), 4)
+        engine.generate(prompt, 4)
     assert len(seen) >= 2
     assert all(one | {"inference": False} == USUAL for one in seen)
 
