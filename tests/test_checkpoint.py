@@ -369,7 +369,7 @@ def in_bin(content):
     (truncate, "model.safetensors is truncated or damaged"),
     (truncate_bin, "pytorch_model.bin is truncated or damaged"),
     (code_in_bin, "pytorch_model.bin holds more than tensors"),
-    (lose_a_shard, "index.json tensor .* in 'model-00002-of-00003.safetensors', which is no file"),
+    (lose_a_shard, "places tensor .* in 'model-00002-of-00003.safetensors', which is no file"),
     (empty_index, "has no weight_map"),
     *((index_of(file), "places tensor 'a' in .*, which is no file of this folder")
       for file in (3, None, ["x"], "/etc/passwd", "../checkpoint/config.json", "a/../../b.safetensors")),
