@@ -16,14 +16,13 @@ from ..errors import UserError
 from ..model import ModelConfig, Transformer
 from ..parallel import together
 from .checkpoint import open_tensors, read_config
+from .files import read_optional_json
 from .folders import SINGLE_FILES, find_weights
-from .places import is_derived
-from .vocabulary import read_optional_json
+from .places import EMBEDDING, OUTPUT, is_derived, usual_name
 
 STRETCHES, STRETCH_BYTES = 4, 4096  # of each tensor in a file
 POINTS = 64  # of each tensor in memory
 DIGITS = 32
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 # Of tokenizer_config.json, what says nothing of which text has which ids.
 NO_IDS = ("chat_template", "model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces",
           "name_or_path", "tokenizer_file", "processor_class")
@@ -55,12 +54,10 @@ def model_fingerprint(folder: str | Path, max_seq_len: int | None = None, weight
     config, files = read_config(folder, max_seq_len, weights), find_weights(folder)
     if not files:
         raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
-    tensors = (one for path in files for one in open_tensors(path).items())
-    found = {name: _digest(tensor) for name, tensor in tensors if name == OUTPUT or not is_derived(name, config)}
-    if config.tie_word_embeddings and OUTPUT in found:  # one of the two, or both alike, are one
-        head = found.pop(OUTPUT)
-        if found.setdefault(EMBEDDING, head) != head:
-            found[OUTPUT] = head
+    tensors = {name: tensor for path in files for name, tensor in open_tensors(path).items()}
+    alone = EMBEDDING if config.tie_word_embeddings else OUTPUT  # what an output layer is, if it is not derived
+    found = {alone if usual_name(name) == OUTPUT else name: _digest(tensor) for name, tensor in tensors.items()
+             if not is_derived(name, config, tensors)}
     return _combine(config, sorted(found.items()))
 
 
