@@ -315,7 +315,7 @@ class Caches:
             if length == 0:
                 return Prefix(self.engine, tokens, None)
             # What a file holds may be more: whole intervals of another engine.
-            cache = self._allocate(length if reader is None else max(length, reader.length))
+            cache = self.allocate(length if reader is None else max(length, reader.length))
             store = cache.prefix
             # Whole chunks of a prefill: so the numbers are those of one that was done in one go.
             unit = math.lcm(self.settings.prefill_chunk_size, self.settings.flush_interval)
@@ -373,7 +373,7 @@ class Caches:
         """Keys and values of a file, and what is computed from them."""
         if self._whole(reader.length) == 0:
             return Prefix(self.engine, reader.tokens, None)
-        store = self._allocate(reader.length).prefix
+        store = self.allocate(reader.length).prefix
         self._fill(store, reader)
         return Prefix(self.engine, reader.tokens, store)
 
@@ -391,7 +391,7 @@ class Caches:
         first = 0 if group is None else group.rank * count
         return range(first, first + count)
 
-    def _allocate(self, length: int) -> TargetCache:
+    def allocate(self, length: int) -> TargetCache:
         """Room for a prefix of so many tokens."""
         settings, target = self.settings, self.target
         self.release()

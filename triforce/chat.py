@@ -7,13 +7,13 @@
     chat.undo()
 """
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import TooLong, UserError
 from .generation import Generation
+from .host import ProcessLock, not_pickled
 from .prefix import Prefix, asked, check_prefix
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class Chat:
     Attributes:
         turns: (what the user said, the Generation that answered) so far.
     """
+
+    __reduce__ = not_pickled("a conversation", "save it, and open the file as a prefix")
 
     def __init__(self, engine: "Engine", prefix: Prefix | None = None, *, system: str | None = None,
                  chat_template: str | None = None, **options):
@@ -53,7 +55,7 @@ class Chat:
             self._before = [{"role": "system", "content": system}]
         self.turns: list[tuple[str, Generation]] = []
         self._open: Turn | None = None
-        self._lock = threading.RLock()  # held while a piece comes, and by `send` for all of its answer
+        self._lock = ProcessLock()  # held while a piece comes, and by `send` for all of its answer
 
     def __repr__(self) -> str:
         about = "" if self.prefix is None else f" about a document of {len(self.prefix):,} tokens"

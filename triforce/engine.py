@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import memory, prefix_file
+from . import finite, memory, prefix_file
 from .caches import Caches
 from .chat import Chat
 from .config import (
@@ -36,9 +36,12 @@ from .config import (
     whole,
 )
 from .errors import TooLong, UserError
+from .finite import NotFinite
+from .free_memory import check_answers
 from .generation import Generation, RowOutput, stop_ids, stop_strings
 from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
+from .host import belongs_here, check_process, is_forked, not_pickled, own_settings
 from .jobs import Models
 from .keep import check_keep, cut, ways_to_fit
 from .kv.blocks import prefill_blocks
@@ -70,6 +73,9 @@ class Engine:
         compute_stream: that the weights were read on. None: one of its own.
     """
 
+    __reduce__ = not_pickled("an engine", "load one in each process that needs it")
+
+    @own_settings()
     def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
                  drafting: Transformer | None = None, settings: Settings | None = None,
                  placement: Placement | None = None, eos_ids: Sequence[int] = (), folder: Path | None = None,
@@ -93,6 +99,7 @@ class Engine:
         self._serving: Session | None = None  # whom the state belongs to
         self._num_prepared = 0  # calls of `prepare`
         self._folder, self._identity = folder, None
+        belongs_here()
 
     def __repr__(self) -> str:
         config, dtype = self.target.config, self.target.dtype_name
@@ -193,6 +200,7 @@ class Engine:
             prefix.save(keep)
         return prefix
 
+    @own_settings()
     def open(self, path: str | Path) -> Prefix:
         """A document that `Prefix.save` wrote, in this process or another: on another device, offloaded or not, by
         another number of ranks. Keys and values of another dtype are converted. Every rank calls this.
@@ -218,6 +226,7 @@ class Engine:
             prefix.chat_template_kwargs = reader.about.get("chat_template_kwargs")
             return prefix
 
+    @own_settings()
     def identity(self) -> dict:
         """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer."""
         if self._identity is None:
@@ -284,7 +293,6 @@ class Engine:
                                    chat_template_kwargs=chat_template_kwargs, on_prefill=on_prefill,
                                    on_decode=on_decode, **options))
 
-    @torch.inference_mode()
     def logits(self, tokens, last: int | None = None) -> Tensor:
         """Logits after every token, or after the last ones: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in
         the checkpoint.
@@ -311,7 +319,7 @@ class Engine:
                 raise UserError(f"last ({last}) must be at most {length}, the number of ids in a row; leave it out for "
                                 "all of them")
         first = 0 if last is None else length - last
-        with self._computing():
+        with self._computing(), torch.inference_mode():
             cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                                 flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
             blocks = prefill_blocks(cache, range(1), 0, length, size)
@@ -320,10 +328,19 @@ class Engine:
             found = torch.cat([self.target.output(one).float() for one in hidden])
         return self.compute_stream.hand_out(found)
 
+    def explain_not_finite(self, tokens: list[int]) -> UserError:
+        """What to tell of logits that are not finite after these tokens: which part of the model, and which position,
+        they come from. Takes a prefill, slowly, and the room of one. Every rank calls this."""
+        self.release()
+        with self._computing():
+            cache = self.caches.allocate(-(-len(tokens) // self.settings.flush_interval) * self.settings.flush_interval)
+            found = finite.origin(self.target, cache, tokens, self.settings.prefill_chunk_size)
+        return finite.explain(self.target, found, len(tokens))
+
     @contextlib.contextmanager
     def working(self):
         """Within, this thread of the program computes on this engine, and no other does."""
-        with self.compute_stream.alone(), self.threads.working():
+        with self.holding_still(), self.threads.working():
             yield
 
     @contextlib.contextmanager
@@ -336,9 +353,14 @@ class Engine:
             finally:
                 self.caches.rest()
 
+    @contextlib.contextmanager
     def holding_still(self):
-        """Within, what this engine holds of its last text stays what it is: other threads of this program wait."""
-        return self.compute_stream.alone()
+        """Within, what this engine holds of its last text stays what it is: other threads of this program wait. What
+        the program sets for PyTorch is out of force."""
+        check_process()
+        with self.compute_stream.alone(), own_settings():
+            yield
+
 
     def encode_prompt(self, prompt, chat_template: str | None = None,
                       chat_template_kwargs: dict | None = None) -> list[int]:
@@ -370,6 +392,7 @@ class Engine:
         """Checks everything, then gives a generator of (index of the prompt, piece of text), a list that gets the
         sessions whose results these are, and what ends the generation after the round that is under way, once it is
         set. count: samples of each prompt, which is encoded once."""
+        check_process()
         [sampling], _ = split(options, Sampling, what="option of generate", known=generate_options())
         max_new_tokens = check_max_new_tokens(max_new_tokens)
         if one_row and speculate:
@@ -389,6 +412,7 @@ class Engine:
             check_prefix(prefix, self, chat_template)
             if keep is not None:
                 raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
+        check_answers(len(prompts) * count, max_new_tokens)
         room, ids, lengths = self.room(max_new_tokens), [], []
         for index, prompt in enumerate(prompts):
             try:
@@ -413,7 +437,7 @@ class Engine:
 
     def _answer(self, request: "Request", sessions: list[Session]) -> Iterator[tuple[int, str]]:
         """Group by group, of as many prompts as run side by side."""
-        with self.compute_stream.lock:
+        with self.holding_still():
             self.caches.begin()
             size = self.caches.rows(request.ids, request.max_new_tokens, request.prefix)
         for first in range(0, len(request.ids), size):
@@ -421,22 +445,27 @@ class Engine:
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
             session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs,
                               group.dropped)
-            where = None
+            where = tokens = None
             sessions.append(session)
             try:
                 for row, piece in self._decode(session, group):
                     yield first + row, piece
+            except NotFinite as error:
+                tokens = error.tokens
             except (RuntimeError, MemoryError) as error:
                 if not memory.ran_out(error):
                     raise
                 where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
                 shortage = memory.shortage(error, self.device)
             finally:
-                with self.compute_stream.alone():
-                    session.close()
-                    if self._serving is session:
-                        self.caches.rest()
-            if where is not None:  # here, where no traceback holds on to the buffers any more
+                if not is_forked():
+                    with self.holding_still():
+                        session.close()
+                        if self._serving is session:
+                            self.caches.rest()
+            if tokens is not None:  # here, where no traceback holds on to the buffers any more
+                raise self.explain_not_finite(tokens)
+            if where is not None:
                 self.release()
                 offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
                 scattered = "" if where == "the host" else memory.remedy_of_scatter()
@@ -471,7 +500,7 @@ class Engine:
 
     def release(self) -> None:
         """Frees the buffers of the last call."""
-        with self.compute_stream.alone():
+        with self.holding_still():
             self._end_stream()
             self.caches.release()
 
@@ -603,6 +632,8 @@ class Stream:
     is, with the finish_reason "interrupted"; None before the first piece was asked for. `spans` is the newest piece as
     (text, level) pairs: which level proposed what of it, see levels.py.
     """
+
+    __reduce__ = not_pickled("a stream", "its result can be: stream.result")
 
     def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session], is_cancelled: threading.Event):
         self._pieces, self._sessions, self._is_cancelled = pieces, sessions, is_cancelled

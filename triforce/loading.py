@@ -11,6 +11,7 @@ from .errors import UserError
 from .hf import checkpoint as ckpt
 from .hf.folders import find_draft, resolve
 from .hf.tokenizer import Tokenizer
+from .host import check_process, own_settings
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup, together
 from .quantize import check_fp8, fp8_bytes, fp8_copy
@@ -18,6 +19,7 @@ from .streams import ComputeStream
 
 
 @takes(Settings, Placement)
+@own_settings()
 def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **options) -> Engine:
     """Loads a target, and a draft if there is one, ready to generate.
 
@@ -30,6 +32,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     Raises:
         UserError: the checkpoint, a setting or the machine does not fit; the text says how to mend it.
     """
+    check_process()
     [settings, place], _ = split(options, Settings, Placement, what="setting")
     place = place.resolve()
     device = place.device

@@ -18,7 +18,7 @@ from . import attention
 from .errors import UserError
 from .float8 import FP8, LAYERS, MADE, Float8, ScaledLinear
 from .graphs import finish, is_traced
-from .packed import multiply, pack, packs
+from .packed import in_few_shapes, multiply, pack, packs
 
 SHARE = 32768  # elements: a CPU's loop shares no fewer out to several threads
 FEW = 2**18  # elements of heads: for more, a GPU spends its time on reading and writing them
@@ -444,9 +444,11 @@ class Linear(nn.Linear):
         self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None:
+        if x.device.type != "cpu":
             return super().forward(x)
-        return multiply(x, self.packed, self.bias)
+        if self.packed is None:
+            return in_few_shapes(super().forward, x)
+        return in_few_shapes(lambda rows: multiply(rows, self.packed, self.bias), x)
 
 
 class Embedding(nn.Embedding):

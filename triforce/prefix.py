@@ -13,6 +13,7 @@ from . import prefix_file
 from .drafting.ngram import NgramMeter
 from .errors import UserError
 from .hf.tokenizer import is_messages
+from .host import check_process, not_pickled, own_settings
 from .kv.prefix import PrefixStore
 from .parallel import Group, agreed
 from .prefix_file import PrefixReader
@@ -58,6 +59,8 @@ class Prefix:
             few that remain. None: the document is shorter than a flush interval.
     """
 
+    __reduce__ = not_pickled("a prefix", "save it, and open the file with the other engine")
+
     def __init__(self, engine: "Engine", tokens: list[int], store: PrefixStore | None):
         self.engine, self.tokens, self.store = engine, tokens, store
         self.messages: list[dict] | None = None
@@ -90,6 +93,7 @@ class Prefix:
             self._meter = NgramMeter(self.tokens[: self.num_shared])
         return self._meter
 
+    @own_settings()
     def save(self, path: str | Path) -> None:
         """Writes the document with its keys and values to a file, which `Engine.open` opens again.
 
@@ -100,6 +104,7 @@ class Prefix:
             UserError: the file cannot be written, or the disk is too small.
         """
         engine, config = self.engine, self.engine.target.config
+        check_process()
         prefix_file.write(path, self.about, self.tokens, self._layer, num_layers=config.n_layer,
                           n_kv_head=config.n_kv_head * config.num_shards, length=self.num_shared,
                           head_dim=config.head_dim, dtype=engine.target.dtype, heads=engine.caches.heads,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from .config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, is_whole, names_of, whole
 from .errors import UserError
+from .free_memory import check_answers
 from .hf.folders import find_draft, resolve
 from .hf.tokenizer import Tokenizer, is_messages
 from .prefix_path import check_source, check_target
@@ -186,6 +187,7 @@ def check_about(args, ranks: int) -> None:
         raise UserError(f"--interactive runs in one process, and torchrun started {ranks}; use --questions")
     if args.num_samples is not None:
         whole(1, 4)("--num-samples", args.num_samples)
+        check_answers(args.num_samples, args.max_new_tokens)
 
 
 def default_document() -> str:

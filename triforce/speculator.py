@@ -44,6 +44,7 @@ class RowRound(NamedTuple):
     num_accepted: int
     num_drafted: int
     diverged: bool  # the ranks disagree on it
+    is_finite: bool  # the logits behind the pending token are
     beside: int = 0  # accepted after those, beside the chain: a leaf, or rows of a branch
     path: Sequence[int] = ()  # rows of the block that the tokens were drawn from, the pending one's first
 
@@ -53,8 +54,8 @@ class Outbox:
 
     def __init__(self, tape: Tape, rows: int):
         self.rows = rows
-        # S tokens, S rows, S - 1 origins, four counts, whether the ranks disagree, two times
-        self.buffer = tape.buffer(3 * rows + 6)
+        # S tokens, S rows, S - 1 origins, four counts, whether the ranks disagree, whether logits are finite, two times
+        self.buffer = tape.buffer(3 * rows + 7)
         self.clock = torch.zeros(2, dtype=torch.int64, device=self.buffer.device)  # what this rank has to tell
 
     def tell(self, timing) -> None:
@@ -63,20 +64,21 @@ class Outbox:
         for place, milliseconds in zip(self.clock, times, strict=True):
             place.fill_(int(1e3 * milliseconds))
 
-    def write(self, of: Tensor | None, tokens: Tensor, rows: Tensor, origins: Tensor, counts: Tensor,
+    def write(self, of: Tensor | None, tokens: Tensor, rows: Tensor, origins: Tensor, counts: Tensor, finite: Tensor,
               ranks: tuple[Tensor, Tensor] | None) -> None:
         """tokens [B, n + 1], rows [B, n + 1] that they were drawn from, origins [B, n], counts [B, 4]: emitted,
-        accepted, drafted, accepted beside the chain.
+        accepted, drafted, accepted beside the chain. finite [B]: see `RowRound`.
 
         of: [B], the rows of the batch that these are. None: all.
         ranks: whether they disagree [B], and the first one's clock [2].
         """
         for i, part in enumerate((tokens, rows, origins)):
             give(self.buffer[:, i * self.rows : i * self.rows + part.shape[1]], of, part)
-        give(self.buffer[:, -7:-3], of, counts)
+        give(self.buffer[:, -8:-4], of, counts)
+        give(self.buffer[:, -3], of, finite.long())
         if ranks is not None:
             disagree, clock = ranks
-            give(self.buffer[:, -3], of, disagree.long())
+            give(self.buffer[:, -4], of, disagree.long())
             self.buffer[:, -2:] = clock
 
     def read(self) -> tuple[list[RowRound], list[float]]:
@@ -89,11 +91,11 @@ class Outbox:
             torch.cuda.set_sync_debug_mode(mode)
         rounds = []
         for box in boxes:
-            num_emitted, num_accepted, num_drafted, beside, diverged = box[-7:-2]
+            num_emitted, num_accepted, num_drafted, beside, diverged, finite = box[-8:-2]
             if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
                 num_accepted = num_drafted = num_emitted
-            rounds.append(RowRound(box[:num_emitted], box[2 * self.rows : -7], num_accepted, num_drafted,
-                                   bool(diverged), beside, box[self.rows : self.rows + num_emitted]))
+            rounds.append(RowRound(box[:num_emitted], box[2 * self.rows : -8], num_accepted, num_drafted,
+                                   bool(diverged), bool(finite), beside, box[self.rows : self.rows + num_emitted]))
         return rounds, [micros / 1e3 for micros in boxes[0][-2:]]
 
 
@@ -419,7 +421,8 @@ class Speculator(Drafter):
         if self.outbox is not None:
             ranks = None if self.model.group is None else self._exchange(tokens, num_emitted)
             origins = tape.at(tape.origin, position[:, :n])
-            self.outbox.write(of, tokens, verdict.rows[:, : n + 1], origins, counts, ranks)
+            finite = logits[:, 0].sum(-1, dtype=torch.float32).isfinite()  # of text alone: a draft is anything
+            self.outbox.write(of, tokens, verdict.rows[:, : n + 1], origins, counts, finite, ranks)
         give(self.length, of, start + num_emitted)
 
     def _verify(self, tape: Tape, logits: Tensor, tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor,

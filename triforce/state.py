@@ -13,6 +13,7 @@ import torch
 from .config import Settings
 from .costs import Shelf
 from .drafting.ngram import NgramMeter
+from .finite import NotFinite
 from .graphs import Compiler
 from .hierarchy import Hierarchy, Round, make_sources
 from .kept import Folder
@@ -442,6 +443,8 @@ class State:
             if brought.diverged:
                 raise RuntimeError(f"the ranks disagree on the tokens after {self.lens[row]:,}; their weights, prompts "
                                    "or settings differ, or a device miscalculates")
+            if brought.tokens and not brought.is_finite:
+                raise NotFinite(self._texts[row])
             self.lens[row] += len(brought.tokens)
             self._texts[row] += brought.tokens
         due = self.pilot.observe(result, chosen)

@@ -17,6 +17,7 @@ from .. import cli, memory, request
 from ..caches import MOST_ROWS, VIEWS, needed_tokens, own_tokens, usual_capacity, view_within
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
 from ..errors import UserError
+from ..free_memory import check_answers
 from ..hf.checkpoint import read_config
 from ..hf.folders import find_draft, resolve
 from ..loading import find_dtype
@@ -230,6 +231,7 @@ def job_of(args, rows: int | None = None) -> Job:
     length = _prompt_len(args, job)
     if args.num_samples is not None:
         whole(1, 4)("--num-samples", args.num_samples)
+        check_answers(args.num_samples, new)
     about = max(len(request.questions_of(args)) + (args.question is not None), 1) * (args.num_samples or 1)
     shares = about > 1 and length >= (settings.flush_interval or 128)
     if args.prompts is not None and rows is None:
