@@ -227,7 +227,8 @@ def job_of(args, rows: int | None = None) -> Job:
     if (placement.num_resident_layers or 0) > target.n_layer:
         raise UserError(f"--num-resident-layers ({placement.num_resident_layers}) is more than the model's "
                         f"{target.n_layer} layers")
-    job = Job(target, draft, settings, placement, 0, check_max_new_tokens(args.max_new_tokens))
+    new = check_max_new_tokens(args.max_new_tokens)
+    job = Job(target, draft, settings, placement, 0, new)
     length = _prompt_len(args, job)
     if args.num_samples is not None:
         whole(1, 4)("--num-samples", args.num_samples)
