@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from controller import kept, one_round  # noqa: E402
 
 from triforce.controller import Controller, Rate, at_least, emitted  # noqa: E402
-from triforce.costs import Costs, Learned, from_json, to_json  # noqa: E402
+from triforce.costs import Costs, Learned  # noqa: E402
 from triforce.pilot import Tally  # noqa: E402
 from triforce.plan import Padding, Plan  # noqa: E402
 from triforce.speculator import RowRound  # noqa: E402
@@ -322,7 +322,7 @@ def test_an_impossible_time_is_doubted_in_the_next_text_too():
             count = 1 + (plan.gamma > 0 and rng.random() < 0.15)
             controller.update(count)
             i += count
-        costs, seen = from_json(to_json(controller.learned), costs)
+        costs, seen = controller.learned.now(), controller.learned.seen.tolist()
     assert plain[0][0] == 256 and plain[0][1] < 20 and controller.learned.now().plain == pytest.approx(7.5)
 
 

@@ -5,13 +5,13 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from conftest import make_engine, make_state, random_prompt
 
 from triforce.controller import Controller
-from triforce.costs import LAYER_ON_CPU, Costs, Learned, Shelf, from_json, guess, to_json
-from triforce.kept import Folder
+from triforce.costs import LAYER_ON_CPU, Costs, Learned, Shelf, guess
 from triforce.plan import PADDED, Padding, Plan
 
 TRUE = Costs({1: 15.0, 4: 28.0, 8: 32.0}, {1: 5.0, 4: 6.0}, {"model": (1.5, 1.2), "ngram": (0.4, 0.1)})
@@ -102,65 +102,47 @@ def test_a_check_of_fewer_rows_takes_no_longer_than_one_of_more():
     costs = Costs({1: 20.0, 4: 9.0, 8: 30.0, 16: 5.0}, {1: 25.0}, {"model": (1.0, 1.0)}, plain=40.0)
     names = [*costs.parts()]
     seen = [int(name != ("verify", 16)) for name in names]
-    learned = Learned(*from_json(to_json(Learned(costs, seen)), costs))
+    learned = Learned(costs, seen)
     assert learned.now() == costs
     assert costs.having(dict(zip(names, learned.believed.tolist(), strict=True))) == replace(
         costs, verify={1: 9.0, 4: 9.0, 8: 30.0, 16: 5.0}, plain=9.0)
 
 
-def test_what_was_learned_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path))
-    learned = unknown(TRUE)
+class Levels:
+    """What a name of costs depends on, of a hierarchy."""
+
+    def __init__(self, base=0, streams=None, budget=64):
+        self.cache = SimpleNamespace(prefix=SimpleNamespace(base=base, streams=streams))
+        self.view = SimpleNamespace(budget=budget)
+
+
+def test_what_was_learned_is_kept():
+    learned, shelf, levels = unknown(TRUE), Shelf(), Levels()
     learned.observe(learned.weights({("verify", 1): 1.0}), 30.0)
-    name = Shelf(None).name(PADDED, [5000])
-    Shelf(Folder({"model": "a"})).put(name, learned)
-    costs, seen = Shelf(Folder({"model": "a"})).find(name, TRUE)
+    name = shelf.name(PADDED, [5000], levels)
+    assert shelf.find(name, TRUE) is None
+    shelf.put(name, learned)
+    costs, seen = shelf.find(name, TRUE)
     assert costs == learned.now() and sum(seen) == 1
-    for other in (Shelf(Folder({"model": "b"})), Shelf(None)):
-        assert other.find(name, TRUE) is None
-    assert Shelf(Folder({"model": "a"})).find(Shelf(None).name(PADDED, [9000]), TRUE) is None
-    assert Shelf(None, compiled=lambda: True).name(PADDED, [5000]) != name
-    assert Shelf(Folder({"model": "a"})).find(name, Costs({8: 1.0})) is None  # other parts
+    others = [shelf.name(PADDED, [9000], levels), shelf.name(PADDED, [5000, 5000], levels),
+              *(shelf.name(PADDED, [5000], Levels(**how)) for how in ({"base": 512}, {"streams": 1}, {"budget": 9}))]
+    assert all(shelf.find(other, TRUE) is None for other in others) and len({name, *others}) == 6
+    assert shelf.find(name, Costs({8: 1.0})) is None  # other parts
 
 
-def test_json_and_back():
-    learned = Learned(TRUE)
-    assert from_json(to_json(learned), TRUE) == (TRUE, learned.seen.tolist())
-
-
-def test_a_second_engine_begins_with_what_the_first_learned(pair, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path))
-    seen = []
-    for _ in range(2):
-        engine = make_engine(*pair, budget=64, flush_interval=16, chunk_size=4, gamma="auto", max_seq_len=512)
-        state = engine.prepare([random_prompt(100)], 60, temperature=0.0)
+def test_a_second_text_begins_with_what_the_first_learned(pair):
+    """In another State, too; and with its acceptance rates."""
+    begun, seen, ended = [], [], []
+    engine = make_engine(*pair, budget=64, flush_interval=16, chunk_size=4, gamma="auto", reuse=False)
+    for length in (100, 1500, 101):
+        state = engine.prepare([random_prompt(length, seed=length)], 60, temperature=0.0)
+        begun.append({name: rate.mean for name, rate in state.pilot.controller.rates.items()})
         seen.append(state.pilot.controller.learned.seen.copy())
-        engine.generate(random_prompt(100), 60, temperature=0.0)
-    assert not seen[0].any() and seen[1].any()
-
-
-def test_acceptance_of_earlier_texts_is_kept(pair, tmp_path, monkeypatch):
-    """For the next text, and for the next process; of other lengths apart; whether steps are compiled or not."""
-    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path))
-    begun, ended = [], []
-    for texts in (2, 1):
-        engine = make_engine(*pair, budget=64, flush_interval=16, chunk_size=4, gamma="auto", max_seq_len=512)
-        for i in range(texts):
-            state = engine.prepare([random_prompt(100 + i)], 60, temperature=0.0)
-            begun.append({name: rate.mean for name, rate in state.pilot.controller.rates.items()})
-            engine.generate(random_prompt(100 + i), 60, temperature=0.0)
-            ended.append(state.pilot.controller.lasting_rates())
+        engine.generate(random_prompt(length, seed=length), 60, temperature=0.0)
+        ended.append(state.pilot.controller.lasting_rates())
+    assert not seen[0].any() and seen[1].any() and seen[2].any()
     assert begun[0] == {"retrieval": 0.9, "model": 0.5} != ended[0]
     assert begun[1:] == [pytest.approx(one) for one in ended[:2]]
-    shelf = Shelf(Folder({"model": "a"}))
-    name = shelf.name(PADDED, [5000])
-    shelf.put_rates(name, {"model": 0.1})
-    again = Shelf(Folder({"model": "a"}), compiled=lambda: True)
-    assert again.find_rates(again.name(PADDED, [5000])) == {"model": 0.1}
-    assert again.find_rates(again.name(PADDED, [9000])) == {} == Shelf(None).find_rates(name)
-    alone = Shelf(None)
-    alone.put_rates((0, *name[1:]), {"model": 0.2})
-    assert alone.find_rates((1, *name[1:])) == {"model": 0.2}
 
 
 def test_a_stream_that_is_open_when_the_process_ends_leaves_nothing(tmp_path):

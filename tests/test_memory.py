@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import make_engine
 
-from triforce import free_memory, memory
+from triforce import cli, free_memory, memory
 from triforce.config import Settings
 from triforce.drafting.ngram import NgramDrafter
 from triforce.errors import UserError
@@ -255,3 +255,20 @@ def test_what_a_gpu_has_left_of_this_process_s_share(monkeypatch, device):
         monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index: fractions[index])
     assert memory.available(torch.device(device)) == {"cuda": 50 - 15, "cuda:1": 60 + 20 - 15}[device]
+
+
+def test_more_answers_than_there_is_memory_for_are_refused_at_once(monkeypatch, tiny_engine):
+    monkeypatch.setattr(free_memory, "of_host", lambda: 8 * GIB)
+    told = r"100,000,000 answers of up to 4 tokens take 429.15 GiB .* and 8.00 GiB are free; ask for at most 1,864,135 "
+    with pytest.raises(UserError, match=told):
+        tiny_engine.generate("Once", 4, num_samples=100_000_000)
+    with pytest.raises(UserError, match=told):
+        tiny_engine.generate(["Once", "Twice"], 4, num_samples=50_000_000)
+    assert len(tiny_engine.generate("Once", 4, num_samples=2)) == 2
+
+
+@pytest.mark.parametrize("command", [[], ["plan"]])
+def test_a_command_refuses_them_before_anything_is_loaded(monkeypatch, capsys, command):
+    monkeypatch.setattr("triforce.loading.load", lambda *args, **more: pytest.fail("loaded"))
+    argv = [*command, "--device", "cpu", "--prompt", "Once", "--num-samples", "100000000"]
+    assert cli.main(argv) == 2 and "--num-samples" in capsys.readouterr().err

@@ -1,23 +1,19 @@
 """What each step of a hierarchy takes, in milliseconds: guessed by layers and bytes, then learned from rounds.
 
-No step is run only to be timed. What was learned is kept for the next process, see `kept.py`.
+No step is run only to be timed.
 """
 
-import json
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .kept import Folder
 from .plan import Padding, Plan
 
 if TYPE_CHECKING:
     from .hierarchy import Hierarchy
-    from .model import ModelConfig
     from .speculator import Speculator
 
 ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
@@ -192,76 +188,43 @@ class Learned:
         return self._costs.having(dict(zip(self.names, self.values.tolist(), strict=True)))
 
 
-def to_json(learned: Learned) -> bytes:
-    """[[what, which, milliseconds, how often it was seen], ...]"""
-    return json.dumps([[*name, value, seen] for name, value, seen in
-                       zip(learned.names, learned.values.tolist(), learned.seen.tolist(), strict=True)]).encode()
-
-
-def from_json(data: bytes, like: Costs) -> tuple[Costs, list[int]] | None:
-    """Costs, and how often each part was seen. None where the parts are not those of `like`: they were learned under
-    other settings."""
-    parts = {tuple(name): (value, seen) for *name, value, seen in json.loads(data)}
-    if parts.keys() != like.parts().keys():
-        return None
-    return like.having({name: parts[name][0] for name in like.parts()}), [parts[name][1] for name in like.parts()]
-
-
 class Shelf:
-    """Learned costs, and acceptance rates, by the length of the rows: in this process and, with a folder, over
-    processes."""
+    """Learned costs, and acceptance rates, of the States that an engine has had. What one of them learned, the next one
+    like it begins with."""
 
     STRIDE = 4096  # tokens
 
-    def __init__(self, folder: Folder | None, compiled: Callable[[], bool] = lambda: False):
-        self.folder, self.compiled = folder, compiled
-        self._known: dict[tuple, bytes] = {}
+    def __init__(self):
+        self._costs: dict[tuple, tuple[Costs, list[int]]] = {}
+        self._rates: dict[tuple, dict[str, float]] = {}
 
     def find(self, name: tuple, like: Costs) -> tuple[Costs, list[int]] | None:
-        """What was put there, if it has the parts of `like`."""
-        data = self._read("costs", *name)
-        return None if data is None else from_json(data, like)
+        """Costs, and how often each part was seen, if they are those of the same steps."""
+        costs, seen = self._costs.get(name, (None, None))
+        return None if costs is None or costs.parts().keys() != like.parts().keys() else (costs, seen)
 
     def put(self, name: tuple, learned: Learned) -> None:
-        self._write(to_json(learned), "costs", *name)
+        self._costs[name] = learned.now(), learned.seen.tolist()
 
     def find_rates(self, name: tuple) -> dict[str, float]:
-        """Acceptance rates by level, as earlier texts had them. They do not depend on whether steps are compiled."""
-        data = self._read("rates", *name[1:])
-        return {} if data is None else json.loads(data)
+        """Acceptance rates by level, as earlier texts had them."""
+        return self._rates.get(name, {})
 
     def put_rates(self, name: tuple, rates: dict[str, float]) -> None:
-        self._write(json.dumps(rates).encode(), "rates", *name[1:])
+        self._rates[name] = rates
 
-    def name(self, padding: Padding, lengths: list[int]) -> tuple:
+    def name(self, padding: Padding, lengths: list[int], hierarchy: "Hierarchy") -> tuple:
         """Of what was learned under such circumstances."""
         longest, shortest = (-(-length // self.STRIDE) for length in (max(lengths), min(lengths)))
-        return int(self.compiled()), *map(int, padding), longest, shortest
-
-    def _read(self, *key) -> bytes | None:
-        data = self._known.get(key)
-        return self.folder.read(self._file(key)) if data is None and self.folder is not None else data
-
-    def _write(self, data: bytes, *key) -> None:
-        self._known[key] = data
-        if self.folder is not None:
-            self.folder.write(self._file(key), data)
-
-    @staticmethod
-    def _file(key: tuple) -> str:
-        return f"{'-'.join(map(str, key))}.json"
+        prefix, view = hierarchy.cache.prefix, hierarchy.view
+        return (*padding, longest, shortest, len(lengths), prefix.base > 0, prefix.streams is not None,
+                0 if view is None else view.budget)
 
 
 def sizes(level: "Speculator", padded: bool) -> list[int]:
     """Of a level's steps: the rows that have times of their own."""
     unit = level.row_unit if padded else 1
     return sorted({rows for rows in SIZES if rows < level.rows and rows % unit == 0} | {level.rows})
-
-
-def prefill_seconds(config: "ModelConfig", start: int, stop: int) -> float:
-    """What the tokens [start, stop) of a row take on a fast GPU: elsewhere they take longer."""
-    attention = 2 * config.n_head * config.head_dim * config.n_layer * (stop**2 - start**2)
-    return (2 * config.num_parameters * (stop - start) + attention) / 6e14
 
 
 def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:

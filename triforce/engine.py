@@ -15,13 +15,14 @@ import reprlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from . import finite, memory, prefix_file
-from .caches import Caches
+from .caches import Caches, Models
 from .chat import Chat
 from .config import (
     Placement,
@@ -38,11 +39,10 @@ from .config import (
 from .errors import TooLong, UserError
 from .finite import NotFinite
 from .free_memory import check_answers
-from .generation import Generation, RowOutput, stop_ids, stop_strings
-from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
+from .generation import Generation, RowOutput, special_ids, stop_ids, stop_strings
+from .hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
 from .host import belongs_here, check_process, is_forked, not_pickled, own_settings
-from .jobs import Models
 from .keep import check_keep, cut, ways_to_fit
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
@@ -50,9 +50,8 @@ from .levels import Spans
 from .model import Transformer
 from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
-from .prefix import Keeping, Prefix, asked, check_prefix, common_length, storable
-from .prefix_file import PrefixReader
-from .prefix_path import check_target
+from .prefix import Keeping, Prefix, asked, check_prefix, common_length, opened, storable
+from .prefix_path import check_target, holds_something
 from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
 from .state import State
@@ -71,6 +70,7 @@ class Engine:
         eos_ids: ids that end a text.
         folder: of the checkpoint, by which saved prefixes know the model. None: they know it by its weights.
         compute_stream: that the weights were read on. None: one of its own.
+        defaults: sampling values of the checkpoint, which stand for those of `Sampling` that a call does not give.
     """
 
     __reduce__ = not_pickled("an engine", "load one in each process that needs it")
@@ -79,7 +79,8 @@ class Engine:
     def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
                  drafting: Transformer | None = None, settings: Settings | None = None,
                  placement: Placement | None = None, eos_ids: Sequence[int] = (), folder: Path | None = None,
-                 compute_stream: ComputeStream | None = None):
+                 compute_stream: ComputeStream | None = None, defaults: dict[str, float] | None = None):
+        self.defaults = defaults or {}
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
         settings, placement = settings or Settings(), placement or Placement()
         self.placement = replace(placement, device=target.device).resolve()
@@ -183,19 +184,24 @@ class Engine:
         if keep is not None:  # before hours of work
             check_target(keep)
             storable(messages=messages, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
+        rendered_at = None
         if messages is None:
             ids = self.encode_prompt(document)
         else:
-            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs)
+            rendered_at = agreed(self.target.group, datetime.now().isoformat(timespec="seconds"))
+            if keep is not None and agreed(self.target.group, holds_something(keep)):
+                with opened(keep, self) as reader:  # a template that names the day is told that of the beginning
+                    rendered_at = reader.about["rendered_at"] or rendered_at
+            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs, rendered_at)
         self.check_len(len(ids), 1)
         with self._computing():
             self._end_stream()
             prefix = self.caches.compute(ids, self.threads.between(on_progress),
-                                         None if keep is None else Keeping(keep, keep_every))
+                                         None if keep is None else Keeping(keep, keep_every, rendered_at))
             if prefix.store is not None:
                 self.caches.pack(prefix.store)  # here, so that no question waits for it
         prefix.messages, prefix.chat_template = messages, chat_template
-        prefix.chat_template_kwargs = chat_template_kwargs
+        prefix.chat_template_kwargs, prefix.rendered_at = chat_template_kwargs, rendered_at
         if keep is not None and not prefix.is_kept(keep):
             prefix.save(keep)
         return prefix
@@ -209,32 +215,33 @@ class Engine:
             UserError: there is no such file; it is damaged; it belongs to another model or tokenizer; the prefill that
                 kept it was broken off; it does not fit the memory.
         """
-        with PrefixReader(path) as reader:
-            prefix_file.check(reader.about, self.identity(), path)
-            if (part_of := reader.about.get("part_of")) is not None:
+        with opened(path, self) as reader:
+            if (part_of := reader.about["part_of"]) is not None:
                 raise UserError(f"{path} has {len(reader.tokens):,} of the {part_of:,} tokens of its document, whose "
                                 "prefill was broken off; begin that again with the same file (keep=, or --save-prefix "
                                 "and --save-every), and it goes on from there")
             self.check_len(len(reader.tokens), 1, len(reader.tokens))
-            if reader.dtype != self.target.dtype:
+            if (dtype := prefix_file.DTYPES[reader.layout.dtype]) != self.target.dtype:
                 log.info("%s was saved in %s; its keys and values are converted to %s", path,
-                         str(reader.dtype).removeprefix("torch."), self.target.dtype_name)
+                         str(dtype).removeprefix("torch."), self.target.dtype_name)
             with self._computing():
                 self._end_stream()
                 prefix = self.caches.read(reader)
-            prefix.messages, prefix.chat_template = reader.about["messages"], reader.about["chat_template"]
-            prefix.chat_template_kwargs = reader.about.get("chat_template_kwargs")
+            for name in ("messages", "chat_template", "chat_template_kwargs", "rendered_at"):
+                setattr(prefix, name, reader.about[name])
             return prefix
 
     @own_settings()
     def identity(self) -> dict:
-        """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer."""
+        """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer. And
+        the name of the model, for who reads that they differ."""
         if self._identity is None:
             folder, longest = self._folder, self.placement.max_seq_len
             self._identity = {
                 "model": (weights_fingerprint(self.target) if folder is None else
                           model_fingerprint(folder, longest, self.placement.weights)),
-                "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder)}
+                "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder),
+                "name": model_name(folder, self.target.config.architecture, self.num_parameters)}
         return self._identity
 
     def chat(self, prefix: Prefix | None = None, **options) -> Chat:
@@ -266,7 +273,8 @@ class Engine:
         Args:
             prefix: what the prompt is a question about; see `prefill`.
             options: OPTIONS
-            stop: a string or several; the text ends before the first that appears.
+            stop: a string or several; the text ends before the first that appears. One that is a special token, as
+                "<|eot_id|>", is a stop id.
             stop_token_ids: ids that end the text as an end-of-text token does, with ignore_eos too: the token is kept
                 in `tokens`, and is no part of `text`.
             ignore_eos: go on after an end-of-text token.
@@ -345,13 +353,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _computing(self):
-        """`working`, for what is no answer: nothing takes time from it meanwhile."""
+        """`working`, for what is no answer."""
         with self.working():
             self.caches.begin()
-            try:
-                yield
-            finally:
-                self.caches.rest()
+            yield
 
     @contextlib.contextmanager
     def holding_still(self):
@@ -361,15 +366,18 @@ class Engine:
         with self.compute_stream.alone(), own_settings():
             yield
 
-
-    def encode_prompt(self, prompt, chat_template: str | None = None,
-                      chat_template_kwargs: dict | None = None) -> list[int]:
-        """Ids of a prompt in any of the forms that `generate` takes."""
+    def encode_prompt(self, prompt, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
+                      rendered_at: str | None = None) -> list[int]:
+        """Ids of a prompt in any of the forms that `generate` takes. rendered_at: the time that the chat template is
+        told, see `Prefix`; None: the present one."""
         if isinstance(prompt, str):
             ids = self.tokenizer_or_raise().encode(prompt) if prompt else []
         elif isinstance(prompt, (bytes, bytearray)):
             raise UserError("a prompt of bytes could be text or ids; decode it: prompt.decode()")
         elif is_messages(prompt):
+            if rendered_at is not None and isinstance(chat_template_kwargs, (dict, type(None))):
+                now = datetime.fromisoformat(rendered_at).strftime
+                chat_template_kwargs = {"strftime_now": now, **(chat_template_kwargs or {})}
             ids = self.tokenizer_or_raise().apply_chat_template(prompt, chat_template, chat_template_kwargs)
         else:
             ids = _as_ids(prompt)
@@ -379,9 +387,10 @@ class Engine:
         return ids
 
     def encode_beginning(self, messages: list[dict], chat_template: str | None = None,
-                         chat_template_kwargs: dict | None = None) -> list[int]:
+                         chat_template_kwargs: dict | None = None, rendered_at: str | None = None) -> list[int]:
         """Ids that all prompts begin with in which a question follows these messages."""
-        rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs)
+        rendered_at = rendered_at or datetime.now().isoformat()  # the same for both
+        rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs, rendered_at)
                     for question in ("a?", "The b.")]
         return rendered[0][: common_length(*rendered)]
 
@@ -393,17 +402,19 @@ class Engine:
         sessions whose results these are, and what ends the generation after the round that is under way, once it is
         set. count: samples of each prompt, which is encoded once."""
         check_process()
-        [sampling], _ = split(options, Sampling, what="option of generate", known=generate_options())
+        defaults = {name: value for name, value in self.defaults.items() if name not in options}
+        [sampling], _ = split({**defaults, **options}, Sampling, what="option of generate", known=generate_options())
+        if as_numbers(sampling.temperature) == 0:  # the most probable token is the same with all others
+            defaults = {name: value for name, value in defaults.items() if name == "temperature"}
         max_new_tokens = check_max_new_tokens(max_new_tokens)
         if one_row and speculate:
             raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
-        stops = stop_strings(stop)
-        if stops:
-            self.tokenizer_or_raise()
+        stops, ends = stop_strings(stop), stop_ids(stop_token_ids)
         check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
-        ends = stop_ids(stop_token_ids)
         if ends:
             self._check_ids(ends, "stop_token_ids: ")
+        if stops:
+            ends += special_ids(stops, self.tokenizer_or_raise())
         check_keep(keep)
         for name, callback in (("on_prefill", on_prefill), ("on_decode", on_decode)):
             if callback is not None and not callable(callback):
@@ -431,7 +442,7 @@ class Engine:
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
         request = Request(ids, prefix, max_new_tokens, sampling, (*ends, *(() if ignore_eos else self.eos_ids)), stops,
                           plan, on_prefill, on_decode, logprobs,
-                          [length - len(prompt) for length, prompt in zip(lengths, ids, strict=True)])
+                          [length - len(prompt) for length, prompt in zip(lengths, ids, strict=True)], defaults)
         sessions: list[Session] = []
         return self._answer(request, sessions), sessions, request.is_cancelled
 
@@ -444,7 +455,7 @@ class Engine:
             group = request.part(first, min(first + size, len(request.ids)), sum(one.num_tokens for one in sessions))
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
             session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs,
-                              group.dropped)
+                              group.dropped, group.defaults)
             where = tokens = None
             sessions.append(session)
             try:
@@ -461,8 +472,6 @@ class Engine:
                 if not is_forked():
                     with self.holding_still():
                         session.close()
-                        if self._serving is session:
-                            self.caches.rest()
             if tokens is not None:  # here, where no traceback holds on to the buffers any more
                 raise self.explain_not_finite(tokens)
             if where is not None:
@@ -477,8 +486,6 @@ class Engine:
         """Prefill and rounds of one group."""
         with self.working():
             if request.is_cancelled.is_set():  # while it waited
-                if self._serving is None or self._serving.state is None:
-                    self.caches.rest()
                 return
             self._end_stream()
             self._serving = session
@@ -525,7 +532,6 @@ class Engine:
             torch.cuda.reset_peak_memory_stats(self.device)
         # Nothing here holds on to the caches of the call before: they are freed before others are planned.
         state = self.caches.find(ids, max_new_tokens, prefix, on_prefill, goes_on)
-        state.waited, state.compiler.waited = state.compiler.waited, 0.0  # the first prompts alone waited
         state.params.set(**sampling)
         padding = self._padding(state.params.greedy or self.settings.coupled)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
@@ -548,12 +554,12 @@ class Engine:
         """Greedy output and coupled draws are promised to be the same bits; other drawn tokens follow the same law from
         steps of any size, and so do drafted ones.
 
-        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. On a
-        GPU, and where steps are compiled, rows cost next to nothing and other shapes are compiled anew.
+        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. So do
+        compiled steps, since other shapes are compiled anew. On a GPU rows cost next to nothing.
         """
-        if self.target.group is not None:
+        if self.target.group is not None or self.placement.compile is True:
             return PADDED
-        cheap = self.device.type != "cpu" or self.placement.compile is not False
+        cheap = self.device.type != "cpu"
         return Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
 
     def resolve_budget(self, prompt_len: int, room: int | None = None, sharing: int = 1) -> int:
@@ -577,19 +583,20 @@ class Engine:
         longest = self.placement.max_seq_len
         return (self.target.config.max_len if longest is None else longest) - max_new_tokens
 
-    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0, text: int | None = None) -> None:
+    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0, text: int | None = None,
+                  can_keep: bool = False) -> None:
         """Raises TooLong if so many tokens do not fit the model, or max_seq_len.
 
         Args:
             document: so many of the prompt are a prefix, which cannot be cut any more.
-            text: so many are what a command's --prompt-len cuts.
+            text: so many are what a command's --prompt-len cuts. can_keep: and its --keep.
         """
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
         what = f"the model's {self.target.config.limit_name} ({limit})"
         if longest is not None:
             limit, what = longest, f"max_seq_len ({longest})"
         if prompt_len + max_new_tokens > limit:
-            remedy = ways_to_fit(prompt_len, max_new_tokens, limit, document, text)
+            remedy = ways_to_fit(prompt_len, max_new_tokens, limit, document, text, can_keep)
             raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 
@@ -608,6 +615,7 @@ class Request:
     on_decode: Callable[[int], None] | None
     logprobs: int | None
     dropped: list[int]  # tokens of each prompt that did not fit
+    defaults: dict[str, float]  # sampling values that the checkpoint chose
     goes_on: bool = False  # other prompts of the call came before these
     is_cancelled: threading.Event = field(default_factory=threading.Event)  # nobody wants more of it
 
@@ -659,6 +667,11 @@ class Stream:
     @property
     def result(self) -> Generation | None:
         return self._sessions[0].results()[0] if self._sessions else None
+
+    def follow(self, plan: Plan | None) -> None:
+        """The rounds to come follow this plan; None: what the engine chooses. To be called between two rounds, as from
+        `on_decode`."""
+        self._sessions[0].plan = plan
 
     def close(self) -> None:
         """Ends the generation early; the engine is ready for the next call. From a callback, or from another thread

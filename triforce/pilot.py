@@ -4,16 +4,15 @@ It learns from kept tokens, first rejections, and times that do not depend on di
 bias the output.
 """
 
-import copy
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .config import Settings
 from .controller import FOLLOWER, INNER_LEAVES, LEAVES, Controller
-from .costs import Learned, Shelf, guess
+from .costs import Shelf, guess
 from .drafting.ngram import NgramMeter
 from .kv.views import COMMON
 from .plan import PADDED, Padding, Plan
@@ -56,7 +55,7 @@ class Pilot:
         self._shared_meter = meter
         self._begins = self.auto  # no round has been chosen yet
         # By what the recorded steps are made of, since they outlive a text. See `Controller`.
-        self._all_rounds_with: defaultdict[tuple, Counter[str]] = defaultdict(Counter)
+        self._all_rounds_with: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
         self._rounds_with: Counter[str] = Counter()  # those of the present text
         self._remaining = 0.0  # tokens of a row that this text may have yet
         self._earlier, self._emitted = 0.0, 0.0  # tokens of a row in the texts before it, and in it
@@ -65,7 +64,6 @@ class Pilot:
         self._planned: list[Plan] = []  # of the rounds to come, as far as that is known
         self._on_cpu = hierarchy.outer.length.device.type == "cpu"
         self._calm = 0  # rounds without drafts of late
-        self._learned: Learned | None = None  # of costs, before steps left rows out
         self._unseen: list[Round] = []  # that followed what was chosen, and have not been learned from yet
 
     def open(self, plan: Plan | None, padding: Padding, lengths: list[int], max_new_tokens: int,
@@ -81,15 +79,14 @@ class Pilot:
         self._fixed, self.padding, self._remaining = plan, padding, max_new_tokens
         self._earlier, self._emitted = self._earlier + self._emitted, 0.0
         self._planned, self._unseen, self._calm = [], [], 0
-        self._learned = None
         self.controller, self.meters = None, []
-        self._rounds_with = self._all_rounds_with[self.hierarchy.compiler.made_of]
+        self._rounds_with = self._all_rounds_with[self.hierarchy.compiler.settings]
         has_views = self.hierarchy.view is not None
         self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths)) if has_views}
         if has_views and self.hierarchy.cache.prefix.base:
             self.rebuilds[COMMON] = RebuildPolicy(self.common_interval)
         if plan is None and self.auto:
-            self._name = self.shelf.name(padding, lengths)
+            self._name = self.shelf.name(padding, lengths, self.hierarchy)
             guessed = guess(self.hierarchy, padding, lengths)
             costs, seen = self.shelf.find(self._name, guessed) or (guessed, [0] * len(guessed.parts()))
             priors = self.shelf.find_rates(self._name)
@@ -178,17 +175,11 @@ class Pilot:
             self._rounds_with.update(drafts=result.plan.gamma > 0, retrieval=result.plan.retrieval)
         self._unseen = []
 
-    def narrowed(self) -> None:
-        """Rows have ended, and steps compute the others alone: from now on times are not those of the whole batch."""
-        if self.controller is not None and self._learned is None:
-            self._learn()
-            self._learned = copy.deepcopy(self.controller.learned)
-
     def keep(self) -> None:
         """The generation has ended: what it showed of costs and acceptance is kept."""
         self._learn()
         if self.controller is not None and (self.group is None or self.group.rank == 0):
-            self.shelf.put(self._name, self._learned or self.controller.learned)
+            self.shelf.put(self._name, self.controller.learned)
             self.shelf.put_rates(self._name, self.controller.lasting_rates())
 
     def close_row(self, row: int) -> None:

@@ -1,168 +1,193 @@
-"""Puts each fault of `faults.py` into a copy of the tree, and runs the tests that should see it.
+"""Puts each fault of `faults.py` in, one at a time, and runs the tests that should see it.
 
-    python tests/faults/run.py [--only ID ...] [--file NAME ...] [--jobs N]
+    python tests/faults/run.py [--only ID ...] [--module NAME ...] [--jobs N]
 
-On demand only: pytest does not collect it. The checkout itself is never touched. First the tests are run without any
-fault, and must pass. Then each fault gets a line: the test that caught it, that the tests ran into their time limit
-(which counts as caught), or SURVIVED. Exit status: 0 if at least 95% were caught, else 1; 2 for a list that does not
-fit the code.
+On demand only: pytest does not collect it. No file is changed. First the tests are run without any fault, and must
+pass. Then each fault gets a line: which test's assertion failed, or that something else ended the tests, or SURVIVED.
+Exit status: 0 if an assertion caught at least 95% of them, else 1; 2 for a list that does not fit the code.
 
 Each run of pytest is a fork of a process that has imported PyTorch and transformers already, but nothing of this
 library: hundreds of runs would otherwise spend most of their time on that.
 """
 
 import argparse
+import contextlib
 import importlib
-import multiprocessing
+import json
 import os
-import re
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from faults import FAULTS, Fault, misfits
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE)]  # this checkout before any installed copy of the library
+os.environ.update(PYTHONPATH=os.pathsep.join(sys.path[:2]), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
-ROOT = Path(__file__).parents[2]
-ENOUGH = 0.95  # the share of the faults that is to be caught
-ALL = "slow or not slow"
-NOTHING_PICKED = 5  # pytest's exit status where -k leaves no test
-CAUGHT, SURVIVED, INVALID = "caught", "SURVIVED", "INVALID"
+from faults import FAULTS  # noqa: E402
+from hooks import Fault, files_of, install, misfits  # noqa: E402
+
+ENOUGH = 0.95  # the share of the faults that an assertion is to catch
+HOW = ["-n", "0", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "slow or not slow"]
 IMPORTED = ("torch", "numpy", "pytest", "safetensors.torch", "tokenizers", "huggingface_hub", "jinja2", "tqdm",
             "transformers.models.llama.modeling_llama", "torch.distributed._functional_collectives")
-tree = Path()  # this process's copy of the checkout
+PASSED, NOTHING_PICKED = 0, 5  # pytest's exit status
 
 
-def warm(folder: str) -> None:
-    """Makes a process ready for runs: the files that git knows or would add, as they are, and what tests import."""
-    global tree
-    tree = Path(folder) / str(os.getpid())
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
-                            capture_output=True, check=True, text=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, tree / name)
-    os.environ.update(PYTHONPATH=str(tree), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1",
-                      # Compiled modules are told apart by second and size: too little for a change of one sign.
-                      PYTHONDONTWRITEBYTECODE="1")
-    sys.dont_write_bytecode = True
-    sys.path[0] = str(tree)  # before any installed copy of this library
-    for name in IMPORTED:
-        try:
-            importlib.import_module(name)
-        except ImportError:  # then the tests will say so
-            pass
+class Outcome(NamedTuple):
+    status: int | None  # pytest's; None: the time was up
+    test: str  # the first that failed
+    how: str  # "assertion", or what ended it instead
+    imported: bool  # the module with the fault was
+    seconds: float
+    output: str
+
+    @property
+    def caught(self) -> bool:
+        return self.status == 1 and self.how == "assertion"
 
 
-def pytest(arguments: list[str], limit: float) -> tuple[int | None, str]:
-    """(exit status, output) of pytest in this process's tree, with one thread; status None: the time was up."""
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        pid = os.fork()
-        if pid == 0:
-            run_pytest(arguments, output.fileno())
-        begun, status = time.monotonic(), None
-        while status is None and time.monotonic() - begun < limit:
-            time.sleep(0.05)
-            ended, code = os.waitpid(pid, os.WNOHANG)
-            status = os.waitstatus_to_exitcode(code) if ended else None
-        try:
-            os.killpg(pid, signal.SIGKILL)  # the session that was begun for it: it, and what it started
-        except ProcessLookupError:
-            pass
-        if status is None:
-            os.waitpid(pid, 0)
-        output.seek(0)
-        return status, output.read()
+class First:
+    """A plugin that notes the first failure."""
+
+    test = how = ""
+
+    def pytest_exception_interact(self, node, call) -> None:
+        import pytest
+
+        if self.test:
+            return
+        self.test, error, last = node.nodeid.removeprefix("tests/"), call.excinfo, call.excinfo.traceback[-1]
+        asserts = error.errisinstance((AssertionError, pytest.fail.Exception))
+        in_library = ROOT / "triforce" in Path(last.path).parents
+        self.how = "assertion" if asserts and call.when == "call" and not in_library else error.typename
 
 
-def run_pytest(arguments: list[str], output: int) -> None:
+def run_pytest(arguments: list[str], fault: Fault | None, report: Path, output: int) -> None:
     """In a process of its own, which ends here."""
-    status = 70
     try:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.chdir(tree)
+        os.chdir(ROOT)
+        if fault is not None:
+            install(fault)
         import pytest
 
-        how = ["-n", "0", "-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-m", ALL]
-        status = int(pytest.main([*how, *arguments]))
+        first = First()
+        status = int(pytest.main([*HOW, *arguments], [first]))
         sys.stdout.flush()
+        report.write_text(json.dumps([status, first.test, first.how, fault is None or fault.module in sys.modules]))
     finally:
-        os._exit(status)
+        os._exit(0)
 
 
-def selection(tests: str) -> tuple[list[str], str | None]:
-    """`test_a.py test_b.py -k "this or that"` -> (files, the expression behind -k, if any)."""
-    words = shlex.split(tests)
-    at = words.index("-k") if "-k" in words else len(words)
-    return [f"tests/{file}" for file in words[:at]], words[at + 1] if at < len(words) else None
+@contextlib.contextmanager
+def pytest_running(arguments: list[str], fault: Fault | None, limit: float):
+    """Within, pytest runs in another process. Gives a function: its outcome, None as long as there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, begun = Path(folder) / "report", time.monotonic()
+        with (Path(folder) / "output").open("w+", errors="replace") as output:
+            pid = os.fork()
+            if pid == 0:
+                run_pytest(arguments, fault, report, output.fileno())
+
+            def look() -> Outcome | None:
+                seconds = time.monotonic() - begun
+                ended = os.waitpid(pid, os.WNOHANG)[0]
+                if not ended and seconds < limit:
+                    return None
+                output.seek(0)
+                ending = ended and report.exists()
+                found = json.loads(report.read_text()) if ending else [None, "", "time is up" if not ended else
+                                                                       "the process died", True]
+                return Outcome(*found, seconds, output.read())
+
+            try:
+                yield look
+            finally:  # the session that was begun for it: it, and what it started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
 
-def pick(files: list[str], expression: str | None) -> list[str]:
+def run_all(runs: list[tuple[list[str], Fault | None, float]], jobs: int) -> Iterator[Outcome]:
+    """The outcomes of pytest, so many at a time, in order. runs: (its arguments, a fault, seconds at most) each."""
+    with contextlib.ExitStack() as stack:
+        begun: list = []  # [context, look, outcome] each
+        for place in range(len(runs)):
+            while len(begun) <= place or begun[place][2] is None:
+                running = [one for one in begun if one[2] is None]
+                if len(running) < jobs and len(begun) < len(runs):
+                    own = stack.enter_context(contextlib.ExitStack())
+                    begun.append([own, own.enter_context(pytest_running(*runs[len(begun)])), None])
+                    continue
+                time.sleep(0.05)
+                for one in running:
+                    one[2] = one[1]()
+                    if one[2] is not None:
+                        one[0].close()
+            yield begun[place][2]
+
+
+def selected(fault: Fault) -> list[str]:
     """pytest's arguments."""
-    return files if expression is None else [*files, "-k", expression]
+    expression = fault.tests.partition(" -k ")[2]
+    return files_of(fault) + (["-k", *shlex.split(expression)] if expression else [])
 
 
-def wanted(faults: list[Fault]) -> dict[str, str | None]:
-    """For each file of tests, all that some fault wants of it, as one expression; None: the whole."""
-    found: dict[str, list[str | None]] = {}
-    for tests in dict.fromkeys(fault.tests for fault in faults):
-        files, expression = selection(tests)
-        for file in files:
-            found.setdefault(file, []).append(expression)
-    return {file: None if None in some else " or ".join(f"({one})" for one in some) for file, some in found.items()}
+def without_faults(faults: list[Fault], args) -> dict[str, float] | None:
+    """Seconds that each choice of tests takes, file by file and all choices of it at once; None: a test fails."""
+    wanted: dict[str, list[str | None]] = {}
+    for fault in faults:
+        expression = next(iter(selected(fault)[len(files_of(fault)) + 1 :]), None)
+        for file in files_of(fault):
+            wanted.setdefault(file, []).append(expression)
+    runs = []
+    for file, some in wanted.items():
+        together = [] if None in some else ["-k", " or ".join(f"({one})" for one in dict.fromkeys(some))]
+        runs.append(([file, *together], None, args.limit))
+    seconds, failed = {}, False
+    for file, outcome in zip(wanted, run_all(runs, args.jobs), strict=True):
+        seconds[file] = outcome.seconds
+        passed = outcome.status in (PASSED, NOTHING_PICKED)
+        print(f"without faults {file:<34} {outcome.seconds:4.0f} s" + ("" if passed else f", FAILS: {outcome.test}"),
+              flush=True)
+        if not passed:
+            print(outcome.output[-3000:])
+        failed = failed or not passed
+    return None if failed else seconds
 
 
-def without_faults(file: str, expression: str | None, limit: float) -> tuple[float, str | None]:
-    """(seconds, what failed if anything did) of a file's tests as they are."""
-    begun = time.monotonic()
-    status, output = pytest(pick([file], expression), limit)
-    failure = None if status in (0, NOTHING_PICKED) else "time is up" if status is None else first_failure(output)
-    return time.monotonic() - begun, failure
-
-
-def first_failure(output: str) -> str:
-    """The first test that pytest's summary names, else its last line."""
-    found = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.*?)(?: - .*)?$", output, re.MULTILINE)
-    return found[1] if found else (output.strip().splitlines() or ["no output"])[-1]
-
-
-def with_fault(fault: Fault, limit: float) -> tuple[str, str]:
-    """(outcome, which test). The tree is as before afterwards."""
-    path = tree / "triforce" / fault.file
-    whole = path.read_text(encoding="utf-8")
-    path.write_text(whole.replace(fault.old, fault.new), encoding="utf-8")
-    try:
-        status, output = pytest(pick(*selection(fault.tests)), limit)
-    finally:
-        path.write_text(whole, encoding="utf-8")
-    if status is None:
-        return CAUGHT, f"time is up after {limit:.0f} s"
-    if status == 1:
-        return CAUGHT, first_failure(output)
-    if status == 0:
-        return SURVIVED, fault.tests
-    return INVALID, f"pytest ends with {status}: {first_failure(output)}"  # it crashes at import, or no test is meant
+def told(fault: Fault, outcome: Outcome, loud: bool) -> str:
+    if outcome.caught:
+        return f"caught by {outcome.test}"
+    if outcome.status == PASSED:
+        what = "SURVIVED" if outcome.imported else "NOT IMPORTED"
+    else:
+        what = f"not by an assertion, but by {outcome.how or 'nothing: no test is picked'} ({outcome.test})"
+    return f"{what}: {fault.breaks} [{fault.tests}]" + (f"\n{outcome.output[-3000:]}" if loud else "")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="ID", help="these faults alone")
-    parser.add_argument("--file", nargs="+", metavar="NAME", help="those of these modules alone: attention.py ...")
-    parser.add_argument("--jobs", type=int, default=1, help="so many at a time, each in a copy of its own (default 1)")
+    parser.add_argument("--module", nargs="+", metavar="NAME", help="those of these modules alone: kv.views ...")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default 1)")
     parser.add_argument("--limit", type=float, default=900, help="seconds for a file's tests without a fault (default "
                         "900); with one they get 60, and three times what they take without")
+    parser.add_argument("--check", action="store_true", help="only whether the list fits the code: nothing is run")
+    parser.add_argument("--loud", action="store_true", help="pytest's output for what no assertion caught")
     args = parser.parse_args()
     for flag, given, known in (("--only", args.only, {fault.id for fault in FAULTS}),
-                               ("--file", args.file, {fault.file for fault in FAULTS})):
+                               ("--module", args.module, {fault.where.partition(":")[0] for fault in FAULTS})):
         unknown = sorted(set(given or ()) - known)
         if unknown:
             parser.error(f"{flag}: nothing here is called {', '.join(unknown)}")
@@ -171,40 +196,31 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args, begun = arguments(), time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that copies and processes are cleared away, too
-    faults = [fault for fault in FAULTS if not args.only or fault.id in args.only]
-    faults = [fault for fault in faults if not args.file or fault.file in args.file]
-    wrong = misfits(ROOT / "triforce", faults)
-    for message in wrong:
-        print(message, flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are cleared away, too
+    wrong = misfits(FAULTS)
+    print("".join(f"{message}\n" for message in wrong), end="", flush=True)
+    if args.check:
+        print(f"{len(FAULTS)} faults, {len(wrong)} do not fit the code")
+        return 2 if wrong else 0
     gone = {message.partition(":")[0] for message in wrong}
-    faults = [fault for fault in faults if fault.id not in gone]
-
-    counts = dict.fromkeys((CAUGHT, SURVIVED, INVALID), 0)
-    sys.warnoptions.append("ignore:resource_tracker")  # locks of runs that were broken off: nobody misses them
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(
-            max(args.jobs, 1), multiprocessing.get_context("spawn"), warm, (folder,)) as pool:
-        files = wanted(faults)
-        results = pool.map(without_faults, files, files.values(), [args.limit] * len(files))
-        seconds, failed = {}, False
-        for file, (took, failure) in zip(files, results, strict=True):
-            seconds[file] = took
-            print(f"without faults {file:<32} {took:4.0f} s" + (f", FAILS: {failure}" if failure else ""), flush=True)
-            failed = failed or failure is not None
-        if failed:
-            return 2
-        limits = [60 + 3 * sum(seconds[file] for file in selection(fault.tests)[0]) for fault in faults]
-        for fault, (outcome, test) in zip(faults, pool.map(with_fault, faults, limits), strict=True):
-            counts[outcome] += 1
-            what = f"caught by {test}" if outcome == CAUGHT else f"{outcome} ({test}): {fault.breaks}"
-            print(f"{fault.id:<32} {what}", flush=True)
-    score = counts[CAUGHT] / max(len(faults), 1)
-    minutes = (time.monotonic() - begun) / 60
-    print(f"{counts[CAUGHT]} of {len(faults)} faults caught, {100 * score:.1f}%; {counts[SURVIVED]} survived, "
-          f"{counts[INVALID]} invalid, {len(wrong)} no longer apply; {minutes:.0f} minutes")
-    if wrong or counts[INVALID]:
+    faults = [fault for fault in FAULTS if fault.id not in gone and (not args.only or fault.id in args.only)
+              and (not args.module or fault.where.partition(":")[0] in args.module)]
+    for module in IMPORTED:
+        importlib.import_module(module)
+    seconds = without_faults(faults, args)
+    if seconds is None:
         return 2
-    return 0 if score >= ENOUGH else 1
+    runs = [(selected(fault), fault, 60 + 3 * sum(map(seconds.get, files_of(fault)))) for fault in faults]
+    caught = 0
+    for fault, outcome in zip(faults, run_all(runs, args.jobs), strict=True):
+        caught += outcome.caught
+        print(f"{fault.id:<26} {told(fault, outcome, args.loud)}", flush=True)
+    share = caught / max(len(faults), 1)
+    print(f"{caught} of {len(faults)} faults caught by an assertion, {100 * share:.1f}%; {len(wrong)} do not fit the "
+          f"code; {(time.monotonic() - begun) / 60:.0f} minutes")
+    if wrong:
+        return 2
+    return 0 if share >= ENOUGH else 1
 
 
 if __name__ == "__main__":
