@@ -404,8 +404,6 @@ FAULTS = [
           nothing(True), "rows -k not_even"),
     Fault("fp8-block-scale", "float8:row_scales", "a drafted token changes the law that it is checked by",
           result(lambda scales: scales * 0 + scales.max()), "lossless quantize -k fp8"),
-    Fault("fp8-bias", "quantize:Float8Linear.forward", "fp8 layers lose their biases", cond("bias", True), "quantize"),
-    Fault("fp8-outliers", "quantize:OUTLIERS", "activations are clamped: drafts get worse", value("1.0"), "quantize"),
     Fault("fp8-spread", "float8:Float8.spread", "all weights have the first block's scale", op("//", "%"),
           "float8 -k reference"),
     Fault("fp8-ignored", "float8:_ignored", "layers that a checkpoint leaves as they are are taken for fp8",
