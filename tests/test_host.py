@@ -195,21 +195,13 @@ def test_a_forked_process_is_told_instead_of_hanging():
 
 
 def test_a_forked_process_has_locks_of_its_own(monkeypatch):
-    lock, held, leave = ProcessLock(), threading.Event(), threading.Event()
-
-    def other() -> None:
-        with lock:
-            held.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=other)
+    lock = ProcessLock()
+    thread = threading.Thread(target=lock.__enter__)  # which never lets go of it
     thread.start()
-    held.wait(60)
+    thread.join()
     monkeypatch.setattr(host.os, "getpid", lambda: -1)
     with lock, lock:  # nobody waits
         pass
-    leave.set()
-    thread.join()
 
 
 def test_what_cannot_be_pickled_says_what_to_do():
