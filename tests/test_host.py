@@ -200,8 +200,14 @@ def test_a_forked_process_has_locks_of_its_own(monkeypatch):
     thread.start()
     thread.join()
     monkeypatch.setattr(host.os, "getpid", lambda: -1)
-    with lock, lock:  # nobody waits
-        pass
+    entered = threading.Event()
+
+    def enter() -> None:
+        with lock, lock:
+            entered.set()
+
+    threading.Thread(target=enter, daemon=True).start()
+    assert entered.wait(10)
 
 
 def test_what_cannot_be_pickled_says_what_to_do():
