@@ -157,12 +157,12 @@ def child(name, function):
             told = f"{type(error).__name__}: {error}"
         print(name, told, flush=True)
         os._exit(0)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 10
     while not os.waitpid(pid, os.WNOHANG)[0]:
         if time.monotonic() > until:
             os.kill(pid, signal.SIGKILL)
             print(name, "hangs", flush=True)
-            until = time.monotonic() + 30
+            until = time.monotonic() + 10
         time.sleep(0.02)
 
 
