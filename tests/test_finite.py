@@ -54,6 +54,20 @@ def test_where_it_arises():
         engine.generate(prompt, 8)
 
 
+def test_positions_count_from_the_beginning_of_the_text(pair):
+    """A prefill goes through a layer in chunks of 32 tokens: the last of 90 begins at 64."""
+    engine = make_engine(*pair, **SIZES)
+
+    def spoil(part, args, out):
+        if out.shape[1] == 26:
+            out[0, 6] = NAN
+
+    hook = engine.target.layers[1].mlp.down.register_forward_hook(spoil)
+    found = engine.explain_not_finite(random_prompt(90))
+    hook.remove()
+    assert "from layers.1.mlp.down on, at position 70 of 90 tokens" in str(found)
+
+
 def test_what_float16_does_not_reach_is_no_fault_of_a_weight():
     engine = broken("layers.1.mlp.gate_up", 6e4, dtype=torch.float16)
     with torch.no_grad():
