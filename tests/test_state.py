@@ -121,7 +121,6 @@ def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
 def test_the_controller_is_told_what_looking_up_is_good_for(pair, monkeypatch):
     """By all of each row's text so far, prompt and output, in the mean of the rows that go on."""
     told, choose = [], Controller.choose
-    monkeypatch.setattr(Pilot, "SELDOM", 1)  # a choice after each round
     monkeypatch.setattr(Controller, "choose", lambda self, **known: told.append(known) or choose(self, **known))
     texts = [random_prompt(20) * 4, random_prompt(70, seed=1)]
     state = make_state(*pair, texts, auto=True, ngram=True, gamma=7, gamma_inner=3, sampling={"temperature": 0.3})
