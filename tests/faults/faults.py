@@ -82,8 +82,6 @@ FAULTS = [
           arg("law", "drafts", "True"), "nucleus -k only_drafts"),
     Fault("inner-law-row", "speculator:Speculator._finish", "drafts are checked against their neighbours' laws",
           op("-", "+", 5), JOINT),
-    Fault("limit-not-kept", "speculator:Speculator._finish", "a round emits past a flush position",
-          arg("minimum", 1, "take(self.limit, of) - start + 1"), "greedy -k from_every_offset"),
     Fault("totals-uncut", "speculator:Speculator._finish", "tokens that are drafted once more are counted twice",
           arg("where", 0, "is_cut & False", 5), "cache -k that_were_emitted"),
     Fault("bonus-is-a-miss", "speculator:Speculator._finish", "a draft that is always right seems to miss",
