@@ -2,7 +2,7 @@
 
 import sys
 
-from triforce.hf.convert import main
+from triforce.start import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["convert", *sys.argv[1:]]))

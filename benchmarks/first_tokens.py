@@ -36,9 +36,8 @@ PROCESS = """
 import json, sys, time
 job = json.load(open(sys.argv[1]))
 sys.path.insert(0, job["root"])
-from triforce.start import begin_gpu, importing
-begin_gpu(None)
-with importing(owns_process=True):  # as the commands do
+from triforce.start import importing
+with importing():  # as the commands do
     import torch
     import triforce
 from triforce.parallel import from_environment, leave

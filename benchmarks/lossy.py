@@ -14,34 +14,15 @@ from collections.abc import Callable
 from triforce.config import Placement, Settings
 from triforce.engine import Engine
 from triforce.errors import UserError
-from triforce.graphs import Compiler, Level
 from triforce.plan import Plan
 from triforce.prefix import Prefix
 from triforce.speculator import Speculator
 from triforce.state import State
-from triforce.tape import FULL, RETRIEVAL
+from triforce.tape import FULL
 from triforce.tree import TokenTree
 
 # Nothing is drafted. That a view takes part is said all the same: then it is chosen anew when that is due.
 VIEW_ALONE = Plan(retrieval=True, padded=False)
-
-
-class ViewLevel(Speculator):
-    """A level that emits what the target says over the view of its drafting level."""
-
-    def look_ahead(self, plan, extent) -> None:
-        """Nothing is to be prepared: the extent is that of the prefix, which this level does not read."""
-
-
-class OverView:
-    """A State's compiler, for a level over the view that takes the full level's place: pieces of the full level read
-    the cache where it lies, those of the retrieval level read the view."""
-
-    def __init__(self, compiler: Compiler):
-        self.compiler = compiler
-
-    def level(self, name: str) -> Level:
-        return self.compiler.level(name.replace(f"level{FULL}", f"level{RETRIEVAL}"))
 
 
 class ViewEngine(Engine):
@@ -81,9 +62,8 @@ def attend_to_view(state: State) -> None:
     hierarchy, full = state.hierarchy, state.hierarchy.outer
     if full.view is hierarchy.view:
         return
-    level = ViewLevel(state.target, state.cache, hierarchy.view, state.tape, level=FULL, tree=TokenTree(1),
-                      drafters={}, keep_queries=True, keep_logits=state.settings.keep_logits,
-                      compiler=OverView(state.compiler))
+    level = Speculator(state.target, state.cache, hierarchy.view, state.tape, level=FULL, tree=TokenTree(1),
+                       drafters={}, keep_queries=True, keep_logits=state.settings.keep_logits, compiler=state.compiler)
     level.length.copy_(full.length)
     level.limit.copy_(full.limit)
     hierarchy.outer = level

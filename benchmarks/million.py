@@ -21,7 +21,7 @@ import torch
 import triforce
 from triforce import cli, memory, request
 from triforce.config import Placement, Settings
-from triforce.kit import check, plan, ways
+from triforce.kit import check, plan
 from triforce.loading import find_dtype
 from triforce.model import ModelConfig
 
@@ -41,15 +41,15 @@ def arithmetic(config: ModelConfig, length: int) -> dict[str, float]:
 def planned(args, length: int, device: torch.device) -> dict:
     """By `triforce plan`'s sums, with what is free now: the models are loaded, and counted once more."""
     asked = {**vars(args), "prompt_len": length, "batch_size": 1}
-    job = plan.job_of(argparse.Namespace(**asked), None)
+    job = plan.job_of(argparse.Namespace(**asked))
     weights = memory.weight_parts(job.target, job.draft, find_dtype(job.placement.dtype, job.target.dtype, device))
     free = memory.available(device)
     free = None if free is None else free + sum(part.bytes for part in weights)
-    here = ways.Machine(device, free, memory.available(torch.device("cpu")))
-    way = ways.way(job, here, offload=job.placement.offload)
-    return {"planned_gib": way.bytes / 2**30, "planned_host_gib": way.host.bytes / 2**30,
-            "planned_resident_layers": way.resident,
-            "parts_gib": {part.name: round(part.bytes / 2**30, 2) for part in way.parts}}
+    here = plan.Machine(device, free, memory.available(torch.device("cpu")))
+    need = plan.need(job, here, job.placement.offload)
+    return {"planned_gib": need.bytes / 2**30, "planned_host_gib": need.host.bytes / 2**30,
+            "planned_resident_layers": need.resident,
+            "parts_gib": {part.name: round(part.bytes / 2**30, 2) for part in need.parts}}
 
 
 def measure(engine, args, ids: list[int], count: int) -> dict:

@@ -39,29 +39,8 @@ from triforce.state import State
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
 from shares import FirstRanks, first_draft_ranks, first_ranks, holds_whole  # noqa: E402
-from steps import measure, milliseconds  # noqa: E402
+from steps import milliseconds, step_times  # noqa: E402
 from widen import SHAPES, widen  # noqa: E402
-
-
-def step_times(engine: Engine, state: State) -> dict[str, float]:
-    """Milliseconds of each step on its own, from where the state stands."""
-    hierarchy, device, group = state.hierarchy, engine.device, engine.target.group
-    costs = measure(hierarchy, state.pilot.padding, group)
-    rows = {"verify_ms": costs.verify[max(costs.verify)]}
-    if costs.retrieval:
-        rows["retrieval_ms"] = costs.retrieval[max(costs.retrieval)]
-    if "model" in costs.sources:
-        rows["draft_first_ms"], rows["draft_next_ms"] = costs.sources["model"]
-    outer, here = hierarchy.outer, hierarchy.outer.length.clone()
-    with torch.inference_mode():
-        with outer.rehearsal():
-            for name, width in (("one_row_ms", 1), ("verify_8_rows_ms", 8)):
-                rows[name] = milliseconds(lambda width=width: outer.rehearse(here, width), device, repeats=7,
-                                          warm_up=3, group=group)
-        if hierarchy.view is not None:
-            rows["rebuild_ms"] = milliseconds(lambda: hierarchy.view.rebuild(0), device, repeats=5, warm_up=2,
-                                              group=group)
-    return rows
 
 
 def decode(engine: Engine, ids: list[int], args, watch=None, **how) -> dict[str, float]:
@@ -172,7 +151,7 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
                                block_size=args.block_size, chunk_size=args.chunk_size, group=group,
                                draft_ranks=args.draft_ranks, compile=compiled)
         return engine, engine.tokenizer
-    tiny = triforce.load("tiny", device="cpu", compile="beside")  # weights stay unpacked
+    tiny = triforce.load("tiny", device="cpu", compile=True)  # weights stay unpacked
     dtype = getattr(torch, getattr(args, "dtype", None) or ("bfloat16" if device.startswith("cuda") else "float32"))
     shape = SHAPES[args.shape]
     draft = widened_draft(tiny.draft, args, group, vocab_size=shape.vocab_size, device=device, dtype=dtype)
@@ -274,7 +253,10 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
         torch.cuda.synchronize()
     row["prefill_s"] = time.perf_counter() - begun
     row["budget"] = state.budget
-    row |= step_times(engine, state)
+    row |= step_times(state)
+    if state.hierarchy.view is not None:
+        row["rebuild_ms"] = milliseconds(lambda: state.hierarchy.view.rebuild(0), engine.device, repeats=5, warm_up=2,
+                                         group=engine.target.group)
     rounds = Rounds()
     row |= decode(engine, ids, args, rounds)
     row |= rounds.row()

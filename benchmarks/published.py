@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -27,8 +28,7 @@ from triforce import cli
 from triforce.errors import UserError
 from triforce.hf.folders import resolve
 from triforce.hf.tokenizer import Tokenizer
-from triforce.kit import plan, ways
-from triforce.kit.tables import broken, paragraph, table
+from triforce.kit import plan
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,9 +86,9 @@ def obstacle(setup: Setup, args) -> str | None:
     job = plan.job_of(cli.parse(setup.command(args, "--batch-size", str(setup.rows))), setup.rows)
     own = plan.parser().parse_args([] if count == 0 else ["--gpus", str(setup.gpus)])
     machine = plan.machine_of(own, None)
-    way = ways.way(job, machine, setup.gpus, job.placement.offload)
-    if not way.fits:
-        return f"does not fit: {way.bytes / 2**30:.1f} GiB of {(machine.memory or 0) / 2**30:.1f}"
+    need = plan.need(job, machine, job.placement.offload)
+    if not need.fits:
+        return f"does not fit: {need.bytes / 2**30:.1f} GiB of {(machine.memory or 0) / 2**30:.1f}"
     return None
 
 
@@ -160,13 +160,13 @@ def main() -> None:
                 start = f"torchrun --nproc-per-node {setup.gpus}" if setup.gpus > 1 else "python"
                 text = ["--prompt-file", "book.txt"] if setup.rows == 1 else ["--prompts", "prompts.jsonl"]
                 command = f"{start} generate.py {shlex.join(setup.command(args, *text))}"
-                print(f"{setup.name} ({setup.claim}): {why or 'can run here; give --text'}\n\n{broken(command)}\n")
+                print(f"{setup.name} ({setup.claim}): {why or 'can run here; give --text'}\n\n    {command}\n")
     if rows:
         cells = [[row["setup"], f"{row['prompt_len']:,}", f"{row['off_ms']:.2f}", f"{row['on_ms']:.2f}",
                   f"{row['speedup']:.2f}x", f"{row['acceptance'].get('full', 0):.2f}"] for row in rows]
-        print(table(["set-up", "prompt", "off", "on", "speed-up", "acceptance"], cells) + "\n")
-        print(paragraph(f"ms a token of all rows, on {rows[0]['device']}. The abstracts: " + "; ".join(
-            f"{row['setup']} {row['claim']}" for row in rows) + "."))
+        print(plan.table(["set-up", "prompt", "off", "on", "speed-up", "acceptance"], cells) + "\n")
+        print(textwrap.fill(f"ms a token of all rows, on {rows[0]['device']}. The abstracts: " + "; ".join(
+            f"{row['setup']} {row['claim']}" for row in rows) + ".", 80))
 
 
 if __name__ == "__main__":

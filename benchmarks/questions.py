@@ -98,7 +98,7 @@ def rows_of(engine: Engine, tokenizer, ids: list[int], args):
     def plan():
         controller = engine.caches.state.pilot.controller
         return {"plan": str(controller and controller.plan), "budget": engine.caches.state.budget,
-                "block": engine.caches.state.settings.block_size, "pieces": engine.caches.state.compiler.num_pieces}
+                "block": engine.caches.state.settings.block_size, "compiled": engine.caches.state.compiler.compiles}
 
     if "questions" in args.parts:
         yield "questions", {**answered(*ask(asked)), **plan()}
@@ -217,7 +217,7 @@ def plot(path: str) -> None:
         name = "".join((row["shape"] or row["checkpoint"], ", offloaded" if row["offload"] else "",
                         f", {row['memory_cap_gib']:.0f} GiB" if row.get("memory_cap_gib") else "",
                         ", 2 GPUs" if row["gpus"] == 2 else "",
-                        "" if row.get("compile") or row.get("pieces") else ", not compiled"))
+                        "" if row.get("compiled") or row.get("pieces") else ", not compiled"))
         settings.setdefault(name, {})[row["what"]] = row["ms_a_token"]
     settings = dict(sorted(settings.items()))
     figure, axes = plt.subplots(figsize=(9, 0.5 * len(settings) + 2.2))

@@ -1,22 +1,14 @@
-"""Times each step of a hierarchy where its rows stand.
+"""Times of single calls, and of a hierarchy's steps by the rounds that take them."""
 
-Steps are rehearsed: they write K/V from the pending token on, and tokens behind it, which later rounds write anew.
-"""
-
-import contextlib
 import statistics
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
-from triforce.costs import Costs, sizes
-from triforce.plan import Padding, Plan
+from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
+from triforce.state import State
 
-if TYPE_CHECKING:
-    from triforce.hierarchy import Hierarchy
-
-REPEATS = 5
+REPEATS, ROUNDS = 5, 9
 SLOW = 300
 
 
@@ -49,41 +41,29 @@ def milliseconds(call, device: torch.device, repeats: int = REPEATS, warm_up: in
     return statistics.median(times) if device.type == "cuda" else min(times)
 
 
-@torch.inference_mode()
-def measure(hierarchy: "Hierarchy", padding: Padding, group=None) -> Costs:
-    """Costs of every step that a plan can take, where the rows stand. group: the ranks that measure together."""
-    outer, inner, device = hierarchy.outer, hierarchy.inner, hierarchy.outer.length.device
-    here = outer.length.clone()
-    recorded = 3 if device.type == "cuda" else 1  # a graph is warmed up, then recorded, then replayed
-    with contextlib.ExitStack() as rehearsals:
-        for level in hierarchy.levels:
-            rehearsals.enter_context(level.rehearsal())
+def times(state: State, plan: Plan, rounds: int = ROUNDS) -> tuple[float, float]:
+    """Milliseconds of drafting and of checking, medians over rounds that follow a plan, from where the state stands.
+    Rounds in which a step was recorded do not count."""
+    found = []
+    for _ in range(3 * rounds):
+        state.round(plan)
+        if state.last_round.timing is not None:
+            found.append((state.last_round.timing.drafting, state.last_round.timing.checking))
+        if len(found) == rounds:
+            break
+    drafting, checking = zip(*found, strict=True)
+    return statistics.median(drafting), statistics.median(checking)
 
-        def step(level, rows: int) -> float:
-            probs = outer.draft_probs if level is inner else None
-            return milliseconds(lambda: level.rehearse(here, rows, probs), device, group=group,
-                                warm_up=recorded if level.is_recorded else 1)
 
-        padded = padding.drafts
-        costs = Costs({rows: step(outer, rows) for rows in sizes(outer, padded)},
-                      row_unit=outer.row_unit if padded else 1)
-        if not padding.plain and padding.drafts:
-            costs.plain = step(outer, 1)
-        if inner is not None:
-            costs.retrieval = {rows: step(inner, rows) for rows in sizes(inner, padded)}
-        outer.length.copy_(here)
-        for name, source in hierarchy.sources.items():
-            source.catch_up(here.tolist())
-
-            def propose(count: int, level, source=source, name=name) -> float:
-                def call():
-                    source.propose(here, Plan(count, name), level.draft_probs)
-                    source.commit(here)
-
-                return milliseconds(call, device, warm_up=recorded, group=group)
-
-            if inner is not None:
-                propose(min(2, inner.rows - 1), inner)  # compiles it for that level as well
-            one = propose(1, outer)
-            costs.sources[name] = one, max(propose(2, outer) - one, 0.0) if outer.rows > 2 else 0.0
-    return costs
+def step_times(state: State) -> dict[str, float]:
+    """Milliseconds of each step: a verify of all rows and of one, a retrieval step, the first and a further token of
+    what drafts at the bottom."""
+    hierarchy = state.hierarchy
+    rows = {"verify_ms": times(state, AUTOREGRESSION)[1], "one_row_ms": times(state, ONE_ROW)[1]}
+    if hierarchy.inner is not None:
+        rows["retrieval_ms"] = times(state, Plan(1, None, True, 0, 1))[0]
+    if "model" in hierarchy.sources:
+        rows["draft_first_ms"] = first = times(state, Plan(1, "model"))[0]
+        if hierarchy.outer.rows > 2:
+            rows["draft_next_ms"] = max(times(state, Plan(2, "model"))[0] - first, 0.0)
+    return rows

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from triforce.parallel import from_environment
+from triforce.plan import AUTOREGRESSION, Plan
 
 sys.path.insert(0, str(Path(__file__).parent))
 import offload  # noqa: E402
@@ -53,14 +54,11 @@ def all_reduce_us(group, dim: int, dtype: torch.dtype) -> dict[str, float]:
 
 
 def profile(engine, ids: list[int]) -> None:
-    """Prints the kernels of a verify, of a retrieval step and of a rebuild."""
+    """Prints the kernels of rounds without drafts, of rounds of one drafted token, and of a rebuild."""
     state = engine.prepare([ids], 256, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=[0])
-    outer, inner, view = state.hierarchy.outer, state.hierarchy.inner, state.hierarchy.view
-    here = outer.length.clone()
-    with outer.rehearsal(), inner.rehearsal():
-        print_kernels("full verify", lambda: outer.rehearse(here, outer.rows), engine.device)
-        print_kernels("retrieval step", lambda: inner.rehearse(here, inner.rows, outer.draft_probs), engine.device)
-    print_kernels("rebuild", lambda: view.rebuild(0), engine.device)
+    print_kernels("full verify", lambda: state.round(AUTOREGRESSION), engine.device)
+    print_kernels("a retrieval step and a verify", lambda: state.round(Plan(1, None, True, 0, 1)), engine.device)
+    print_kernels("rebuild", lambda: state.hierarchy.view.rebuild(0), engine.device)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,11 +1,13 @@
 """Small random pairs for the tests of the logic, and the embedded pair for the tests of the whole."""
 
+import contextlib
 import gc
 import hashlib
 import os
 import signal
 import weakref
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 import triforce
 from triforce.config import Placement, Settings, split
 from triforce.controller import Controller
-from triforce.costs import Learned, Shelf
+from triforce.costs import Costs, guess
 from triforce.engine import Engine
 from triforce.float8 import MADE
 from triforce.graphs import Compiler
@@ -31,13 +33,21 @@ VOCAB = 64
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 # Nor does compiling a few small kernels gain from a pool of processes that each import PyTorch first.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
 QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controller_rates", "costs", "draft_memory",
          "engine_plans", "generation", "graphs", "hierarchy", "kv", "memory", "model", "ngram", "packed",
          "quantize", "sampling", "session", "speculator", "state", "views"}
+
+
+@contextlib.contextmanager
+def traced():
+    """Within, functions do what they do where they are compiled."""
+    with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
+        yield
 
 
 def slow(*cases) -> list:
@@ -115,9 +125,9 @@ def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=
         shared, num_resident_layers = document.cache.prefix.part(base), None
         if pack:
             shared.pack()
-    unit, least = row_unit(target, len(prompts), resolved.block_size, compiled=False)
+    unit = row_unit(target, len(prompts), resolved.block_size, compiled=False)
     state = State(target, draft, resolved, batch=len(prompts), drafting=drafting, pack=pack, shared=shared,
-                  num_resident_layers=num_resident_layers, row_unit=unit, least_rows=least, **common)
+                  num_resident_layers=num_resident_layers, row_unit=unit, **common)
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
     state.params.set(**{**law, **(sampling or {})})
     state.prefill_all(prompts)
@@ -196,11 +206,13 @@ def eager_to_draft(monkeypatch):
     rounds that are timed."""
     plans = []
 
-    def found(shelf, name, like):
-        costs = like.having({part: 1000.0 if part[0] in ("verify", "plain") else 1.0 for part in like.parts()})
-        return costs, [Learned.WELL] * len(costs.parts())
+    def known(*circumstances):
+        costs = guess(*circumstances)
+        costs.values[:] = [1000.0 if what in ("verify", "plain") else 1.0 for what, _ in costs.number]
+        costs.seen[:] = Costs.WELL
+        return costs
 
-    monkeypatch.setattr(Shelf, "find", found)
+    monkeypatch.setattr("triforce.pilot.guess", known)
     monkeypatch.setattr(Controller, "timed", lambda self, plan, drafting, checking: plans.append(plan))
     return plans
 

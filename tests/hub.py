@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from urllib.parse import unquote, urlsplit
@@ -16,6 +17,7 @@ class Hub:
         url: the endpoint.
         requests: (method, path, Authorization header or None) of every request, in order.
         private: repositories that want the token; gated: that refuse every token.
+        refused: files that are not given; slow: that never end.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]], token: str = "hf_right"):
@@ -23,6 +25,8 @@ class Hub:
         self.requests: list[tuple[str, str, str | None]] = []
         self.private: set[str] = set()
         self.gated: set[str] = set()
+        self.refused: set[str] = set()
+        self.slow: set[str] = set()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -36,7 +40,12 @@ class Hub:
                     self.send_header(name, value)
                 self.end_headers()
                 if self.command == "GET":
-                    self.wfile.write(body)
+                    half = len(body) // 2
+                    self.wfile.write(body[:half])
+                    if self.path.rsplit("/", 1)[1] in hub.slow:
+                        self.wfile.flush()
+                        time.sleep(60)
+                    self.wfile.write(body[half:])
 
             do_HEAD = do_GET
 
@@ -79,6 +88,8 @@ class Hub:
         if api:
             return 200, {"Content-Type": "application/json"}, json.dumps(self.listing(repo_id, files, rest)).encode()
         body = files.get("/".join(rest[2:]))
+        if "/".join(rest[2:]) in self.refused:
+            return 403, {}, b""
         if body is None:
             return 404, {"X-Error-Code": "EntryNotFound"}, b""
         return 200, {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "Content-Type": "application/octet-stream"}, body

@@ -4,6 +4,7 @@ import builtins
 import io
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -48,8 +49,8 @@ def test_questions_are_answered_over_one_document(folder, capsys):
     assert [row["stats"]["seed"] for row in samples] == [3, 4, 5]
     assert main(["--prefix", saved, *questions, *FEW]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("> Who tells this?\n") and "shared by all rows" in shown.err
-    assert "of the first of 2 answers" in shown.err
+    assert shown.out.startswith("> Who tells this?\n") and "shared prompt tokens" in shown.err
+    assert re.search(r"\nanswers +2\n", shown.err) and re.search(r"\nnew tokens of all +12\n", shown.err)
     other = str(folder / "other.prefix")
     assert main([*book, "--save-prefix", other, *FEW]) == 0
     assert f"ask about it with --question, or later with --prefix {other}" in capsys.readouterr().err
@@ -148,6 +149,20 @@ def test_a_question_that_is_too_long_for_an_opened_document(folder, capsys):
     assert shown.endswith(f"tokens to {131_072 - 6 - length}")
 
 
+def test_a_saved_chat_is_asked_with_chat(folder, capsys):
+    """It does nothing there. Of a document of text it is an error."""
+    file, template = str(folder / "chat.prefix"), folder / "chat.jinja"
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    book = ["--prompt-file", str(folder / "book.txt"), "--save-prefix", file, *FEW]
+    asked = ["--prefix", file, "--questions", str(folder / "questions"), "--seed", "3", "--json", *FEW]
+    assert main([*book, "--chat", "--chat-template", str(template)]) == 0
+    assert main(asked) == 0 and main([*asked, "--chat"]) == 0
+    answers = [row["tokens"] for row in lines_of(capsys)]
+    assert answers[:2] == answers[2:]
+    assert main(book) == 0 and main([*asked, "--chat"]) == 2
+    assert "was made of text; drop --chat" in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_interrupted_prefill_says_what_is_kept(folder, capsys, monkeypatch):
     file, compute = folder / "part.prefix", Caches._compute
 
@@ -228,8 +243,9 @@ def test_a_conversation_on_the_terminal(folder, monkeypatch, capsys):
     document = len(triforce.load("tiny", device="cpu").encode_prompt((folder / "book.txt").read_text()))
     with PrefixReader(saved) as file:
         assert len(file.tokens) > document + 4  # what was said is in it
-    for said in ("nothing has been answered yet", "tokens per target forward", "(0 turns are left)", "no turn to undo",
-                 "/nope is no command", "/undo takes nothing after it", "Ctrl-C ends an answer", "ends)"):
+    for said in ("nothing has been answered yet", "tokens per target forward", "turns before them: 0)",
+                 "no turn to undo", "/nope is no command", "/undo takes nothing after it", "Ctrl-C ends an answer",
+                 "ends)"):
         assert said in shown.err
     assert "never read" not in shown.out
 

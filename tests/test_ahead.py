@@ -1,6 +1,5 @@
 """Steps that are recorded before they run: graphs of a CPU, which run the function when they are replayed."""
 
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,11 +7,9 @@ import pytest
 import torch
 from conftest import assert_view_holds_its_selection, make_state, random_prompt
 
-from triforce import graphs, narrowing
-from triforce import state as state_module
+from triforce import graphs
 from triforce.drafting.protocol import Drafter
-from triforce.graphs import Compiler, Graphed, finish
-from triforce.kv.prefix import PrefixStore
+from triforce.graphs import Compiler, Graphed
 from triforce.plan import AUTOREGRESSION
 from triforce.sampling import Uses
 
@@ -24,17 +21,15 @@ def gpu(monkeypatch):
     """What a GPU would say. works: on the prompt, when it is asked."""
     now = SimpleNamespace(capturing=False, works=True)
 
-    class Recorded(graphs.Recording):
-        def go_on(self, until):
-            self.graphs = [SimpleNamespace(replay=self.replay)]
-            return True
-
-        def replay(self):
+    def recorded(function, args, compiler):
+        def replay():
             now.capturing = True
-            finish(self.function(*self.args))
+            function(*args)
             now.capturing = False
 
-    monkeypatch.setattr(graphs, "Recording", Recorded)
+        return SimpleNamespace(replay=replay)
+
+    monkeypatch.setattr(graphs, "recorded", recorded)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: not now.works))
@@ -54,14 +49,15 @@ def recording_state(pair, prompts=(PROMPT,), **settings):
 def steps_of(state) -> dict[str, Graphed]:
     levels = zip(("full", "retrieval"), state.hierarchy.levels, strict=False)
     found = {name: level.step for name, level in levels}
-    for name, source in state.hierarchy.sources.items():
-        found |= {f"{name} {rows}": step for rows, step in source.steps.items()} if name == "model" else {}
-        found |= {name: source.step} if name == "ngram" else {}
-    return found
+    return found | {name: source.step for name, source in state.hierarchy.sources.items() if name != "custom"}
 
 
 def prepared(state) -> set[str]:
-    return {name for name, step in steps_of(state).items() if step.graphs}
+    """Names of steps, those of the draft with their rows."""
+    found = set()
+    for name, step in steps_of(state).items():
+        found |= {f"model {key[4]}" for key in step.graphs} if name == "model" else {name} if step.graphs else set()
+    return found
 
 
 def test_a_text_with_other_settings_has_steps_of_its_own(pair, gpu):
@@ -73,7 +69,7 @@ def test_a_text_with_other_settings_has_steps_of_its_own(pair, gpu):
         for _ in range(3):
             state.round()
     [step] = {step for name, step in steps_of(state).items() if name == "full"}
-    assert {key[0][1] for key in step.graphs} >= {Uses(True, False, False, False, False, False),
+    assert {key[0] for key in step.graphs} >= {Uses(True, False, False, False, False, False),
                                                   Uses(False, True, False, False, False, False)}
 
 
@@ -91,8 +87,9 @@ def test_what_is_recorded_ahead_is_what_the_first_rounds_run(pair, gpu, kind):
     assert prepared(state) == expected
     for _ in range(3):
         assert state.round() == plain.round()
-    for name in expected:
-        assert len(steps_of(state)[name].graphs) == 1 and not steps_of(state)[name]._unplayed
+    assert prepared(state) == expected
+    for name, step in steps_of(state).items():
+        assert len(step.graphs) == (len(expected & DRAFT) if name == "model" else 1) and not step._unplayed
 
 
 def test_a_step_over_few_pieces_from_the_host_is_recorded(pair, gpu):
@@ -133,13 +130,13 @@ def test_a_step_that_gathers_for_some_rows_is_not_recorded(pair, gpu, monkeypatc
     prompts = [random_prompt(n, seed=n) for n in (300, 310, 290)]
     how = BLOCKS | {"flush_interval": 32, "budget": 64, "rebuild_interval": 8, "num_resident_layers": 0}
     state, plain = recording_state(pair, prompts, **how), make_state(*pair, prompts, **how)
-    outer, view, go_on, some, recorded = state.hierarchy.outer, state.hierarchy.view, graphs.Recording.go_on, 0, []
+    outer, view, real, some, recorded = state.hierarchy.outer, state.hierarchy.view, graphs.recorded, 0, []
 
-    def noted(self, until):
-        recorded.extend([len(view.awaiting)] * (self.function == outer.step.function))
-        return go_on(self, until)
+    def noted(function, args, compiler):
+        recorded.extend([len(view.awaiting)] * (function == outer.step.function))
+        return real(function, args, compiler)
 
-    monkeypatch.setattr(graphs.Recording, "go_on", noted)
+    monkeypatch.setattr(graphs, "recorded", noted)
     for _ in range(30):
         some += len(view.awaiting) in (1, 2)
         assert state.round() == plain.round()
@@ -177,61 +174,6 @@ def test_nothing_is_recorded_beside_a_round_that_may_be_the_last(pair, gpu, toke
     gpu.works = True
     state.round()
     assert prepared(state) == ({"model 1"} if tokens < 5 else {"full"} | DRAFT)  # which ran twice
-
-
-def state_of_four(pair, temperature: float, monkeypatch, **more):
-    """Over a document, as on a GPU. Up to now there was no time for narrower steps."""
-    monkeypatch.setattr(PrefixStore, "can_narrow", True)
-    monkeypatch.setattr(state_module, "SPARE_TIME", 0.0)
-    prompts = [random_prompt(96) + random_prompt(20 + row, seed=row) for row in range(4)]
-    law = {"temperature": temperature}
-    state = make_state(*pair, prompts, base=96, sampling=law, retrieval=False, **BLOCKS, **more)
-    state._on_cpu = False
-    state.rewind(200)
-    for _ in range(4):
-        state.round()
-    monkeypatch.setattr(state_module, "SPARE_TIME", 0.5)
-    return state
-
-
-def widths_of(state) -> set[int | None]:
-    return {key[6] for key in state.hierarchy.outer.step.graphs}
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_steps_of_narrower_batches_are_recorded_beside_rounds(pair, gpu, works, monkeypatch):
-    """For when rows end. The time of a round is believed if the device was not done before that."""
-    state = state_of_four(pair, 0.8, monkeypatch, compiler=Compiler(torch.device("cpu"), recorder=object()))
-    plain = state_of_four(pair, 0.8, monkeypatch)
-    assert widths_of(state) == {None}
-    gpu.works, state._verify = works, 1e6  # the verify takes long
-    assert state.round() == plain.round()
-    assert widths_of(state) == {None, 2, 1} and (state.last_round.timing is not None) == works
-    seconds = state.recording
-    for row, width in ((3, None), (0, 2), (1, 1)):
-        for one in (state, plain):
-            one.close_row(row)
-        assert state.round() == plain.round() and state.hierarchy.outer.num_computed == width
-    assert state.recording == seconds
-
-
-@pytest.mark.parametrize("how", ["a short verify", "bits are promised", "ranks", "never timed"])
-def test_when_no_narrower_steps_are_recorded(pair, gpu, how, monkeypatch):
-    compiler = Compiler(torch.device("cpu"), recorder=object())
-    if how == "bits are promised":  # and it would save something
-        for name, value in {"TILE": 8, "LONG": 96, "MERGED": 0.0, "SPREAD": 0.0}.items():
-            monkeypatch.setattr(narrowing, name, value)
-        monkeypatch.setattr(narrowing, "TILES", 1000)
-    state = state_of_four(pair, 0.0 if how == "bits are promised" else 0.8, monkeypatch, compiler=compiler)
-    assert state.hierarchy.outer.num_attending == (4 if how == "bits are promised" else None)
-    if how == "bits are promised":
-        monkeypatch.setattr(state.narrower, "record", None)  # no round asks for it
-    state._verify = {"a short verify": 1e-6, "never timed": None}.get(how, 1e6)
-    if how == "ranks":
-        monkeypatch.setattr(state.target, "group", object())
-    gpu.works, recorded = False, compiler.num_recorded
-    state._record_narrower(time.perf_counter())
-    assert widths_of(state) == {None} and compiler.num_recorded == recorded  # so rounds are timed
 
 
 def test_what_streams_past_is_not_recorded_beside_a_round(pair, gpu):

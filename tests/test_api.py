@@ -3,7 +3,10 @@
 import gc
 import subprocess
 import sys
+import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,3 +56,19 @@ def test_mistakes_are_found_before_anything_is_loaded(monkeypatch, options):
     monkeypatch.setattr(api, "_kept", {})
     with pytest.raises(UserError, match=next(iter(options))):
         api.generate("a", **options)
+
+
+def test_threads_that_call_at_once_share_one_engine(monkeypatch):
+    loaded, ready = [], threading.Barrier(4)
+
+    def load(checkpoint, **loading):
+        time.sleep(0.2)  # so that the others come meanwhile
+        loaded.append(Loaded(checkpoint, loading))
+        return loaded[-1]
+
+    monkeypatch.setattr(api, "load", load)
+    monkeypatch.setattr(api, "_kept", {})
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda i: (ready.wait(), api.generate(f"{i}", gamma=3))[1], range(4)))
+    assert len(loaded) == 1
+    assert [(engine, prompt) for engine, prompt, _ in got] == [(loaded[0], f"{i}") for i in range(4)]

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt
+from conftest import make_state, random_pair, random_prompt, traced
 
 from triforce import attention
-from triforce.graphs import traced
 from triforce.plan import AUTOREGRESSION, Plan
 
 

@@ -13,24 +13,15 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command,key,expected", [
-    (["ablation", "--contexts", "1500", "--budgets", "512", "--parts", "depth", "attention", "levels", "--ways",
-      "retrieval", "--max-new-tokens", "32", "--plain-tokens", "4", "--warm-up", "4", "--seeds", "1", "--device",
-      "cpu"],
-     "part", {"depth", "attention", "autoregression", "levels"}),
     (["million", "--tokens", "600", "900", "--new", "8", "--device", "cpu"], "context", {600, 900}),
-    (["kv_eight_bits", "--contexts", "2048", "--device", "cpu"], "what", {"law, text", "law, facts"}),
     (["coupled", "--context", "600", "--gammas", "auto", "--ways", "rejection", "coupled, tree", "--tree-size", "64",
       "--side-by-side", "--samples", "2", "--seeds", "1", "--max-new-tokens", "24", "--warm-up", "4", "--same", "8",
       "--device", "cpu"],
      "rule", {"rejection", "coupled, tree"}),
     (["float8", "--contexts", "600", "--max-new-tokens", "4", "--device", "cpu"], "context", {600, None}),
-    (["busy_cores", "--context", "600", "--max-new-tokens", "8", "--repeats", "1"], "busy", {0, 1}),
     (["first_tokens", "--context", "600", "--texts", "1", "--new", "2", "6"], "speculate", {True, False}),
     (["first_tokens", "--context", "600", "--texts", "1", "--new", "6", "--wrong", "--gpus", "2"], "wrong",
      {True}),
-    (["replay", "--starts", "0", "--context", "256", "--window", "128", "--positions", "256", "--new-tokens", "64"],
-     "rule", {None, "rejection", "coupled", "tree", "fixed tree"}),
-    (["compilers", "--context", "600", "--block-size", "4", "--ways", "written"], "process", {"first", "later"}),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_it_writes_its_rows(command, key, expected, tmp_path):
     name, *flags = command

@@ -17,7 +17,7 @@ from conftest import (
 )
 from reference import DenseKV
 
-from triforce import attention, narrowing
+from triforce import attention
 from triforce.attention import partial
 from triforce.config import split_view
 from triforce.errors import UserError
@@ -83,7 +83,6 @@ def test_rows_whose_lengths_are_on_the_device_equal_the_dense_twin(pair, base, o
     target, draft = pair
     prompts = [random_prompt(base) + random_prompt(n, seed=n) for n in own]
     state = make_state(target, draft, prompts, base=base, max_new_tokens=60)
-    state._on_cpu = False
     texts = run_rounds(state, 40)
     assert state.num_flushes >= 2 * len(own)
     for prompt, tokens in zip(prompts, texts, strict=True):
@@ -98,7 +97,6 @@ def test_of_rows_that_have_ended_one_key_is_read(pair, lengths_on_device):
     """And the others have the bits that they would have beside them; once the row goes on, it is read again."""
     prompts = [random_prompt(100), random_prompt(33, seed=1), random_prompt(7, seed=2)]
     state = make_state(*pair, prompts, keep_logits=True)
-    state._on_cpu = False
     whole = bits_of_rows(state, 40)
     for closed in ([0], [1, 2]):
         state.rewind(60)
@@ -120,36 +118,6 @@ def test_of_rows_that_have_ended_one_key_is_read(pair, lengths_on_device):
 
 
 @pytest.mark.parametrize("base", [0, 96])
-def test_steps_compute_the_rows_that_go_on(pair, base, lengths_on_device, monkeypatch):
-    """Where no bits are promised: for two of four, among them a row that has flushed nothing, then for one of them."""
-    monkeypatch.setattr(prefix_module.PrefixStore, "can_narrow", True)
-    monkeypatch.setattr(narrowing, "PREPARING", 0.0)
-    monkeypatch.setattr(narrowing, "PLAN", 0.0)
-    monkeypatch.setattr(narrowing, "APART", 0.0)
-    prompts = [random_prompt(base) + random_prompt(n, seed=n) for n in (70, 7, 100, 33)]
-    state = make_state(*pair, prompts, base=base, sampling={"temperature": 0.8}, retrieval=False,
-                       draft_cache="streaming")
-    state._on_cpu = False
-    state.rewind(200)
-    texts = run_rounds(state, 60)
-    state.rewind(200)
-    run_rounds(state, 4)
-    for closed, going, until in (([0, 2], [1, 3], 30), ([3], [1], 70)):
-        for row in closed:
-            state.close_row(row)
-        while state.lens[1] < state.prompt_end[1] + until:
-            del lengths_on_device[:]
-            state.round()
-            assert lengths_on_device and all(len(lens) == len(going) for lens, _ in lengths_on_device)
-            assert state.hierarchy.outer.num_computed == len(going)
-    for row, prompt in enumerate(prompts):
-        said = state.texts(len(prompt))[row]
-        assert said[:60] == texts[row][: len(said)]
-    state.rewind(200)
-    assert run_rounds(state, 60) == texts
-
-
-@pytest.mark.parametrize("base", [0, 96])
 def test_a_batch_reads_no_more_than_its_rows_will_flush(pair, base):
     """The longest row may flush less often than another. What is read beyond that is masked, and takes time. The same
     of a draft that reads all."""
@@ -157,7 +125,7 @@ def test_a_batch_reads_no_more_than_its_rows_will_flush(pair, base):
     texts = run_rounds(make_state(*pair, prompts, base=base), 30)
     for tokens, grown in ((8, 0), (9, 16), (24, 16), (25, 32)):
         state = make_state(*pair, prompts, base=base, max_new_tokens=tokens)
-        assert state.cache.prefix.extent_after(512) == (128 - base, 128 - base + grown, ())
+        assert state.cache.prefix.extent == (128 - base, 128 - base + grown, ())
         assert [text[:tokens] for text in run_rounds(state, tokens)] == [text[:tokens] for text in texts]
     prompts[2] = prompts[2] + random_prompt(16, seed=3)
     texts = run_rounds(make_state(*pair, prompts, base=base), 30)
@@ -165,9 +133,9 @@ def test_a_batch_reads_no_more_than_its_rows_will_flush(pair, base):
         state = make_state(*pair, prompts, base=base, max_new_tokens=tokens, draft_cache="full",
                            retrieval=False)
         starts = tuple(length - base for length in (128, 128, 144))
-        assert state.cache.prefix.extent_after(512) == (128 - base, 128 - base + grown, starts)
+        assert state.cache.prefix.extent == (128 - base, 128 - base + grown, starts)
         memory = state.hierarchy.sources["model"].memory
-        assert memory.cache.prefix.extent_after(512) == (128, 128 + grown, (128, 128, 144))
+        assert memory.cache.prefix.extent == (128, 128 + grown, (128, 128, 144))
         assert [text[:tokens] for text in run_rounds(state, tokens)] == [text[:tokens] for text in texts]
 
 

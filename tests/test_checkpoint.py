@@ -6,24 +6,29 @@ goes through the engine.
 
 import dataclasses
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_engine, slow
 from families import ARCHITECTURES, FAMILIES, build, build_empty, config_json, save
 from reference import dense_logits
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from tokenizer_folders import sentencepiece_folder
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from triforce.errors import UserError
-from triforce.hf import checkpoint, folders
+from triforce.hf import folders
 from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config
+from triforce.hf.config import config_from_hf
+from triforce.hf.convert import convert
+from triforce.hf.files import LFS
 from triforce.hf.fingerprint import model_fingerprint
 from triforce.hf.folders import resolve
 from triforce.hf.places import places
-from triforce.model import ModelConfig, RopeScaling, RotaryEmbedding, Transformer
+from triforce.model import RopeScaling, RotaryEmbedding, Transformer
 
 LENGTH = 250  # of a window of 256; the original one, where RoPE is scaled, is 32
 TOKENS = torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -151,7 +156,7 @@ def test_angles_of_published_shapes(fields):
     """Far out in a long text a frequency's last bit counts."""
     config = {**config_json("Llama 1"), "max_position_embeddings": 131072, "num_key_value_heads": 1, **fields}
     config["architectures"] = [ARCHITECTURES[config["model_type"]]]
-    ours = RotaryEmbedding(ModelConfig.from_hf(config))
+    ours = RotaryEmbedding(config_from_hf(config))
     rotary = type(build_empty(config).model.rotary_emb)(AutoConfig.for_model(**config))
     positions = torch.tensor([[0, 1, 4096, 99_999, 131_071]])
     cos, sin = rotary(torch.zeros(1), positions)  # [1, 5, rotary_dim], both halves alike
@@ -199,17 +204,61 @@ def test_bin_of_the_old_format(folder):
     close(dense_logits(load_model(folder, dtype=torch.float32), TOKENS), expected(build("Llama 3")))
 
 
-def test_what_repeats_the_config_is_ignored(tmp_path):
-    """RoPE buffers of old checkpoints, and an lm_head beside tied embeddings."""
+def stored(theirs, folder, change):
+    """A folder of `theirs` whose tensors, the tied output layer among them, were changed."""
+    tensors = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def tied(tmp_path):
     theirs = build("Llama 3.2")
-    folder = save(theirs, config_json("Llama 3.2"), tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-    tensors["lm_head.weight"] = torch.zeros(96, 64)
-    save_file(tensors, folder / "model.safetensors")
+    return theirs, save(theirs, config_json("Llama 3.2"), tmp_path / "tied")
+
+
+def test_what_repeats_the_config_is_ignored(tied):
+    """RoPE buffers of old checkpoints, and an output layer that is stored beside the embedding it is tied to."""
+    theirs, folder = tied
+    stored(theirs, folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq":
+                                                           torch.zeros(8)}))
+    assert {"lm_head.weight", "model.embed_tokens.weight"} < load_file(folder / "model.safetensors").keys()
     ours = load_model(folder, dtype=torch.float32)
     assert ours.output.weight is ours.embedding.weight
     close(dense_logits(ours, TOKENS), expected(theirs))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_tied_weights_that_differ_are_both_used(tied, kind, tmp_path):
+    """As transformers does."""
+    theirs, folder = tied
+    stored(theirs, folder, lambda tensors: tensors["lm_head.weight"].mul_(-0.5))
+    logits = expected(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    assert (logits - expected(theirs)).abs().max() > 1
+    if kind == "bin":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        folder = convert(folder, tmp_path / "converted")
+        assert "lm_head.weight" in load_file(folder / "model.safetensors")
+    ours = load_model(folder, dtype=torch.float32)
+    assert not ours.config.tie_word_embeddings and not read_config(folder).tie_word_embeddings
+    close(dense_logits(ours, TOKENS), logits)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_one_of_two_tied_weights_serves_as_both(tied, name):
+    theirs, folder = tied
+    save_model(theirs, folder / "model.safetensors", {"format": "pt"})
+    assert "lm_head.weight" in load_file(folder / "model.safetensors")  # alone: the first by name
+    if name != "lm_head.weight":
+        stored(theirs, folder, lambda tensors: tensors.pop("lm_head.weight"))
+    ours = load_model(folder, dtype=torch.float32)
+    assert ours.output.weight is ours.embedding.weight
+    close(dense_logits(ours, TOKENS), expected(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
+    stored(theirs, folder, lambda tensors: (tensors.pop("lm_head.weight"), tensors.pop("model.embed_tokens.weight")))
+    with pytest.raises(UserError, match="1 of 20 tensors are missing.*model.embed_tokens.weight"):
+        load_model(folder)
 
 
 def test_dtype(folder):
@@ -226,7 +275,7 @@ def test_dtype(folder):
 
 def test_every_row_of_every_parameter_has_one_place():
     for family in FAMILIES:
-        config = checkpoint.ModelConfig.from_hf(config_json(family))
+        config = config_from_hf(config_json(family))
         parameters = dict(Transformer.empty(config, "meta", torch.float32).named_parameters())
         rows = {name: [0] * parameter.shape[0] for name, parameter in parameters.items()}
         for place in places(config).values():
@@ -275,12 +324,41 @@ def empty_index(folder):
     (folder / "model.safetensors.index.json").write_text("{}")
 
 
+def index_of(file):
+    def fault(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    return fault
+
+
+def pointer(name):
+    def fault(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(LFS + b"v1\noid sha256:0\nsize 9\n")
+    return fault
+
+
+def pipe(name):
+    def fault(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    return fault
+
+
+def in_bin(content):
+    def fault(folder):
+        (folder / "model.safetensors").unlink()
+        torch.save(content, folder / "pytorch_model.bin")
+    return fault
+
+
 @pytest.mark.parametrize("fault, message", [
     (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
     (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
-    (lambda folder: (folder / "config.json").write_text("{}"), r"config.json: architecture of no name"),
-    (lambda folder: edit(folder, hidden_size="64"), "field of the wrong kind"),
+    (lambda folder: (folder / "config.json").write_text("{}"), r"config.json: architecture 'of no name'"),
+    (lambda folder: edit(folder, hidden_size="64"), "hidden_size is '64', and must be a whole number"),
     (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor pytorch_model.bin"),
     (replace("model.layers.1.mlp.up_proj.weight", None), "1 of 21 tensors are missing.*layers.1.mlp.up_proj.weight"),
     (replace("lm_head.weight", None), "missing.*lm_head.weight"),
@@ -291,8 +369,16 @@ def empty_index(folder):
     (truncate, "model.safetensors is truncated or damaged"),
     (truncate_bin, "pytorch_model.bin is truncated or damaged"),
     (code_in_bin, "pytorch_model.bin holds more than tensors"),
-    (lose_a_shard, "index.json places tensor .* in model-00002-of-00003.safetensors, which is absent"),
+    (lose_a_shard, "places tensor .* in 'model-00002-of-00003.safetensors', which is no file"),
     (empty_index, "has no weight_map"),
+    *((index_of(file), "places tensor 'a' in .*, which is no file of this folder")
+      for file in (3, None, ["x"], "/etc/passwd", "../checkpoint/config.json", "a/../../b.safetensors")),
+    (index_of("nul\0.safetensors"), "which is no file of this folder"),
+    *((pointer(name), f"{name} is a pointer of Git LFS") for name in ("model.safetensors", "pytorch_model.bin")),
+    *((pipe(name), f"{name} is no regular file") for name in ("model.safetensors", "pytorch_model.bin", "config.json")),
+    *((in_bin(content), "pytorch_model.bin holds more than tensors, or is damaged") for content in (
+        torch.zeros(2), [torch.zeros(2)], {"a": 1}, {3: torch.zeros(2)}, {"a": torch.eye(2).to_sparse()},
+        {"model.norm.weight": torch.zeros(1).expand(64)})),
 ])
 def test_faults(folder, fault, message):
     fault(folder)
@@ -335,6 +421,24 @@ def test_resolve(folder, tmp_path, monkeypatch):
     assert resolve("owner/name") == cached / "snapshots" / "abc"
     shutil.copytree(folder, tmp_path / "checkpoints" / "owner" / "name")
     assert resolve("owner/name").resolve() == tmp_path / "checkpoints" / "owner" / "name"
+
+
+def test_a_download_that_was_not_finished_is_none(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(folder, tmp_path / "checkpoints/owner/name")
+    assert resolve("owner/name").resolve() == tmp_path / "checkpoints/owner/name"
+    (tmp_path / "checkpoints/owner/name" / folders.UNFINISHED).write_text("owner/name\n")
+    for name in ("owner/name", "checkpoints/owner/name", tmp_path / "checkpoints/owner/name"):
+        with pytest.raises(UserError, match="was not finished; run it again: triforce download --repo-id owner/name"):
+            resolve(name)
+
+
+@pytest.mark.parametrize("checkpoint", ["x" * 5000, "~no such user/x", "a\0b", Path("y" * 300)])
+def test_names_that_no_folder_has(checkpoint):
+    with pytest.raises(UserError) as caught:
+        resolve(checkpoint)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("spelling", ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16])

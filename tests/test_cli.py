@@ -7,21 +7,22 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+import triforce
 from triforce import acceptance, answers, cli, request
 from triforce.engine import Stream
 from triforce.errors import UserError
-from triforce.hf.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--prompt", "The sea was calm and the wind", "--max-new-tokens", "12", "--device", "cpu", "--gamma", "6"]
@@ -37,6 +38,7 @@ def test_text_to_stdout_and_the_rest_to_stderr():
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "tokens per second" not in done.stdout
     assert "tokens per second" in done.stderr and "seed" in done.stderr
+    assert "of these tokens" not in done.stderr  # a budget of all of it is no part
     assert all(len(line) <= 80 for line in done.stderr.splitlines())
     again = subprocess.run([sys.executable, "-m", "triforce", *SMALL, "--seed", "1"], cwd=ROOT, capture_output=True,
                            text=True)
@@ -48,51 +50,6 @@ def test_json(capsys):
     report = json.loads(capsys.readouterr().out)
     assert len(report["tokens"]) == 9 and report["compare"]["greedy_first_difference"] is None
     assert report["stats"]["prompt_len"] > 3 and report["compare"]["autoregression"]["tbt"] > 0
-
-
-def test_a_long_document_is_encoded_beside_the_weights(tmp_path, capsys, monkeypatch):
-    document, events, encode, load = tmp_path / "book.txt", [], Tokenizer.encode, answers.load_engine
-    document.write_text("It was a dark and stormy night. " * 20)
-    weights_read = threading.Event()
-
-    def loaded(*args):
-        assert len(document.read_text()) < request.LONG_DOCUMENT or encoding.wait(5)  # else nothing was begun
-        engine = load(*args)
-        weights_read.set()
-        return engine
-
-    def encoded(self, text, **more):
-        encoding.set()
-        if threading.current_thread() is not threading.main_thread():
-            assert weights_read.wait(5)
-            events.append(len(text))
-        return encode(self, text, **more)
-
-    monkeypatch.setattr(answers, "load_engine", loaded)
-    monkeypatch.setattr(Tokenizer, "encode", encoded)
-    said = []
-    for long in (1000, 100):  # in a thread of its own the second time
-        encoding = threading.Event()
-        weights_read.clear()
-        monkeypatch.setattr(request, "LONG_DOCUMENT", long)
-        flags = ["--prompt-len", "90", "--question", "Was it?", "--max-new-tokens", "4", "--temperature", "0",
-                 "--json"]
-        assert cli.main(["--checkpoint", "tiny", "--prompt-file", str(document), *flags]) == 0
-        report = json.loads(capsys.readouterr().out)
-        said.append((report["tokens"], report["stats"]["prompt_len"]))
-    assert said[0] == said[1] and said[0][1] > 90 and events == [640]
-
-
-def test_who_made_a_mistake_does_not_wait_for_a_long_document(tmp_path, capsys, monkeypatch):
-    document, encode, goes_on = tmp_path / "book.txt", Tokenizer.encode, threading.Event()
-    document.write_text("It was a dark and stormy night. " * 20)
-    monkeypatch.setattr(request, "LONG_DOCUMENT", 100)
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: goes_on.wait(20) and encode(self, text))
-    flags = ["--checkpoint", "tiny", "--prompt-file", str(document), "--offload", "--num-resident-layers", "99"]
-    assert cli.main(flags) == 2 and "num_resident_layers (99)" in capsys.readouterr().err
-    others = [one for one in threading.enumerate() if one is not threading.main_thread() and "encode" in one.name]
-    assert others and all(one.daemon for one in others)  # the process would wait for any other
-    goes_on.set()
 
 
 def test_compare_reports_a_difference_when_acceptance_is_broken(capsys, monkeypatch):
@@ -191,12 +148,12 @@ def test_commands_and_their_modules(capsys, monkeypatch):
 @pytest.mark.parametrize("argv,text", [
     (["--temprature", "1"], "--temprature is not a known flag; did you mean --temperature?"),
     (["--gama=3"], "--gama is not a known flag; did you mean --gamma?"),
-    (["--frobnicate"], "--frobnicate is not a known flag; triforce --help lists all"),
-    (["--prompt", "Once", "upon"], "'upon' belongs to no flag; put quotes around"),
+    (["--frobnicate"], "--frobnicate is not a known flag; triforce --help-all lists all"),
+    (["--prompt", "Once", "upon"], "'upon' stands without a flag; give a text with --prompt"),
     (["--gamma", "x"], "'x' is neither a number of tokens nor 'auto'"),
     (["--logit-bias", "5:2"], "argument --logit-bias: '5:2' must be ID=BIAS, such as 5=-100 or 5=-inf"),
     (["--logit-bias", "5=inf"], "logit_bias of token 5 (inf) must be a number"),
-    (["--max-new-tokens"], "expected one argument; triforce --help lists all flags"),
+    (["--max-new-tokens"], "expected one argument; triforce --help-all lists all flags"),
     (["--top-p", "1.5"], "top_p (1.5) must be above 0"), (["--max-new-tokens", "0"], "at least 1; try 256"),
     (["--prompts", "/no/such/file"], "cannot read --prompts"),
     (["--checkpoint", "/no/such/folder"], "no such folder"), (["--draft", "some/draft"], "triforce download --repo-id"),
@@ -245,7 +202,7 @@ def test_binary_input_is_read_as_text(capsys):
     (["--prompt", "a", "--chat", "--chat-template", "/no/such"], "cannot read --chat-template"),
     (["--prompt", "a", "--device", "cuda:99"], "use --device cpu"),
     (["plna"], "plna is not a known command; did you mean triforce plan?"),
-    (["some text"], "put quotes around"),
+    (["some text"], "give a text with --prompt, in quotes"),
     (["--prompt", "a", "--resident-memory", "24", "--offload", "auto"], "write '24GiB'"),
     (["--prompt", "a", "--seed", "9" * 20], "seed (99999999999999999999)"),
     (["--prompt", "a", "--chat-template", "x"], "add --chat"),
@@ -259,6 +216,50 @@ def test_mistakes_get_one_line_and_no_traceback(argv, text, capsys):
     assert shown.out == ""
     errors = [line for line in shown.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and text in errors[0] and "Traceback" not in shown.err
+
+
+def test_help_is_one_screen_and_all_of_it_is_asked_for(capsys):
+    def said(flag):
+        with pytest.raises(SystemExit) as end:
+            cli.main([flag])
+        assert end.value.code == 0
+        return capsys.readouterr().out
+
+    short, whole = said("--help"), said("--help-all")
+    assert len(short.splitlines()) <= 50 and all(len(line) <= 80 for line in short.splitlines())
+    flags = {option for action in cli.parser()._actions for option in action.option_strings}
+    assert all(flag in whole for flag in flags - {"-h", "--help"}) and cli.COMMON <= flags
+    assert all(flag in short for flag in cli.COMMON) and "--tree-size" not in short
+
+
+def test_what_the_checkpoint_chooses_is_a_default_and_is_told(tmp_path, capsys, caplog):
+    """What the user says wins; at temperature 0 nothing is left to choose."""
+    folder = tmp_path / "own"
+    shutil.copytree(ROOT / "triforce" / "tiny" / "target", folder)
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": 2, "temperature": 0.01, "top_k": 3, "repetition_penalty": 1.2, "num_beams": 1}')
+    told = []
+    for flags in ([], ["--temperature", "0.01", "--top-k", "3"], ["--temperature", "5", "--min-p", "0"],
+                  ["--temperature", "0"]):
+        assert cli.main(["--checkpoint", str(folder), *SMALL, "--json", "--seed", "5", *flags]) == 0
+        out, errors = capsys.readouterr()
+        told.append((json.loads(out), errors))
+    chosen, given, hot, greedy = (one["stats"]["defaults"] for one, _ in told)
+    assert chosen == {"temperature": 0.01, "top_k": 3} and given == {} and hot == {"top_k": 3} and greedy == {}
+    assert told[0][0]["tokens"] == told[1][0]["tokens"] != told[2][0]["tokens"]
+    assert re.search(r"top_k, checkpoint's +3\n", told[0][1]) and "checkpoint's" not in told[1][1]
+    assert "repetition_penalty of generation_config.json (1.2) is not applied" in caplog.text
+    assert "num_beams" not in caplog.text
+    engine = triforce.load(folder, device="cpu", gamma=6)
+    out = engine.generate([SMALL[1]], 12, seed=5, top_k=[3])[0]
+    assert out.tokens == told[0][0]["tokens"] and out.stats.defaults == {"temperature": 0.01}
+    for how in ({"temperature": 0}, {"temperature": 1.0, "top_k": None}):
+        assert engine.generate(SMALL[1], 2, **how).stats.defaults == {}
+
+
+def test_piped_answers_have_their_questions(tmp_path):
+    done = run("--interactive", "--max-new-tokens", "5", "--device", "cpu", stdin="Who?\n\n/stats\nAnd where?\n")
+    assert done.returncode == 0 and re.fullmatch(r"> Who\?\n.*\n\n> And where\?\n.*\n\n", done.stdout, re.S)
 
 
 def test_a_closed_pipe_is_no_error():

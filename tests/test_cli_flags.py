@@ -3,13 +3,12 @@
 Of cli.py, without the library behind it; test_cli.py has it with.
 """
 
-import contextlib
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from triforce import answers, cli, request
+from triforce import answers, cli, compare, request
 from triforce.errors import UserError
 from triforce.generation import Generation, Stats
 from triforce.hf.folders import TINY
@@ -19,11 +18,10 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I though
 
 
 class Engine:
-    """Answers in 10 ms a token with speculation, in 25 without and 20 with unpadded steps."""
+    """Notes what it is asked."""
 
-    device, target, num_parameters = "cpu", SimpleNamespace(dtype_name="float32"), 10**6
+    device, target, num_parameters = "cpu", SimpleNamespace(dtype_name="float32", group=None), 10**6
     settings = SimpleNamespace(coupled=False)
-    caches = SimpleNamespace(holding_back=contextlib.nullcontext)
 
     def __init__(self):
         self.tokenizer, self.asked = Tokenizer(TINY / "target"), []
@@ -34,12 +32,11 @@ class Engine:
     def encode_prompt(self, ids):
         return ids
 
-    def check_len(self, length, count, text=None): ...
+    def check_len(self, length, count, text=None, can_keep=False): ...
 
     def answer(self, ids, options):
         self.asked.append((ids, options))
-        tbt = 0.01 if options.get("speculate", True) else 0.02 if options.get("one_row") else 0.025
-        return Generation("x", [5], "length", Stats(len(ids), 1, tbt=tbt, seed=7))
+        return Generation("x", [5], "length", Stats(len(ids), 1, tbt=0.01, seed=7))
 
     def generate(self, ids, **options):
         if isinstance(ids[0], list):
@@ -105,26 +102,39 @@ def test_answers_to_a_file_of_prompts_do_not_depend_on_its_batches(engine, tmp_p
     file.write_text("\n".join(json.dumps(f"{i} {TEXT}") for i in range(5)))
     flags = ["--batch-size", "2", "--seed", "10", "--stop", "x", "--no-speculation"]
     assert cli.main(["--prompts", str(file), *flags]) == 0
-    assert [options["seed"] for _, options in engine.asked] == [10, 10, 12, 12, 14]
+    assert [options["seed"] for _, options in engine.asked] == [[10, 11], [10, 11], [12, 13], [12, 13], [14]]
     assert [options["batch"] for _, options in engine.asked] == [2, 2, 2, 2, 1]
     assert all(options["stop"] == ["x"] and not options["speculate"] for _, options in engine.asked)
     assert [ids for ids, _ in engine.asked] == [engine.tokenizer.encode(f"{i} {TEXT}") for i in range(5)]
     assert [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()] == list(range(5))
 
 
-def test_the_comparison(engine, capsys):
-    """With the fastest autoregression, by the same seed; then greedy tokens of the same step."""
+@pytest.fixture
+def turns(monkeypatch):
+    """In the place of `take_turns`: notes what it is asked, and says that speculation takes half as long."""
+    asked = []
+
+    def take_turns(engine, ids, count, **options):
+        asked.append((ids, count, options))
+        return [0.01], [0.02]
+
+    monkeypatch.setattr(compare, "take_turns", take_turns)
+    return asked
+
+
+def test_the_comparison(engine, turns, capsys):
+    """By the same seed and law; then greedy tokens."""
     assert cli.main(["--prompt", TEXT, "--compare", "--json", "--top-k", "5"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["compare"]["speedup"] == pytest.approx(2)
     assert "2.00x" in shown.err and "identical" in shown.err
-    (_, plain), (_, on), (_, off) = engine.asked[1:]
-    assert plain["one_row"] and not plain["speculate"] and (plain["seed"], plain["top_k"]) == (7, 5)
+    assert turns == [(engine.tokenizer.encode(TEXT), 64, {"top_k": 5, "seed": 7, "speculate": True})]
+    (_, on), (_, off) = engine.asked[1:]
     assert on["temperature"] == off["temperature"] == 0 and on["speculate"] and not off["speculate"]
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_the_comparison_of_drawn_tokens(engine, capsys, monkeypatch, differs):
+def test_the_comparison_of_drawn_tokens(engine, turns, capsys, monkeypatch, differs):
     """Where levels share their draws, those are promised to be the same, too: 64 of them, by the law and the seed."""
     monkeypatch.setattr(engine, "settings", SimpleNamespace(coupled=True))
     answer = engine.answer

@@ -1,6 +1,7 @@
 """convert_hf_checkpoint.py: the same tensors under the same names, in the dtype asked for, whatever the layout."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from triforce.errors import UserError
 from triforce.hf import convert as module
-from triforce.hf.checkpoint import load_model
+from triforce.hf.checkpoint import load_model, read_config
 from triforce.hf.convert import convert
 
 ROOT = Path(__file__).parents[1]
@@ -143,3 +144,27 @@ def test_what_makes_a_folder_loadable_comes_last(tmp_path, monkeypatch, limit, l
     monkeypatch.setattr(module.os, "replace", note)
     convert(source, dtype="float16", max_shard_bytes=limit)
     assert moved[-1] == last and "config.json" in moved and len(moved) >= (2 if limit == 10**9 else 4)
+
+
+def test_texts_of_a_folder_are_copied_and_links_that_leave_it_are_not(tmp_path):
+    source = save(build("llama-68m"), {**config_json("llama-68m"), "dtype": "float32"}, tmp_path / "source", "bin")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/tool_use.jinja").write_text("x")
+    (source / "LICENSE").symlink_to("config.json")
+    out = convert(source, tmp_path / "out", "float16")
+    assert (out / "additional_chat_templates/tool_use.jinja").read_text() == "x" and (out / "LICENSE").is_file()
+    assert read_config(out).dtype == "float16"  # both of its spellings
+    (tmp_path / "secret").write_text("{}")
+    (source / "tokenizer_config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match="tokenizer_config.json is a link to .*secret, outside of the checkpoint"):
+        convert(source, tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())
+    (source / "tokenizer_config.json").unlink()
+    cached = tmp_path / "cache/models--a--b"  # all of whose files are links, into blobs
+    (cached / "snapshots/abc").mkdir(parents=True)
+    (cached / "blobs").mkdir()
+    for path in source.iterdir():
+        if path.is_file():
+            shutil.copyfile(path, cached / "blobs" / path.name)
+            (cached / "snapshots/abc" / path.name).symlink_to(Path("../../blobs") / path.name)
+    assert load_model(convert(cached / "snapshots/abc", tmp_path / "of a cache"))

@@ -105,7 +105,7 @@ def test_the_short_race_and_the_long_one(words, monkeypatch):
     expected = [(noise / law.double()).argmin(-1) for law in (whole, few)]
     assert coupled._possible(whole, 1) is None and (coupled._possible(few, 1) is None) == (words < 4)
     for traced in (False, True):
-        monkeypatch.setattr(coupled, "is_traced", lambda traced=traced: traced)
+        monkeypatch.setattr(coupled, "is_compiling", lambda traced=traced: traced)
         assert all(torch.equal(draw(law, seed, position), one)
                    for law, one in zip((whole, few), expected, strict=True))
 
@@ -115,7 +115,7 @@ def test_the_short_race_and_the_long_one(words, monkeypatch):
 def test_the_winner_and_those_after_it(monkeypatch, traced, words):
     """The first is what is drawn; nearly always the others are the next to arrive, and never the same word twice. Also
     where all that are possible stand side by side, as the frequent words of most vocabularies do."""
-    monkeypatch.setattr(coupled, "is_traced", lambda: traced)
+    monkeypatch.setattr(coupled, "is_compiling", lambda: traced)
     law = (2 * torch.randn(1, 1, 1000, generator=torch.Generator().manual_seed(0))).softmax(-1).expand(1, 2000, -1)
     law = torch.where(law > 1e-3, law, 0.0)  # so few that on a CPU only they run
     law = torch.nn.functional.pad(law[:, : 2_000_000 // words], (0, words - 1000))

@@ -5,8 +5,10 @@ Needs no network.
 
 import errno
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +16,16 @@ from types import SimpleNamespace
 import pytest
 from families import build, config_json, save
 from hub import Hub
+from huggingface_hub import HfApi
 
 from triforce.errors import UserError
 from triforce.hf import checkpoint, download
+from triforce.hf.folders import resolve
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {"config.json": b"{}", "generation_config.json": b"{}", "tokenizer.json": b"{}", "tokenizer.model": b"x",
          "tokenizer_config.json": b"{}", "special_tokens_map.json": b"{}", "chat_template.jinja": b"x",
-         "merges.txt": b"x", "vocab.json": b"{}", "LICENSE": b"x"}
+         "additional_chat_templates/tool_use.jinja": b"x", "merges.txt": b"x", "vocab.json": b"{}", "LICENSE": b"x"}
 OTHERS = {".gitattributes": b"", "README.md": b"x", "consolidated.00.pth": b"x" * 99, "consolidated.safetensors": b"x",
           "original/consolidated.00.pth": b"x", "original/params.json": b"{}", "model.Q4_K_M.gguf": b"x",
           "onnx/model.onnx": b"x", "onnx/config.json": b"{}", "modeling_other.py": b"x", "training_args.bin": b"x",
@@ -58,8 +62,8 @@ def test_which_files_are_needed():
 def test_only_needed_files_come(hub, tmp_path, repo_id, files):
     folder = download.download(repo_id, tmp_path / "out", endpoint=hub.url)
     assert hub.fetched() == set(files)
-    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    assert found == files
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {name: content for name, content in found.items() if not name.startswith(".cache")} == files
     hub.requests.clear()
     download.download(repo_id, folder, endpoint=hub.url)
     assert hub.fetched() == set()  # nothing twice
@@ -99,7 +103,8 @@ def refusal(hub, folder, repo_id="owner/bin", **options) -> str:
 
 
 def test_refusals(hub, tmp_path):
-    assert "not of the form owner/name" in refusal(hub, tmp_path, "bin")
+    for name in ("bin", "../bin", "owner/..", "owner/.", "/owner/bin", "owner/bin/x", "owner/bin\n", "o/" + "x" * 300):
+        assert "not of the form owner/name" in refusal(hub, None, name)
     assert "does not exist on the hub, or is private (401)" in refusal(hub, tmp_path, "owner/absent")
     assert "does not exist on the hub, or is private (404)" in refusal(hub, tmp_path, "owner/absent", token="hf_right")
     assert "rejects the token" in refusal(hub, tmp_path, token="hf_wrong")
@@ -107,6 +112,86 @@ def test_refusals(hub, tmp_path):
     assert "no weights in safetensors or .bin (2 other files)" in refusal(hub, tmp_path, "owner/none")
     hub.gated.add("owner/bin")
     assert "is gated: accept its terms" in refusal(hub, tmp_path, token="hf_right")
+
+
+def test_a_download_is_complete_when_it_was_finished(hub, tmp_path, monkeypatch):
+    """One small file fails, and nobody takes what came for a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    hub.refused.add("tokenizer_config.json")
+    refusal(hub, None, "owner/both")
+    assert (tmp_path / "checkpoints/owner/both").is_dir()
+    for name in ("owner/both", "checkpoints/owner/both"):
+        with pytest.raises(UserError, match="was not finished; run it again: triforce download --repo-id owner/both"):
+            resolve(name)
+    hub.refused.clear()
+    download.download("owner/both", endpoint=hub.url)
+    assert resolve("owner/both").name == "both" and (resolve("owner/both") / "tokenizer_config.json").exists()
+
+
+def test_a_cache_that_knows_of_a_file_that_did_not_come_is_no_checkpoint(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub.repositories["owner/name"] = {**FILES, "tokenizer.json": b"{}", "README.md": b"x"}
+    cached = Path(HfApi(endpoint=hub.url).snapshot_download("owner/name", ignore_patterns="README.md"))
+    assert resolve("owner/name") == cached  # what is not read need not be there
+    (cached / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="download it: triforce download --repo-id owner/name"):
+        resolve("owner/name")
+
+
+@pytest.mark.parametrize("came", [{}, {"config.json": b"{}"}, {"config.json": b"{}", "model.safetensors": b"half"}])
+def test_what_the_client_calls_done_is_looked_at(hub, tmp_path, monkeypatch, came):
+    """Where its network fails it gives back the folder as it is."""
+    def give_up(self, *args, **kwargs):
+        for name, content in came.items():
+            (tmp_path / name).write_bytes(content)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.snapshot_download", give_up)
+    assert "did not come whole" in refusal(hub, tmp_path, "owner/name")
+    with pytest.raises(UserError, match="was not finished"):
+        resolve(tmp_path)
+
+
+def test_names_that_are_patterns(hub, tmp_path):
+    hub.repositories["owner/odd"] = {**FILES, "*.json": b"1", "[ab].json": b"2", "onnx/config.json": b"3"}
+    folder = download.download("owner/odd", tmp_path, endpoint=hub.url)
+    assert hub.fetched() == {*FILES, "%2A.json", "%5Bab%5D.json"} and (folder / "[ab].json").read_bytes() == b"2"
+
+
+def test_an_interrupt_ends_it_within_a_second(hub, tmp_path):
+    """While a file comes slowly; of that file nothing stays, and of others all."""
+    hub.slow.add("model.safetensors")
+    command = [sys.executable, str(ROOT / "download.py"), "--repo-id", "owner/name", "--out-dir", str(tmp_path / "out")]
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    parts = tmp_path / "out/.cache/huggingface/download"
+    begun = time.monotonic()
+    while not (list(parts.rglob("*.incomplete")) and (tmp_path / "out/config.json").exists()):
+        assert time.monotonic() - begun < 60 and process.poll() is None
+        time.sleep(0.05)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert time.monotonic() - begun < 1
+    assert process.returncode == 130 and "interrupted; run the same command again" in said and "Traceback" not in said
+    assert not list(parts.rglob("*.incomplete")) and (tmp_path / "out/config.json").exists()
+    with pytest.raises(UserError, match="was not finished"):
+        resolve(tmp_path / "out")
+    hub.slow.clear()
+    (parts / "orphan.incomplete").write_text("of a process that was killed")
+    folder = download.download("owner/name", tmp_path / "out", endpoint=hub.url)
+    assert resolve(folder) == folder and not list(parts.rglob("*.incomplete"))
+
+
+def test_a_token_is_never_printed(hub, tmp_path):
+    hub.private.add("owner/bin")
+    download.download("owner/bin", tmp_path, token=" hf_right\r\n", endpoint=hub.url)
+    assert hub.tokens("owner/bin") == {"hf_right"}
+    for token in ("hf_se\ncret", "hf_se cret", "hf_secr\u00e9t", "hf_se\x00cret"):
+        said = refusal(hub, tmp_path, token=token)
+        assert "token holds a space" in said and "se" not in said.replace("spaces", "").split() and "cret" not in said
+    error = RuntimeError("Illegal header value b'Bearer hf_secret' of hf_secret")
+    assert "secret" not in str(download.explain(error, "owner/name", None, tmp_path))
 
 
 def test_no_network(hub, tmp_path):

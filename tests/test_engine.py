@@ -372,7 +372,7 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"chunk_size": 7}, "chunk_size (7) must divide flush_interval (128)"),
     ({"max_seq_len": 10**9}, "max_seq_len (1000000000) exceeds the model's positions"),
     ({"max_batch_size": 0}, "max_batch_size (0)"),
-    ({"device": "cuda:99"}, "device cuda:99 was asked for and"),
+    ({"device": "cuda:99"}, "device cuda:99 was asked for, and PyTorch finds"),
     ({"device": "gpu"}, "device 'gpu' is unknown"),
     ({"dtype": "int7"}, "dtype 'int7' is unknown"),
     ({"colour": "red"}, "colour is not a known setting; known are block_size, budget"),

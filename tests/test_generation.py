@@ -1,9 +1,11 @@
 """When a row's text ends and what of it is shown, with a tokenizer whose tokens are what a test says."""
 
+import json
+
 import pytest
 
 from triforce.errors import UserError
-from triforce.generation import RowOutput, Stats, stop_strings
+from triforce.generation import Generation, RowOutput, Stats, as_json, stop_strings, totals
 
 EOS = 0
 
@@ -89,3 +91,34 @@ def test_statistics_are_shown_in_their_units():
     assert rows["time per token"] == "12.30 ms" and rows["tokens per second"] == "81.3"
     assert rows["peak memory"] == "3.00 GiB" and rows["acceptance at full"] == "0.500"
     assert Stats(5).tokens_per_second == 0
+
+
+def test_a_special_token_ends_a_text_as_a_stop_id_does(tiny_engine):
+    """Where decoding leaves it out. What mixes one with text would never be found: it is refused."""
+    special = "</s>"
+    [end] = [i for i in tiny_engine.tokenizer.special_ids if tiny_engine.tokenizer.token_of[i] == special]
+    how = {"temperature": 0.0, "ignore_eos": True, "logit_bias": {end: 1000.0}}
+    assert tiny_engine.generate("Call me", 5, **how).finish_reason == "length"
+    for stop in (special, ["never", special]):
+        out = tiny_engine.generate("Call me", 5, stop=stop, **how)
+        assert (out.tokens, out.text, out.finish_reason) == ([end], "", "stop")
+    for stop in ("Ishmael</s>", "</s>\n"):
+        with pytest.raises(UserError, match="holds the special token '</s>'.* as two stops"):
+            tiny_engine.generate("Call me", 5, stop=stop, **how)
+
+
+def test_json_holds_no_number_that_json_does_not_know():
+    found = as_json({"a": [float("nan"), 1.5, (float("-inf"), 2)], "b": {"c": float("inf"), "d": None}, "e": "NaN"})
+    assert json.loads(found, parse_constant=lambda name: pytest.fail(name)) == {
+        "a": [None, 1.5, [None, 2]], "b": {"c": None, "d": None}, "e": "NaN"}
+
+
+def test_several_answers_are_told_as_one_call():
+    rows = [Generation("", [5] * count, "length", Stats(9, count, target_forwards=forwards, seed=seed,
+                                                        peak_memory=2**30, defaults={"top_k": 20}))
+            for count, forwards, seed in ((30, 10, 4), (10, 6, 5))]
+    told = dict(line.rsplit(None, 1) for line in totals(rows, 8.0).splitlines() if not line.endswith(("ms", " s", "B")))
+    told = {name.strip(): value for name, value in told.items()}
+    assert told["tokens per second of all"] == "5.0" and told["tokens per target forward"] == "2.50"
+    assert told["new tokens of all"] == "40" and told["answers"] == "2" and told["top_k, checkpoint's"] == "20"
+    assert "8.00 s" in totals(rows, 8.0)

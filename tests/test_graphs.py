@@ -2,17 +2,17 @@
 
 import contextlib
 import gc
-import math
 import threading
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
+from conftest import traced
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce import graphs
-from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, Recording, finish, preparations, put, traced
+from triforce.errors import UserError
+from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, preparations, put
 
 
 @pytest.mark.parametrize("left, emptied", [(graphs.SPARE - 1, 1), (graphs.SPARE, 0)])
@@ -67,23 +67,18 @@ class Noting(Graphed):
         return done
 
 
-class Noted:
-    """In the place of a recording: it says what is to be recorded."""
-
-    def __init__(self, function, args, compiler):
-        self.log, self.args = function.__self__.log, args
-        self.graphs = [SimpleNamespace(replay=lambda: self.log.append(("replay", args)))]
-
-    def go_on(self, until):
-        self.log.append(("record", self.args))
-        return True
+def noted(function, args, compiler):
+    """In the place of a recording: it says what is recorded."""
+    log = function.__self__.log
+    log.append(("record", args))
+    return SimpleNamespace(replay=lambda: log.append(("replay", args)))
 
 
 @pytest.fixture(autouse=True)
 def capturing(monkeypatch):
     now = SimpleNamespace(value=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.value)
-    monkeypatch.setattr(graphs, "Recording", Noted)
+    monkeypatch.setattr(graphs, "recorded", noted)
     return now
 
 
@@ -105,18 +100,6 @@ def test_other_tensors_have_graphs_of_their_own():
     assert step.log[0][0] == "replay" and step.log[0][1][0] is y
     step(x)
     assert step.log[1][1][0] is x
-
-
-def test_compiled_pieces_have_graphs_of_their_own():
-    """A graph recorded of written ones is not replayed once a text runs compiled ones, and the other way round."""
-    step = Noting()
-    for _ in range(2):
-        step(7)
-    step.compiler.pieces = SimpleNamespace(ready={"a piece": None})
-    assert step.what() == ["run", "record", "replay"]
-    for _ in range(3):
-        step(7)
-    assert step.what() == ["run", "record", "replay", "replay"]
 
 
 def test_other_settings_have_graphs_of_their_own():
@@ -170,62 +153,44 @@ def test_a_step_is_recorded_ahead():
     assert step.what() == ["record", "replay"] and step.compiler.num_recorded == 5
 
 
-class Parts(Recording):
-    """A recording of which each graph says at its replay what it has."""
+def test_what_is_to_be_compiled_runs_before_it_is_recorded():
+    """Nothing can be compiled within a recording. What ran for one length need not for another."""
+    step = Noting(num_lengths=1)
+    step.compiler.compiles = True
+    step.prepare(5)
+    assert step.what() == []
+    step(5)
+    step.prepare(5)
+    step.prepare(6)
+    assert step.what() == ["run", "record", "record"]
 
-    seen: ClassVar[list] = []
 
-    @contextlib.contextmanager
-    def _captured(self):
-        begun = len(self.seen)
-        yield SimpleNamespace(replay=lambda: self.seen.append(part))
-        part = self.seen[begun:]
-        del self.seen[begun:]
+@pytest.mark.parametrize("bad", [0o777, 0o770, None])
+def test_nothing_is_compiled_into_a_folder_of_others(tmp_path, monkeypatch, bad):
+    """What lies there is run. The folder is made for the user alone."""
+    folder = tmp_path / "kept"
+    monkeypatch.setenv("TRIFORCE_CACHE", str(folder))
+    assert graphs.cache_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
+    if bad is None:
+        monkeypatch.setattr(graphs.os, "getuid", lambda: folder.stat().st_uid + 1)
+    else:
+        folder.chmod(bad)
+    with pytest.raises(UserError, match="TRIFORCE_CACHE"):
+        graphs.cache_folder()
 
 
-def test_a_step_that_pauses_is_recorded_in_parts(monkeypatch):
-    """As far as there is time. What is there already is not recorded again, and a call records what is missing."""
-    monkeypatch.setattr(graphs, "Recording", Parts)
-    seen, now = Parts.seen, SimpleNamespace(value=0.0)
-    monkeypatch.setattr(graphs.time, "perf_counter", lambda: now.value)
-
-    def function(*args):
-        for i in range(5):
-            seen.append(i)
-            now.value += 1.0
-            yield
-        seen.append("end")
-
-    whole = [*range(5), "end"]
-    for parts, until in (([[0, 1], [2, 3], [4, "end"]], 2.0), ([[one] for one in whole], 0.0), ([whole], math.inf)):
-        step = Graphed(function, Compiler(torch.device("cpu")), 0, 1)
-        for _ in parts[1:]:
-            step.prepare(7, until=now.value + until)
-            assert not step.graphs and not step.has(7)
-        step.prepare(7, until=now.value + until)
-        assert step.has(7) and not step.has(8) and not seen
-        step.prepare(7)
-        step(7)
-        assert seen == parts
-        seen.clear()
-        assert step.compiler.num_recorded == 1 + (until == math.inf)  # the first replay, and what took long
-    step = Graphed(function, Compiler(torch.device("cpu")), 0, 1)
-    for _ in range(3):  # by turns
-        for key in (7, 8):
-            step.prepare(key, until=now.value + 2.0)
-    assert step.has(7) and step.has(8) and not step.has(9)
-    for key in range(9, 9 + graphs.KEPT_PARTS + 1):
-        step.prepare(key, until=now.value)
-    assert len(step._begun) == graphs.KEPT_PARTS
-    seen.clear()
-    step = Graphed(function, Compiler(torch.device("cpu")), 0, 1)
-    step(7)
-    assert seen == whole and finish(function()) is None
-    seen.clear()
-    step.prepare(7, until=now.value + 2.0)
-    step(7)
-    assert seen == [[0, 1], [*whole[2:]]]
-    seen.clear()
+def test_where_compiled_kernels_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TRIFORCE_CACHE", "~/kept")
+    assert graphs.cache_folder() == tmp_path / "kept"
+    monkeypatch.delenv("TRIFORCE_CACHE")
+    for elsewhere in ("", str(tmp_path / "elsewhere")):
+        monkeypatch.setenv("XDG_CACHE_HOME", elsewhere)
+        assert graphs.cache_folder() == (tmp_path / (".cache" if not elsewhere else "elsewhere") / "triforce")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(UserError, match="TRIFORCE_CACHE"):
+        graphs.cache_folder()
 
 
 def test_what_is_no_graph_needs_no_preparation():

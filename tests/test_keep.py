@@ -9,7 +9,8 @@ from conftest import make_engine, random_prompt
 import triforce
 from triforce import answers, cli
 from triforce.about import JOINTS
-from triforce.keep import cut, fit
+from triforce.hf.tokenizer import Tokenizer
+from triforce.keep import Document, cut, fit
 
 SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "max_seq_len": 100}
 TEXT = " ".join(f"word{i}" for i in range(400))
@@ -27,13 +28,66 @@ def test_parts(keep, room, bos, kept):
 
 
 def test_only_the_document_is_cut():
-    document = list(range(10))
-    assert fit(document, lambda ids: ids + [77, 78], 6, "start") == ([0, 1, 2, 3, 77, 78], 6)
-    assert fit(document, lambda ids: [55, *ids], 6, "both") == ([55, 0, 1, 2, 8, 9], 5)
-    assert fit(document, lambda ids: ids + [77], 11, "end") == (document + [77], 0)
-    assert fit(document, lambda ids: ids + [77] * 9, 6, "end") == (document + [77] * 9, 0)  # nothing would be left
-    twice = fit(document, lambda ids: ids + [77] * (1 + (len(ids) < 7)), 7, "end")  # what is added varies
+    def fitted(finish, room, keep):
+        return fit(Document("", list(range(10)), None), lambda document: finish(document.ids), room, keep)
+
+    assert fitted(lambda ids: ids + [77, 78], 6, "start") == ([0, 1, 2, 3, 77, 78], 6)
+    assert fitted(lambda ids: [55, *ids], 6, "both") == ([55, 0, 1, 2, 8, 9], 5)
+    assert fitted(lambda ids: ids + [77], 11, "end") == ([*range(10), 77], 0)
+    assert fitted(lambda ids: ids + [77] * 9, 6, "end") == ([*range(10)] + [77] * 9, 0)  # nothing would be left
+    twice = fitted(lambda ids: ids + [77] * (1 + (len(ids) < 7)), 7, "end")  # what is added varies
     assert twice == ([5, 6, 7, 8, 9, 77, 77], 5)
+
+
+ODD_TEXT = "  <s>Hello</s>  na\u00efve \U0001f600\U0001f600\u00a0\n\n Abc\u0301 <unk> x"
+
+
+def test_a_text_is_cut_where_its_tokens_end(tiny_engine):
+    """And between characters, of which a token may be a part. What is left is spelled as it was."""
+    tokenizer = tiny_engine.tokenizer
+    ids = tokenizer.encode(ODD_TEXT)
+    document, seen = Document(ODD_TEXT, ids, tokenizer.offsets), set()
+    assert document.cut(len(ids), "end") is document and document.text == ODD_TEXT
+    for room in range(1, len(ids)):
+        start, end, both = (document.cut(room, keep) for keep in ("start", "end", "both"))
+        assert [one.ids for one in (start, end, both)] == [cut(ids, room, keep) for keep in ("start", "end", "both")]
+        assert ODD_TEXT.startswith(start.text) and ODD_TEXT.endswith(end.text)
+        assert start.text + document.cut(len(ids) - room, "end").text == ODD_TEXT
+        assert both.text == document.cut(room - room // 2, "start").text + document.cut(room // 2, "end").text
+        assert document.cut(room, "start").cut(max(room - 2, 1), "end").text == start.text[
+            len(document.cut(room - max(room - 2, 1), "start").text) :]
+        assert len(tokenizer.encode(start.text)) <= room  # no character more
+        seen.add(start.text)
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize("flags", [[], ["--questions", "FILE"], ["--num-samples", "1", "--question", "Who?"]], ids=str)
+def test_a_chat_has_the_text_as_it_is(flags, tmp_path, monkeypatch):
+    """Also what is spelled as a special token is; with --prompt-len and --keep, a part of it."""
+    questions, template, seen = tmp_path / "questions", tmp_path / "chat.jinja", []
+    questions.write_text("Who?\n")
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}")
+
+    def rendered(self, messages, *args):
+        seen.append(messages[0]["content"])
+        return apply(self, messages, *args)
+
+    apply = Tokenizer.apply_chat_template
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", rendered)
+    text = f"{ODD_TEXT} {TEXT} {ODD_TEXT}"
+    flags = ["--prompt", text, "--chat", "--chat-template", str(template), "--device", "cpu", "--max-new-tokens", "2",
+             "--no-compare", *(str(questions) if flag == "FILE" else flag for flag in flags)]
+    assert cli.main(flags) == 0
+    assert seen and all(one.startswith(text) for one in seen if len(one) > 100) and max(map(len, seen)) >= len(text)
+    for more, begin, end in ((["--prompt-len", "60"], ODD_TEXT, None), (["--keep", "end", "--max-seq-len", "150"], None,
+                                                                        ODD_TEXT)):
+        seen.clear()
+        assert cli.main([*flags, *more]) == 0
+        content = max((one for one in seen if len(one) < len(text)), key=len).removesuffix("\n\nWho?")
+        content = content.removesuffix("\n\na?").removesuffix("\n\nThe b.")
+        assert begin is None or content.startswith(begin) and text.startswith(content)
+        assert end is None or content.endswith(end) and text.endswith(content)
+        assert "\ufffd" not in content and 100 < len(content)
 
 
 @pytest.mark.parametrize("keep", ["start", "end", "both"])
@@ -125,7 +179,8 @@ def test_a_length_that_is_advised_fits(more, tmp_path, capsys):
     more = [*more, *(["--chat-template", "TEMPLATE"] if {"--chat", "--system"} & {*more} else [])]
     flags = [*FLAGS, *(str(files.get(flag, flag)) for flag in more)]
     assert cli.main(flags) == 2
-    [length] = re.findall(r"with --prompt-len (\d+)", " ".join(capsys.readouterr().err.split()))
+    told = " ".join(capsys.readouterr().err.split())
+    [length] = re.findall(r"with --prompt-len (\d+), or with --keep start, end or both", told)
     assert cli.main([*flags, "--prompt-len", length]) == 0
     assert cli.main([*flags, "--prompt-len", str(int(length) + 9)]) == 2
     assert cli.main([*flags, "--keep", "end"]) == 0

@@ -1,15 +1,23 @@
 """A prefill that is kept in a file while it is done: broken off and gone on with, it is the one of one go."""
 
+import copy
 import json
+import os
+import pickle
+from datetime import datetime
 
 import pytest
 import torch
 from conftest import make_engine, random_prompt
+from test_prefix_file import ODD, rewritten
 
 import triforce
-from triforce import UserError, cli
+from triforce import UserError, chat, cli, engine
+from triforce.caches import Caches
 from triforce.model import Transformer
+from triforce.prefix_file import Layout, write
 
+CPU = torch.device("cpu")
 DOCUMENT = random_prompt(700)  # 688 of them lie in whole flush intervals
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "prefill_chunk_size": 64, "gamma": 4}
 
@@ -25,6 +33,12 @@ def computed(monkeypatch):
 
     monkeypatch.setattr(Transformer, "prefill", noted)
     return seen
+
+
+def write_file(path, sizes: dict, about: dict, tokens=DOCUMENT[:100]) -> None:
+    layout = Layout(**sizes)
+    write(path, layout, about, tokens, lambda i: torch.zeros(2, layout.n_kv_head, layout.length, layout.head_dim),
+          range(layout.n_kv_head), CPU)
 
 
 def tensors(book):
@@ -118,3 +132,149 @@ def test_the_command_line(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)
     assert cli.main(["--prompt", "a", "--save-every", "9"]) == 2
     assert "name it with --save-prefix" in capsys.readouterr().err
+
+
+def test_what_a_file_says_is_checked_by_kind_and_range(pair, tmp_path):
+    """Also where whoever wrote it has its checksum right."""
+    path, engine = tmp_path / "book.prefix", make_engine(*pair, **SETTINGS)
+    engine.prefill(DOCUMENT[:100]).save(path)
+    whole = path.read_bytes()
+    names = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]["contents"]
+    about, sizes = (json.loads(names)[name] for name in ("about", "sizes"))
+    refused = []
+    for name, value in [(name, value) for name in (*about, "more") for value in ODD]:
+        path.write_bytes(whole)
+        rewritten(path, lambda contents, _, name=name, value=value: contents["about"].update({name: value}))
+        try:
+            assert len(engine.open(path)) == 100
+        except UserError as error:
+            assert "\n" not in str(error) and ";" in str(error)
+            refused.append(name)
+    assert {*about, "more"} - {"name"} <= {*refused} and len(refused) > 150
+    for name in about:  # one that is missing
+        path.write_bytes(whole)
+        rewritten(path, lambda contents, _, name=name: [contents["about"].pop(name)] and None)
+        with pytest.raises(UserError, match="altered"):
+            engine.open(path)
+    for changed in ({"n_kv_head": sizes["n_kv_head"] * 2}, {"num_layers": 1}, {"head_dim": sizes["head_dim"] // 2}):
+        write_file(path, {**sizes, **changed}, about)
+        with pytest.raises(UserError, match="its sizes or tokens are not those of its model"):
+            engine.open(path)
+    write_file(path, sizes, {**about, "part_of": 100})
+    with pytest.raises(UserError, match="of what it is a part"):
+        engine.open(path)
+    write_file(path, sizes, about, [10**6] * 100)
+    with pytest.raises(UserError, match="its sizes or tokens are not those of its model"):
+        engine.open(path)
+
+
+def test_both_models_are_named(pair, tmp_path):
+    path, engine = tmp_path / "book.prefix", make_engine(*pair, **SETTINGS)
+    engine.prefill(DOCUMENT[:100]).save(path)
+    other = make_engine(Transformer.random(pair[0].config, seed=9), **SETTINGS)
+    other._identity = {**other.identity(), "name": "Llama-Large"}
+    mine, theirs = engine.identity(), other.identity()
+    with pytest.raises(UserError) as error:
+        other.open(path)
+    names = f"({mine['name']}, {mine['model'][:8]}) than this one (Llama-Large, {theirs['model'][:8]}); "
+    assert names in str(error.value)
+    assert "LlamaForCausalLM" in mine["name"]
+
+
+def test_room_is_looked_for_before_the_work(pair, tmp_path, computed, monkeypatch, capsys):
+    """On the disk, and for the name."""
+    engine, room = make_engine(*pair, **SETTINGS), os.statvfs(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: os.statvfs_result((*room[:1], 1000, *room[2:4], 5, *room[5:])))
+        with pytest.raises(UserError, match="GB free"):
+            engine.prefill(DOCUMENT, keep=tmp_path / "book.prefix")
+        flags = ["--prompt", "word " * 900, "--save-prefix", str(tmp_path / "b"), "--device", "cpu"]
+        assert cli.main(flags) == 2 and "GB free" in capsys.readouterr().err
+        assert cli.main([*flags, "--save-every", "256"]) == 2 and "GB free" in capsys.readouterr().err
+    flags[3] = str(tmp_path / ("b" * 250))
+    assert cli.main(flags) == 2 and "its name has 250 bytes" in capsys.readouterr().err
+    assert computed == [] and os.listdir(tmp_path) == []
+    book = engine.prefill(DOCUMENT, keep=tmp_path / "book.prefix")
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*room[:1], 1000, *room[2:4], 5, *room[5:])))
+    assert engine.prefill(DOCUMENT, keep=tmp_path / "book.prefix").num_read == book.num_shared  # nothing to write
+
+
+OF_THE_DAY = ("Today is {{ strftime_now('%d %B %Y') }}. "
+              "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}<assistant>")
+
+
+class Days:
+    """A clock that can be set."""
+
+    def __init__(self, monkeypatch):
+        self.now = datetime(2026, 11, 28, 9, 30)
+        clock = type("Clock", (datetime,), {"now": lambda *_: self.now})
+        for module in (engine, chat):
+            monkeypatch.setattr(module, "datetime", clock)
+        monkeypatch.setattr("triforce.hf.tokenizer.datetime", clock)
+
+
+@pytest.fixture
+def days(monkeypatch):
+    return Days(monkeypatch)
+
+
+def test_a_template_that_names_the_day_is_told_the_one_of_the_document(tiny_engine, tmp_path, days, monkeypatch):
+    """By questions, and by a prefill that goes on the next day."""
+    path, messages = tmp_path / "book.prefix", [{"role": "user", "content": "Call me Ishmael. " * 120}]
+    engine = make_engine(tiny_engine.target, tokenizer=tiny_engine.tokenizer, prefill_chunk_size=256)
+    compute = Caches._compute
+
+    def broken(self, cache, tokens, start, *more):
+        if start > 0:
+            raise KeyboardInterrupt
+        compute(self, cache, tokens, start, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Caches, "_compute", broken)
+        with pytest.raises(KeyboardInterrupt):
+            engine.prefill(messages, chat_template=OF_THE_DAY, keep=path, keep_every=256)
+    days.now = datetime(2026, 12, 24)
+    book = engine.prefill(messages, chat_template=OF_THE_DAY, keep=path, keep_every=256)
+    assert book.num_read > 0 and book.rendered_at == "2026-11-28T09:30:00"
+    assert engine.tokenizer.decode(book.tokens).startswith("Today is 28 November 2026. <user>Call me")
+    days.now = datetime(2027, 1, 1)
+    opened = engine.open(path)
+    for one in (book, opened):
+        out = engine.generate("Who?", 4, prefix=one)
+        assert out.stats.shared_tokens == book.num_shared > 256
+    talk = engine.chat(opened, max_new_tokens=4)
+    assert talk.send("Who?").stats.shared_tokens == book.num_shared
+    talk.save(tmp_path / "talk.prefix")
+    assert engine.open(tmp_path / "talk.prefix").rendered_at == book.rendered_at
+    new = engine.chat(chat_template=OF_THE_DAY, max_new_tokens=4)
+    first = new.send("Who are you? " * 60).stats.prompt_len
+    days.now = datetime(2027, 1, 2)
+    assert new.send("And?").stats.reused_tokens >= first - 16  # beyond midnight, too
+
+
+def test_it_is_said_if_nothing_of_a_document_serves(tmp_path, caplog, capsys):
+    """With the reason, before anything is computed."""
+    template = "{{ style }}{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    messages, path = [{"role": "user", "content": "Call me Ishmael. " * 120}], tmp_path / "book.prefix"
+    engine = triforce.load("tiny", device="cpu")
+    book = engine.prefill(messages, chat_template=template)
+    book.save(path)
+    engine.generate("Who?", 2, prefix=book)
+    assert "computed anew" not in caplog.text
+    ids = book.ids("Who?", {"style": "Brief: "})
+    assert book.shared_with(ids) < 4 and "are computed anew with each question, since" in caplog.text
+    flags = ["--prefix", str(path), "--question", "Who?", "--max-new-tokens", "2", "--device", "cpu"]
+    assert cli.main(flags) == 0
+    assert f"{book.num_shared:,} of them are shared" in " ".join(capsys.readouterr().err.split())
+    assert cli.main([*flags, "--chat-template-kwargs", '{"style": "Brief: "}']) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{book.num_shared:,} of them are shared" not in said and " of them are shared" in said
+
+
+def test_neither_documents_nor_conversations_are_pickled(pair):
+    engine = make_engine(*pair, **SETTINGS)
+    book = engine.prefill(DOCUMENT)
+    for made, one in ((pickle.dumps, book), (copy.deepcopy, book), (pickle.dumps, object.__new__(chat.Chat))):
+        with pytest.raises(UserError, match="cannot be pickled or copied"):
+            made(one)

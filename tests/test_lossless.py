@@ -210,7 +210,7 @@ def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, lea
 
 def test_choosing_plans_does_not_bias(models, monkeypatch):
     """The controller, made so nervous that single tokens change its mind, and both kinds of drafter to choose from."""
-    monkeypatch.setattr(Rate, "PRIOR_WEIGHT", 0.5)
+    monkeypatch.setattr(Rate, "WEIGHT", 0.5)
     seen = set()
     choose = Controller.choose
     monkeypatch.setattr(Controller, "choose", lambda self, **known: seen.add(plan := choose(self, **known)) or plan)

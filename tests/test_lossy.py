@@ -8,10 +8,9 @@ import torch
 from conftest import make_engine, random_prompt
 
 from triforce.errors import UserError
-from triforce.tape import RETRIEVAL
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from lossy import ViewEngine, attend_to_view, lend  # noqa: E402
+from lossy import ViewEngine, lend  # noqa: E402
 
 KINDS = ("retrieval", "streaming", "snapkv")
 PROMPT, NEW = 150, 40  # tokens; over two flushes and more
@@ -102,28 +101,6 @@ def test_a_lent_prompt_is_answered_as_if_it_were_computed(base, kind, budget):
     alone = other.generate(ids[len(document) :], NEW, prefix=other.prefill(ids[: len(document)]), temperature=0.0)
     assert lent.tokens == alone.tokens and (lent.tokens == expected) == (budget == 256)
     assert lent.stats.shared_tokens == len(document)
-
-
-def test_compiled_pieces_are_those_that_read_a_view(base):
-    """Those of the full level expect the cache where it lies: given a view, they would read beside it, or refuse."""
-    class Asked:
-        complete = outdated = False
-
-        def __init__(self):
-            self.levels = set()
-
-        def piece(self, level, function):
-            self.levels.add(level)
-            return function
-
-    engine, asked = ViewEngine(base, "retrieval", 64), Asked()
-    state = engine.prepare([random_prompt(PROMPT)], NEW, temperature=0.0, top_p=1.0, top_k=None, min_p=None, seed=[0])
-    state.hierarchy.outer.view = None  # as before, so that the level is put in place once more
-    state.compiler.pieces = asked
-    attend_to_view(state)
-    for _ in range(20):
-        state.round()
-    assert {level.removesuffix("_rows1") for level in asked.levels} == {f"level{RETRIEVAL}"}
 
 
 def test_what_cannot_be_lent_is_refused(base, pair):

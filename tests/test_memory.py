@@ -1,5 +1,6 @@
 """The memory plan: its parts for batches, what it says when they do not fit, and what there is to be had."""
 
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,12 +10,12 @@ import pytest
 import torch
 from conftest import make_engine
 
-from triforce import memory
+from triforce import cli, free_memory, memory
 from triforce.config import Settings
 from triforce.drafting.ngram import NgramDrafter
 from triforce.errors import UserError
 from triforce.graphs import Compiler
-from triforce.memory import Part, check, fitting_layers, layer_bytes, state_parts
+from triforce.memory import Part, check, layer_bytes, layers_within, state_parts
 from triforce.model import ModelConfig
 
 TARGET, DRAFT = ModelConfig(64, 32, 4, 4, 2, 8, 48), ModelConfig(64, 16, 1, 2, 2, 8, 32)
@@ -100,15 +101,14 @@ def test_a_prompt_is_prefilled_at_a_time():
         assert planned["prefill activations"] == parts()["prefill activations"]
 
 
-def test_some_of_a_device_is_left_free(monkeypatch):
+def test_some_of_a_device_is_left_free():
     layer = layer_bytes(TARGET, batch=1, capacity=1000, dtype=torch.float32)
-    monkeypatch.setattr(memory, "available", lambda device: 4 * layer)
     fit = {"batch": 1, "capacity": 1000, "dtype": torch.float32}
-    assert fitting_layers(TARGET, [], CPU, None, **fit) == 3
-    assert fitting_layers(TARGET, [Part("other", 2 * layer)], CPU, None, **fit) == 1
-    assert fitting_layers(TARGET, [], CPU, 2 * layer, **fit) == 2
-    monkeypatch.setattr(memory, "available", lambda device: memory.SPARE + 3 * layer)  # steps are recorded there, too
-    assert fitting_layers(TARGET, [], torch.device("cuda"), None, **fit) == 3 < TARGET.n_layer
+    assert layers_within(TARGET, [], 4 * layer, CPU, None, **fit) == 3
+    assert layers_within(TARGET, [Part("other", 2 * layer)], 4 * layer, CPU, None, **fit) == 1
+    assert layers_within(TARGET, [], 4 * layer, CPU, 2 * layer, **fit) == 2
+    free = memory.SPARE + 3 * layer  # steps are recorded there, too
+    assert layers_within(TARGET, [], free, torch.device("cuda"), None, **fit) == 3 < TARGET.n_layer
 
 
 def test_what_does_not_fit_is_named_with_what_helps(monkeypatch):
@@ -124,17 +124,76 @@ def test_what_does_not_fit_is_named_with_what_helps(monkeypatch):
     check(some, CPU)
 
 
-def test_a_container_has_what_it_is_granted_and_what_files_fill(monkeypatch):
-    gib = 2**30
-    files = {"/proc/meminfo": ["MemTotal: 1 kB", f"MemAvailable: {64 * 2**20} kB"],
-             "/sys/fs/cgroup/memory.max": [str(8 * gib)], "/sys/fs/cgroup/memory.current": [str(6 * gib)],
-             "/sys/fs/cgroup/memory.stat": ["anon 5", f"inactive_file {2 * gib}", f"active_file {gib}", "shmem 7"]}
-    monkeypatch.setattr(memory, "_lines", lambda path: files.get(path, []))
-    assert memory.available(CPU) == 5 * gib
-    files["/sys/fs/cgroup/memory.max"] = ["max"]
-    assert memory.available(CPU) == 64 * gib
-    files.clear()
-    assert memory.available(CPU) is None
+GIB = 2**30
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with 64 GiB free: writes files of it, and says what a process has there."""
+    monkeypatch.setattr("resource.getrlimit", lambda limit: (resource.RLIM_INFINITY,) * 2)
+
+    def has(**files) -> int | None:
+        for name, text in ({"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {64 * 2**20} kB\n"} | files).items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return free_memory.of_host(tmp_path)
+
+    return has
+
+
+def group(folder: str, granted, used: int, prefix: str = "", limit: str = "max", current: str = "current") -> dict:
+    """Files of a control group that holds 3 GiB of page cache."""
+    stat = f"anon 5\n{prefix}inactive_file {2 * GIB}\n{prefix}active_file {GIB}\nshmem 7\n"
+    return {f"{folder}/memory.{limit}": f"{granted}\n", f"{folder}/memory.{current}": f"{used * GIB}\n",
+            f"{folder}/memory.stat": stat}
+
+
+def test_a_machine_that_says_nothing(tmp_path):
+    assert free_memory.of_host(tmp_path) is None
+
+
+@pytest.mark.parametrize("of_process", ["0::/\n", "0::/user.slice/a/b\n", "0::/not/mounted/here\n"])
+def test_a_container_has_what_it_is_granted_and_what_files_fill(machine, of_process):
+    """Its group is the mounted one, or lies below that. Or its path is the machine's, and is not here."""
+    here = {"proc/self/cgroup": of_process}
+    assert machine(**here) == 64 * GIB
+    assert machine(**group("sys/fs/cgroup", 8 * GIB, 6), **here) == 5 * GIB
+    assert machine(**group("sys/fs/cgroup", "max", 6), **here) == 64 * GIB
+
+
+@pytest.mark.parametrize("limit", ["max", "high"])
+def test_the_least_of_all_nested_groups_applies(machine, limit):
+    """A group's own limit may be larger than what those above it have left, or there may be none."""
+    top, here = "sys/fs/cgroup", {"proc/self/cgroup": "0::/slice/service/pod\n"}
+    assert machine(**group(f"{top}/slice/service/pod", "max", 1), **here) == 64 * GIB
+    assert machine(**group(f"{top}/slice/service", 20 * GIB, 4, limit=limit)) == 19 * GIB
+    assert machine(**group(f"{top}/slice", 9 * GIB, 7, limit=limit)) == 5 * GIB
+    assert machine(**group(f"{top}/slice/service/pod", 6 * GIB, 5, limit=limit)) == 4 * GIB
+    assert machine(**group(f"{top}/slice/other", GIB, 1, limit=limit)) == 4 * GIB  # this process is not in it
+
+
+def test_groups_of_version_1(machine):
+    def of(folder, granted, used):
+        return group(folder, granted, used, "total_", "limit_in_bytes", "usage_in_bytes")
+
+    top = "sys/fs/cgroup/memory"
+    here = {"proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n1:name=systemd:/docker/abc\n0::/\n"}
+    assert machine(**of(top, 9223372036854771712, 6), **here) == 64 * GIB
+    assert machine(**of(f"{top}/docker", 30 * GIB, 6)) == 27 * GIB
+    assert machine(**of(f"{top}/docker/abc", 8 * GIB, 6)) == 5 * GIB
+    assert machine(**of(f"{top}/x", GIB, 1)) == 5 * GIB
+
+
+@pytest.mark.parametrize("limit, pages", [(resource.RLIMIT_AS, 300), (resource.RLIMIT_DATA, 50)])
+def test_limits_of_a_process(machine, monkeypatch, limit, pages):
+    granted = {limit: GIB}
+    monkeypatch.setattr("resource.getrlimit", lambda one: (granted.get(one, resource.RLIM_INFINITY),) * 2)
+    assert machine(**{"proc/self/statm": "300 200 10 1 0 50 0\n"}) == GIB - pages * resource.getpagesize()
+
+
+def test_a_cpu_has_what_the_host_gives(monkeypatch):
+    monkeypatch.setattr(free_memory, "of_host", lambda: 5)
+    assert memory.available(CPU) == 5
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
@@ -196,3 +255,20 @@ def test_what_a_gpu_has_left_of_this_process_s_share(monkeypatch, device):
         monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index: fractions[index])
     assert memory.available(torch.device(device)) == {"cuda": 50 - 15, "cuda:1": 60 + 20 - 15}[device]
+
+
+def test_more_answers_than_there_is_memory_for_are_refused_at_once(monkeypatch, tiny_engine):
+    monkeypatch.setattr(free_memory, "of_host", lambda: 8 * GIB)
+    told = r"100,000,000 answers of up to 4 tokens take 429.15 GiB .* and 8.00 GiB are free; ask for at most 1,864,135 "
+    with pytest.raises(UserError, match=told):
+        tiny_engine.generate("Once", 4, num_samples=100_000_000)
+    with pytest.raises(UserError, match=told):
+        tiny_engine.generate(["Once", "Twice"], 4, num_samples=50_000_000)
+    assert len(tiny_engine.generate("Once", 4, num_samples=2)) == 2
+
+
+@pytest.mark.parametrize("command", [[], ["plan"]])
+def test_a_command_refuses_them_before_anything_is_loaded(monkeypatch, capsys, command):
+    monkeypatch.setattr("triforce.loading.load", lambda *args, **more: pytest.fail("loaded"))
+    argv = [*command, "--device", "cpu", "--prompt", "Once", "--num-samples", "100000000"]
+    assert cli.main(argv) == 2 and "--num-samples" in capsys.readouterr().err

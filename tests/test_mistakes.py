@@ -20,6 +20,9 @@ def tiny():
 @pytest.mark.parametrize("call,message", [
     (lambda engine: engine.chat("a document"), "prefix must be what this engine's `prefill` or `open` returned"),
     (lambda engine: engine.generate("x", budget=64), "budget is no option of generate; give it to triforce.load"),
+    (lambda engine: engine.generate("x", do_sample=False), "do_sample is no option of generate: temperature=0 takes"),
+    (lambda engine: triforce.generate("x", max_length=9), "max_length is no option: max_new_tokens counts"),
+    (lambda engine: engine.chat(streamer=4), "streamer is no option of a turn: iterate over Engine.stream"),
     (lambda engine: engine.chat(gamma=4), "gamma is no option of a turn; give it to triforce.load"),
     (lambda engine: engine.chat(system=5), "system .5. must be a text"),
     (lambda engine: engine.stream("a", 3, num_samples=4), "stream gives one answer to one prompt"),

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_engine
+from conftest import make_engine, traced
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce.errors import UserError
-from triforce.graphs import traced
+from triforce.hf.config import config_from_hf
 from triforce.kv.blocks import chunk_edges, prefill_blocks
 from triforce.model import (
     ModelConfig,
@@ -35,7 +35,7 @@ def test_a_stretched_window_is_the_one_after_stretching():
     """Some configs give the one before, some the one after."""
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
     for positions, most in ((64, 512), (512, 512), (1024, 1024)):
-        config = ModelConfig.from_hf({**HF, "max_position_embeddings": positions, "rope_scaling": scaling})
+        config = config_from_hf({**HF, "max_position_embeddings": positions, "rope_scaling": scaling})
         assert config.max_len == most
 
 
@@ -52,7 +52,7 @@ def test_whose_window_slides():
                                ("Ministral", {"layer_types": ["full_attention"] * 2}, 256),
                                ("Mistral", {"layer_types": ["full_attention"] * 2}, 128)):  # it does not look at them
         architecture = {"architectures": [f"{family}ForCausalLM"]}
-        config = ModelConfig.from_hf({**HF, **window, **more, **architecture})
+        config = config_from_hf({**HF, **window, **more, **architecture})
         assert config.max_len == most and config.limit_name == ("sliding_window" if most == 128 else "positions")
 
 
@@ -61,17 +61,18 @@ def test_a_key_without_a_value_says_nothing():
                             "num_experts", "dual_chunk_attention_config", "rope_scaling"))
     for family in ("Llama", "Qwen3", "Phi3"):
         named = {**HF, "architectures": [f"{family}ForCausalLM"]}
-        assert ModelConfig.from_hf({**named, **silent}) == ModelConfig.from_hf(named)
+        assert config_from_hf({**named, **silent}) == config_from_hf(named)
 
 
 def test_the_names_of_longrope():
     """Older configs of Phi-3 call it otherwise; its original window stands beside the scaling, or in it."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    configs = [ModelConfig.from_hf({**HF, "architectures": ["Phi3ForCausalLM"], **more, "rope_scaling": {
+    configs = [config_from_hf({**HF, "architectures": ["Phi3ForCausalLM"], **more, "rope_scaling": {
         **factors, **inside}}) for more, inside in (
             ({"original_max_position_embeddings": 64}, {"type": "su"}),
             ({"original_max_position_embeddings": 64}, {"type": "yarn"}),
             ({"original_max_position_embeddings": 64}, {"rope_type": "longrope"}),
+            ({"original_max_position_embeddings": 64}, {"type": "su", "original_max_position_embeddings": 256}),
             ({}, {"rope_type": "longrope", "original_max_position_embeddings": 64}))]
     assert len(set(configs)) == 1
     scaling = configs[0].rope_scaling
@@ -86,7 +87,7 @@ def test_the_names_of_longrope():
 def test_dual_chunk_attention_is_a_limit():
     """Up to its original window it is plain attention; beyond, it is refused by the name of its key."""
     chunked = {"chunk_size": 128, "local_size": 16, "original_max_position_embeddings": 128}
-    config = ModelConfig.from_hf({**HF, "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 1024,
+    config = config_from_hf({**HF, "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 1024,
                                   "dual_chunk_attention_config": chunked})
     engine = make_engine(Transformer.random(config))
     assert engine.logits([[1] * 128]).shape == (1, 128, 96)
@@ -96,12 +97,80 @@ def test_dual_chunk_attention_is_a_limit():
         make_engine(engine.target, max_seq_len=200)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize("fields", [
+    {"rope_scaling": YARN, "rope_theta": 500.0}, {"rope_parameters": {**YARN, "rope_theta": 500.0}},
+    {"rope_scaling": YARN, "rope_parameters": DEFAULT},
+    {"rope_scaling": DEFAULT, "rope_parameters": YARN},
+    {"rope_scaling": {**YARN, "rope_theta": 500}, "rope_parameters": {**YARN, "rope_theta": 500.0}},
+    {"rope_scaling": {**YARN, "rope_type": None, "type": "yarn"}, "rope_parameters": DEFAULT},
+    {"rope_scaling": {**YARN, "type": "default"}, "rope_parameters": DEFAULT},
+    {"rope_scaling": {"type": "yarn", "factor": 4}, "original_max_position_embeddings": 256, "rope_theta": 500}])
+def test_two_spellings_of_a_scaling_are_one(fields):
+    """Of a `default` beside a scaling nothing is left: the guide tells Qwen3's users to add `rope_scaling`."""
+    for family in ("Llama", "Qwen3"):
+        named = {**HF, "architectures": [f"{family}ForCausalLM"]}
+        config = config_from_hf({**named, **fields})
+        assert config.rope_scaling == config_from_hf({**named, "rope_scaling": YARN}).rope_scaling
+        assert config.rope_scaling.factor == 4 and config.max_len == 1024 and config.rope_theta == 500
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 2.0}}, "rope_scaling says .*factor=4.0.*, and "
+     "rope_parameters says .*factor=2.0"),
+    ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "'yarn'.*'linear'"),
+    ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_type says 'yarn', and type says 'linear'"),
+    ({"rope_theta": 1e6, "rope_parameters": DEFAULT}, "says 1000000.0, and rope_theta in rope_parameters says 500.0"),
+    ({"rope_scaling": YARN, "original_max_position_embeddings": 64}, "in the scaling says 256, .* beside it says 64"),
+    ({"dtype": "float32", "torch_dtype": "float16"}, "dtype says 'float32', and torch_dtype says 'float16'"),
+    ({"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}}, "says 1.0, .* says 0.5"),
+    ({"model_type": "qwen2"}, "architectures says 'LlamaForCausalLM', and model_type qwen2 says 'Qwen2ForCausalLM'")])
+def test_two_values_of_a_fact_are_refused(fields, words):
+    if "original_max_position_embeddings" in fields:
+        fields = {**fields, "max_position_embeddings": 1024}
+    with pytest.raises(UserError, match=words):
+        config_from_hf({**HF, **fields})
+
+
+def test_two_spellings_of_a_dtype():
+    for fields in ({"dtype": "float16"}, {"torch_dtype": "float16"},
+                   {"dtype": "torch.float16", "torch_dtype": "float16"}):
+        assert config_from_hf({**HF, **fields}).dtype == "float16"
+
+
+@pytest.mark.parametrize("fields, words", [
+    *(({key: value}, f"{key} is .*must be") for key, values in {
+        "rms_norm_eps": (math.nan, -1e-6, "1e-5"), "rope_theta": (-1, 0, math.inf, []), "vocab_size": (0, 2**40, 1.5),
+        "num_hidden_layers": (10**12, 0, True), "head_dim": (10**9, -2), "hidden_size": (10**9, [64], "64"),
+        "num_attention_heads": (0, 10**6), "num_key_value_heads": (5, -1), "max_position_embeddings": (0, 10**12),
+        "intermediate_size": (-1, 10**12), "sliding_window": (-1, "9"), "attention_bias": ("no",), "mlp_bias": (2,),
+        "tie_word_embeddings": ("true",), "architectures": ("LlamaForCausalLM", [1]), "layer_types": (3,),
+        "torch_dtype": (16,), "rope_scaling": ([], "yarn"), "rope_parameters": (1,), "quantization_config": ("fp8",),
+        "dual_chunk_attention_config": ([],), "model_type": (1,), "hidden_act": (1,)}.items() for value in values),
+    *(({"rope_scaling": {**YARN, key: value}}, f"{key} is .*must be") for key, values in {
+        "factor": (0, -1, math.nan, "4"), "original_max_position_embeddings": (0, 10**12), "beta_fast": (0.5,),
+        "beta_slow": (0,), "attention_factor": (0, math.inf), "mscale": ("1",), "rope_type": (1,), "truncate": (3,),
+        "rope_theta": (math.nan,)}.items() for value in values),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+    ({"hidden_size": None}, "hidden_size is missing, and must be a whole number"),
+    ({"num_key_value_heads": 3}, "no multiple of"), ({"head_dim": 15}, "must be even"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}}, "above low_freq_factor"),
+    ({"rope_parameters": {"full_attention": DEFAULT}}, "full_attention .* is not supported")])
+def test_values_of_the_wrong_kind_or_range(fields, words):
+    with pytest.raises(UserError, match=words) as caught:
+        config_from_hf({**HF, **fields})
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("fields, words", [
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"quantization_config": {"bits": 4}}, "quantization_config has quant_method None, which is not"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
-    ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
-    ({"architectures": ["Glm4ForCausalLM"]}, "architecture Glm4ForCausalLM is not supported"),  # norms of its own
+    ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
+    ({"architectures": ["Glm4ForCausalLM"]}, "architecture 'Glm4ForCausalLM' is not supported"),  # norms of its own
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
     ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts 128 is not supported"),  # says why
@@ -117,7 +186,7 @@ def test_dual_chunk_attention_is_a_limit():
 ])
 def test_what_would_be_computed_wrongly_is_refused(fields, words):
     with pytest.raises(UserError, match=words):
-        ModelConfig.from_hf({**HF, **fields})
+        config_from_hf({**HF, **fields})
 
 
 def test_llama3_frequencies_by_their_wavelengths():

@@ -4,10 +4,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, run_rounds
+from conftest import make_state, random_pair, random_prompt, run_rounds, traced
 
 from triforce import nucleus, sampling
-from triforce.graphs import traced
 from triforce.nucleus import nearly_kept, ranked, searched
 
 

@@ -200,9 +200,9 @@ def test_sizes_and_plans():
     assert layer == 1000 * 2 * 2 * 8 * 4
     fit = {"batch": 1, "capacity": 1000, "dtype": torch.float32}
     cpu = torch.device("cpu")
-    assert memory.fitting_layers(config, [], cpu, 2 * layer + 1, **fit) == 2
-    assert memory.fitting_layers(config, [], cpu, None, **fit) == 4
-    assert memory.fitting_layers(config, [memory.Part("all there is", 10**15)], cpu, None, **fit) == 0
+    assert memory.layers_within(config, [], 10**12, cpu, 2 * layer + 1, **fit) == 2
+    assert memory.layers_within(config, [], 10**12, cpu, None, **fit) == 4
+    assert memory.layers_within(config, [memory.Part("all there is", 10**15)], 10**12, cpu, None, **fit) == 0
     with pytest.raises(UserError, match="write '24.5GiB'"):
         parse_size(24.5, "x")
     assert [parse_size(size, "x") for size in ("20GiB", "1.5 kB", 7, "8M")] == [20 * 2**30, 1500, 7, 8 * 10**6]

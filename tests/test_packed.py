@@ -10,7 +10,7 @@ from triforce.caches import Caches
 from triforce.kv.blocks import over_shared
 from triforce.kv.prefix import PrefixStore
 from triforce.model import Linear
-from triforce.packed import PackedPrefix, packs
+from triforce.packed import PackedPrefix, multiply, packs
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="no oneDNN")
@@ -108,3 +108,18 @@ def test_few_queries_go_over_what_is_packed(rows, prefills, expected, monkeypatc
     q = torch.randn(1, engine.target.config.n_kv_head, rows, engine.target.config.head_dim)
     over_shared(prefix, 0, q, prefills=prefills)
     assert len(seen) == expected
+
+
+def test_prompts_of_any_length_make_few_shapes(monkeypatch):
+    """oneDNN keeps code for each number of rows that it multiplies, so a process would grow with every length."""
+    seen, linear, plain = set(), Linear(16, 8, bias=False), Linear(16, 8, bias=False)
+    plain.weight = linear.weight
+    with torch.no_grad():
+        monkeypatch.setattr("triforce.model.multiply", lambda x, *more: seen.add(len(x)) or multiply(x, *more))
+        x = torch.randn(2, 1024, 16, generator=torch.Generator().manual_seed(0))
+        expected = plain(x)
+        linear.pack(8)
+        for rows in range(1, 1025):
+            for part, out in ((x[:1, :rows], expected[:1, :rows]), (x[:, :rows], expected[:, :rows])):
+                assert torch.allclose(linear(part), out, atol=1e-6)
+    assert len(seen) < 110 and max(seen) == 2048 and set(range(1, 65)) <= seen  # few rows are what a step has

@@ -15,11 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import slow
+from conftest import slow, traced
 
 from triforce import cli, parallel
 from triforce.errors import UserError
-from triforce.graphs import traced
 from triforce.loading import check_draft_ranks
 from triforce.model import ModelConfig
 from triforce.parallel import Group, from_environment, shard_config

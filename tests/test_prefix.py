@@ -1,7 +1,6 @@
 """Rows that share a prefix: what they compute, and that they leave it as it is."""
 
 import hashlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,10 @@ from conftest import (
     random_prompt,
     run_rounds,
     slow,
+    traced,
 )
 
-from triforce import attention, caches, graphs
+from triforce import attention
 from triforce.attention import for_join, merge, merge_parts, partial, parts_of_keys, pays_to_plan
 from triforce.config import Settings
 from triforce.kv import blocks
@@ -330,10 +330,10 @@ def test_parts_of_the_keys_merge_to_the_whole():
     whole = partial(q, k, v)
     parts = [x[0].unflatten(1, (4, -1)).transpose(0, 1) for x in (k, v)]
     states = attention._plain(q.expand(4, -1, -1, -1), *parts, None)
-    with graphs.traced():
-        traced, joined = merge_parts(*states), for_join(*states)
+    with traced():
+        compiled, joined = merge_parts(*states), for_join(*states)
     assert all(x is y for x, y in zip(for_join(*states), states, strict=True))  # `join` takes them as they are
-    for out, lse in (traced, joined, merge_parts(*states)):
+    for out, lse in (compiled, joined, merge_parts(*states)):
         torch.testing.assert_close(out, whole[0])
         torch.testing.assert_close(lse, whole[1])
     halves = merge(partial(q, k[:, :, :32], v[:, :, :32]), partial(q, k[:, :, 32:], v[:, :, 32:]))
@@ -391,105 +391,40 @@ def test_over_shared_is_attention_of_each_row():
         torch.testing.assert_close(lse[row, None], expected[1])
 
 
-def test_some_rows_attend_over_shared_keys():
-    """The others get 0, and all of it lies as that of all rows does."""
-    q, k, v, of = torch.randn(5, 2, 3, 8), torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8), torch.tensor([3, 1])
-    for state, some in zip(attention.over_shared(q, k, v), attention.over_shared(q, k, v, of=of), strict=True):
-        assert some.shape == state.shape and some.stride() == state.stride()
-        torch.testing.assert_close(some[of], state[of])
-        assert not some[[0, 2, 4]].any()
-
-
 def as_cudnn(q, k, v, is_causal):
     """Plain attention, whose output lies in memory as that of a GPU's kernel does."""
     out, lse = attention._plain_causal(q, k, v, is_causal)
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
-def test_keys_are_split_alike_for_any_number_of_rows(monkeypatch):
-    """Where bits must not depend on that number. Elsewhere few parts are enough for many rows, and few rows need no
-    parts. The kernel is given whole tiles, or half of one."""
-    parts = []
+def test_keys_are_split_for_the_rows_that_there_are(monkeypatch):
+    """Few parts are enough for many rows, and few rows need no parts. The kernel is given whole tiles, or half of one:
+    a plan serves all numbers of rows that are filled up alike."""
+    asked = []
 
     def kernel(q, k, v, is_causal):
-        parts.append(len(k))
-        assert q.shape[2] % attention.TILE == 0 or q.shape[2] == attention.HALF and not even
+        asked.append([(x.shape, x.stride()) for x in (q, k, v)])
+        assert q.shape[2] % attention.TILE == 0 or q.shape[2] == attention.HALF
         return as_cudnn(q, k, v, is_causal)
 
     monkeypatch.setattr(attention, "_can_split", lambda rows: True)
     monkeypatch.setattr(attention, "_cudnn", kernel)
     q, k, v = torch.randn(16, 8, 32, 8), torch.randn(1, 8, 4096, 8), torch.randn(1, 8, 4096, 8)
     expected = [partial(one[None], k, v)[0][0] for one in q]
-    for even, counts in ((False, [4, 8, 8, 16]), (True, [16, 16, 16, 16, 16])):
-        for rows in (16, 8, 5, 4, 1):
-            of = None if rows == 16 else torch.arange(16 - rows, 16)
-            out, lse = attention.over_shared(q, k, v, attention.for_join, even=even, of=of)  # [P, B, K, R, D]
-            if out.ndim == 5:
-                out = attention.merge_parts(out.flatten(1, 2), lse.flatten(1, 2))[0].view(q.shape)
-            for one, row in zip(out[-rows:], expected[-rows:], strict=True):
-                torch.testing.assert_close(one, row)
-        assert parts == counts
-        parts.clear()
-
-
-@pytest.mark.parametrize("heads, ready", [(8, [128, 256, 256]), (32, [64, 128, 256, 256])])
-def test_one_plan_serves_all_numbers_of_rows_that_are_filled_up_alike(monkeypatch, heads, ready):
-    """And a document's prefill makes it. A kernel is planned for shapes and strides."""
-    asked = []
-
-    def kernel(q, k, v, is_causal):
-        asked.append([(x.shape, x.stride()) for x in (q, k, v)])
-        return attention._plain_causal(q, k, v, is_causal)
-
-    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
-    monkeypatch.setattr(attention, "_cudnn", kernel)
-    store = torch.randn(2, 1, heads, 2304, 8)  # with room behind the keys
-    k, v = store[:, :, :, :2048]
-    plans = attention.plan_for_rounds(k, v)
-    for count in range(len(ready)):
-        next(plans)
-        assert len(asked) == count
-    assert next(plans, "the end") == "the end"
-    planned, asked[:] = [*asked], []
-    assert [q[0][2] for q, _, _ in planned] == ready and planned[-1] != planned[-2]
-    for batch, rows in ((2, 5), (8, 8), (3, 30), (8, 16), (1, 65), (4, 33), (16, 16)):
-        for even in (False, True):  # keys are split for one tile
-            attention.over_shared(torch.randn(batch, heads, rows, 8), k, v, even=even)
-    assert len(asked) == (12 if heads == 8 else 14)  # where few rows have few KV heads, another kernel serves them
-    assert all(one in planned for one in asked) and all(one in asked for one in planned)
-    assert not list(attention.plan_for_rounds(k[:, :, :1024], v[:, :, :1024]))
-
-
-@pytest.mark.parametrize("batch, rows", [(16, 16), (5, 64), (20, 16), (3, 64)])
-def test_what_some_rows_get_lies_as_what_all_get(batch, rows, monkeypatch):
-    """Whether or not the rows of all fill their tiles: so compiled steps run the same pieces."""
-    seen = []
-    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
-    monkeypatch.setattr(attention, "_cudnn", as_cudnn)
-    q, k, v = torch.randn(batch, 8, rows, 8), torch.randn(1, 8, 4096, 8), torch.randn(1, 8, 4096, 8)
-    for of in (None, torch.tensor([1]), torch.tensor([2, 0])):
-        attention.over_shared(q, k, v, lambda *parts: seen.append(
-            [(x.shape, x.stride()) for x in parts]) or attention.merge_parts(*parts), even=True, of=of)
-    assert seen[0] == seen[1] == seen[2] and seen[0][0][0][0] == 16  # parts
+    for rows in (16, 8, 7, 5, 4, 1):
+        out, lse = attention.over_shared(q[:rows], k, v, attention.for_join)  # [P, B, K, R, D]
+        if out.ndim == 5:
+            out = attention.merge_parts(out.flatten(1, 2), lse.flatten(1, 2))[0].view(q[:rows].shape)
+        for one, row in zip(out, expected, strict=False):
+            torch.testing.assert_close(one, row)
+    assert [q[0][0] for q, _, _ in asked] == [4, 8, 8, 8, 16] and asked[1] == asked[2] == asked[3]
 
 
 @pytest.mark.parametrize("looks_up", [True, False])
-@pytest.mark.parametrize("pauses", [0, 1, 2])
-def test_plans_are_made_as_long_as_the_device_computes_the_document(pair, monkeypatch, pauses, looks_up):
+def test_a_document_s_words_are_counted_while_it_is_computed(pair, looks_up):
     options = {"gamma": "auto", "draft": "ngram"} if looks_up else {}
-    engine, asked, made = make_engine(*pair, **options), iter([False] * pauses + [True] * 9), []
-    prefix = engine.prefill(random_prompt(300))
-
-    def plans(k, v):
-        assert k.shape == v.shape and k.shape[2] == prefix.num_shared
-        for tiles in (1, 2):
-            yield
-            made.append(tiles)
-
-    monkeypatch.setattr(caches, "plan_for_rounds", plans)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: next(asked)))
-    engine.caches._look_ahead(prefix)
-    assert made == [1, 2][:pauses] and (prefix._meter is not None) == looks_up
+    prefix = make_engine(*pair, **options).prefill(random_prompt(300))
+    assert (prefix._meter is not None) == looks_up
 
 
 def test_common_length():

@@ -149,32 +149,20 @@ def test_four_rows_give_the_bits_of_more(batch, pack):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_whether_rows_are_even_is_tried(dtype):
     target, _ = random_pair(dtype=dtype)
-    units = [row_unit(target, *how, False)[0] for how in ((1, 8), (3, 8), (1, 64), (5, 8))]
+    units = [row_unit(target, *how, False) for how in ((1, 8), (3, 8), (1, 64), (5, 8))]
     # A CPU has another kernel for 64 and more queries in bf16, and rounds otherwise there: also over a prefix that the
     # batch shares.
     assert units == ([4, 4, 4, 4] if dtype == torch.float32 else [4, 4, 64, 8])
 
 
-def test_sequences_are_left_out_where_that_was_tried(monkeypatch, threads):
-    """Of blocks of whole fours, whether or not there are several fours."""
-    target, _ = random_pair()
-    least = 2 if threads == 8 else 1  # that many threads share a product of one sequence
-    found = [row_unit(target, *how, False) for how in ((3, 8), (3, 4), (1, 8), (3, 2))]
-    assert found in ([(4, n), (4, n), (4, 1), (2, 3)] for n in {1, least})
-    forward = Linear.forward
-    for uneven in (1, 2):  # by the number of sequences, whichever of them is tried
-        monkeypatch.setattr(Linear, "forward", lambda self, x, n=uneven: forward(self, x) * (1 + 1e-3 * (len(x) == n)))
-        assert [row_unit(target, *how, False) for how in ((3, 8), (3, 4))] == [(4, uneven + 1), (4, uneven + 1)]
-
-
 def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
     """Each part of a step is looked at."""
     target, draft = random_pair()
-    assert row_unit(target, 1, 8, False) == (4, 1)
-    assert [row_unit(target, 1, *how)[0] for how in ((8, True), (4, False), (1, False))] == [8, 4, 1]
+    assert row_unit(target, 1, 8, False) == 4
+    assert [row_unit(target, 1, *how) for how in ((8, True), (4, False), (1, False))] == [8, 4, 1]
     with monkeypatch.context() as patch:
         patch.setattr(target, "group", object())  # ranks
-        assert row_unit(target, 1, 8, False) == (8, 1)
+        assert row_unit(target, 1, 8, False) == 8
     norm = RMSNorm.forward
 
     def unevenly(function, rows_of):
@@ -189,34 +177,34 @@ def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
 
     for size in (target.config.vocab_size, 2 * target.config.ffn_dim, len(target.layers[0].attention.qkv.weight)):
         monkeypatch.setattr(Linear, "forward", product(size))
-        assert row_unit(target, 1, 8, False) == (8, 1)
+        assert row_unit(target, 1, 8, False) == 8
         monkeypatch.undo()
     for name in ("partial", "masked"):
         monkeypatch.setattr(attention, name, unevenly(getattr(attention, name), lambda q, *_, **more: q.shape[2]))
-        assert row_unit(target, 1, 8, False) == (8, 1)
+        assert row_unit(target, 1, 8, False) == 8
         monkeypatch.undo()
     masked = attention.masked  # of a batch's ragged part alone
     monkeypatch.setattr(attention, "masked", lambda q, *args: (
         masked(q, *args) if len(args) == 4 else unevenly(masked, lambda q, *_: q.shape[2])(q, *args)))
-    assert row_unit(target, 1, 8, False) == (8, 1)
+    assert row_unit(target, 1, 8, False) == 8
     monkeypatch.undo()
     monkeypatch.setattr(PackedPrefix, "partial", unevenly(PackedPrefix.partial, lambda _, q: q.shape[2]))
-    assert row_unit(target, 1, 8, False) == (8, 1)
+    assert row_unit(target, 1, 8, False) == 8
     monkeypatch.undo()
     monkeypatch.setattr(RMSNorm, "forward", lambda self, x: norm(self, x) * (1 + 1e-3 * x.shape[1]))
-    assert row_unit(target, 1, 8, False) == (8, 1)
+    assert row_unit(target, 1, 8, False) == 8
     monkeypatch.undo()
     monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * gate.shape[1])
-    assert row_unit(target, 1, 8, False) == (8, 1)
+    assert row_unit(target, 1, 8, False) == 8
 
     monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * (gate.shape[1] in (8, 12)))  # between
-    assert row_unit(target, 1, 16, False) == (16, 1)
+    assert row_unit(target, 1, 16, False) == 16
     mixed = in_fp8(target, "layers.0.mlp.down")
     product = ScaledLinear.forward
     monkeypatch.setattr(ScaledLinear, "forward", lambda self, x: product(self, x) * (
         x.shape[1] if self is mixed.layers[1].mlp.down else 1))
     monkeypatch.setattr(model, "gated", gated)
-    assert row_unit(mixed, 1, 8, False) == (8, 1)
+    assert row_unit(mixed, 1, 8, False) == 8
 
     monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * gate.shape[1])
     engine, rows = make_engine(target, draft, gamma=2, budget=64, flush_interval=16, chunk_size=4), []

@@ -4,9 +4,10 @@ compiled or not.
 
 import pytest
 import torch
+from conftest import traced
 from reference import reference_filter
 
-from triforce import graphs, sampling
+from triforce import sampling
 from triforce.errors import UserError
 from triforce.sampling import SamplingParams, Uses, probabilities, sample, uniform
 
@@ -58,7 +59,7 @@ def test_skipping_what_no_row_needs_changes_no_law(values, before):
     law, expected = probabilities(logits, special), probabilities(logits, whole)
     assert torch.equal(law > 0, expected > 0)
     torch.testing.assert_close(law, expected)
-    with graphs.traced():  # what is compiled now serves the rows of any call
+    with traced():  # what is compiled now serves the rows of any call
         assert special.uses == Uses()
 
 
@@ -221,5 +222,5 @@ def test_compiled_steps_draw_the_same_numbers(monkeypatch):
     """NumPy's and PyTorch's arithmetic, to the last bit."""
     seeds, positions = torch.tensor([0, 7, -(2**62)]), torch.arange(3000).view(3, 1000)
     numbers = uniform(seeds, positions, 2, sampling.ACCEPT)
-    monkeypatch.setattr(sampling, "is_traced", lambda: True)
+    monkeypatch.setattr(sampling, "is_compiling", lambda: True)
     assert torch.equal(uniform(seeds, positions, 2, sampling.ACCEPT), numbers)

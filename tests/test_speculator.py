@@ -8,7 +8,6 @@ import torch
 from conftest import make_engine, make_state, random_prompt, run_rounds
 
 from triforce.controller import Rate
-from triforce.costs import Shelf
 from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 
 
@@ -73,8 +72,8 @@ def test_a_plan_says_which_levels_pad_their_steps(pair, outer, inner):
 @pytest.mark.parametrize("gamma", [4, "auto"])
 def test_what_drafts_on_a_cpu_has_only_the_rows_that_it_needs(pair, eager_to_draft, monkeypatch, how, gamma):
     """Also where the text is promised to be the same: no bit of a draft is heard in it."""
-    monkeypatch.setattr(Rate, "PRIOR_WEIGHT", 10.0)  # this pair seldom agrees, and many tokens are to be drafted
-    monkeypatch.setattr(Shelf, "find_rates", lambda *args: {})  # also in the second text
+    monkeypatch.setattr(Rate, "WEIGHT", 10.0)  # this pair seldom agrees, and many tokens are to be drafted
+    monkeypatch.setattr(Rate, "begin", lambda rate: rate.__init__(rate.guess))  # also in the second text
     drafting, how = copy.deepcopy(pair[0]), dict(how)
     engine = make_engine(*pair, drafting=drafting, gamma=gamma, gamma_inner=3, compile=False, flush_interval=32,
                          budget=96, sampling=how.pop("sampling", "rejection"))

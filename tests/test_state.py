@@ -4,13 +4,11 @@ import statistics
 
 import pytest
 import torch
-from conftest import bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, run_rounds, slow
+from conftest import make_engine, make_state, random_pair, random_prompt, run_rounds
 
-from triforce import jobs
 from triforce.controller import INNER_LEAVES, LEAVES, Controller
 from triforce.drafting.ngram import NgramMeter
 from triforce.kv.store import runs
-from triforce.model import Transformer
 from triforce.pilot import Pilot, RebuildPolicy, Tally
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.speculator import RowRound, Speculator
@@ -123,7 +121,6 @@ def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
 def test_the_controller_is_told_what_looking_up_is_good_for(pair, monkeypatch):
     """By all of each row's text so far, prompt and output, in the mean of the rows that go on."""
     told, choose = [], Controller.choose
-    monkeypatch.setattr(Pilot, "SELDOM", 1)  # a choice after each round
     monkeypatch.setattr(Controller, "choose", lambda self, **known: told.append(known) or choose(self, **known))
     texts = [random_prompt(20) * 4, random_prompt(70, seed=1)]
     state = make_state(*pair, texts, auto=True, ngram=True, gamma=7, gamma_inner=3, sampling={"temperature": 0.3})
@@ -305,56 +302,6 @@ def test_the_pilot_is_told_what_a_round_brought(pair, monkeypatch):
     assert len(accepted) >= 3
 
 
-@pytest.mark.parametrize("how", [{}, {"base": 192}, *slow({"base": 4160, "capacity": 5120, "pack": True},
-                                                          {"num_resident_layers": 1},
-                                                          {"base": 192, "num_resident_layers": 1})])
-def test_rows_that_have_ended_are_not_computed(pair, monkeypatch, how):
-    """Those that go on have the bits that they would have beside them."""
-    base, sizes, forward = how.get("base", 0), set(), Transformer.forward
-    prompts = [random_prompt(base) + random_prompt(30 + 25 * (row % 3), seed=row) for row in range(5)]
-    state = make_state(*pair, prompts, keep_logits=True, **how)
-    levels = state.hierarchy.levels
-    monkeypatch.setattr(Transformer, "forward", lambda self, tokens, *more, **how: (
-        sizes.add(len(tokens)) if self is pair[0] else None, forward(self, tokens, *more, **how))[1])
-    whole = bits_of_rows(state, 60)
-    for closed in ((1, 2), (0,), (0, 1, 3, 4)):
-        state.rewind(500)
-        assert all(level.num_computed is None for level in levels)
-        rows = [[] for _ in prompts]
-        while min(len(rows[row]) for row in range(5) if row not in closed) < 60:
-            ends = len(rows[2]) >= 15
-            for row in closed if ends else ():
-                state.close_row(row)
-            sizes.clear()
-            for row, new in enumerate(state.round()):
-                rows[row] += zip(new, hashes_of(state, row, len(new)), strict=True)
-            assert sizes == {5 - len(closed) if ends else 5}
-        for row, mine in enumerate(rows):
-            assert mine[:60] == whole[row][: len(mine)]
-            assert len(mine) < 60 if row in closed else len(mine) >= 60
-
-
-@pytest.mark.parametrize("leaves,computed", [(0, 1), (1, None)])
-def test_steps_of_trees_compute_all_rows(pair, leaves, computed):
-    prompts = [random_prompt(60), random_prompt(70, seed=1)]
-    state = make_state(*pair, prompts, rule="coupled", leaves=leaves, sampling={"temperature": 0.8})
-    state.close_row(1)
-    assert not state.round()[1] and {level.num_computed for level in state.hierarchy.levels} == {computed}
-
-
 def test_numbers_of_rows_as_runs():
     assert runs([0, 1, 4, 6, 7, 8]) == [slice(0, 2), slice(4, 5), slice(6, 9)] and runs([3]) == [slice(3, 4)]
 
-
-@pytest.mark.parametrize("compile,dtype,temperature,computed", [
-    ("beside", torch.float32, 0.0, None), ("beside", torch.float32, 0.8, None),
-    (False, torch.bfloat16, 0.0, 4), (False, torch.bfloat16, 0.8, 3)])
-def test_compiled_steps_and_other_dtypes_compute_all_rows(compile, dtype, temperature, computed, monkeypatch):
-    """A piece is compiled for all rows; and where bits are promised in bf16, another kernel serves fewer than four."""
-    monkeypatch.setattr(jobs, "start", lambda *args: None)
-    engine = make_engine(*random_pair(dtype), compile=compile, max_batch_size=5, budget=64, flush_interval=16,
-                         block_size=8)
-    state = engine.prepare([random_prompt(60)] * 5, 20, temperature=temperature)
-    for row in (1, 2):
-        state.close_row(row)
-    assert not state.round()[1] and all(level.num_computed == computed for level in state.hierarchy.levels)

@@ -14,9 +14,8 @@ from triforce import caches, loading, parallel, prefix_file, streams, warm_up
 from triforce.caches import Caches
 from triforce.hf import checkpoint
 from triforce.hierarchy import Hierarchy
-from triforce.kit import check, trials
+from triforce.kit import check
 from triforce.model import Output, Transformer
-from triforce.prefix_format import Staging
 from triforce.streams import ComputeStream, like_this_thread, on_new_stream, use_one_stream
 
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -242,7 +241,6 @@ def test_steps_are_recorded_on_it(monkeypatch):
                         real(*args[:7], None, *args[8:], **more))
     engine.generate(random_prompt(20), 2)
     assert recorders == [marker]
-    assert trials.sibling(engine).compute_stream is engine.compute_stream
 
 
 def test_weights_are_read_on_it(monkeypatch):
@@ -277,22 +275,11 @@ def test_a_document_is_read_on_it_and_written_apart_from_it(monkeypatch, tmp_pat
     engine, begun = make_engine(*random_pair()), []
     for name in ("like_this_thread", "on_new_stream"):
         monkeypatch.setattr(prefix_file, name, lambda device, name=name: lambda: begun.append(name))
-    monkeypatch.setattr(prefix_file, "in_place", lambda *args: False)
     engine.prefill(random_prompt(400)).save(tmp_path / "book")
     assert set(begun) == {"on_new_stream"}
     begun.clear()
     engine.open(tmp_path / "book")
     assert set(begun) == {"like_this_thread"}
-
-
-def test_a_copy_has_come_to_its_end(monkeypatch):
-    """What a thread copies through its buffer, on a GPU that is made up."""
-    staging, waited = Staging(SimpleNamespace(chunk_tokens=4, length=4, head_dim=2, dtype=torch.float32), GPU, None), []
-    event = SimpleNamespace(synchronize=lambda: waited.append(float(target.sum())))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: event))
-    target = torch.zeros(4, 2)
-    staging.copy(target, torch.ones(4, 2))
-    assert waited == [8.0]
 
 
 def test_ranks_and_the_check_use_one_stream_for_all(monkeypatch):
@@ -309,7 +296,7 @@ def test_ranks_and_the_check_use_one_stream_for_all(monkeypatch):
     parallel.from_environment("cuda")
     assert used == [1, OTHER]
     monkeypatch.setattr(check, "use_one_stream", used.append)
-    monkeypatch.setattr(check, "machine", lambda device: 1 / 0)  # the first that works on a GPU
+    monkeypatch.setattr(check, "estimate", lambda *args: 1 / 0)  # the first that works on a GPU
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ZeroDivisionError):
         check.main(["--checkpoint", "tiny", "--device", "cpu"])

@@ -5,10 +5,11 @@ Knows nothing of models.
 
 import json
 import random
+import shutil
 import threading
 
 import pytest
-from tokenizer_folders import STRINGS, make_folders, write_json
+from tokenizer_folders import STRINGS, make_folders, special, write_json
 from transformers import AutoTokenizer
 
 import triforce.hf.tokenizer
@@ -188,6 +189,68 @@ def test_chat_templates_from_files_and_arguments(folders, tmp_path):
             ours.apply_chat_template(bad, "x")
 
 
+def changed(source, folder, **config):
+    """A copy of a folder with other values in its tokenizer_config.json."""
+    shutil.copytree(source, folder)
+    before = json.loads((source / "tokenizer_config.json").read_text())
+    write_json(folder / "tokenizer_config.json", {**before, **config})
+    return folder
+
+
+@pytest.mark.parametrize("config", [
+    {"image_token": "<img>"}, {"image_token": special("<img>")},
+    {"image_token": {"__type": "AddedToken", **special("<img>")}},
+    {"extra_special_tokens": {"audio_token": "<aud>", "turn": "<|eot_id|>"}},
+    {"extra_special_tokens": ["<one>", "<two>"]}, {"additional_special_tokens": ["<one>"], "extra_special_tokens": {}},
+    {"additional_special_tokens": ["<one>"], "extra_special_tokens": {"a": "<two>"}, "image_token": "<img>"}], ids=str)
+@pytest.mark.parametrize("name", ["Llama 3", "sentencepiece, new", "Qwen3", "Llama's tokenizer.json, new"])
+def test_tokens_with_names_of_their_own_equal_transformers(folders, tmp_path, name, config):
+    folder = changed(folders[name], tmp_path / "named", **config)
+    ours, theirs = triforce.hf.tokenizer.Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.special_tokens == theirs.special_tokens_map
+    text = "a <img> <aud><one><two> <|eot_id|> b"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+    template = "{{ image_token }}{{ audio_token }}{{ turn }}{{ a }}{{ eos_token }}"
+    messages = [{"role": "user", "content": "x"}]
+    assert ours.apply_chat_template(messages, template) == theirs.apply_chat_template(
+        messages, chat_template=template, return_dict=False)
+
+
+@pytest.mark.parametrize("name", ["sentencepiece, old token files", "CodeLlama"])
+def test_special_tokens_equal_transformers(pair, name):
+    ours, theirs = pair(name)
+    assert ours.special_tokens == theirs.special_tokens_map
+
+
+NAMED = {"default": "plain{{ tools }}", "tool_use": "used {{ tools | tojson }}", "rag": "rag"}
+
+
+@pytest.mark.parametrize("layout", ["list", "files", "files, no default", "one"])
+def test_the_template_for_tools_is_chosen_as_in_transformers(folders, tmp_path, layout):
+    listed = [{"name": name, "template": text} for name, text in NAMED.items()]
+    folder = changed(folders["Qwen3"], tmp_path / "tools", chat_template="plain" if layout == "one" else listed)
+    if layout.startswith("files"):
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates/tool_use.jinja").write_text("of a file {{ tools | tojson }}")
+        if layout == "files":
+            (folder / "chat_template.jinja").write_text("plain")
+    ours, theirs = triforce.hf.tokenizer.Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    said, messages = set(), [{"role": "user", "content": "x"}]
+    for tools in (None, [], TOOLS):
+        if layout == "files, no default" and tools is None:
+            with pytest.raises(ValueError, match="no default"):
+                theirs.apply_chat_template(messages)
+            with pytest.raises(UserError, match="has no chat template but 'tool_use'; give one"):
+                ours.apply_chat_template(messages)
+            continue
+        expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        assert ours.apply_chat_template(messages, variables={"tools": tools}) == expected
+        said.add(ours.decode(expected).split()[0])
+    assert said == {"list": {"plainNone", "used"}, "files": {"plain", "of"}, "files, no default": {"of"},
+                    "one": {"plain"}}[layout]
+
+
 def test_same_as(pair, folders, tmp_path):
     legacy, new, qwen = (pair(name)[0] for name in ("sentencepiece, legacy", "sentencepiece, new", "Qwen"))
     assert legacy.same_as(new) is None
@@ -226,6 +289,21 @@ def test_tokenizer_faults(folders, tmp_path):
         triforce.hf.tokenizer.Tokenizer(tmp_path)
     with pytest.raises(UserError, match="surrogate"):
         triforce.hf.tokenizer.Tokenizer(folders["Qwen"]).encode("a\ud800")
+
+
+@pytest.mark.parametrize("part, value, words", [
+    ("model", {"continuing_subword_prefix": "a prefix longer than any token"}, "cannot be read"),
+    ("post_processor", {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+                        "pair": [], "special_tokens": {}}, "fails on the text")])
+def test_a_panic_of_the_library_is_one_line(folders, tmp_path, part, value, words):
+    """It is a BaseException, and no Exception."""
+    folder = shutil.copytree(folders["Mistral's tokenizer.json"], tmp_path / "broken")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content[part] = {**content[part], **value} if part == "model" else value
+    write_json(folder / "tokenizer.json", content)
+    with pytest.raises(UserError, match=words) as caught:
+        triforce.hf.tokenizer.Tokenizer(folder).encode("hello")
+    assert "\n" not in str(caught.value)
 
 
 def test_other_threads_run_while_a_book_is_encoded():

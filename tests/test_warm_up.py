@@ -75,19 +75,6 @@ def test_of_large_weights_it_goes_through_questions_side_by_side(monkeypatch, op
     assert gone() is None
 
 
-@pytest.mark.parametrize("rows", [0, 2])
-def test_of_large_weights_each_is_multiplied_by_as_many_rows_as_steps_have(monkeypatch, rows):
-    """For each number a library takes another kernel, which is loaded when it is first called."""
-    seen, real = set(), torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, weight, *more: (
-        seen.add((tuple(weight.shape), x.shape[:-1].numel())), real(x, weight, *more))[1])
-    settings = Settings().resolve(CPU, query_group=2)
-    warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, 2**30, rows, length=2000)
-    wanted = {(config.linear_shape(layer), count) for config in (TARGET, DRAFT) for count in warm_up.STEPS
-              for layer in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down", "output")}
-    assert (wanted <= seen) == (rows > 0)
-
-
 def stream_of(device):
     return SimpleNamespace(device=device, used=contextlib.nullcontext)
 

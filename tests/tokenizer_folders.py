@@ -113,7 +113,7 @@ def bos_template(*tokens):
 def llama_json_folder(folder, source, config, model_type="llama"):
     """A folder as Llama 2's with its tokenizer.json, whose pipeline is the one of transformers 4."""
     folder.mkdir()
-    vocab = {piece: i for i, (piece, _) in enumerate(read_sentencepiece(source / "tokenizer.model"))}
+    vocab, _ = read_sentencepiece(source / "tokenizer.model")
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges_of(vocab), unk_token="<unk>", fuse_unk=True,
                                    byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

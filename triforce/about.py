@@ -3,8 +3,8 @@
 Knows nothing of tensors: it calls the engine, and prints.
 """
 
-import json
 import random
+import sys
 import textwrap
 import time
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from .chat import Chat
 from .config import Sampling
 from .engine import Stream
 from .errors import UserError
-from .generation import Generation
+from .generation import Generation, as_json, totals
 from .interactive import Conversation, say
+from .keep import Document
 from .parallel import agreed
-from .prefix import Prefix, asked
+from .prefix import JOINTS, Prefix, asked
 from .prefix_path import holds_something
 from .progress import Bar
-
-JOINTS = 16  # tokens by which the parts of a text may differ from the whole, where they are joined
+from .terminal import draw
 
 
 def seeds_of(items: list[dict], first: int | None, group, count: int = 1) -> list[int]:
@@ -51,18 +51,18 @@ def asked_of(args, questions: Sequence[dict]) -> dict[str, dict]:
     return found or {"": {"question": ""}}
 
 
-def prompt_length(engine, args, ids: list[int], question: str, chat: dict) -> int:
-    """Tokens of a document, whose ids these are, and a question about it.
+def prompt_length(engine, args, document: Document | None, question: str, chat: dict) -> int:
+    """Tokens of a document and a question about it. None: of what stands beside a document.
 
     To put a long document into a chat template once for each question takes seconds. So that is done only where the
     template with a document of no text says that it may not fit.
     """
+    ids = [] if document is None else document.ids
     if not (args.chat or args.system):
         return len(ids) + (len(engine.tokenizer.encode(as_text(question), bos=False)) if question else 0)
     length = len(ids) + len(engine.encode_prompt(asked(messages_of(args, "."), question), **chat))
-    if length > engine.room(args.max_new_tokens) - JOINTS:
-        messages = messages_of(args, engine.tokenizer.decode(ids))
-        length = len(engine.encode_prompt(asked(messages, question), **chat))
+    if document is not None and length > engine.room(args.max_new_tokens) - JOINTS:
+        length = len(engine.encode_prompt(asked(messages_of(args, document.text), question), **chat))
     return length
 
 
@@ -77,23 +77,25 @@ def as_text(question: str) -> str:
     return f"\n\n{question}\n"
 
 
-def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | None:
-    """What is asked about: opened, or prefilled from a document's ids; saved where that is wanted. None: nothing."""
+def document_of(engine, args, document: Document | None, chat: dict) -> Prefix | None:
+    """What is asked about: opened, or prefilled; saved where that is wanted. None: nothing."""
     begun, how = time.perf_counter(), "opened"
     if args.prefix:
         book = engine.open(args.prefix)
-    elif ids is None:
+        if args.chat and book.messages is None:
+            raise UserError(f"{args.prefix} holds a document that was made of text; drop --chat, or make it anew "
+                            "with --chat")
+    elif document is None:
         return None
     else:
-        bar, keeping, how = Bar("prefill", len(ids)), {}, "computed"
+        bar, keeping, how = Bar("prefill", len(document.ids)), {}, "computed"
         if args.save_every is not None:
             keeping = {"keep": args.save_prefix, "keep_every": args.save_every}
         try:
             if args.chat or args.system:
-                messages = messages_of(args, engine.tokenizer.decode(ids))
-                book = engine.prefill(messages, **chat, on_progress=bar, **keeping)
+                book = engine.prefill(messages_of(args, document.text), **chat, on_progress=bar, **keeping)
             else:
-                book = engine.prefill(ids, on_progress=bar, **keeping)
+                book = engine.prefill(document.ids, on_progress=bar, **keeping)
         except KeyboardInterrupt:
             bar.close()
             if keeping and holds_something(args.save_prefix):
@@ -101,8 +103,11 @@ def document_of(engine, args, ids: list[int] | None, chat: dict) -> Prefix | Non
             raise
         finally:
             bar.close()
+    shared = book.num_shared
+    if args.prefix and book.messages is not None:  # the template may have become another one
+        shared = book.shared_with(book.ids("?", chat.get("chat_template_kwargs")))
     told = (f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, {how} in "
-            f"{time.perf_counter() - begun:.1f} s; {book.num_shared:,} of them are shared by all questions")
+            f"{time.perf_counter() - begun:.1f} s; {shared:,} of them are shared by all questions")
     say(textwrap.fill(told, 78, subsequent_indent="  "))
     if args.save_prefix:
         if args.save_every is None or args.prefix:
@@ -137,16 +142,17 @@ def answer(engine, args, book: Prefix | None, questions: list[dict], chat: dict,
     if len(texts) == 1 and args.num_samples in (None, 1):
         return answer_one(engine, args, book, texts[0], questions[0]["question"] if questions else None, options,
                           known)
-    bar = Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1))
+    begun, bar = time.perf_counter(), Bar("decode", args.max_new_tokens * len(texts) * (args.num_samples or 1))
     try:
         results = engine.generate(texts, prefix=book, num_samples=args.num_samples or 1, on_decode=bar.count, **options)
     finally:
         bar.close()
+    seconds = time.perf_counter() - begun
     for index, samples in enumerate(results):
         for sample, result in enumerate(samples):
             vars(result.stats).update(known)
             show(args, index, sample, questions[index]["question"] if questions else None, result)
-    say(f"\nof the first of {sum(map(len, results))} answers:\n\n{results[0][0].stats}")
+    say("\n" + totals([one for samples in results for one in samples], seconds))
     return 0
 
 
@@ -172,19 +178,22 @@ def answer_one(engine, args, book: Prefix, text: str, question: str | None, opti
     return 0
 
 
-def print_stream(stream: Stream, quiet: bool, as_shown=str, strips: bool = False) -> Generation:
+def print_stream(stream: Stream, quiet: bool, coloured=None, strips: bool = False) -> Generation:
     """Prints a text as it comes. Returns its Generation; after Ctrl-C, what there is of it.
 
     Args:
-        quiet: nothing is printed. as_shown: what a piece looks like. strips: the text begins with its first letter.
+        quiet: nothing is printed. strips: the text begins with its first letter.
+        coloured: gives what a piece looks like with colours. None: it is shown as it is.
     """
     begun = False
     try:
         for piece in stream:
             piece = piece.lstrip() if strips and not begun else piece
             begun = begun or bool(piece)
-            if not quiet:
-                print(as_shown(piece), end="", flush=True)
+            if coloured is not None and not quiet:
+                draw(coloured(piece), sys.stdout)
+            elif not quiet:
+                print(piece, end="", flush=True)
     except KeyboardInterrupt:
         if stream.result is None or not stream.result.tokens:
             raise
@@ -204,7 +213,7 @@ def show(args, index: int, sample: int, question: str | None, result: Generation
     """One answer: a line of JSON, or text."""
     if args.json:
         about = {"index": index, "question": question, "sample": sample}
-        print(json.dumps({**about, **asdict(result)}), flush=True)
+        print(as_json({**about, **asdict(result)}), flush=True)
         return
     name = f" (sample {sample + 1})" if args.num_samples and args.num_samples > 1 else ""
     if question is not None or name:

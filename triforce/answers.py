@@ -2,7 +2,6 @@
 stderr. Knows nothing of tensors.
 """
 
-import json
 import os
 import sys
 import textwrap
@@ -11,16 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from . import about
-from .config import Placement, Sampling, Settings
+from .compare import compare
+from .config import Placement, Sampling, Settings, names_of
 from .errors import UserError
-from .keep import cut, fit
+from .generation import as_json
+from .keep import Document, fit
 from .loading import load
-from .prefix import asked, first_difference
+from .prefix import asked, check_room
 from .progress import Bar
 from .request import DEFAULT_PROMPT_LEN, Request, about_a_document, given
 from .show import as_ansi, legend
-
-CHECKED_TOKENS = 64  # of the greedy comparison
+from .terminal import draw
 
 
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
@@ -29,42 +29,42 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     if request.prompts is not None:
         return answer_prompts(engine, request, args, sampling)
     if about_a_document(args):
-        ids, dropped = (None, 0) if request.document is None else encode_document(args, engine, request)
-        check_before_prefill(engine, args, ids, request, sampling)
+        document, dropped = (None, 0) if request.document is None else encode_document(args, engine, request)
+        check_before_prefill(engine, args, document, request, sampling)
         known = {"load": age(), "dropped_tokens": dropped}
-        book = about.document_of(engine, args, ids, request.chat)
+        book = about.document_of(engine, args, document, request.chat)
         return about.answer(engine, args, book, list(request.questions), request.chat, sampling, known)
     ids, dropped = encode(args, engine, request.document, request, args.question)
     introduce(engine, ids, args, request)
     load_seconds = age()
-    with engine.caches.holding_back():
-        result = stream_text(engine, ids, args, sampling)
-        result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
-        report = {"checkpoint": args.checkpoint, **asdict(result)}
-        identical = True
-        interrupted = result.finish_reason == "interrupted"
-        if wants_comparison and not interrupted:
-            print("comparing with autoregression ...", file=sys.stderr)
-            lines, report["compare"] = compare(engine, ids, args, sampling, result)
-            identical = all(report["compare"].get(f"{name}_first_difference") is None for name in ("greedy", "drawn"))
-            print("\n" + "\n".join(lines), file=sys.stderr)
-        else:
-            print(f"\n{result.stats}", file=sys.stderr)
+    result = stream_text(engine, ids, args, sampling)
+    result.stats.load, result.stats.dropped_tokens = load_seconds, dropped
+    print(f"\n{result.stats}", file=sys.stderr)
+    report, identical = {"checkpoint": args.checkpoint, **asdict(result)}, True
+    interrupted = result.finish_reason == "interrupted"
+    if wants_comparison and not interrupted:
+        print("\ncomparing with autoregression ...", file=sys.stderr)
+        how = {name: value for name, value in sampling.items() if name in names_of(Sampling)}
+        lines, report["compare"] = compare(engine, ids, args.max_new_tokens, {**how, "seed": result.stats.seed},
+                                           result.stats, not args.no_speculation)
+        identical = all(report["compare"].get(f"{name}_first_difference") is None for name in ("greedy", "drawn"))
+        print("\n" + "\n".join(lines), file=sys.stderr)
     print("\n" + "\n".join(result.stats.NOTES), file=sys.stderr)
     if args.json:
-        print(json.dumps(report), flush=True)
+        print(as_json(report), flush=True)
     if interrupted:
         raise KeyboardInterrupt
     return 0 if identical else 1
 
 
-def first_tokens(args, tokenizer, text: str, request: Request) -> list[int]:
-    """A text's ids, cut to --prompt-len tokens."""
-    ids = tokenizer.encode(text) if request.ids is None else request.ids.result()
+def first_tokens(args, tokenizer, text: str, request: Request) -> Document:
+    """A text, cut to --prompt-len tokens."""
+    ids = tokenizer.encode(text)
     length = DEFAULT_PROMPT_LEN if request.is_demo and args.prompt_len is None else args.prompt_len
     if length is not None and length > len(ids):
         print(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}", file=sys.stderr)
-    return ids[:length]
+    document = Document(text, ids, tokenizer.offsets)
+    return document if length is None else document.cut(length, "start")
 
 
 def encode(args, engine, text: str, request: Request, question: str | None) -> tuple[list[int], int]:
@@ -77,25 +77,25 @@ def encode(args, engine, text: str, request: Request, question: str | None) -> t
         UserError: they are too many.
     """
     tokenizer = engine.tokenizer
-    ids = first_tokens(args, tokenizer, text, request)
+    document = first_tokens(args, tokenizer, text, request)
 
-    def finish(ids: list[int]) -> list[int]:
+    def finish(document: Document) -> list[int]:
         if args.chat:
-            content = tokenizer.decode(ids) + (f"\n\n{question}" if question else "")
+            content = document.text + (f"\n\n{question}" if question else "")
             return engine.encode_prompt([{"role": "user", "content": content}], **request.chat)
-        return ids + tokenizer.encode(about.as_text(question), bos=False) if question else ids
+        return document.ids + tokenizer.encode(about.as_text(question), bos=False) if question else document.ids
 
     if args.keep is None:
-        made, dropped = finish(ids), 0
+        made, dropped = finish(document), 0
     else:
         room = engine.room(args.max_new_tokens)
-        alone = len(finish([])) if question else 0
+        alone = len(finish(Document("", [], tokenizer.offsets))) if question else 0
         if 0 < room <= alone:
             raise UserError(f"the question has {alone} tokens, and beside {args.max_new_tokens} new ones there is room "
                             f"for {room}, with at least one of the text; shorten it, or ask for fewer new ones")
-        made, dropped = fit(ids, finish, room, args.keep, tokenizer.bos_id)
-    engine.check_len(len(made), args.max_new_tokens, text=len(ids))
-    tell_dropped(args, dropped, len(ids))
+        made, dropped = fit(document, finish, room, args.keep, tokenizer.bos_id)
+    engine.check_len(len(made), args.max_new_tokens, text=len(document.ids), can_keep=args.keep is None)
+    tell_dropped(args, dropped, len(document.ids))
     return made, dropped
 
 
@@ -108,22 +108,22 @@ def tell_dropped(args, dropped: int, total: int) -> None:
         print(textwrap.fill(note, 78, subsequent_indent="  "), file=sys.stderr)
 
 
-def encode_document(args, engine, request: Request) -> tuple[list[int], int]:
-    """A document's ids, of which --keep leaves as many as fit beside the longest question; and how many were
+def encode_document(args, engine, request: Request) -> tuple[Document, int]:
+    """A document, of which --keep leaves as many tokens as fit beside the longest question; and how many were
     dropped."""
-    ids = first_tokens(args, engine.tokenizer, request.document, request)
+    document = first_tokens(args, engine.tokenizer, request.document, request)
     if args.keep is None:
-        return ids, 0
-    beside = max(about.prompt_length(engine, args, [], item["question"], request.chat)
+        return document, 0
+    beside = max(about.prompt_length(engine, args, None, item["question"], request.chat)
                  for item in about.asked_of(args, request.questions).values())
     if args.chat or args.system:
         beside += about.JOINTS
     room = engine.room(args.max_new_tokens) - beside
     if room < 1:
-        return ids, 0  # which is told to be too long
-    kept = cut(ids, room, args.keep, engine.tokenizer.bos_id)
-    dropped = len(ids) - len(kept)
-    tell_dropped(args, dropped, len(ids))
+        return document, 0  # which is told to be too long
+    kept = document.cut(room, args.keep, engine.tokenizer.bos_id)
+    dropped = len(document.ids) - len(kept.ids)
+    tell_dropped(args, dropped, len(document.ids))
     return kept, dropped
 
 
@@ -137,12 +137,14 @@ def stream_text(engine, ids, args, sampling):
     stream = engine.stream(ids, speculate=not args.no_speculation, stop=args.stop, ignore_eos=args.ignore_eos,
                            on_prefill=Bar("prefill", len(ids)), **sampling)
     coloured = args.show_levels and wants_colours(sys.stdout)
+    if coloured:
+        draw(f"{legend(wants_colours(sys.stderr))}\n\n", sys.stderr)
+    elif args.show_levels:
+        print("note: --show-levels colours a text on a terminal, and standard output\n  is none; FORCE_COLOR=1 colours "
+              "it nevertheless\n", file=sys.stderr)
+    result = about.print_stream(stream, args.json, (lambda _: as_ansi(stream.spans)) if coloured else None)
     if args.show_levels:
-        print(f"{legend(wants_colours(sys.stderr))}\n" if coloured else "note: --show-levels colours a text on a "
-              "terminal, and standard output\n  is none; FORCE_COLOR=1 colours it nevertheless\n", file=sys.stderr)
-    result = about.print_stream(stream, args.json, (lambda _: as_ansi(stream.spans)) if coloured else str)
-    if args.show_levels:
-        print("\n" + legend(coloured and wants_colours(sys.stderr), result.levels), file=sys.stderr)
+        draw(f"\n{legend(coloured and wants_colours(sys.stderr), result.levels)}\n", sys.stderr)
     return result
 
 
@@ -153,8 +155,39 @@ def wants_colours(file) -> bool:
 
 def answer_prompts(engine, request: Request, args, sampling) -> int:
     """--prompts: a line of JSON for each, in their order, as soon as its batch is done."""
-    prompts, dropped, loaded = [], [], age()
-    for item in request.prompts:  # all of them, before hours of work
+    loaded, (prompts, dropped) = age(), encode_prompts(engine, request, args)  # all of them, before hours of work
+    print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
+          f"{sum(map(len, prompts)):,} tokens, {min(args.batch_size, len(prompts))} side by side", file=sys.stderr)
+    begun, tokens = time.perf_counter(), 0
+    about.check_seeds("--seed", sampling.get("seed"), len(prompts))
+    for item in request.prompts:
+        about.check_seeds(f"line {item['line']} of --prompts {args.prompts}: its seed", item.get("seed"), 1)
+    seeds = about.seeds_of(request.prompts, sampling.get("seed"), engine.target.group)
+    for first in range(0, len(prompts), args.batch_size):
+        batch = slice(first, first + args.batch_size)
+        ids = prompts[batch]
+        prefill, decode = Bar("prefill", sum(map(len, ids))), Bar("decode", args.max_new_tokens * len(ids))
+        try:
+            results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
+                                      ignore_eos=args.ignore_eos, on_prefill=prefill,
+                                      on_decode=decode.count, **{**sampling, "seed": seeds[batch]})
+        finally:
+            prefill.close()
+            decode.close()
+        for index, result in enumerate(results, first):
+            result.stats.dropped_tokens, result.stats.load = dropped[index], loaded
+            print(as_json({"index": index, **asdict(result)}), flush=True)
+            tokens += len(result.tokens)
+        speed = tokens / (time.perf_counter() - begun)
+        print(f"{first + len(ids)} of {len(prompts)} prompts, {tokens:,} new tokens, {speed:.1f} a second, prefill "
+              "included", file=sys.stderr)
+    return 0
+
+
+def encode_prompts(engine, request: Request, args) -> tuple[list[list[int]], list[int]]:
+    """Ids of each of --prompts, and how many tokens of each were dropped. Raises UserError with the line of one."""
+    prompts, dropped = [], []
+    for item in request.prompts:
         try:
             question = item.get("question", args.question)
             if "messages" in item:
@@ -167,100 +200,33 @@ def answer_prompts(engine, request: Request, args, sampling) -> int:
             engine.check_len(len(prompts[-1]), args.max_new_tokens)
         except UserError as error:
             raise UserError(f"line {item['line']} of --prompts {args.prompts}: {error}") from None
-    print(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}: {len(prompts):,} prompts, "
-          f"{sum(map(len, prompts)):,} tokens, {min(args.batch_size, len(prompts))} side by side", file=sys.stderr)
-    begun, tokens, own = time.perf_counter(), 0, None
-    about.check_seeds("--seed", sampling.get("seed"), len(prompts))
-    if any(item.get("seed") is not None for item in request.prompts):
-        for item in request.prompts:
-            about.check_seeds(f"line {item['line']} of --prompts {args.prompts}: its seed", item.get("seed"), 1)
-        own = about.seeds_of(request.prompts, sampling.get("seed"), engine.target.group)
-    for first in range(0, len(prompts), args.batch_size):
-        ids = prompts[first : first + args.batch_size]
-        seeds = {"seed": sampling["seed"] + first} if "seed" in sampling else {}
-        if own is not None:
-            seeds = {"seed": own[first : first + args.batch_size]}
-        prefill = Bar("prefill", sum(map(len, ids)))
-        decode = Bar("decode", args.max_new_tokens * len(ids))
-        try:
-            results = engine.generate(ids, speculate=not args.no_speculation, stop=args.stop,
-                                      ignore_eos=args.ignore_eos, on_prefill=prefill,
-                                      on_decode=decode.count, **{**sampling, **seeds})
-        finally:
-            prefill.close()
-            decode.close()
-        for index, result in enumerate(results, first):
-            result.stats.dropped_tokens, result.stats.load = dropped[index], loaded
-            print(json.dumps({"index": index, **asdict(result)}), flush=True)
-            tokens += len(result.tokens)
-        speed = tokens / (time.perf_counter() - begun)
-        print(f"{first + len(ids)} of {len(prompts)} prompts, {tokens:,} new tokens, {speed:.1f} a second, prefill "
-              "included", file=sys.stderr)
-    return 0
+    return prompts, dropped
 
 
-def compare(engine, ids, args, sampling, result) -> tuple[list[str], dict]:
-    """The same prompt by the fastest autoregression, and tokens with and without speculation: greedy ones, and where
-    levels share their draws, drawn ones."""
-    seeded = {**sampling, "seed": result.stats.seed}
-    plain = engine.generate(ids, speculate=False, one_row=True, ignore_eos=args.ignore_eos, stop=args.stop, **seeded)
-    plain.stats.dropped_tokens = result.stats.dropped_tokens
-    checks = {"greedy": {"temperature": 0.0}}
-    if engine.settings.coupled:
-        checks["drawn"] = seeded
-    speedup = plain.stats.tbt / result.stats.tbt if result.stats.tbt else 0.0
-    # As if it had been run alone: it took over the other's start and prefill.
-    wall = result.stats.load + result.stats.prefill + plain.stats.ttft - plain.stats.prefill + plain.stats.decode
-    over_all = wall / result.stats.wall
-    lines = [f"{'':<26}{'no speculation' if args.no_speculation else 'speculation':>16}{'autoregression':>18}"]
-    for (name, value), (_, other) in zip(_columns(result.stats), _columns(plain.stats), strict=True):
-        if name in ("start and load", "prefill", "  of it, compiling", "time to first token"):
-            other = "-"  # it took over the other's prefill
-        lines.append(f"{name:<26}{value:>16}{other:>18}")
-    lines.append(f"{'speed-up per token':<26}{f'{speedup:.2f}x' if speedup else '-':>16}")
-    lines.append(f"{'speed-up of the whole run':<26}{f'{over_all:.2f}x':>16}")
-    report = {"autoregression": asdict(plain.stats), "speedup": speedup, "speedup_of_run": over_all}
-    for name, law in checks.items():
-        law = {**law, "max_new_tokens": min(CHECKED_TOKENS, args.max_new_tokens), "ignore_eos": True}
-        on, off = (engine.generate(ids, speculate=speculate, **law).tokens for speculate in (True, False))
-        differ = first_difference(on, off)
-        verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"
-        lines.append(f"{name} check, {len(on)} tokens, speculation on and off: {verdict}")
-        report |= {f"{name}_tokens": len(on), f"{name}_first_difference": differ}
-    return lines, report
-
-
-def _columns(stats) -> list[tuple[str, str]]:
-    """The statistics, with a row for each level whether it was used or not, so that two columns line up."""
-    rates = {f"acceptance at {level}": "-" for level in ("retrieval", "full")}
-    rows = dict(stats.rows())
-    names = [name for name in rows if not name.startswith(("acceptance", "  shared", "  held"))]
-    at = names.index("tokens per target forward")
-    names[at:at] = [name for name in rates]
-    return [(name, rows.get(name, "-")) for name in names]
-
-
-def check_before_prefill(engine, args, ids: list[int] | None, request: Request, sampling: dict) -> None:
+def check_before_prefill(engine, args, document: Document | None, request: Request, sampling: dict) -> None:
     """Raises UserError for what a generation over a document would refuse, before hours of prefill.
 
     Args:
-        ids: of the document. None: it is in a file, or there is none.
+        document: None: it is in a file, or there is none.
     """
     engine.stream([0], stop=args.stop, **sampling)  # checks, and computes nothing until it is iterated over
     count, questions = args.num_samples or 1, about.asked_of(args, request.questions)
     about.check_seeds("--seed", sampling.get("seed"), len(questions) * count)
     for what, item in questions.items():
         about.check_seeds(f"{what}: its seed", item.get("seed"), count)
-    if ids is None:  # the document is in a file, and will be there at once, or there is none
+    if document is None:  # the document is in a file, and will be there at once, or there is none
         return
     if args.chat or args.system:
         engine.encode_beginning(about.messages_of(args, "."), **request.chat)  # there is a template
+    if args.save_prefix and args.save_every is None:  # or the prefill looks
+        check_room(args.save_prefix, engine, len(document.ids))
+    can_keep = not (args.keep or args.interactive or args.save_prefix)
     # The longest first: what is advised for it serves all, and of what does not fit one is put into a template.
     for what, item in sorted(questions.items(), reverse=True,
                              key=lambda named: len(engine.tokenizer.encode(named[1]["question"]))):
         try:
-            length = about.prompt_length(engine, args, ids, item["question"], request.chat)
-            engine.check_len(length, args.max_new_tokens, text=len(ids))
+            length = about.prompt_length(engine, args, document, item["question"], request.chat)
+            engine.check_len(length, args.max_new_tokens, text=len(document.ids), can_keep=can_keep)
         except UserError as error:
             raise UserError(f"{what}: {error}" if what else str(error)) from None
 
@@ -289,8 +255,8 @@ def introduce(engine, ids, args, request: Request) -> None:
     if args.checkpoint == "tiny":
         lines.append(f"(the embedded pair: a toy of {engine.num_parameters / 1e6:.1f} million parameters "
                      "that writes what it can)")
-    if budget and not args.no_speculation:
-        lines.append(f"drafts read {min(budget, len(ids)):,} of these tokens (--budget), every check reads all of them")
+    if 0 < budget < len(ids) and not args.no_speculation:
+        lines.append(f"drafts read {budget:,} of these tokens (--budget), every check reads all of them")
     if request.is_demo:
         end = " ".join(engine.tokenizer.decode(ids[-60:], continues=True).split())
         lines += ["The prompt is the beginning of CPython's language reference. It ends:", f"  ... {end[-140:]}"]

@@ -5,10 +5,12 @@ import gc
 from .config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, names_of, split
 from .engine import Engine, generate_options
 from .generation import stop_ids, stop_strings
+from .host import ProcessLock
 from .keep import check_keep
 from .loading import load
 
 _kept: dict[str, Engine] = {}  # at most one engine, under the description of how it was loaded
+_lock = ProcessLock()  # or else each of several threads would load one
 
 
 def generate(prompt, checkpoint="tiny", **options):
@@ -35,10 +37,12 @@ def generate(prompt, checkpoint="tiny", **options):
     sampling.columns(len(columns[0]) if columns else 1)
     loading = {name: value for name, value in options.items() if name in loads}
     key = repr((str(checkpoint), sorted((name, str(value)) for name, value in loading.items())))
-    if key not in _kept:
-        unload()
-        _kept[key] = load(checkpoint, **loading)
-    return _kept[key].generate(prompt, **{name: value for name, value in options.items() if name not in loads})
+    with _lock:
+        if key not in _kept:
+            unload()
+            _kept[key] = load(checkpoint, **loading)
+        engine = _kept[key]
+    return engine.generate(prompt, **{name: value for name, value in options.items() if name not in loads})
 
 
 def unload() -> None:

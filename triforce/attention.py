@@ -8,17 +8,15 @@ few newest keys, which need a mask, go through another kernel, or through plain 
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, R = G * M folded rows, S keys, D head_dim.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from .graphs import is_traced
+from torch.compiler import is_compiling
 
 LONG = 2048  # keys from which on it pays to have a kernel split them
 TILE = 128  # rows that cuDNN's kernel takes at a time
 HALF = TILE // 2  # of which it computes less: of many KV heads that counts
-READY = HALF, TILE, 2 * TILE  # rows of a batch, over all of it, for which a document's prefill makes plans
 FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
 AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and a softmax, one after the other
 FEW_ROWS = 512  # of a state. More are a prefill's: joined at once, its states would take three times their memory again
@@ -76,8 +74,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
     return kernel(q, k, v, False)
 
 
-def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False, *, even: bool = False,
-                of: Tensor | None = None) -> State:
+def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False) -> State:
     """`partial` of all sequences of a batch over keys that they share, which are read once for all.
 
     cuDNN's kernel does not split long keys. It is given them in parts, as many as a GPU's processors can work on side
@@ -87,66 +84,26 @@ def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False
 
     Args:
         q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
-        merged: `merge_parts`, or `for_join`, compiled perhaps. None: the former, as it is written.
+        merged: `merge_parts`, or `for_join`, compiled perhaps. None: the former, as it is.
         once: so many rows are met in one pass over the layers, as in a prefill, and not again.
-        even: long keys are in as many parts for any number of rows: in those that one tile of rows needs. So a row's
-            bits need not depend on that number. `narrowing.Narrower` tries whether they do.
-        of: [n], the sequences that attend. What the others get is finite, and means nothing. None: all.
     """
-    attending = q if of is None else q.index_select(0, of)
-    number, (heads, length) = len(attending) * q.shape[2], k.shape[1:3]
-    split_for = TILE if even else number
-    plans = pays_to_plan(heads, split_for, length, once) and _can_split(q)
-    count = parts_of_keys(heads, split_for, length) if plans else 1
-
-    def room(number: int) -> int:
-        return filled_up(number, even) if plans and not once else number
+    number, (heads, length) = len(q) * q.shape[2], k.shape[1:3]
+    plans = pays_to_plan(heads, number, length, once) and _can_split(q)
+    count = parts_of_keys(heads, number, length) if plans else 1
 
     def attend(rows: Tensor) -> State:
         if not plans or once and count == 1:
-            return whole(*partial(rows, k, v))
+            return partial(rows, k, v)
         parts = [x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (k, v)]  # [P, K, S / P, D]
         states = (x[:, :, :number] for x in _cudnn(rows.expand(count, -1, -1, -1), *parts, False))
-        return (merged or merge_parts)(*whole(*states))
+        return (merged or merge_parts)(*states)
 
-    def whole(out: Tensor, lse: Tensor) -> State:
-        if of is None:
-            return out, lse
-        return tuple(_spread(x, of, len(q), room(len(q) * q.shape[2])) for x in (out, lse))
-
-    return of_batch(attend, attending, len(q), room(number))
+    return of_batch(attend, q, filled_up(number) if plans and not once else number)
 
 
-def filled_up(rows: int, even: bool = False) -> int:
-    """How many rows cuDNN's kernel is given for so many: one plan serves all that are filled up to the same number.
-    even: see `over_shared`."""
-    return HALF if rows <= HALF and not even else -(-rows // TILE) * TILE
-
-
-def plan_for_rounds(k: Tensor, v: Tensor) -> Iterator[None]:
-    """Has cuDNN's kernel planned for what rounds over shared keys ask it most often: for each number of rows in READY,
-    and keys that are split for these or for one tile. The plans are this thread's. Pauses before each.
-
-    Args:
-        k, v: [1, K, S, D], as `over_shared` will be given them.
-    """
-    for rows in READY:
-        q = k.new_zeros(1, k.shape[1], rows, k.shape[3])
-        if pays_to_plan(k.shape[1], rows, k.shape[2], False) and _can_split(q):
-            for even in (False, True) if rows > TILE else (False,):  # of one tile they are the same
-                yield
-                over_shared(q, k, v, even=even)
-
-
-def _spread(x: Tensor, of: Tensor, batch: int, room: int) -> Tensor:
-    """What some sequences of a batch have, as if all had it: x [P, K, n * R, ...] -> [P, K, B * R, ...], of 0 for the
-    others. It lies in memory as that of all does, where rows were filled up to `room`: compiled pieces, which are known
-    by the shapes and strides of what they are given, serve both."""
-    number, shape = x.shape[2] // len(of) * batch, [*x.shape[:2], room, *x.shape[3:]]
-    order = sorted(range(x.ndim), key=x.stride, reverse=True)
-    whole = x.new_zeros([shape[i] for i in order]).permute([order.index(i) for i in range(x.ndim)])[:, :, :number]
-    whole.unflatten(2, (batch, -1)).index_copy_(2, of, x.unflatten(2, (len(of), -1)))
-    return whole
+def filled_up(rows: int) -> int:
+    """How many rows cuDNN's kernel is given for so many: one plan serves all that are filled up to the same number."""
+    return HALF if rows <= HALF else -(-rows // TILE) * TILE
 
 
 def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
@@ -170,12 +127,11 @@ def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
     return states
 
 
-def of_batch(attend: Callable[[Tensor], State], q: Tensor, batch: int | None = None, room: int = 0) -> State:
+def of_batch(attend: Callable[[Tensor], State], q: Tensor, room: int = 0) -> State:
     """The state of q [B, K, R, D] by a function of one sequence, [1, K, B * R, D], over keys that all rows share; or,
     if it gives several, states over parts of them.
 
     Args:
-        batch: sequences in what it gives. None: B.
         room: so many rows are given to `attend`, at least. Those beyond B * R are 0, and it returns none for them.
     """
     rows, number = q.transpose(0, 1), len(q) * q.shape[2]
@@ -184,19 +140,8 @@ def of_batch(attend: Callable[[Tensor], State], q: Tensor, batch: int | None = N
         filled[:, :number].unflatten(1, (len(q), -1)).copy_(rows)
     else:
         filled = rows.flatten(1, 2)
-    out, lse = (x.unflatten(2, (batch or len(q), -1)).transpose(1, 2) for x in attend(filled[None]))
+    out, lse = (x.unflatten(2, (len(q), -1)).transpose(1, 2) for x in attend(filled[None]))
     return (out, lse) if len(out) > 1 else (out[0], lse[0])
-
-
-def of_runs(attend: Callable[..., State], runs: list[slice], q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> State:
-    """`attend` of some sequences of a batch. runs: of keys [B, ...], those whose queries and bias are given, in their
-    order."""
-    states, start = [], 0
-    for run in runs:
-        here = slice(start, start + run.stop - run.start)
-        states.append(attend(q[here], k[run], v[run], *(x[here] for x in bias)))
-        start = here.stop
-    return as_batch(states) if len(states) > 1 else states[0]
 
 
 def pays_to_plan(n_kv_head: int, rows: int, length: int, once: bool) -> bool:
@@ -216,7 +161,7 @@ def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128)
 
 def merge_parts(out: Tensor, lse: Tensor) -> State:
     """States over parts of the keys, [P, K, R, D] and [P, K, R] -> their union as a batch of one."""
-    if is_traced():  # one kernel
+    if is_compiling():  # one kernel
         logs = lse.log_softmax(0)  # of each part's share
         return (out * logs.exp()[..., None]).sum(0, keepdim=True), lse[:1] - logs[:1]
     # As products, and with the numbers of a row side by side: in half of the time.
@@ -229,7 +174,7 @@ def merge_parts(out: Tensor, lse: Tensor) -> State:
 def for_join(out: Tensor, lse: Tensor) -> State:
     """States over parts of the keys, as `join` takes them: their union where that is compiled, since it is one kernel.
     As it is written, `join` takes in all of them at once, which is faster."""
-    return merge_parts(out, lse) if is_traced() else (out, lse)
+    return merge_parts(out, lse) if is_compiling() else (out, lse)
 
 
 def sequences_a_call(batch: int, n_kv_head: int, rows: int, processors: int) -> int:
@@ -317,7 +262,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
             sees none, so it may only be used then.
         alone: and that no other state is joined with this one, whose lse may then be None.
     """
-    if k.shape[2] <= AT_ONCE and not is_traced() and _masks_at_once(q, k):
+    if k.shape[2] <= AT_ONCE and not is_compiling() and _masks_at_once(q, k):
         return _at_once(q, k, v, bias)
     missing = FEWEST - k.shape[2] if q.device.type == "cpu" else 0
     if missing > 0:
@@ -380,7 +325,7 @@ def merge_last(a: State, b: State) -> Tensor:
 def join(states: list[State]) -> Tensor:
     """The output of attention over the union of disjoint sets of keys, of which every row sees a key in the first. One
     may be of parts."""
-    if len(states) > 1 and states[0][0].is_cuda and not is_traced() and states[0][0].shape[2] <= FEW_ROWS:
+    if len(states) > 1 and states[0][0].is_cuda and not is_compiling() and states[0][0].shape[2] <= FEW_ROWS:
         return _join_at_once(states)
     state, *others = [_whole(*state) for state in states]
     for other in others[:-1]:

@@ -12,30 +12,26 @@ import gc
 import logging
 import math
 import threading
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from . import memory
-from .attention import plan_for_rounds
 from .config import Placement, Settings
-from .costs import prefill_seconds
 from .errors import UserError
-from .jobs import Job, Models, find_compiler, kept_folder, start_all
+from .graphs import Compiler
 from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
 from .kv.target import TargetCache
+from .model import Transformer
 from .packed import packs
 from .parallel import agreed, together
-from .pieces import Pieces
-from .prefix import Keeping, Prefix, common_length
+from .prefix import Keeping, Prefix, check_room, common_length
 from .prefix_file import PrefixReader
 from .rows import row_unit
 from .state import State
@@ -46,8 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("triforce")
 SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their own in every step
 MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says more
-LOADING, MANY = 8.0, 1536  # seconds that it takes to load compiled pieces; new tokens that save as much of them
-IDLE, BUSY = 2.0, 30.0  # seconds without a question, and of nothing but questions, after which they are loaded
 # Tokens of a view where memory decides: few sizes, since each is compiled for. With smaller ones more rows would fit,
 # and hardly draft.
 VIEWS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
@@ -79,6 +73,14 @@ def view_within(parts_of: Callable[[int], Iterable[memory.Part]], budget: int, f
     return smaller[max(bisect_left(smaller, True, key=lambda view: not fits(view)) - 1, 0)]
 
 
+class Models(NamedTuple):
+    """What an engine runs."""
+
+    target: Transformer
+    draft: Transformer | None
+    drafting: Transformer | None  # the target's weights for the retrieval level, in fp8; None: the target itself
+
+
 class Caches:
     """See the module.
 
@@ -98,11 +100,8 @@ class Caches:
         self._held_before: list[list[int]] = []  # token sequences that were held when the present call began
         self._is_released = False  # by `release`, and no State was made since
         self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
-        self._pieces: dict[Path, Pieces] = {}  # compiled ones, by their folder
-        self._due: list[Job] = []  # what is to be compiled once the present answer has ended
-        self._held_back = False  # nor then
-        self._rests_since = self._busy_since = time.monotonic()
-        self._row_units: dict[tuple[int, int], tuple[int, int]] = {}  # by `_row_unit`'s size
+        self._shelf: dict = {}  # see `Pilot`
+        self._row_units: dict[tuple[int, int], int] = {}  # by sequences of a batch, and rows of each
         self._planned: dict[tuple, tuple[memory.Part, ...]] = {}  # by what `_parts` was asked
 
     @property
@@ -150,15 +149,9 @@ class Caches:
 
     def fill(self, state: State, ids: list[list[int]], max_new_tokens: int, on_prefill=None) -> None:
         """Prefills what the State does not hold of the prompts yet."""
-        start, pieces = self._held(ids), state.compiler.pieces
+        start = self._held(ids)
         in_place = self._goes_on(start)
         held = start if in_place else state.base  # by all rows
-        if pieces is not None:
-            if not pieces.complete:
-                pieces.look()
-            seconds = sum(prefill_seconds(self.target.config, held, len(prompt)) for prompt in ids)
-            if seconds > LOADING and max_new_tokens >= MANY:
-                pieces.load()  # so that this text runs them
         before = max((common_length(ids[0][:held], tokens) for tokens in self._held_before), default=0)
         state.reused = [before] * len(ids)
         if in_place:
@@ -169,37 +162,12 @@ class Caches:
         else:
             state.reset()
             state.prefill_all(ids, on_prefill)
-        if pieces is not None and time.monotonic() - self._busy_since > BUSY:
-            pieces.load()  # beside the decoding, as there is no rest
 
     def begin(self) -> None:
         """A prefill begins. On a GPU it takes several times as long beside another thread that needs Python's lock."""
         if self.warming is not None:
             self.warming.join()
             self.warming = None
-        if time.monotonic() - self._rests_since > IDLE:
-            self._busy_since = time.monotonic()
-        for pieces in self._pieces.values():
-            pieces.pause()
-
-    def rest(self) -> None:
-        """An answer has ended: what is missing is compiled, by other processes. If there is no next question for a
-        while, compiled pieces are loaded meanwhile."""
-        if not self._held_back:
-            start_all(self._due)
-        self._rests_since = time.monotonic()
-        for pieces in self._pieces.values():
-            pieces.load(IDLE)
-
-    @contextlib.contextmanager
-    def holding_back(self) -> Iterator[None]:
-        """Within, nothing begins to be compiled beside the answers: their times are to be compared."""
-        self._held_back = True
-        try:
-            yield
-        finally:
-            self._held_back = False
-            start_all(self._due)
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
         """How many of these prompts run side by side."""
@@ -309,46 +277,36 @@ class Caches:
     def compute(self, tokens: list[int], on_progress=None, keeping: Keeping | None = None) -> Prefix:
         """Keys and values of a text, whole intervals of it. keeping: in a file, stretch by stretch."""
         length, start, num_read = self._whole(len(tokens)), 0, 0
-        kept = contextlib.nullcontext() if keeping is None else keeping.begun(tokens, self.engine.identity(),
-                                                                              self.target.group)
+        kept = contextlib.nullcontext() if keeping is None else keeping.begun(tokens, self.engine)
         with kept as reader:
             if length == 0:
                 return Prefix(self.engine, tokens, None)
             # What a file holds may be more: whole intervals of another engine.
-            cache = self._allocate(length if reader is None else max(length, reader.length))
+            cache = self.allocate(length if reader is None else max(length, reader.layout.length))
             store = cache.prefix
             # Whole chunks of a prefill: so the numbers are those of one that was done in one go.
             unit = math.lcm(self.settings.prefill_chunk_size, self.settings.flush_interval)
-            if reader is not None and self._whole(reader.length):
+            if reader is not None and self._whole(reader.layout.length):
                 self._fill(store, reader)
                 start = num_read = store.lens[0] if store.lens[0] == length else store.lens[0] // unit * unit
                 store.truncate(0, start)
         stretch = length if keeping is None else -(-keeping.every // unit) * unit
+        if keeping is not None and start < length:
+            check_room(keeping.path, self.engine, len(tokens))  # before hours of work
         while start < length:
             stop = min(start + stretch, length)
             self._compute(cache, tokens, start, stop, on_progress)
             store.truncate(0, stop)
             if stop < length:
                 part = Prefix(self.engine, tokens[:stop], store)
-                part.part_of = len(tokens)
+                part.part_of, part.rendered_at = len(tokens), keeping.rendered_at
                 part.save(keeping.path)
             start = stop
         prefix = Prefix(self.engine, tokens, store)
         prefix.num_read = num_read
-        if self.device.type == "cuda":
-            self._look_ahead(prefix)
-        return prefix
-
-    def _look_ahead(self, prefix: Prefix) -> None:
-        """What questions about it will need, as long as the device still computes it."""
         if self.settings.ngram and self.settings.auto:
-            prefix.meter()
-        work, store = torch.cuda.Event(), prefix.store
-        work.record()
-        if store.k:  # some layers are resident
-            for _ in plan_for_rounds(*(x[0][:, :, : prefix.num_shared] for x in (store.k, store.v))):
-                if work.query():
-                    break
+            prefix.meter()  # which questions will need: on the host, while a GPU still computes
+        return prefix
 
     def _compute(self, cache: TargetCache, tokens: list[int], start: int, stop: int, on_progress) -> None:
         """Those of tokens [start, stop), after all before them."""
@@ -371,15 +329,15 @@ class Caches:
     @torch.inference_mode()
     def read(self, reader: PrefixReader) -> Prefix:
         """Keys and values of a file, and what is computed from them."""
-        if self._whole(reader.length) == 0:
+        if self._whole(reader.layout.length) == 0:
             return Prefix(self.engine, reader.tokens, None)
-        store = self._allocate(reader.length).prefix
+        store = self.allocate(reader.layout.length).prefix
         self._fill(store, reader)
         return Prefix(self.engine, reader.tokens, store)
 
     def _fill(self, store: PrefixStore, reader: PrefixReader) -> None:
-        length = self._whole(reader.length)
-        reader.fill(lambda i: store.layer(i, 0), self.heads, self.target.group)
+        length = self._whole(reader.layout.length)
+        reader.fill(lambda i: store.layer(i, 0), self.heads, self.device, self.target.group)
         for i in range(self.target.config.n_layer):
             store.score(i, 0, 0, store.load(i, 0, 0, length)[0])
         store.truncate(0, length)
@@ -391,7 +349,7 @@ class Caches:
         first = 0 if group is None else group.rank * count
         return range(first, first + count)
 
-    def _allocate(self, length: int) -> TargetCache:
+    def allocate(self, length: int) -> TargetCache:
         """Room for a prefix of so many tokens."""
         settings, target = self.settings, self.target
         self.release()
@@ -448,22 +406,16 @@ class Caches:
             budget, resident = plan()
         self._is_released = False
         sizes = {"batch": batch, "capacity": capacity, "budget": budget, "vocab_size": self.engine.vocab_size}
-        count = self.target.config.n_layer
-        streams = shared.store.offload is not None if base else resident is not None and resident < count
-        what, how = (self.models, settings, self.placement, sizes), {"base": base, "streams": streams}
-        folder = kept_folder(*what, **how)
         if base:
             self.pack(shared.store)
-        unit, least = self._row_unit(batch, settings.block_size)
         self.prefix = shared if base else None  # first: whoever finds a State over a document has to know of that
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self.state = State(self.target, self.models.draft, settings, **sizes, drafting=self.models.drafting,
-                               compiler=find_compiler(*what, folder, self._pieces, self._due,
-                                                      self.engine.compute_stream.cuda, **how),
-                               folder=folder, num_resident_layers=resident, pack=self._may_pack(batch, capacity),
+                               compiler=self._compiler(), shelf=self._shelf, num_resident_layers=resident,
+                               pack=self._may_pack(batch, capacity),
                                shared=shared.store if base else None, meter=shared.meter if base else None,
                                draft_ranks=self.placement.draft_ranks,
-                               row_unit=unit, least_rows=least)
+                               row_unit=self._row_unit(batch, settings.block_size))
         if old is not None:
             self.state.adopt(old, held)
         return self.state
@@ -478,7 +430,13 @@ class Caches:
         capacity = base + (max(1 << (own - 1).bit_length(), 1024) if batch == 1 else own)
         return max(min(capacity, self._whole(self.target.config.max_len + settings.block_size)), needed)
 
-    def _row_unit(self, *size: int) -> tuple[int, int]:
+    def _compiler(self) -> Compiler:
+        """What runs the steps of a State: on a GPU as graphs, compiled if that was asked for."""
+        compiles = self.placement.compile
+        recorder = None if compiles is False else self.engine.compute_stream.cuda
+        return Compiler(self.device, recorder=recorder, compiles=compiles is True)
+
+    def _row_unit(self, *size: int) -> int:
         """See `rows.row_unit`. size: sequences of a batch, and rows of each."""
         if size not in self._row_units:
             self._row_units[size] = row_unit(self.target, *size, self.placement.compile is not False)
@@ -555,15 +513,8 @@ class Caches:
 
     def _resident(self, capacity: int, parts: tuple[memory.Part, ...], batch: int = 1) -> int | None:
         """How many layers of a prefix stay on the device, beside these parts. None: all."""
-        place = self.placement
-        if not place.offload:
-            return None
-        if place.num_resident_layers is not None:
-            return place.num_resident_layers
-        if place.offload != "auto" and place.resident_memory is None:
-            return 0
-        return memory.fitting_layers(self.target.config, parts, self.device, place.resident_memory, batch=batch,
-                                     capacity=capacity, dtype=self.target.dtype)
+        return memory.resident_layers(self.target.config, self.placement, parts, memory.available(self.device),
+                                      self.device, batch=batch, capacity=capacity, dtype=self.target.dtype)
 
     def _releasable(self) -> int:
         """Bytes of the device that the present State would give back."""

@@ -7,13 +7,15 @@
     chat.undo()
 """
 
-import threading
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import TooLong, UserError
 from .generation import Generation
+from .host import ProcessLock, not_pickled
+from .parallel import agreed
 from .prefix import Prefix, asked, check_prefix
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ class Chat:
         turns: (what the user said, the Generation that answered) so far.
     """
 
+    __reduce__ = not_pickled("a conversation", "save it, and open the file as a prefix")
+
     def __init__(self, engine: "Engine", prefix: Prefix | None = None, *, system: str | None = None,
                  chat_template: str | None = None, **options):
         if system is not None and prefix is not None:
@@ -48,16 +52,22 @@ class Chat:
         tokenizer = engine.tokenizer_or_raise()
         has_template = chat_template is not None or tokenizer.chat_template() is not None
         self.uses_template = has_template if prefix is None else prefix.messages is not None
+        now = agreed(engine.target.group, datetime.now().isoformat(timespec="seconds"))
+        self.rendered_at = now if prefix is None else prefix.rendered_at  # see `Prefix`
         self._before: list[dict] = prefix.messages if prefix is not None and prefix.messages else []
         if system is not None:
             self._before = [{"role": "system", "content": system}]
         self.turns: list[tuple[str, Generation]] = []
         self._open: Turn | None = None
-        self._lock = threading.RLock()  # held while a piece comes, and by `send` for all of its answer
+        self._lock = ProcessLock()  # held while a piece comes, and by `send` for all of its answer
 
     def __repr__(self) -> str:
         about = "" if self.prefix is None else f" about a document of {len(self.prefix):,} tokens"
         return f"<triforce.Chat{about}: turns so far: {len(self.turns)}>"
+
+    def __reduce_ex__(self, protocol):
+        raise UserError("a Chat cannot be pickled or copied, it has an engine; write it to a file with `Chat.save`, "
+                        "which another process goes on with: `engine.chat(engine.open(path))`")
 
     def stream(self, text: str, **options) -> "Turn":
         """Says something, and gives the answer piece by piece. The answer is what was given before the iteration
@@ -74,12 +84,13 @@ class Chat:
             self.end()
             check_options(options)
             options = {**self.options, **options}
-            template = {"chat_template": self.chat_template} if self.uses_template and self.prefix is None else {}
-            how = {"prefix": self.prefix, **template, **options}
+            renders = self.uses_template and self.prefix is None  # or the prefix does
+            variables = options.pop("chat_template_kwargs", None) if renders else None
+            how = {"prefix": self.prefix, **options}
             try:
-                stream = self.engine.stream(self._prompt(text), **how)
+                stream = self.engine.stream(self._prompt(text, variables), **how)
             except TooLong as error:
-                self._check_alone(text, how)
+                self._check_alone(text, variables, how)
                 raise TooLong(f"the conversation has become too long: {str(error).partition('; ')[0]}; take turns back "
                               "with undo, begin a new one, or ask for fewer new ones") from None
             self._open = Turn(self, text, stream)
@@ -109,7 +120,7 @@ class Chat:
             elif self.prefix is not None:
                 self.prefix.save(path)
             else:
-                raise UserError("nothing has been said yet; there is nothing to save")
+                raise UserError("nothing has been said yet, so there is nothing to save; say something first")
 
     def _so_far(self) -> Prefix:
         """The conversation as a prefix of others, with what the engine holds of it."""
@@ -118,11 +129,12 @@ class Chat:
             messages, variables = self.messages, self.options.get("chat_template_kwargs")
             if book is not None and variables is None:
                 variables = book.chat_template_kwargs
-            ids = self.engine.encode_beginning(messages, self.chat_template, variables)
+            ids = self.engine.encode_beginning(messages, self.chat_template, variables, self.rendered_at)
         else:
             ids = (book.tokens if book is not None else []) + self._ids(self.turns)
         held = self.engine.caches.held(ids, book)
         held.messages, held.chat_template, held.chat_template_kwargs = messages, self.chat_template, variables
+        held.rendered_at = self.rendered_at if self.uses_template else None
         return held
 
     def undo(self) -> None:
@@ -134,8 +146,8 @@ class Chat:
         with self._lock:
             self.end()
             if not self.turns:
-                before = "" if self.prefix is None else "; what its document holds cannot be taken back"
-                raise UserError(f"there is no turn to undo: nothing has been said in this conversation{before}")
+                before = "" if self.prefix is None else " (what its document holds cannot be taken back)"
+                raise UserError(f"there is no turn to undo{before}; say something, or begin another conversation")
             self.turns.pop()
 
     def end(self) -> None:
@@ -153,19 +165,22 @@ class Chat:
             messages.append({"role": "assistant", "content": answer.text})
         return messages
 
-    def _prompt(self, text: str) -> list:
-        """What `Engine.stream` is to continue: messages, or the ids that follow the prefix."""
+    def _prompt(self, text: str, variables: dict | None = None) -> list:
+        """What `Engine.stream` is to continue: ids, or the messages or ids that follow the prefix."""
         if self.uses_template:
             messages = self.messages
             begins = not self.turns and bool(messages)
-            return asked(messages, text) if begins else [*messages, {"role": "user", "content": text}]
+            messages = asked(messages, text) if begins else [*messages, {"role": "user", "content": text}]
+            if self.prefix is not None:
+                return messages
+            return self.engine.encode_prompt(messages, self.chat_template, variables, self.rendered_at)
         return self._ids((*self.turns, (text, None)))
 
-    def _check_alone(self, text: str, how: dict) -> None:
+    def _check_alone(self, text: str, variables: dict | None, how: dict) -> None:
         """Raises TooLong if a message would not fit without the turns before it, either."""
         turns, self.turns = self.turns, []
         try:
-            self.engine.stream(self._prompt(text), **how)  # checks, and computes nothing yet
+            self.engine.stream(self._prompt(text, variables), **how)  # checks, and computes nothing yet
         finally:
             self.turns = turns
 

@@ -4,53 +4,44 @@ What they ask for is in `request.py`, and how it is answered in `answers.py`. On
 """
 
 import argparse
-import contextlib
+import copy
 import dataclasses
 import difflib
 import importlib
 import logging
 import os
+import re
 import sys
+import textwrap
 import time
 
 from .config import Placement, Sampling, Settings, whole
 from .errors import UserError, not_known
 from .keep import WAYS
-from .request import encode_beside, read_request
-from .start import begin_gpu, importing
+from .request import read_request
+from .start import importing
+from .terminal import consoles
 
 ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",
            "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
 
-
 # `triforce download ...`; without one of them, it generates.
 COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan", "check": "kit.check"}
+
+# What most people need: `--help` has the first sentence of each, and `--help-all` has every flag at length.
+COMMON = frozenset(f"--{name}" for name in (
+    "help", "help-all", "json", "prompt", "prompt-file", "prompts", "prompt-len", "keep", "question", "questions",
+    "num-samples", "interactive", "chat", "system", "save-prefix", "prefix", "max-new-tokens", "temperature", "top-p",
+    "seed", "stop", "show-levels", "checkpoint", "device", "max-seq-len", "compile", "offload", "draft", "budget",
+    "gamma", "no-speculation", "compare"))
 
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage of all flags."""
 
     def error(self, message: str):
-        raise UserError(f"{message}; {self.prog} --help lists all flags")
-
-
-class Careless:
-    """stderr for a command: what cannot be written there, as where its disk is full, must not cost the answer."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
+        known = self._option_string_actions
+        raise UserError(f"{message}; {self.prog} {'--help-all' if '--help-all' in known else '--help'} lists all flags")
 
 
 class Paragraphs(argparse.HelpFormatter):
@@ -61,43 +52,71 @@ class Paragraphs(argparse.HelpFormatter):
         return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in text.split("\n\n"))
 
 
+class OneScreen(Paragraphs):
+    """The flags of COMMON, a line each."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        for flag in COMMON.intersection(action.option_strings):
+            short = copy.copy(action)
+            short.option_strings, short.help = [flag], re.split(r"[.;] ", action.help)[0]
+            if action.metavar is None and action.nargs != 0:
+                short.metavar = {int: "N", float: "X"}.get(action.type, "TEXT")
+            super().add_argument(short)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [textwrap.shorten(text, width, placeholder=" ...")]
+
+
+class HelpAll(argparse.Action):
+    def __call__(self, parser, *_) -> None:
+        parser.formatter_class = Paragraphs
+        parser.print_help()
+        parser.exit()
+
+
 def parser() -> Parser:
     from . import __version__
 
     p = Parser(
-        prog="triforce", description="Continue a long text with a language model, losslessly and several times faster.",
-        epilog="With no flags: the embedded tiny pair on 16,384 tokens of CPython's language reference, compared with "
-               "autoregression. Flags may be spelt with underscores. `triforce download` and `triforce convert` "
-               "fetch and convert checkpoints, `triforce plan` says what fits, `triforce check` whether all is well.")
+        prog="triforce", usage="triforce [flags]", formatter_class=OneScreen,
+        description="Continue a long text with a language model, losslessly and faster.",
+        epilog="With no flags: a demonstration. Commands: `triforce download` and `triforce convert` for checkpoints, "
+               "`triforce plan` (what fits), `triforce check` (whether all is well).")
+    p.add_argument("--help-all", nargs=0, action=HelpAll, help="every flag, with all there is to say about it")
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
+    p.add_argument("--json", action="store_true", help="print JSON instead of the text. An object for each answer")
     prompt = p.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the text to continue")
-    prompt.add_argument("--prompt-file", help="read the text from a file; with no flag for it, it is read from a pipe")
-    prompt.add_argument("--prompts", help="a file of prompts, one a line: JSON strings, or objects with a \"prompt\" "
-                        "or \"messages\", and perhaps a \"question\" and a \"seed\"; answers are lines of JSON")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="the text to continue, or to ask about. With no flag for "
+                        "it, it is read from a pipe")
+    prompt.add_argument("--prompts", metavar="FILE", help="several prompts, one a line, as JSON. Strings, or objects "
+                        "with a \"prompt\" or \"messages\", and perhaps a \"question\" and a \"seed\"; answers are "
+                        "lines of JSON")
     prompt.add_argument("--batch-size", type=int, default=8,
                         help="so many of --prompts are computed side by side (default 8)")
-    prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens (alias --prefill)")
-    prompt.add_argument("--keep", choices=WAYS, help="of a text that is too long for the model or --max-seq-len, keep "
-                        "the start, the end, or half of both; question and template stay (default: an error)")
-    prompt.add_argument("--question", help="asked after the (cut) document")
-    prompt.add_argument("--questions", metavar="FILE", help="questions about the document, one a line or as JSON, "
-                        "answered side by side (-: standard input)")
+    prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens of the text (alias --prefill)")
+    prompt.add_argument("--keep", choices=WAYS, metavar="PART", help="of a text that is too long: start, end or both. "
+                        "Too long for the model or --max-seq-len; both: half of each; question and template stay "
+                        "(default: an error)")
+    prompt.add_argument("--question", help="asked after the text, which may be cut")
+    prompt.add_argument("--questions", metavar="FILE", help="questions about the text, one a line or as JSON. They "
+                        "are answered side by side (-: standard input)")
     prompt.add_argument("--num-samples", type=int, metavar="N",
-                        help="number of answers, with the seeds seed, seed + 1, ...")
+                        help="so many answers. Their seeds are seed, seed + 1, ...")
     prompt.add_argument("--interactive", action="store_true",
-                        help="a conversation, about the document if there is one; a pipe holds what is asked")
-    prompt.add_argument("--system", help="a system message before the document")
-    prompt.add_argument("--save-prefix", metavar="FILE", help="save the document with its keys and values")
+                        help="a conversation, about the text if there is one; a pipe holds what is asked")
+    prompt.add_argument("--system", help="a system message before the text")
+    prompt.add_argument("--save-prefix", metavar="FILE", help="save the text with its keys and values")
     prompt.add_argument("--save-every", metavar="N", type=int, help="with --save-prefix: save after about every N "
                         "tokens, too; the same command continues an interrupted run")
-    prompt.add_argument("--prefix", metavar="FILE", help="open a saved document, instead of a prompt")
-    prompt.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
+    prompt.add_argument("--prefix", metavar="FILE", help="open a text that was saved, instead of a prompt")
+    prompt.add_argument("--chat", action="store_true", help="send the text as a user's message, by the chat template")
     prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
     prompt.add_argument("--chat-template-kwargs", metavar="JSON", help="what the template reads besides the messages: "
                         "'{\"enable_thinking\": false}' has Qwen3 answer at once")
     text = p.add_argument_group("generation")
-    text.add_argument("--max-new-tokens", type=int, default=256, help="(alias --gen-len; default 256)")
+    text.add_argument("--max-new-tokens", type=int, default=256,
+                      help="most tokens of the output (default 256, alias --gen-len)")
     add_flags(text, Sampling)
     text.add_argument("--stop", action="append", help="end before this string; may be repeated")
     text.add_argument("--stop-token-ids", nargs="+", type=int, metavar="ID",
@@ -108,15 +127,16 @@ def parser() -> Parser:
     add_flags(model, Placement)
     drafting = p.add_argument_group("speculation")
     add_flags(drafting, Settings)
-    drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time")
+    drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time. At "
+                          "temperature 0 the same text; --compare has the fastest autoregression")
     drafting.add_argument("--compare", action=argparse.BooleanOptionalAction,
-                          help="compare with autoregression: speed and 64 greedy tokens; with --sampling coupled 64 "
-                          "drawn ones, too (default: only without flags)")
-    text.add_argument("--show-levels", action="store_true", help="on a terminal: colour the text by the level that "
-                      "proposed it (elsewhere with FORCE_COLOR=1)")
+                          help="compare with the fastest autoregression. Both take turns in one text, for the speed; "
+                          "64 greedy tokens are compared; with --sampling coupled 64 drawn ones, too (default: only "
+                          "without flags)")
+    text.add_argument("--show-levels", action="store_true", help="colour the text by the level that proposed it. On a "
+                      "terminal; elsewhere with FORCE_COLOR=1")
     text.add_argument("--logprobs", type=int, metavar="K", help="with --json or --prompts: log-probabilities of each "
                       "token, and of the K most probable ones in its place")
-    p.add_argument("--json", action="store_true", help="print JSON instead of the text: an object for each answer")
     return p
 
 
@@ -140,9 +160,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         meant = difflib.get_close_matches(name, COMMANDS, 1)
         if argv[0] == name and meant:
             raise UserError(f"{name} is not a known command; did you mean triforce {meant[0]}?")
-        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help lists all")
+        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help-all lists all")
                         if name.startswith("-") else
-                        f"{unknown[0]!r} belongs to no flag; put quotes around a text with spaces (--prompt \"...\")")
+                        f"{unknown[0]!r} stands without a flag; give a text with --prompt, in quotes if it has spaces")
     if getattr(args, "draft", None) == "none":
         args.draft = False
     for name, value, usual in (("--batch-size", args.batch_size, 8), ("--save-every", args.save_every, 65_536)):
@@ -161,69 +181,64 @@ def _spell(argument: str, known) -> str:
     return spelt + equals + value if spelt in known else argument  # else it is a text that begins so
 
 
-def run(argv: list[str], owns_process: bool) -> int:
+def run(argv: list[str]) -> int:
     args = parse(argv)
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
 
     alone = "WORLD_SIZE" not in os.environ  # with several ranks, rank 0 reads for all, once they know each other
-    request = encode_beside(args, read_request(args, not argv)) if alone else None
-    begin_gpu(getattr(args, "device", None))
-    with importing(owns_process):
+    request = read_request(args, not argv) if alone else None
+    with importing():
         from .answers import answer
         from .parallel import from_environment, leave, read_first
     group, args.device = from_environment(getattr(args, "device", None))
+    stderr = sys.stderr
     if group is not None and group.rank > 0:  # the others compute and say nothing
         sys.stdout = sys.stderr = open(os.devnull, "w")
         logging.disable()
     try:
         if request is None:
-            request = encode_beside(args, read_first(group, lambda: read_request(args, not argv)))
+            request = read_first(group, lambda: read_request(args, not argv))
         status = answer(args, group, request, wants_comparison=args.compare if args.compare is not None else not argv)
     except Exception:
-        if group is not None:
-            sys.stderr = sys.__stderr__  # a rank that fails alone has to say why
+        sys.stderr = stderr  # a rank that fails alone has to say why
         raise
     leave()
     return status
 
 
-def main(argv: list[str] | None = None, owns_process: bool = False) -> int:
-    """Runs the command line. Exit status: 0; 1 if a check fails; 2 for a user's mistake; 130 for Ctrl-C.
-
-    owns_process: see `start.importing`.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell
-            setattr(sys, name, open(os.devnull, "w"))
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-    stderr, sys.stderr = sys.stderr, Careless(sys.stderr)
+def run_command(argv: list[str]) -> int:
+    """`run`, or another command. What it has printed is written when it ends, however it ends."""
     try:
         if argv and argv[0] in COMMANDS:
-            with importing(owns_process):
+            with importing():
                 command = importlib.import_module(f".{COMMANDS[argv[0]]}", __package__)
             return command.main(argv[1:])
-        return run(argv, owns_process)
-    except UserError as error:
-        rank = int(os.environ.get("RANK", 0)) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
-        if rank > 0:  # what all of them find, rank 0 says, which ends the others
-            time.sleep(1)
-            print(f"rank {rank}: ", end="", file=sys.stderr)
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        sys.stdout = None
-        return 0
-    except OSError as error:  # a full disk behind a redirection
-        if error.errno is None:  # a library that is not there
-            raise
-        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
-        sys.stdout = None
-        return 2
+        return run(argv)
     finally:
-        sys.stderr = stderr
+        sys.stdout.flush()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line. Exit status: 0; 1 if a check fails; 2 for a user's mistake; 130 for Ctrl-C."""
+    with consoles():
+        try:
+            return run_command(sys.argv[1:] if argv is None else argv)
+        except UserError as error:
+            rank = int(os.environ.get("RANK", 0)) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
+            if rank > 0:  # what all of them find, rank 0 says, which ends the others
+                time.sleep(1)
+            print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # the reader of a pipe has seen enough
+            return 0
+        except OSError as error:
+            if error.errno is None:  # a library that is not there
+                raise
+            where = f" {error.filename}" if error.filename else ""
+            print(f"error: the system refuses{where}: {error.strerror}; mend that, and run the command again",
+                  file=sys.stderr)
+            return 2

@@ -153,13 +153,13 @@ class Settings(Options):
         "directly", one_of(True, False, wanted="True or False"),
         flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
-        None, "tokens of the view that drafts, or a fraction of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
+        None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
         "of 256, between 1024 and 4096; with offload 1/16, up to 8192; twice as much where several prompts share most "
         "of their tokens", _check_budget, type=_budget)
     gamma: int | str = option(
-        "auto", "tokens proposed per verify over the full cache, at most block_size - 1. 'auto' (default): gamma and "
-        "drafting levels are chosen for each round, by step times and acceptance. The output's distribution is the "
-        "same. Times vary, so a seed repeats a text only with a number, or coupled sampling", _check_gamma,
+        "auto", "tokens drafted for a check by the full cache, or 'auto'. At most block_size - 1. 'auto', the default: "
+        "gamma and drafting levels are chosen for each round, by step times and acceptance. The output's distribution "
+        "is the same. Times vary, so a seed repeats a text only with a number, or coupled sampling", _check_gamma,
         type=_gamma)
     gamma_inner: int | None = option(
         None, "tokens that the draft proposes per verify over the retrieval view (default: 2; with gamma 'auto' at "
@@ -448,18 +448,18 @@ class Placement(Options):
     device: "str | torch.device | None" = option(None, "cpu, cuda, cuda:1 (default: cuda if there is one)")
     dtype: "str | torch.dtype | None" = option(
         None, "float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
-    compile: bool | str | None = option(
-        None, "wait until the steps are compiled. Default: on a GPU other processes compile them for later runs, and "
-        "nothing waits; on a CPU nothing is compiled. --no-compile: never compile, and record no graphs",
-        one_of(True, False, "beside", wanted="True, False or 'beside'"), action=BooleanOptionalAction)
+    compile: bool | None = option(
+        None, "compile the steps before the first answer: about a minute, and some seconds once they were compiled on "
+        "this machine. Default: steps run as they are, on a GPU as recorded graphs. --no-compile: as they are, and no "
+        "graphs", one_of(True, False, wanted="True or False"), action=BooleanOptionalAction)
     max_seq_len: int | None = option(None, "most tokens of prompt and output (default: as needed)", whole(2, 4096),
                                      type=int)
     max_batch_size: int = option(1, "prompts that run side by side; more are served group by group", whole(1, 8),
                                  flag=None)
     offload: bool | str = option(
-        False, "keep the KV cache in pinned host memory and stream it through the device; 'auto': only the layers that "
-        "do not fit the device", one_of(False, True, "auto", wanted="True, False or 'auto'"), nargs="?", const=True,
-        choices=["auto"], metavar="auto")
+        False, "keep the KV cache in host memory. It is pinned, and streamed through the device; 'auto': only the "
+        "layers that do not fit the device", one_of(False, True, "auto", wanted="True, False or 'auto'"), nargs="?",
+        const=True, choices=["auto"], metavar="auto")
     num_resident_layers: int | None = option(None, "so many layers of an offloaded cache stay on the device (alias "
                                              "--on-chip)", whole(0, 4), type=int)
     resident_memory: int | str | None = option(
@@ -493,8 +493,8 @@ class Placement(Options):
         if self.num_resident_layers is not None and self.resident_memory is not None:
             raise UserError("num_resident_layers and resident_memory were both given; give one")
         size = self.resident_memory
-        usual = "beside" if device.type == "cuda" else False
-        return replace(self, device=device, compile=usual if self.compile is None else self.compile,
+        compiles = False if self.compile is None and device.type == "cpu" else self.compile
+        return replace(self, device=device, compile=compiles,
                        resident_memory=None if size is None else parse_size(size, "resident_memory"))
 
 
@@ -513,7 +513,9 @@ def find_device(device) -> "torch.device":
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise UserError(f"device {device} was asked for and {count} CUDA devices are here; use --device cpu")
+            others = f"cuda:0 to cuda:{count - 1}" if count else "a PyTorch that is built for your GPU"
+            raise UserError(f"device {device} was asked for, and PyTorch finds {count or 'no'} CUDA GPUs; use --device "
+                            f"cpu, or {others}")
     return device
 
 
@@ -583,17 +585,20 @@ class _AddBias(Action):
 class Sampling:
     """The distribution that tokens are drawn from. Each field is one value, or a list of one a prompt."""
 
-    temperature: float = per_row(0.6, None, "float32", "0 is greedy (alias --temp; default 0.6)",
+    temperature: float = per_row(0.6, None, "float32", "0 is greedy. Default: what the checkpoint's "
+                                 "generation_config.json says, as for the next three, or else 0.6 (alias --temp)",
                                  lambda x: 0 <= x < float("inf"), "0 (greedy) or a positive number", float)
-    top_p: float | None = per_row(0.9, 1.0, "float32", "keep the most probable tokens of this mass (default 0.9)",
+    top_p: float | None = per_row(0.9, 1.0, "float32", "keep the most probable tokens of this mass. "
+                                  "Default: the checkpoint's, or else 0.9",
                                   lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token", float)
     top_k: int | None = per_row(None, 0, "int64", "keep so many tokens, the most probable",
                                 lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token",
                                 int)
     min_p: float | None = per_row(None, 0.0, "float32", "keep tokens at least so probable, relative to the best",
                                   lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token", float)
-    seed: int | None = per_row(None, 0, "int64", "row i of a batch uses seed + i (default: drawn, and told in "
-                               "the statistics)", lambda x: -(2**63) <= x < 2**63 and int(x) == x,
+    seed: int | None = per_row(None, 0, "int64", "of the random numbers. Row i of a batch uses seed + i "
+                               "(default: drawn, and told in the statistics)",
+                               lambda x: -(2**63) <= x < 2**63 and int(x) == x,
                                "a whole number of at most 64 bits", int)
 
     logit_bias: dict | None = option(
@@ -659,6 +664,16 @@ def names_of(*classes: type) -> frozenset[str]:
     return frozenset(field.name for one in classes for field in dataclasses.fields(one)) - Settings.DERIVED
 
 
+# What users of other libraries give to `generate`, and what does it here.
+ELSEWHERE = {
+    "do_sample": "temperature=0 takes the most probable token, and a temperature above 0 draws",
+    "max_length": "max_new_tokens counts the new tokens alone", "max_tokens": "it is max_new_tokens",
+    "num_return_sequences": "it is num_samples", "n": "it is num_samples", "eos_token_id": "it is stop_token_ids",
+    "stop_strings": "it is stop", "streamer": "iterate over Engine.stream",
+    "repetition_penalty": "there is none; logit_bias forbids single tokens", "num_beams": "there is no beam search",
+    "pad_token_id": "nothing is padded; leave it out", "attention_mask": "nothing is padded; leave it out"}
+
+
 def split(options: dict, *classes: type, what: str, known: Iterable[str] = ()) -> tuple[list, dict]:
     """An instance of each class, made of its options; and the options that belong to none of them.
 
@@ -673,7 +688,8 @@ def split(options: dict, *classes: type, what: str, known: Iterable[str] = ()) -
         if name in names_of(Settings, Placement) - known:
             raise UserError(f"{name} is no {what}; give it to triforce.load, whose engine has it for all answers")
         if name not in known:
-            raise UserError(not_known(name, what, known))
+            raise UserError(f"{name} is no {what}: {ELSEWHERE[name]}" if name in ELSEWHERE else
+                            not_known(name, what, known))
     made = [one(**{name: options[name] for name in names_of(one) & options.keys()}) for one in classes]
     return made, {name: value for name, value in options.items() if name not in names_of(*classes)}
 

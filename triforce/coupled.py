@@ -13,8 +13,8 @@ Shapes: B batch, n positions, V vocabulary, K words.
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from .graphs import is_traced
 from .sampling import GOLDEN, key_of, mix, shift
 
 # -ln(1 - w / 2) / w, in units of 2**-29, as a polynomial of w that is right to 2**-24 of it over [0, 1].
@@ -52,7 +52,7 @@ def ranking(law: Tensor, seed: Tensor, position: Tensor, count: int) -> Tensor:
     arrive, without a search for them. Where fewer words can arrive at all, others stand in their place.
     """
     key = key_of(seed, position)[..., None]
-    if law.device.type == "cpu" and not is_traced():
+    if law.device.type == "cpu" and not is_compiling():
         words = _possible(law, count)
         if words is not None:  # the others' noise decides nothing
             times = exponential(key, words) / law.gather(-1, words).double()

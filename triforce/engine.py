@@ -15,13 +15,14 @@ import reprlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from . import memory, prefix_file
-from .caches import Caches
+from . import finite, memory, prefix_file
+from .caches import Caches, Models
 from .chat import Chat
 from .config import (
     Placement,
@@ -36,10 +37,12 @@ from .config import (
     whole,
 )
 from .errors import TooLong, UserError
-from .generation import Generation, RowOutput, stop_ids, stop_strings
-from .hf.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_fingerprint
+from .finite import NotFinite
+from .free_memory import check_answers
+from .generation import Generation, RowOutput, special_ids, stop_ids, stop_strings
+from .hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
-from .jobs import Models
+from .host import belongs_here, check_process, is_forked, not_pickled, own_settings
 from .keep import check_keep, cut, ways_to_fit
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
@@ -47,9 +50,8 @@ from .levels import Spans
 from .model import Transformer
 from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
-from .prefix import Keeping, Prefix, asked, check_prefix, common_length, storable
-from .prefix_file import PrefixReader
-from .prefix_path import check_target
+from .prefix import Keeping, Prefix, asked, check_prefix, common_length, opened, storable
+from .prefix_path import check_target, holds_something
 from .progress import Bar, NotebookBars, in_notebook
 from .session import Session
 from .state import State
@@ -68,12 +70,17 @@ class Engine:
         eos_ids: ids that end a text.
         folder: of the checkpoint, by which saved prefixes know the model. None: they know it by its weights.
         compute_stream: that the weights were read on. None: one of its own.
+        defaults: sampling values of the checkpoint, which stand for those of `Sampling` that a call does not give.
     """
 
+    __reduce__ = not_pickled("an engine", "load one in each process that needs it")
+
+    @own_settings()
     def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
                  drafting: Transformer | None = None, settings: Settings | None = None,
                  placement: Placement | None = None, eos_ids: Sequence[int] = (), folder: Path | None = None,
-                 compute_stream: ComputeStream | None = None):
+                 compute_stream: ComputeStream | None = None, defaults: dict[str, float] | None = None):
+        self.defaults = defaults or {}
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
         settings, placement = settings or Settings(), placement or Placement()
         self.placement = replace(placement, device=target.device).resolve()
@@ -93,6 +100,7 @@ class Engine:
         self._serving: Session | None = None  # whom the state belongs to
         self._num_prepared = 0  # calls of `prepare`
         self._folder, self._identity = folder, None
+        belongs_here()
 
     def __repr__(self) -> str:
         config, dtype = self.target.config, self.target.dtype_name
@@ -176,23 +184,29 @@ class Engine:
         if keep is not None:  # before hours of work
             check_target(keep)
             storable(messages=messages, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
+        rendered_at = None
         if messages is None:
             ids = self.encode_prompt(document)
         else:
-            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs)
+            rendered_at = agreed(self.target.group, datetime.now().isoformat(timespec="seconds"))
+            if keep is not None and agreed(self.target.group, holds_something(keep)):
+                with opened(keep, self) as reader:  # a template that names the day is told that of the beginning
+                    rendered_at = reader.about["rendered_at"] or rendered_at
+            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs, rendered_at)
         self.check_len(len(ids), 1)
         with self._computing():
             self._end_stream()
             prefix = self.caches.compute(ids, self.threads.between(on_progress),
-                                         None if keep is None else Keeping(keep, keep_every))
+                                         None if keep is None else Keeping(keep, keep_every, rendered_at))
             if prefix.store is not None:
                 self.caches.pack(prefix.store)  # here, so that no question waits for it
         prefix.messages, prefix.chat_template = messages, chat_template
-        prefix.chat_template_kwargs = chat_template_kwargs
+        prefix.chat_template_kwargs, prefix.rendered_at = chat_template_kwargs, rendered_at
         if keep is not None and not prefix.is_kept(keep):
             prefix.save(keep)
         return prefix
 
+    @own_settings()
     def open(self, path: str | Path) -> Prefix:
         """A document that `Prefix.save` wrote, in this process or another: on another device, offloaded or not, by
         another number of ranks. Keys and values of another dtype are converted. Every rank calls this.
@@ -201,31 +215,33 @@ class Engine:
             UserError: there is no such file; it is damaged; it belongs to another model or tokenizer; the prefill that
                 kept it was broken off; it does not fit the memory.
         """
-        with PrefixReader(path) as reader:
-            prefix_file.check(reader.about, self.identity(), path)
-            if (part_of := reader.about.get("part_of")) is not None:
+        with opened(path, self) as reader:
+            if (part_of := reader.about["part_of"]) is not None:
                 raise UserError(f"{path} has {len(reader.tokens):,} of the {part_of:,} tokens of its document, whose "
                                 "prefill was broken off; begin that again with the same file (keep=, or --save-prefix "
                                 "and --save-every), and it goes on from there")
             self.check_len(len(reader.tokens), 1, len(reader.tokens))
-            if reader.dtype != self.target.dtype:
+            if (dtype := prefix_file.DTYPES[reader.layout.dtype]) != self.target.dtype:
                 log.info("%s was saved in %s; its keys and values are converted to %s", path,
-                         str(reader.dtype).removeprefix("torch."), self.target.dtype_name)
+                         str(dtype).removeprefix("torch."), self.target.dtype_name)
             with self._computing():
                 self._end_stream()
                 prefix = self.caches.read(reader)
-            prefix.messages, prefix.chat_template = reader.about["messages"], reader.about["chat_template"]
-            prefix.chat_template_kwargs = reader.about.get("chat_template_kwargs")
+            for name in ("messages", "chat_template", "chat_template_kwargs", "rendered_at"):
+                setattr(prefix, name, reader.about[name])
             return prefix
 
+    @own_settings()
     def identity(self) -> dict:
-        """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer."""
+        """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer. And
+        the name of the model, for who reads that they differ."""
         if self._identity is None:
             folder, longest = self._folder, self.placement.max_seq_len
             self._identity = {
                 "model": (weights_fingerprint(self.target) if folder is None else
                           model_fingerprint(folder, longest, self.placement.weights)),
-                "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder)}
+                "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder),
+                "name": model_name(folder, self.target.config.architecture, self.num_parameters)}
         return self._identity
 
     def chat(self, prefix: Prefix | None = None, **options) -> Chat:
@@ -257,7 +273,8 @@ class Engine:
         Args:
             prefix: what the prompt is a question about; see `prefill`.
             options: OPTIONS
-            stop: a string or several; the text ends before the first that appears.
+            stop: a string or several; the text ends before the first that appears. One that is a special token, as
+                "<|eot_id|>", is a stop id.
             stop_token_ids: ids that end the text as an end-of-text token does, with ignore_eos too: the token is kept
                 in `tokens`, and is no part of `text`.
             ignore_eos: go on after an end-of-text token.
@@ -284,7 +301,6 @@ class Engine:
                                    chat_template_kwargs=chat_template_kwargs, on_prefill=on_prefill,
                                    on_decode=on_decode, **options))
 
-    @torch.inference_mode()
     def logits(self, tokens, last: int | None = None) -> Tensor:
         """Logits after every token, or after the last ones: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in
         the checkpoint.
@@ -311,7 +327,7 @@ class Engine:
                 raise UserError(f"last ({last}) must be at most {length}, the number of ids in a row; leave it out for "
                                 "all of them")
         first = 0 if last is None else length - last
-        with self._computing():
+        with self._computing(), torch.inference_mode():
             cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                                 flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
             blocks = prefill_blocks(cache, range(1), 0, length, size)
@@ -320,34 +336,48 @@ class Engine:
             found = torch.cat([self.target.output(one).float() for one in hidden])
         return self.compute_stream.hand_out(found)
 
+    def explain_not_finite(self, tokens: list[int]) -> UserError:
+        """What to tell of logits that are not finite after these tokens: which part of the model, and which position,
+        they come from. Takes a prefill, slowly, and the room of one. Every rank calls this."""
+        self.release()
+        with self._computing():
+            cache = self.caches.allocate(-(-len(tokens) // self.settings.flush_interval) * self.settings.flush_interval)
+            found = finite.origin(self.target, cache, tokens, self.settings.prefill_chunk_size)
+        return finite.explain(self.target, found, len(tokens))
+
     @contextlib.contextmanager
     def working(self):
         """Within, this thread of the program computes on this engine, and no other does."""
-        with self.compute_stream.alone(), self.threads.working():
+        with self.holding_still(), self.threads.working():
             yield
 
     @contextlib.contextmanager
     def _computing(self):
-        """`working`, for what is no answer: nothing takes time from it meanwhile."""
+        """`working`, for what is no answer."""
         with self.working():
             self.caches.begin()
-            try:
-                yield
-            finally:
-                self.caches.rest()
+            yield
 
+    @contextlib.contextmanager
     def holding_still(self):
-        """Within, what this engine holds of its last text stays what it is: other threads of this program wait."""
-        return self.compute_stream.alone()
+        """Within, what this engine holds of its last text stays what it is: other threads of this program wait. What
+        the program sets for PyTorch is out of force."""
+        check_process()
+        with self.compute_stream.alone(), own_settings():
+            yield
 
-    def encode_prompt(self, prompt, chat_template: str | None = None,
-                      chat_template_kwargs: dict | None = None) -> list[int]:
-        """Ids of a prompt in any of the forms that `generate` takes."""
+    def encode_prompt(self, prompt, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
+                      rendered_at: str | None = None) -> list[int]:
+        """Ids of a prompt in any of the forms that `generate` takes. rendered_at: the time that the chat template is
+        told, see `Prefix`; None: the present one."""
         if isinstance(prompt, str):
             ids = self.tokenizer_or_raise().encode(prompt) if prompt else []
         elif isinstance(prompt, (bytes, bytearray)):
             raise UserError("a prompt of bytes could be text or ids; decode it: prompt.decode()")
         elif is_messages(prompt):
+            if rendered_at is not None and isinstance(chat_template_kwargs, (dict, type(None))):
+                now = datetime.fromisoformat(rendered_at).strftime
+                chat_template_kwargs = {"strftime_now": now, **(chat_template_kwargs or {})}
             ids = self.tokenizer_or_raise().apply_chat_template(prompt, chat_template, chat_template_kwargs)
         else:
             ids = _as_ids(prompt)
@@ -357,9 +387,10 @@ class Engine:
         return ids
 
     def encode_beginning(self, messages: list[dict], chat_template: str | None = None,
-                         chat_template_kwargs: dict | None = None) -> list[int]:
+                         chat_template_kwargs: dict | None = None, rendered_at: str | None = None) -> list[int]:
         """Ids that all prompts begin with in which a question follows these messages."""
-        rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs)
+        rendered_at = rendered_at or datetime.now().isoformat()  # the same for both
+        rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs, rendered_at)
                     for question in ("a?", "The b.")]
         return rendered[0][: common_length(*rendered)]
 
@@ -370,17 +401,20 @@ class Engine:
         """Checks everything, then gives a generator of (index of the prompt, piece of text), a list that gets the
         sessions whose results these are, and what ends the generation after the round that is under way, once it is
         set. count: samples of each prompt, which is encoded once."""
-        [sampling], _ = split(options, Sampling, what="option of generate", known=generate_options())
+        check_process()
+        defaults = {name: value for name, value in self.defaults.items() if name not in options}
+        [sampling], _ = split({**defaults, **options}, Sampling, what="option of generate", known=generate_options())
+        if as_numbers(sampling.temperature) == 0:  # the most probable token is the same with all others
+            defaults = {name: value for name, value in defaults.items() if name == "temperature"}
         max_new_tokens = check_max_new_tokens(max_new_tokens)
         if one_row and speculate:
             raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
-        stops = stop_strings(stop)
-        if stops:
-            self.tokenizer_or_raise()
+        stops, ends = stop_strings(stop), stop_ids(stop_token_ids)
         check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
-        ends = stop_ids(stop_token_ids)
         if ends:
             self._check_ids(ends, "stop_token_ids: ")
+        if stops:
+            ends += special_ids(stops, self.tokenizer_or_raise())
         check_keep(keep)
         for name, callback in (("on_prefill", on_prefill), ("on_decode", on_decode)):
             if callback is not None and not callable(callback):
@@ -389,6 +423,7 @@ class Engine:
             check_prefix(prefix, self, chat_template)
             if keep is not None:
                 raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
+        check_answers(len(prompts) * count, max_new_tokens)
         room, ids, lengths = self.room(max_new_tokens), [], []
         for index, prompt in enumerate(prompts):
             try:
@@ -407,36 +442,39 @@ class Engine:
         plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
         request = Request(ids, prefix, max_new_tokens, sampling, (*ends, *(() if ignore_eos else self.eos_ids)), stops,
                           plan, on_prefill, on_decode, logprobs,
-                          [length - len(prompt) for length, prompt in zip(lengths, ids, strict=True)])
+                          [length - len(prompt) for length, prompt in zip(lengths, ids, strict=True)], defaults)
         sessions: list[Session] = []
         return self._answer(request, sessions), sessions, request.is_cancelled
 
     def _answer(self, request: "Request", sessions: list[Session]) -> Iterator[tuple[int, str]]:
         """Group by group, of as many prompts as run side by side."""
-        with self.compute_stream.lock:
+        with self.holding_still():
             self.caches.begin()
             size = self.caches.rows(request.ids, request.max_new_tokens, request.prefix)
         for first in range(0, len(request.ids), size):
             group = request.part(first, min(first + size, len(request.ids)), sum(one.num_tokens for one in sessions))
             outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
             session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs,
-                              group.dropped)
-            where = None
+                              group.dropped, group.defaults)
+            where = tokens = None
             sessions.append(session)
             try:
                 for row, piece in self._decode(session, group):
                     yield first + row, piece
+            except NotFinite as error:
+                tokens = error.tokens
             except (RuntimeError, MemoryError) as error:
                 if not memory.ran_out(error):
                     raise
                 where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
                 shortage = memory.shortage(error, self.device)
             finally:
-                with self.compute_stream.alone():
-                    session.close()
-                    if self._serving is session:
-                        self.caches.rest()
-            if where is not None:  # here, where no traceback holds on to the buffers any more
+                if not is_forked():
+                    with self.holding_still():
+                        session.close()
+            if tokens is not None:  # here, where no traceback holds on to the buffers any more
+                raise self.explain_not_finite(tokens)
+            if where is not None:
                 self.release()
                 offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
                 scattered = "" if where == "the host" else memory.remedy_of_scatter()
@@ -448,8 +486,6 @@ class Engine:
         """Prefill and rounds of one group."""
         with self.working():
             if request.is_cancelled.is_set():  # while it waited
-                if self._serving is None or self._serving.state is None:
-                    self.caches.rest()
                 return
             self._end_stream()
             self._serving = session
@@ -471,7 +507,7 @@ class Engine:
 
     def release(self) -> None:
         """Frees the buffers of the last call."""
-        with self.compute_stream.alone():
+        with self.holding_still():
             self._end_stream()
             self.caches.release()
 
@@ -496,7 +532,6 @@ class Engine:
             torch.cuda.reset_peak_memory_stats(self.device)
         # Nothing here holds on to the caches of the call before: they are freed before others are planned.
         state = self.caches.find(ids, max_new_tokens, prefix, on_prefill, goes_on)
-        state.waited, state.compiler.waited = state.compiler.waited, 0.0  # the first prompts alone waited
         state.params.set(**sampling)
         padding = self._padding(state.params.greedy or self.settings.coupled)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
@@ -519,12 +554,12 @@ class Engine:
         """Greedy output and coupled draws are promised to be the same bits; other drawn tokens follow the same law from
         steps of any size, and so do drafted ones.
 
-        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. On a
-        GPU, and where steps are compiled, rows cost next to nothing and other shapes are compiled anew.
+        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. So do
+        compiled steps, since other shapes are compiled anew. On a GPU rows cost next to nothing.
         """
-        if self.target.group is not None:
+        if self.target.group is not None or self.placement.compile is True:
             return PADDED
-        cheap = self.device.type != "cpu" or self.placement.compile is not False
+        cheap = self.device.type != "cpu"
         return Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
 
     def resolve_budget(self, prompt_len: int, room: int | None = None, sharing: int = 1) -> int:
@@ -548,19 +583,20 @@ class Engine:
         longest = self.placement.max_seq_len
         return (self.target.config.max_len if longest is None else longest) - max_new_tokens
 
-    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0, text: int | None = None) -> None:
+    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0, text: int | None = None,
+                  can_keep: bool = False) -> None:
         """Raises TooLong if so many tokens do not fit the model, or max_seq_len.
 
         Args:
             document: so many of the prompt are a prefix, which cannot be cut any more.
-            text: so many are what a command's --prompt-len cuts.
+            text: so many are what a command's --prompt-len cuts. can_keep: and its --keep.
         """
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
         what = f"the model's {self.target.config.limit_name} ({limit})"
         if longest is not None:
             limit, what = longest, f"max_seq_len ({longest})"
         if prompt_len + max_new_tokens > limit:
-            remedy = ways_to_fit(prompt_len, max_new_tokens, limit, document, text)
+            remedy = ways_to_fit(prompt_len, max_new_tokens, limit, document, text, can_keep)
             raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
 
 
@@ -579,6 +615,7 @@ class Request:
     on_decode: Callable[[int], None] | None
     logprobs: int | None
     dropped: list[int]  # tokens of each prompt that did not fit
+    defaults: dict[str, float]  # sampling values that the checkpoint chose
     goes_on: bool = False  # other prompts of the call came before these
     is_cancelled: threading.Event = field(default_factory=threading.Event)  # nobody wants more of it
 
@@ -604,6 +641,8 @@ class Stream:
     (text, level) pairs: which level proposed what of it, see levels.py.
     """
 
+    __reduce__ = not_pickled("a stream", "its result can be: stream.result")
+
     def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session], is_cancelled: threading.Event):
         self._pieces, self._sessions, self._is_cancelled = pieces, sessions, is_cancelled
         self._cutter: Spans | None = None
@@ -628,6 +667,11 @@ class Stream:
     @property
     def result(self) -> Generation | None:
         return self._sessions[0].results()[0] if self._sessions else None
+
+    def follow(self, plan: Plan | None) -> None:
+        """The rounds to come follow this plan; None: what the engine chooses. To be called between two rounds, as from
+        `on_decode`."""
+        self._sessions[0].plan = plan
 
     def close(self) -> None:
         """Ends the generation early; the engine is ready for the next call. From a callback, or from another thread

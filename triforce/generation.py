@@ -1,5 +1,7 @@
 """What a generation returns, and when a row's text ends. Knows nothing of models or devices."""
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,6 +36,7 @@ class Stats:
     peak_memory: int = 0  # bytes: allocated on the GPU, or resident on the CPU
     seed: int = 0
     dropped_tokens: int = 0  # of the prompt, which was too long: see `keep`; `prompt_len` counts what was left
+    defaults: dict[str, float] = field(default_factory=dict)  # sampling values that the checkpoint chose, not the call
 
     @property
     def wall(self) -> float:
@@ -67,7 +70,12 @@ class Stats:
             ("retrieval rebuilds", f"{self.retrieval_rebuilds:,}"),
             ("peak memory", f"{self.peak_memory / 2**30:.2f} GiB"),
             ("seed", str(self.seed)),
+            *self.chosen(),
         ]
+
+    def chosen(self) -> list[tuple[str, str]]:
+        """Of the rows, those of sampling values that the checkpoint chose."""
+        return [(f"{name}, checkpoint's", f"{value:g}") for name, value in self.defaults.items()]
 
     NOTES = (
         "acceptance: of the tokens drafted for a level, the share that it kept; those",
@@ -76,7 +84,11 @@ class Stats:
         "retrieval rebuild: the tokens that drafts read (the budget) were chosen anew.")
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<26}{value:>14}" for name, value in self.rows())
+        return as_table(self.rows())
+
+
+def as_table(rows: list[tuple[str, str]]) -> str:
+    return "\n".join(f"{name:<26}{value:>14}" for name, value in rows)
 
 
 @dataclass
@@ -98,6 +110,33 @@ class Generation:
         from .show import as_html
 
         return as_html(self)
+
+
+def totals(results: list[Generation], seconds: float) -> str:
+    """A table of all answers of one call, which took so long. Those of a group ran side by side."""
+    count, every = sum(len(one.tokens) for one in results), [one.stats for one in results]
+    return as_table([
+        ("answers", f"{len(results):,}"),
+        *([("shared prompt tokens", f"{every[0].shared_tokens:,}")] if every[0].shared_tokens else []),
+        ("new tokens of all", f"{count:,}"), ("time of the call", f"{seconds:.2f} s"),
+        ("tokens per second of all", f"{count / seconds:.1f}"),
+        ("time per token of all", f"{1e3 * seconds / max(count, 1):.2f} ms"),
+        ("tokens per target forward", f"{count / max(sum(one.target_forwards for one in every), 1):.2f}"),
+        ("peak memory", f"{max(one.peak_memory for one in every) / 2**30:.2f} GiB"),
+        ("seeds", f"{min(one.seed for one in every)} to {max(one.seed for one in every)}"), *every[0].chosen()])
+
+
+def as_json(value) -> str:
+    """One line of JSON, where what is no finite number is null."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class RowOutput:
@@ -191,4 +230,20 @@ def stop_ids(stop_token_ids) -> list[int]:
         if not is_whole(one):
             raise UserError(f"stop_token_ids ({stop_token_ids!r}) must be whole numbers, ids of tokens, and {one!r} is "
                             "none; a text that ends the output is given as stop")
+    return ids
+
+
+def special_ids(stops: list[str], tokenizer) -> list[int]:
+    """Ids of the stop strings that are a special token each. No text holds these tokens.
+
+    Raises:
+        UserError: a string has such a token beside other text.
+    """
+    named, ids = {tokenizer.token_of[i]: i for i in tokenizer.special_ids}, []
+    for stop in stops:
+        if stop in named:
+            ids.append(named[stop])
+        elif inside := next((name for name in named if name and name in stop), None):
+            raise UserError(f"stop ({stop!r}) holds the special token {inside!r}, which never stands in a text; give "
+                            f"{inside!r} and the rest as two stops")
     return ids

@@ -1,29 +1,40 @@
-"""The step as a CUDA graph, and the levels' way to their compiled pieces. Knows nothing of models or caches.
+"""Steps as CUDA graphs, and `torch.compile` of what lies between their kernels. Knows nothing of models or caches.
 
-A step is one pass over all layers. Compiling it whole takes half a minute at 32 layers; instead its few different
-pieces are compiled, once for all layers and beforehand (see `pieces.py`), and the sequence of them is recorded as one
-CUDA graph, whose replay costs the host microseconds. Between the pieces stand calls of fixed kernels, which see the
-lengths that change, or read them on the device: so nothing is compiled anew when the context grows.
+A step is one pass over all layers. A GPU records it as one CUDA graph, whose replay costs the host microseconds. The
+functions between two fixed kernels may be compiled: half a layer, the same for all layers, or the sampling at the end
+of a step. The fixed kernels see the lengths that change, or read them on the device: so nothing is compiled anew when
+the context grows.
 """
 
 import contextlib
-import contextvars
+import functools
 import gc
-import math
+import os
+import stat
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+
+from .errors import UserError
 
 KEPT_GRAPHS = 32  # per step; one for each extent of a view, for each way to draft, and for other settings of the rows
-KEPT_PARTS = 4  # calls of a step of which a part is recorded
 # Bytes of a GPU that recorded steps and libraries take besides all planned parts: on an H200 0.2 to 0.8 GiB of one row
 # or 8.
 SPARE = 3 * 2**28
+# Fused kernels keep intermediate results in float32 unless told to round as the code does that is not compiled. Which
+# ones are fused depends on what else is in a function, and bits must not. Nor may they depend on which of two kernels
+# won a race on one machine, or one rank. So each kernel has one configuration. Products of few rows are not to be
+# padded to eight: the kernel that pads costs more than is gained.
+OPTIONS = {"emulate_precision_casts": True, "shape_padding": False, "deterministic": True,
+           "triton.autotune_pointwise": False}
+SHAPES = 256  # for which one function may be compiled, by all engines of a process
 _recording = threading.Lock()
 
 
@@ -36,7 +47,7 @@ def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 
         index: [B, M]. value: [B, M, ...], the other dimensions of x in their order.
         rows: the row of each place, [B, M] or [B, 1]. None: in their order.
     """
-    if len(index) == 1 and rows is None and not is_traced():  # the same in half of the time
+    if len(index) == 1 and rows is None and not is_compiling():  # the same in half of the time
         x.index_copy_(dim, index[0], value.movedim((0, 1), (batch_dim, dim)))
         return
     places: list[Tensor | None] = [None] * x.ndim
@@ -45,22 +56,9 @@ def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 
     torch.ops.aten.index_put_(x, places, value)
 
 
-def take(x: Tensor, of: Tensor | None) -> Tensor:
-    """Of x [B, ...] these rows of the batch, [n, ...]. of: [n]. None: all of them, which is x itself."""
-    return x if of is None else x.index_select(0, of)
-
-
-def give(x: Tensor, of: Tensor | None, value: Tensor) -> None:
-    """The opposite of `take`: writes value [n, ...] to these rows of x [B, ...]."""
-    if of is None:
-        x.copy_(value)
-    else:
-        x.index_copy_(0, of, value.to(x.dtype))
-
-
 def staged(numbers: list, device: torch.device) -> Tensor:
     """Numbers of the host's, from where `copy_(..., non_blocking=True)` to a device waits for nothing."""
-    return torch.tensor(numbers, pin_memory=device.type == "cuda" and not is_traced())
+    return torch.tensor(numbers, pin_memory=device.type == "cuda" and not is_compiling())
 
 
 def unreserved(device: torch.device) -> int:
@@ -92,32 +90,38 @@ def garbage_waits():
                 gc.enable()
 
 
-_tracing = contextvars.ContextVar("tracing", default=False)
+def cache_folder() -> Path:
+    """The folder that keeps compiled kernels: $TRIFORCE_CACHE, or `triforce` in the user's cache. It is made, and is
+    the user's alone.
 
-
-@contextlib.contextmanager
-def traced():
-    """Within, functions are traced for the compiler: see `is_traced`."""
-    token = _tracing.set(True)
+    Raises:
+        UserError: others may write to it, and what it holds is run; or it cannot be made.
+    """
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "triforce"
+    path = Path(os.environ.get("TRIFORCE_CACHE") or usual).expanduser()
+    remedy = "set TRIFORCE_CACHE to a folder of your own"
     try:
-        yield
-    finally:
-        _tracing.reset(token)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        raise UserError(f"cannot keep compiled kernels in {path}: {error.strerror}; {remedy}") from None
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UserError(f"compiled kernels are run, and others may write to {path}; {remedy}, or: chmod go-w {path}")
+    return path
 
 
-def is_traced() -> bool:
-    """Whether operations are being noted down rather than done: no value of a tensor can be looked at."""
-    return _tracing.get()
+def compiled(function: Callable) -> Callable:
+    """The function, compiled for each set of shapes that it is called with, when it is first called with them."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder()))
+    run = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
+    limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": 4 * SHAPES}
 
+    @functools.wraps(function)
+    def call(*args):
+        with torch._dynamo.config.patch(limits):
+            return run(*args)
 
-def finish(result):
-    """What a function returned, or, if it pauses here and there, what it returns at its end."""
-    while isinstance(result, Generator):
-        try:
-            next(result)
-        except StopIteration as end:
-            return end.value
-    return result
+    return call
 
 
 class Compiler:
@@ -127,17 +131,15 @@ class Compiler:
 
     Args:
         recorder: the stream on which steps are recorded as CUDA graphs. None: they are not.
-        pieces: compiled ones, see `pieces.Pieces`. None: every function runs as it is written.
-        waited: seconds until these were compiled and loaded.
+        compiles: functions are compiled.
     """
 
-    def __init__(self, device: torch.device, *, recorder: torch.cuda.Stream | None = None, pieces=None,
-                 waited: float = 0.0):
-        self.device, self.recorder, self.pieces, self.waited = device, recorder, pieces, waited
+    def __init__(self, device: torch.device, *, recorder: torch.cuda.Stream | None = None, compiles: bool = False):
+        self.device, self.recorder, self.compiles = device, recorder, compiles
         self.pool = None if recorder is None else torch.cuda.graph_pool_handle()
         self.num_recorded = 0  # steps that ran as they are, were recorded, or were replayed for the first time
         self.seconds = 0.0  # that the host spent on those that ran or were recorded when they were called
-        self.settings: Hashable = None  # by which written steps differ from text to text
+        self.settings: Hashable = None  # by which steps that are not compiled differ from text to text
 
     @contextlib.contextmanager
     def recording(self):
@@ -147,44 +149,24 @@ class Compiler:
         self.num_recorded += 1
         self.seconds += time.perf_counter() - begun
 
-    def begin(self) -> None:
-        """A text begins, with the pieces that are loaded."""
-        if self.pieces is not None:
-            self.pieces.begin()
-
-    @property
-    def num_pieces(self) -> int:
-        """Compiled ones, that the present text runs. Graphs of others are not its own."""
-        return 0 if self.pieces is None else len(self.pieces.ready)
-
-    @property
-    def made_of(self) -> tuple[int, Hashable]:
-        """What the present text's graphs are made of. Those of other texts are not its own where this differs."""
-        return self.num_pieces, self.settings
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the present text runs all pieces that can be compiled."""
-        return self.num_pieces > 0 and self.pieces.complete
-
-    def level(self, name: str) -> "Level":
-        return Level(self, name)
+    def level(self) -> "Level":
+        return Level(self)
 
 
 class Level:
     """The functions of one level, whose shapes are all constant: `level(function)`, and `level.step(function)`."""
 
-    def __init__(self, compiler: Compiler, name: str):
-        self.compiler, self.name = compiler, name
-        self._pieces: dict[Callable, Callable] = {}
+    def __init__(self, compiler: Compiler):
+        self.compiler = compiler
+        self._compiled: dict[Callable, Callable] = {}
 
     def __call__(self, function: Callable) -> Callable:
-        """The function, compiled if that was done beforehand."""
-        if self.compiler.pieces is None:
+        """The function, compiled where that is wanted."""
+        if not self.compiler.compiles:
             return function
-        if function not in self._pieces:
-            self._pieces[function] = self.compiler.pieces.piece(self.name, function)
-        return self._pieces[function]
+        if function not in self._compiled:
+            self._compiled[function] = compiled(function)
+        return self._compiled[function]
 
     def step(self, function: Callable, num_lengths: int = 0, warm_up: int = 1) -> Callable:
         """The function as a graph, on a GPU; it must write its results into tensors that stay where they are.
@@ -202,70 +184,52 @@ class Level:
 
 class Graphed:
     """Runs a function as it is the first times, then records a graph per set of arguments and replays it. `prepare`
-    records it beforehand. A function that pauses may be recorded as several graphs, one after the other.
+    records it beforehand.
 
-    What a function does must follow from its arguments, and from `Compiler.made_of`: with those arguments that are no
+    What a function does must follow from its arguments, and from `Compiler.settings`: with those arguments that are no
     tensors, that is the graph's key. Within the recording of another graph it runs as it is, and becomes part of that.
     """
 
     def __init__(self, function: Callable, compiler: Compiler, num_lengths: int, warm_up: int):
         self.function, self.compiler, self.num_lengths, self.warm_up = function, compiler, num_lengths, warm_up
-        self.graphs: OrderedDict[tuple, list[torch.cuda.CUDAGraph]] = OrderedDict()
-        self._begun: dict[tuple, Recording] = {}  # by key, what `prepare` has recorded a part of
+        self.graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self.calls: Counter[tuple] = Counter()
         self._unplayed: set[tuple] = set()  # keys of graphs that were recorded ahead: the first replay takes longer
 
     def __call__(self, *args) -> None:
         if torch.cuda.is_current_stream_capturing():  # part of a longer graph
-            finish(self.function(*args))
+            self.function(*args)
             return
         key, kind = self._key(args)
         if key not in self.graphs:
             with self.compiler.recording():
                 if self.calls[kind] < self.warm_up:  # the device begins while the host still finds its kernels
                     self.calls[kind] += 1
-                    finish(self.function(*args))
+                    self.function(*args)
                     return
                 self._record(key, args)
         elif key in self._unplayed:
             self._unplayed.discard(key)
             self.compiler.num_recorded += 1
         self.graphs.move_to_end(key)
-        for graph in self.graphs[key]:
-            graph.replay()
+        self.graphs[key].replay()
 
-    def prepare(self, *args, until: float = math.inf) -> None:
-        """Records a call, if it is new. The device goes on with what it has to do.
-
-        Args:
-            until: of a function that pauses, no more than what is recorded by then, by time.perf_counter(), and at
-                least a part. The next call for the same goes on.
-        """
+    def prepare(self, *args) -> None:
+        """Records a call, if it is new. The device goes on with what it has to do. What is to be compiled has to have
+        run before: nothing can be compiled within a recording."""
         key, kind = self._key(args)
-        if key not in self.graphs:
-            if self._record(key, args, until):
-                self.calls[kind] = self.warm_up
-                self._unplayed.add(key)
-            if until == math.inf:
-                self.compiler.num_recorded += 1  # it may have taken longer than what the device does
+        if key in self.graphs or self.compiler.compiles and self.calls[kind] < self.warm_up:
+            return
+        self._record(key, args)
+        self.calls[kind] = self.warm_up
+        self._unplayed.add(key)
+        self.compiler.num_recorded += 1  # it may have taken longer than what the device does
 
-    def has(self, *args) -> bool:
-        """Whether such a call is recorded."""
-        return self._key(args)[0] in self.graphs
-
-    def _record(self, key: tuple, args, until: float = math.inf) -> bool:
-        """Returns whether it is done."""
-        recording = self._begun.pop(key, None) or Recording(self.function, args, self.compiler)
-        if not recording.go_on(until):
-            self._begun[key] = recording
-            if len(self._begun) > KEPT_PARTS:
-                del self._begun[next(iter(self._begun))]
-            return False
-        self.graphs[key] = recording.graphs
+    def _record(self, key: tuple, args) -> None:
+        self.graphs[key] = recorded(self.function, args, self.compiler)
         if len(self.graphs) > KEPT_GRAPHS:
             oldest, _ = self.graphs.popitem(last=False)
             self._unplayed.discard(oldest)
-        return True
 
     def _key(self, args) -> tuple[tuple, tuple]:
         """What the graph of a call depends on, and what decides which kernels the call runs."""
@@ -273,50 +237,23 @@ class Graphed:
         # Of lengths, kernels depend on which of the stretches between them are empty.
         lengths = args[: self.num_lengths]
         empty = tuple(a < b for a, b in zip((0, *lengths), lengths, strict=False))
-        made_of = self.compiler.made_of
-        return (made_of, *own), (made_of, *empty, *own[self.num_lengths :])
+        settings = self.compiler.settings
+        return (settings, *own), (settings, *empty, *own[self.num_lengths :])
 
 
-class Recording:
-    """A call of a function, recorded as one graph after the other: as many as it takes."""
-
-    def __init__(self, function: Callable, args, compiler: Compiler):
-        self.function, self.args, self.compiler = function, args, compiler
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-        self._rest: Generator | None = None  # of the function, if it has paused
-
-    def go_on(self, until: float) -> bool:
-        """Records another graph. Returns whether it is the last one."""
-        with self._captured() as graph:
-            is_done = self._run(until)
-        self.graphs.append(graph)
-        return is_done
-
-    @contextlib.contextmanager
-    def _captured(self):
-        """Within, a graph is recorded."""
-        make_room(self.compiler.device)  # torch.cuda.graph() would empty the allocator's cache each time
-        graph, stream = torch.cuda.CUDAGraph(), self.compiler.recorder
-        stream.wait_stream(torch.cuda.current_stream())
-        with garbage_waits(), torch.cuda.stream(stream):
-            graph.capture_begin(pool=self.compiler.pool, capture_error_mode="thread_local")
-            try:
-                yield graph
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def _run(self, until: float) -> bool:
-        """The function up to its end, or to its first pause at that time or later."""
-        if self._rest is None:
-            result = self.function(*self.args)
-            if not isinstance(result, Generator):
-                return True
-            self._rest = result
-        for _ in self._rest:
-            if time.perf_counter() >= until:
-                return False
-        return True
+def recorded(function: Callable, args, compiler: Compiler) -> torch.cuda.CUDAGraph:
+    """A call of a function as a graph."""
+    make_room(compiler.device)  # torch.cuda.graph() would empty the allocator's cache each time
+    graph, stream = torch.cuda.CUDAGraph(), compiler.recorder
+    stream.wait_stream(torch.cuda.current_stream())
+    with garbage_waits(), torch.cuda.stream(stream):
+        graph.capture_begin(pool=compiler.pool, capture_error_mode="thread_local")
+        try:
+            function(*args)
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
 def preparations(step: Callable, *args) -> Iterator[Callable[[], None]]:

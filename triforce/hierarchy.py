@@ -9,7 +9,7 @@ Which of them take part in a round is the plan's to say.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,6 @@ from .drafting.protocol import Drafter
 from .drafting.ranks import SharedDrafter
 from .errors import UserError
 from .graphs import Compiler
-from .kv.store import Extent
 from .kv.streaming import StreamingCache
 from .kv.target import TargetCache
 from .kv.views import CommonView, RetrievalView
@@ -122,13 +121,11 @@ class Hierarchy:
         view = self.view if self.view is None or self.view.shared is None else self.view.shared
         return view if view is not None and view.awaiting else None
 
-    def round(self, plan: Plan, lengths: list[int], next_extent: Extent | None = None,
-              meanwhile: Callable[[], None] | None = None) -> Round:
+    def round(self, plan: Plan, lengths: list[int], meanwhile: Callable[[], None] | None = None) -> Round:
         """One verify and all that is drafted for it; the one host sync is at its end.
 
         Args:
             lengths: settled tokens of each row.
-            next_extent: of the prefix, if that is about to grow: graphs for it are recorded while the device works.
             meanwhile: called while the device works.
         """
         self._check(plan)
@@ -144,8 +141,6 @@ class Hierarchy:
         drafted = self.outer.draft(plan)
         clock.drafted()
         self.outer.check(plan, drafted)
-        if next_extent is not None:
-            self.outer.look_ahead(plan, next_extent)
         if gathering is not None:
             gathering.gathered()
         if meanwhile is not None:
@@ -166,6 +161,13 @@ class Hierarchy:
         """What records the steps of the next round; see `graphs.preparations`."""
         self.outer.gathering = self.gathering
         yield from self.outer.preparations_of_round(plan)
+
+    def kinds_of_rounds(self, default: Plan) -> list[Plan]:
+        """Plans that between them take every padded step. default: what rounds follow where nothing is chosen."""
+        plans = [Plan(), *(Plan(1, source) for source in self.sources)]
+        if self.inner is not None:  # two tokens of its draft run what more of them do
+            plans.append(replace(default, rounds=1, gamma_inner=min(default.gamma_inner, 2)))
+        return plans
 
     def _check(self, plan: Plan) -> None:
         """Raises ValueError for a plan that asks for drafters that are not here, or for more rows than there are."""
@@ -198,7 +200,6 @@ class Hierarchy:
         self.cache.prefix.open(ends)
         for level in self.levels:
             level.totals.zero_()
-            level.compute_for(None)
         if self.view is not None:
             self.view.num_rebuilds = 0
 
@@ -217,12 +218,6 @@ class Hierarchy:
     def limit(self, row: int, length: int) -> None:
         """Rounds emit nothing for a row beyond `length` tokens."""
         self.outer.limit[row].fill_(length)
-
-    def compute_for(self, rows: list[int] | None, places: int = 0) -> None:
-        """See `Speculator.compute_for`. On a GPU the full level alone may do so: a step of fewer rows copies the tail
-        with what lies before it. Of a view, that is too much."""
-        for level in self.levels:
-            level.compute_for(rows, places)
 
     def close_row(self, row: int, length: int) -> None:
         """Rounds emit nothing more for a row. Where a kernel reads lengths on the device, it reads one key of it."""

@@ -24,12 +24,11 @@ class Conversation:
     """Reads lines, streams answers.
 
     Args:
-        read: gives the next line, without its end; raises EOFError after the last.
         options: of every answer; see `Engine.stream`.
     """
 
-    def __init__(self, chat: Chat, options: dict, read: Callable[[], str] | None = None):
-        self.chat, self.options, self.read = chat, options, read or ask
+    def __init__(self, chat: Chat, options: dict):
+        self.chat, self.options = chat, options
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
@@ -38,7 +37,7 @@ class Conversation:
         say("Ask away; /help lists what else there is.")
         while True:
             try:
-                line = self.read().strip()
+                line = ask().strip()
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -68,8 +67,7 @@ class Conversation:
             say(HELP)
         elif name == "/undo":
             self.chat.undo()
-            left = len(self.chat.turns)
-            say(f"({left} {'turn is' if left == 1 else 'turns are'} left)")
+            say(f"(the last question and its answer are forgotten; turns before them: {len(self.chat.turns)})")
         elif name == "/stats":
             if not self.chat.turns:
                 raise UserError("nothing has been answered yet in this conversation")
@@ -84,16 +82,17 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         turn = self.chat.stream(text, **self.options)
+        is_piped = sys.stdin is not None and not sys.stdin.isatty()  # nobody sees what is asked
         with stopped_by_interrupts() as stopped:
+            if is_piped:
+                print(f"> {text}")
             for piece in turn:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                print(piece, end="", flush=True)
                 if stopped():
                     turn.close()
                     say("\n(ended)")
                     break
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print("\n" if is_piped else "", flush=True)
 
 
 def ask() -> str:

@@ -1,16 +1,19 @@
 """`load`: from names and options to an Engine, with everything checked before anything large is read."""
 
+import importlib
+import threading
 from pathlib import Path
 
 import torch
 
 from . import memory, warm_up
 from .config import Placement, Settings, split, takes
-from .engine import Engine
+from .engine import Engine, log
 from .errors import UserError
 from .hf import checkpoint as ckpt
 from .hf.folders import find_draft, resolve
 from .hf.tokenizer import Tokenizer
+from .host import check_process, own_settings
 from .model import ModelConfig
 from .parallel import Group, shard_config, subgroup, together
 from .quantize import check_fp8, fp8_bytes, fp8_copy
@@ -18,6 +21,7 @@ from .streams import ComputeStream
 
 
 @takes(Settings, Placement)
+@own_settings()
 def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **options) -> Engine:
     """Loads a target, and a draft if there is one, ready to generate.
 
@@ -30,6 +34,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     Raises:
         UserError: the checkpoint, a setting or the machine does not fit; the text says how to mend it.
     """
+    check_process()
     [settings, place], _ = split(options, Settings, Placement, what="setting")
     place = place.resolve()
     device = place.device
@@ -57,6 +62,8 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     stream = ComputeStream(device)
     warming = warm_up.begin(local, draft_config, resolved, dtype, stream, sum(part.bytes for part in parts))
 
+    if place.compile:  # which takes seconds to import, and to read weights hardly needs Python
+        threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",), name="compiler").start()
     tokenizer = Tokenizer(folder)
     if draft_folder is not None:
         difference = tokenizer.same_as(Tokenizer(draft_folder))
@@ -75,8 +82,10 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
                     model.pack(resolved.block_size)
         engine = Engine(target, tokenizer, draft, drafting=fp8_copy(target) if place.draft_dtype else None,
                         settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder,
-                        compute_stream=stream)
+                        compute_stream=stream, defaults=ckpt.generation_defaults(folder))
     engine.caches.warming = warming
+    for name, value in ckpt.ignored_defaults(folder).items():
+        log.info("%s of generation_config.json (%s) is not applied: there is no such option here", name, value)
     return engine
 
 

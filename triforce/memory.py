@@ -7,12 +7,11 @@ import resource
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from . import nucleus
-from .config import Settings
+from . import free_memory, nucleus
+from .config import Placement, Settings
 from .errors import UserError
 from .float8 import LAYERS, work_bytes
 from .graphs import SPARE, Compiler, unreserved
@@ -197,15 +196,27 @@ def host_part(config: ModelConfig, num_layers: int, **sizes) -> Part:
                 ("--num-resident-layers", "--max-seq-len", "--batch-size"))
 
 
-def fitting_layers(config: ModelConfig, parts: Collection[Part], device: torch.device, resident_memory: int | None,
-                   **sizes) -> int:
-    """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes."""
-    return layers_within(config, parts, available(device), device, resident_memory, **sizes)
+def resident_layers(config: ModelConfig, place: Placement, parts: Collection[Part], free: int | None,
+                    device: torch.device, **sizes) -> int | None:
+    """How many layers of the KV prefix stay on the device, beside `parts`. None: all, since nothing is offloaded.
+
+    Args:
+        place: resolved. free: see `layers_within`. sizes: see `layer_bytes`.
+    """
+    if not place.offload or place.num_resident_layers is not None:
+        return place.num_resident_layers if place.offload else None
+    if place.offload is True and place.resident_memory is None:
+        return 0
+    return layers_within(config, parts, free, device, place.resident_memory, **sizes)
 
 
 def layers_within(config: ModelConfig, parts: Collection[Part], free: int | None, device: torch.device,
                   resident_memory: int | None, **sizes) -> int:
-    """The same of so many free bytes; None: nobody knows how many."""
+    """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes.
+
+    Args:
+        free: bytes of the device; None: nobody knows.
+    """
     room = []
     if free is not None:
         room = [min(int(0.95 * free), less_spare(free, device)) - sum(part.bytes for part in parts)]
@@ -218,19 +229,7 @@ def available(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(unreserved(device) + unused, 0)
-    free = []
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            free.append(int(line.split()[1]) * 1024)
-    granted, size = resource.getrlimit(resource.RLIMIT_AS)[0], _lines("/proc/self/statm")
-    if granted != resource.RLIM_INFINITY and size:
-        free.append(granted - int(size[0].split()[0]) * resource.getpagesize())
-    # A container may be granted less than its machine has; the page cache that it holds can be had back.
-    limit, used, stat = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
-    if limit and used and limit[0].isdigit():
-        cached = sum(int(line.split()[1]) for line in stat if line.startswith(("inactive_file ", "active_file ")))
-        free.append(int(limit[0]) - int(used[0]) + cached)
-    return max(min(free), 0) if free else None
+    return free_memory.of_host()
 
 
 def comfortable(device: torch.device) -> int | None:
@@ -267,13 +266,6 @@ def remedy_of_scatter() -> str:
         return ""
     value = f"{given},{GROWING}" if given else GROWING
     return f". If it was nearly enough, set {name}={value} before Python starts"
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def check(parts: Collection[Part], device: torch.device, of_no_use: Collection[str] = ()) -> None:

@@ -7,29 +7,19 @@ Shapes: B batch, M rows of a block (new tokens), H query heads, K KV heads, D he
 """
 
 import math
-from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from . import attention
-from .errors import UserError
 from .float8 import FP8, LAYERS, MADE, Float8, ScaledLinear
-from .graphs import finish, is_traced
-from .packed import multiply, pack, packs
+from .packed import in_few_shapes, multiply, pack, packs
 
 SHARE = 32768  # elements: a CPU's loop shares no fewer out to several threads
 FEW = 2**18  # elements of heads: for more, a GPU spends its time on reading and writing them
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
-                 "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
-                 "glm": "GlmForCausalLM"}
-PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
-CHATGLM = ("ChatGLMModel", "ChatGLMForConditionalGeneration")  # GlmForCausalLM in the layout of its own code
-# What a config.json may name and this file lacks: a value of any of these would change what is computed.
-LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts", "n_routed_experts",
-           "kv_lora_rank", "q_lora_rank")
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that the model's shape and arithmetic depend on, read from a Hugging Face config.json."""
+    """Everything that the model's shape and arithmetic depend on. `hf/config.py` reads it from a config.json."""
 
     vocab_size: int
     dim: int
@@ -92,71 +82,6 @@ class ModelConfig:
         names = {self.unchunked_window: "window before dual_chunk_attention_config, which is not supported",
                  self.sliding_window: "sliding_window", self.max_position_embeddings: "positions"}
         return names[self.max_len]
-
-    @classmethod
-    def from_hf(cls, hf: dict) -> "ModelConfig":
-        """Reads the fields of a config.json, in the spelling of any transformers version.
-
-        Raises:
-            UserError: the architecture, activation, rope type or another feature is not one that this file implements.
-        """
-        _refuse_lacking(hf)
-        architecture = (hf.get("architectures") or [ARCHITECTURES.get(hf.get("model_type"), "of no name")])[0]
-        if architecture in CHATGLM:
-            hf, architecture = _from_chatglm(hf), "GlmForCausalLM"
-        if architecture not in ARCHITECTURES.values():
-            known = ", ".join((*ARCHITECTURES.values(), *CHATGLM))
-            raise UserError(f"architecture {architecture} is not supported; supported are {known}")
-        if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; supported is 'silu'")
-        missing = [key for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-                                   "intermediate_size") if key not in hf]
-        if missing:
-            raise UserError(f"config.json lacks {', '.join(missing)}; download the checkpoint again")
-        n_head, parts = hf["num_attention_heads"], {**hf, **(hf.get("rope_parameters") or {})}
-        rotary_factor = parts.get("partial_rotary_factor") or PARTIAL.get(architecture, 1.0)
-        if architecture not in PARTIAL and rotary_factor != 1.0:
-            raise UserError(f"partial_rotary_factor {rotary_factor} is not supported for {architecture}, but for "
-                            f"{' and '.join(PARTIAL)}")
-        glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
-        chunked = hf.get("dual_chunk_attention_config") or {}
-        theta, scaling = _rope_from_hf(hf)
-        positions = hf.get("max_position_embeddings", 2048)
-        if scaling.kind == "yarn":  # some configs give the window before stretching here, some the one after
-            positions = max(positions, int(scaling.original_max_position_embeddings * scaling.factor))
-        config = cls(
-            vocab_size=hf["vocab_size"],
-            dim=hf["hidden_size"],
-            n_layer=hf["num_hidden_layers"],
-            n_head=n_head,
-            n_kv_head=hf.get("num_key_value_heads") or n_head,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // n_head,
-            ffn_dim=hf["intermediate_size"],
-            norm_eps=hf.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            rotary_factor=float(rotary_factor),
-            rotary_interleaved=glm,
-            max_position_embeddings=positions,
-            sliding_window=_window_from_hf(hf, architecture),
-            unchunked_window=chunked["original_max_position_embeddings"] if chunked else None,
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            qkv_bias=qwen2 or bool(hf.get("attention_bias", glm)),
-            out_bias=not qwen2 and not glm and bool(hf.get("attention_bias", False)),
-            mlp_bias=bool(hf.get("mlp_bias", False)),
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            architecture=architecture,
-            dtype=hf.get("dtype") or hf.get("torch_dtype"),
-        )
-        if hf.get("quantization_config"):
-            config = replace(config, float8=Float8.from_hf(hf["quantization_config"], config.n_layer,
-                                                           config.tie_word_embeddings))
-        for name in ("short_factor", "long_factor") if scaling.kind == "longrope" else ():
-            count, pairs = len(getattr(scaling, name)), config.rotary_dim // 2
-            if count != pairs:
-                raise UserError(f"{name} has {count} numbers, but {pairs} pairs of a head are rotated; download "
-                                "config.json again")
-        return config
 
     def within(self, max_seq_len: int | None) -> "ModelConfig":
         """For sequences of at most so many positions. LongRoPE has other frequencies within its original window than
@@ -219,89 +144,6 @@ class ModelConfig:
         biases = rows * self.qkv_bias + self.dim * self.out_bias + (2 * self.ffn_dim + self.dim) * self.mlp_bias
         embeddings = self.vocab_rows * self.dim * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.n_layer * (attention + biases + 3 * self.dim * self.ffn_dim + norms) + self.dim
-
-
-def _refuse_lacking(hf: dict) -> None:
-    """Raises UserError for what this file lacks, by the key and value of config.json."""
-    for key in LACKING:
-        if hf.get(key):
-            raise UserError(f"{key} {hf[key]!r} is not supported; choose a dense model with plain attention")
-    unknown = set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UserError(f"layer_types {sorted(unknown)!r} are not supported; choose a model whose layers all have full "
-                        "or sliding attention")
-    beta = (hf.get("rope_parameters") or {}).get("llama_4_scaling_beta")
-    if beta:
-        raise UserError(f"llama_4_scaling_beta {beta} is not supported; choose a model whose queries are not scaled by "
-                        "their positions")
-
-
-def _from_chatglm(hf: dict) -> dict:
-    """A config.json of GLM's own code, in the words of transformers."""
-    fixed = {"rmsnorm": True, "post_layer_norm": True, "original_rope": True, "multi_query_attention": True,
-             "add_bias_linear": False, "apply_residual_connection_post_layernorm": False, "interleaved_qkv": False}
-    unlike = [key for key, value in fixed.items() if hf.get(key, value) != value]
-    unlike += [key for key in ("pre_seq_len", "quantization_bit") if hf.get(key)]
-    if unlike:
-        raise UserError(f"{unlike[0]} {hf[unlike[0]]!r} is not supported; choose the checkpoint as it was published")
-    return {**hf, "vocab_size": hf["padded_vocab_size"], "num_hidden_layers": hf["num_layers"],
-            "num_key_value_heads": hf["multi_query_group_num"], "head_dim": hf["kv_channels"],
-            "intermediate_size": hf["ffn_hidden_size"], "max_position_embeddings": hf["seq_length"],
-            "rms_norm_eps": hf["layernorm_epsilon"], "attention_bias": hf["add_qkv_bias"],
-            "rope_theta": 10000.0 * (hf.get("rope_ratio") or 1)}
-
-
-def _window_from_hf(hf: dict, architecture: str) -> int | None:
-    """The sliding window, where any layer has one."""
-    window, types = hf.get("sliding_window"), hf.get("layer_types")
-    qwen = architecture.startswith("Qwen")
-    if qwen and not hf.get("use_sliding_window", False):
-        return None
-    if types is not None and (qwen or architecture == "MinistralForCausalLM"):  # others give all layers one window
-        return window if "sliding_attention" in types else None
-    return None if qwen and (hf.get("max_window_layers") or 0) >= hf["num_hidden_layers"] else window
-
-
-def _rope_from_hf(hf: dict) -> tuple[float, RopeScaling]:
-    """(theta, scaling) from `rope_theta` and `rope_scaling`, or from transformers 5's `rope_parameters`."""
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if "short_factor" in rope:  # older Phi-3 configs call it su, or yarn
-        kind = "longrope"
-    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
-        raise UserError(f"rope type {kind!r} is not supported; supported are default, linear, llama3, yarn, longrope")
-    if kind == "default":
-        return theta, RopeScaling()
-    factor = float(rope.get("factor", 1.0))
-    original = rope.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
-    if kind == "longrope":  # of its two windows, Phi-3's config.json is right beside the scaling, not in it
-        original = hf.get("original_max_position_embeddings") or original or hf["max_position_embeddings"]
-    if kind in ("yarn", "longrope") and original and "factor" not in rope:
-        factor = hf["max_position_embeddings"] / original
-    attention_factor = rope.get("attention_factor")
-    if attention_factor is None and kind == "longrope":  # arXiv 2402.13753, as Phi-3 has it
-        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    elif attention_factor is None:
-        # YaRN's temperature (arXiv 2309.00071, eq. 22), with DeepSeek's two-sided form where both mscales are given.
-        def mscale(weight: float) -> float:
-            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-        m, m_all = rope.get("mscale"), rope.get("mscale_all_dim")
-        attention_factor = mscale(m) / mscale(m_all) if m and m_all else mscale(1.0)
-    return theta, RopeScaling(
-        kind=kind,
-        factor=factor,
-        original_max_position_embeddings=int(original or hf.get("max_position_embeddings", 2048)),
-        low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        attention_factor=float(attention_factor) if kind in ("yarn", "longrope") else 1.0,
-        truncate=bool(rope.get("truncate", True)),
-        short_factor=tuple(map(float, rope["short_factor"])) if kind == "longrope" else (),
-        long_factor=tuple(map(float, rope["long_factor"])) if kind == "longrope" else (),
-    )
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -381,7 +223,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
     Args:
         out: where to, of the shape and dtype of x. None: a new tensor.
     """
-    if x.is_cuda and not is_traced():
+    if x.is_cuda and not is_compiling():
         if out is None and x.numel() <= FEW:
             return _in_five_kernels(x, cos, sin)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -444,9 +286,11 @@ class Linear(nn.Linear):
         self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None:
+        if x.device.type != "cpu":
             return super().forward(x)
-        return multiply(x, self.packed, self.bias)
+        if self.packed is None:
+            return in_few_shapes(super().forward, x)
+        return in_few_shapes(lambda rows: multiply(rows, self.packed, self.bias), x)
 
 
 class Embedding(nn.Embedding):
@@ -511,7 +355,7 @@ class Attention(nn.Module):
         """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each, or one of parts -> [B, M, dim]."""
         y = attention.join(states)
         y = y.unflatten(2, (self.n_head // y.shape[1], -1)).permute(0, 3, 1, 2, 4)  # [B, M, K, G, D]; or H, 1 for K, G
-        if is_traced() and y.dtype == dtype:  # or else `to` is nothing, and compiled code may have y in another order
+        if is_compiling() and y.dtype == dtype:  # or else `to` is nothing, and y may lie in another order
             y = y.clone(memory_format=torch.contiguous_format)
         y = self.out(y.to(dtype, memory_format=torch.contiguous_format).flatten(2))
         return y if self.group is None else self.group.all_reduce(y)
@@ -656,17 +500,11 @@ class Transformer(nn.Module):
                 if isinstance(module, Linear) and module.weight.numel() >= Linear.PACK_FROM:
                     module.pack(rows)
 
-    def forward(self, tokens: Tensor, kv, pauses: bool = False) -> Tensor | Generator[None, None, Tensor]:
-        """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`. pauses: they are what a generator
-        returns that pauses after each layer."""
-        layers = self._layer_by_layer(tokens, kv)
-        return layers if pauses else finish(layers)
-
-    def _layer_by_layer(self, tokens: Tensor, kv) -> Generator[None, None, Tensor]:
+    def forward(self, tokens: Tensor, kv) -> Tensor:
+        """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`."""
         x = self.embedding(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, kv.layer(i), kv.compiled)
-            yield
         return self.norm(x)
 
     def prefill(self, tokens: Tensor, blocks: list[tuple[int, int, object]], on_progress=None,

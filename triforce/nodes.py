@@ -11,8 +11,8 @@ Shapes: B batch, M rows, P rows of the longest path, W rows that a step drafts a
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from .graphs import is_traced
 from .tree import FOLLOWERS, Layout, Shape, TokenTree
 
 
@@ -42,7 +42,7 @@ class Nodes:
         # after [P, W], and those that it drafts [P, 3, FOLLOWERS * W]: numbers, which of the former they follow, ranks.
         self._first, self._here, self._next = parts[4:]
         self.growth = Growth(self)
-        if not (self.device.type == "meta" or is_traced()):
+        if not (self.device.type == "meta" or is_compiling()):
             self.set(Shape(longest - 1))
 
     @property

@@ -11,8 +11,7 @@ Shapes: B batch, n positions, V vocabulary.
 
 import torch
 from torch import Tensor
-
-from .graphs import is_traced
+from torch.compiler import is_compiling
 
 FIRST = (128, 4096)  # on a CPU so many of the most probable words are ranked before all are
 SEARCHED = 2**22  # probabilities from which on a GPU's compiled code searches (measured on an H200)
@@ -29,7 +28,8 @@ def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor, most: int 
     """All at least as probable survive: probs [B, n, V], top_k [B] (0: all; None: all of all rows), top_p [B] ->
     [B, n, 1]. most: see `ranked`."""
     top_k, top_p = None if top_k is None else top_k[:, None, None], top_p[:, None, None].double()
-    if most is None and is_traced() and _on_gpu(probs) and probs.numel() >= SEARCHED and probs.dtype == torch.float32:
+    are_many = _on_gpu(probs) and probs.numel() >= SEARCHED
+    if most is None and is_compiling() and are_many and probs.dtype == torch.float32:
         return searched(probs, top_k, top_p)
     return ranked(probs, top_k, top_p, most)
 
@@ -44,7 +44,7 @@ def nearly_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     """
     if not _on_gpu(probs):
         return smallest_kept(probs, top_k, top_p)
-    if probs.numel() > (NEARLY if is_traced() else NEARLY_AS_WRITTEN):
+    if probs.numel() > (NEARLY if is_compiling() else NEARLY_AS_WRITTEN):
         return smallest_kept(probs, top_k, top_p, RANKED)
     top_p = top_p[:, None, None].to(probs.dtype)
     steps = torch.arange(EDGES, device=probs.device) * (HALVINGS / EDGES)
@@ -120,7 +120,7 @@ def _share(top_p: Tensor, total: Tensor) -> Tensor:
 
 def _most_probable(probs: Tensor, top_k: Tensor | None, top_p: Tensor) -> Tensor:
     """Probabilities in descending order, all of them, or as many as decide every row's top-k and top-p."""
-    looks = probs.device.type == "cpu" and not is_traced()
+    looks = probs.device.type == "cpu" and not is_compiling()
     for few in FIRST if looks else ():  # a CPU sorts slowly and looks for free: nearly always few hold the nucleus
         if probs.shape[-1] <= few:
             break

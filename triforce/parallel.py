@@ -18,9 +18,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .errors import UserError
-from .graphs import is_traced
 from .model import ModelConfig
 from .streams import use_one_stream
 
@@ -51,16 +51,16 @@ class Group:
         """The sum over all ranks, on each of them the same to the bit. It may take the place of x."""
         wide = torch.float32 if x.dtype == torch.float16 else x.dtype  # PyTorch's one-shot sum knows no float16
         if self.buffer is not None and x.numel() * wide.itemsize <= ONE_SHOT_BYTES:
-            total = one_shot_all_reduce if is_traced() else _one_shot
+            total = one_shot_all_reduce if is_compiling() else _one_shot
             return total(x.to(wide).contiguous(), self.buffer, self.name).to(x.dtype)
-        if is_traced():
+        if is_compiling():
             return collectives.wait_tensor(collectives.all_reduce(x, "sum", self.name))
         dist.all_reduce(x := x.contiguous(), group=self._processes)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[N, ...] -> [size * N, ...], in the order of the ranks."""
-        if is_traced():
+        if is_compiling():
             return collectives.wait_tensor(_gather(x, 0, self.name))
         processes = self._processes
         parts = x.new_empty(processes.size() * len(x), *x.shape[1:])
@@ -69,7 +69,7 @@ class Group:
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """What rank `source` has, on every rank. It may take the place of x."""
-        if is_traced():
+        if is_compiling():
             return collectives.wait_tensor(collectives.broadcast(x, source, self.name))
         dist.broadcast(x := x.contiguous(), source, group=self._processes)
         return x

@@ -2,8 +2,12 @@
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,13 +17,17 @@ from . import prefix_file
 from .drafting.ngram import NgramMeter
 from .errors import UserError
 from .hf.tokenizer import is_messages
+from .host import check_process, not_pickled, own_settings
 from .kv.prefix import PrefixStore
-from .parallel import Group, agreed
-from .prefix_file import PrefixReader
-from .prefix_path import as_path, holds_something
+from .parallel import agreed
+from .prefix_file import Layout, PrefixReader
+from .prefix_path import holds_something
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+log = logging.getLogger("triforce")
+JOINTS = 16  # tokens by which the parts of a text may differ from the whole, where they are joined
 
 
 class Keeping(NamedTuple):
@@ -27,23 +35,22 @@ class Keeping(NamedTuple):
 
     path: str | Path
     every: int  # tokens
+    rendered_at: str | None  # see `Prefix`
 
     @contextlib.contextmanager
-    def begun(self, tokens: list[int], identity: dict, group: Group | None) -> Iterator[PrefixReader | None]:
+    def begun(self, tokens: list[int], engine: "Engine") -> Iterator[PrefixReader | None]:
         """The file open for reading, if it is there, is not empty, and has the beginning of these tokens.
 
         Raises:
             UserError: it has something else.
         """
-        path = as_path(self.path)
-        if not agreed(group, holds_something(path)):
+        if not agreed(engine.target.group, holds_something(self.path)):
             yield None
             return
-        with PrefixReader(path) as reader:
-            prefix_file.check(reader.about, identity, path)
+        with opened(self.path, engine) as reader:
             if reader.tokens != tokens[: len(reader.tokens)]:
                 same = common_length(reader.tokens, tokens)
-                raise UserError(f"{path} keeps another document: of its {len(reader.tokens):,} tokens, the first "
+                raise UserError(f"{self.path} keeps another document: of its {len(reader.tokens):,} tokens, the first "
                                 f"{same:,} are those of this one; choose another name, or remove it")
             yield reader
 
@@ -56,16 +63,22 @@ class Prefix:
         messages: what it was made of, or None; questions about messages go through the chat template.
         store: keys and values of the first `num_shared` tokens, whole flush intervals. Each conversation computes the
             few that remain. None: the document is shorter than a flush interval.
+        rendered_at: the local time (ISO 8601) that a chat template was told when the messages became tokens, and is
+            told again with each question: templates name the day. None: it was made of text.
     """
+
+    __reduce__ = not_pickled("a prefix", "save it, and open the file with the other engine")
 
     def __init__(self, engine: "Engine", tokens: list[int], store: PrefixStore | None):
         self.engine, self.tokens, self.store = engine, tokens, store
         self.messages: list[dict] | None = None
         self.chat_template: str | None = None
         self.chat_template_kwargs: dict | None = None
+        self.rendered_at: str | None = None
         self.num_read = 0  # tokens of it that a prefill found in a file
         self.part_of: int | None = None  # tokens of the document whose prefill goes on, where these are a part of it
         self._meter: NgramMeter | None = None
+        self._has_warned = False  # that a chat template gives other tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -90,6 +103,7 @@ class Prefix:
             self._meter = NgramMeter(self.tokens[: self.num_shared])
         return self._meter
 
+    @own_settings()
     def save(self, path: str | Path) -> None:
         """Writes the document with its keys and values to a file, which `Engine.open` opens again.
 
@@ -99,18 +113,21 @@ class Prefix:
         Raises:
             UserError: the file cannot be written, or the disk is too small.
         """
-        engine, config = self.engine, self.engine.target.config
-        prefix_file.write(path, self.about, self.tokens, self._layer, num_layers=config.n_layer,
-                          n_kv_head=config.n_kv_head * config.num_shards, length=self.num_shared,
-                          head_dim=config.head_dim, dtype=engine.target.dtype, heads=engine.caches.heads,
-                          group=engine.target.group)
+        check_process()
+        engine = self.engine
+        prefix_file.write(path, layout_of(engine, len(self), self.num_shared), self.about, self.tokens, self._layer,
+                          engine.caches.heads, engine.device, engine.target.group)
 
     @property
     def about(self) -> dict:
-        """What a file says beside the tokens, and their keys and values."""
-        part_of = {} if self.part_of is None else {"part_of": self.part_of}
-        return {**self.engine.identity(), **part_of, **storable(
-            messages=self.messages, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs)}
+        """What a file says beside the tokens, and their keys and values; see `KINDS`."""
+        return {**self.engine.identity(), **storable(
+            messages=self.messages, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs,
+            rendered_at=self.rendered_at, part_of=self.part_of)}
+
+    def __reduce_ex__(self, protocol):
+        raise UserError("a Prefix cannot be pickled or copied, it has an engine's memory; write it to a file with "
+                        "`Prefix.save`, which another process opens with `Engine.open`")
 
     def is_kept(self, path: str | Path) -> bool:
         """Whether all of it was read from this file, so that there is nothing to write. Every rank calls this."""
@@ -151,7 +168,7 @@ class Prefix:
         Raises:
             UserError: the question is of the wrong kind; messages do not begin with those of the prefix.
         """
-        engine, template = self.engine, self.chat_template
+        engine = self.engine
         variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
         if is_messages(question):
             if self.messages is None:
@@ -159,7 +176,7 @@ class Prefix:
             if not begins_with(question, self.messages):
                 raise UserError("the messages do not begin with those of the prefix; give the question as text, or "
                                 "add messages to prefix.messages")
-            return engine.encode_prompt(question, template, variables)
+            return self._rendered(question, variables)
         if self.messages is None:
             if chat_template_kwargs is not None:
                 raise UserError("the prefix was made of text, which no chat template reads; drop chat_template_kwargs")
@@ -168,7 +185,69 @@ class Prefix:
             return self.tokens + engine.encode_prompt(question)
         if not isinstance(question, str):
             raise UserError("the prefix was made of messages; give the question as text")
-        return engine.encode_prompt(asked(self.messages, question), template, variables)
+        return self._rendered(asked(self.messages, question), variables)
+
+    def _rendered(self, messages: Sequence[dict], variables: dict | None) -> list[int]:
+        ids = self.engine.encode_prompt(messages, self.chat_template, variables, self.rendered_at)
+        shared = self.shared_with(ids)
+        if shared + JOINTS < self.num_shared and not self._has_warned:
+            self._has_warned = True
+            log.warning("%s of the document's %s tokens are computed anew with each question, since this chat template "
+                        "with these chat_template_kwargs gives others from token %s on; make the document anew with "
+                        "them", f"{len(self) - shared:,}", f"{len(self):,}", f"{shared:,}")
+        return ids
+
+    def shared_with(self, ids: list[int]) -> int:
+        """How many of the tokens whose keys and values are held these begin with."""
+        return min(common_length(ids, self.tokens), self.num_shared)
+
+
+def layout_of(engine: "Engine", num_tokens: int, length: int | None = None) -> Layout:
+    """The sizes of a file. length: tokens that have keys and values; None: whole flush intervals."""
+    config, interval = engine.target.config, engine.settings.flush_interval
+    name = {dtype: name for name, dtype in prefix_file.DTYPES.items()}[engine.target.dtype]
+    length = num_tokens // interval * interval if length is None else length
+    return Layout(num_tokens, config.n_layer, config.n_kv_head * config.num_shards, length, config.head_dim, name)
+
+
+def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
+    """Raises UserError if a document of so many tokens cannot be written there. Every rank calls this."""
+    prefix_file.check_room(path, layout_of(engine, num_tokens).nbytes, engine.target.group)
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
+    """A file of this engine's model and tokenizer, open for reading.
+
+    Raises:
+        UserError: it is of others, or says what no engine has written; see `PrefixReader` for the rest.
+    """
+    with PrefixReader(path) as reader:
+        about, layout, mine = reader.about, reader.layout, engine.identity()
+        if about.keys() != KINDS.keys() or any(type(about[name]) not in kinds for name, kinds in KINDS.items()):
+            raise UserError(f"{path} is altered: what it says about its document is of another kind; make it anew")
+        for what in ("model", "tokenizer"):
+            if about[what] != mine[what]:
+                theirs, ours = (f"{one['name']}, {str(one[what])[:8]}" for one in (about, mine))
+                raise UserError(f"{path} was made with another {what} ({theirs}) than this one ({ours}); open it with "
+                                "the checkpoint, weights and max_seq_len that it was made with, or make it anew")
+        wanted = replace(layout_of(engine, layout.num_tokens, layout.length), dtype=layout.dtype)
+        if layout != wanted or not 0 <= max(reader.tokens, default=-1) < engine.vocab_size:
+            raise UserError(f"{path} is altered: its sizes or tokens are not those of its model; make it anew")
+        try:
+            datetime.fromisoformat(about["rendered_at"] or "2000-01-01")
+            if (about["messages"] is not None and not is_messages(about["messages"])
+                    or about["part_of"] is not None and about["part_of"] <= len(reader.tokens)):
+                raise ValueError
+        except ValueError:
+            raise UserError(f"{path} is altered: its messages, their time, or of what it is a part are none; make it "
+                            "anew") from None
+        yield reader
+
+
+KINDS = {"model": (str,), "tokenizer": (str, NoneType), "name": (str,), "messages": (list, NoneType),
+         "chat_template": (str, NoneType), "chat_template_kwargs": (dict, NoneType), "rendered_at": (str, NoneType),
+         "part_of": (int, NoneType)}  # of what a file says about its document; see `Prefix.about`
 
 
 def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:

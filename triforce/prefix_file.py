@@ -1,7 +1,12 @@
 """A document's keys and values in a file, `moby-dick.prefix`: written once, opened by whoever has questions about it.
 
-It knows nothing of engines or caches, and moves tensors between files and wherever they are. `prefix_format.py` says
-how a file is laid out.
+It knows nothing of engines or caches, and moves tensors between files and wherever they are. The file is safetensors:
+`k.{i}.{h}` and `v.{i}.{h}` ([S, D]) for each layer i and head h, and `tokens` (int32 [N]). Threads and ranks write,
+read and check the tensors of one head each, so a file that two ranks wrote is opened by one or by four. The metadata
+hold the version and the contents (JSON, with its CRC-32): what the caller says `about` the file, its sizes, and the
+CRC-32 of each tensor.
+
+Shapes: N tokens of the document, S of them that have keys and values, K KV heads of the whole model, D head_dim.
 """
 
 import contextlib
@@ -10,88 +15,198 @@ import fcntl
 import glob
 import json
 import os
+import resource
 import secrets
 import struct
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from . import prefix_format as form
 from .errors import UserError
 from .parallel import Group, together
-from .prefix_format import Chunk, Layout, Staging, bytes_of, checksum, in_place, read_all, write_all
-from .prefix_path import MAGIC, as_path, check_target, reading
+from .prefix_path import MAGIC, as_path, begins_as_one, check_source, check_target, reading
 from .streams import like_this_thread, on_new_stream
 
-AGAIN = "copy it again, or make it anew"
+VERSION = "3"
+THREADS = 4  # one reads from the page cache at 2 to 5 GB/s, and sums up 1 to 2
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def write(path: str | Path, about: dict, tokens: list[int], source: Callable[[int], Tensor], *, num_layers: int,
-          n_kv_head: int, length: int, head_dim: int, dtype: torch.dtype, heads: range,
-          group: Group | None = None) -> None:
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a file, and which tensors it has."""
+
+    num_tokens: int
+    num_layers: int
+    n_kv_head: int
+    length: int
+    head_dim: int
+    dtype: str  # as safetensors names it
+
+    def is_sound(self, num_tensors: int) -> bool:
+        """Whether a file of so many tensors may have these sizes, which may be of any kind."""
+        *sizes, dtype = asdict(self).values()
+        return (all(type(size) is int and 0 <= size < 2**31 for size in sizes) and dtype in [*DTYPES]
+                and self.length <= self.num_tokens and 0 < self.head_dim
+                and 1 < num_tensors == 2 * self.num_layers * self.n_kv_head + 1)
+
+    @property
+    def head_bytes(self) -> int:
+        return self.length * self.head_dim * DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return 2 * self.num_layers * self.n_kv_head * self.head_bytes + 4 * self.num_tokens
+
+    def heads(self, i: int, heads: range) -> Iterator[tuple[str, int, int]]:
+        """(name of the tensor, 0 for K and 1 for V, head) of some heads of layer i."""
+        return ((f"{'kv'[half]}.{i}.{head}", half, head) for half in range(2) for head in heads)
+
+    def tensors(self) -> dict[str, tuple[str, list[int]]]:
+        """Dtype and shape of each, in the order in which they lie."""
+        names = (name for i in range(self.num_layers) for name, *_ in self.heads(i, range(self.n_kv_head)))
+        of_heads = dict.fromkeys(names, (self.dtype, [self.length, self.head_dim]))
+        return {**of_heads, "tokens": ("I32", [self.num_tokens])}
+
+    def header(self, about: dict, checksums: dict[str, str]) -> tuple[bytes, dict[str, int]]:
+        """(all that comes before the tensors, where each begins). As long for one set of checksums as for another."""
+        contents = json.dumps({"about": about, "sizes": asdict(self), "checksums": checksums})
+        metadata = {"version": VERSION, "crc32": f"{zlib.crc32(contents.encode()):08x}", "contents": contents}
+        table, starts, at = {}, {}, 0
+        for name, (dtype, shape) in self.tensors().items():
+            end = at + (4 * self.num_tokens if name == "tokens" else self.head_bytes)
+            table[name], starts[name], at = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}, at, end
+        text = MAGIC + f",{json.dumps(metadata)[1:]},{json.dumps(table)[1:]}".encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text, {name: 8 + len(text) + start for name, start in starts.items()}
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor on the CPU, which is contiguous."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def _checksum(data) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+def write(path: str | Path, layout: Layout, about: dict, tokens: list[int], source: Callable[[int], Tensor],
+          heads: range, device: torch.device, group: Group | None = None) -> None:
     """Writes a file, all of it or nothing: beside its name, and renamed once all of it is on the disk.
 
     Args:
-        about: what the keys and values depend on, as JSON can say it; `check` compares it.
+        about: what the caller wants to know of it again, as JSON can say it.
         tokens: of the whole document.
-        source: gives K and V of a layer, this rank's heads alone: [2, len(heads), length, head_dim], on any device. It
+        source: gives K and V of a layer, this rank's heads alone: [2, len(heads), S, D], on `device` or the CPU. It
             is called once a layer, in order, after what it gave before is done with.
-        n_kv_head: of the whole model.
         heads: this rank's, of the whole model's.
         group: the ranks that write it together, each its heads. Every rank calls this, and all of them see one disk.
 
     Raises:
         UserError: there is no room, no permission or no such folder. What was there before is still there.
     """
-    row = head_dim * dtype.itemsize
-    layout = Layout(len(tokens), num_layers, n_kv_head, length, head_dim, dtype, max(form.CHUNK_BYTES // row, 1))
     path = Path(os.path.realpath(as_path(path)))  # a link stays one
     first = group is None or group.rank == 0
-    start = len(form.header(layout, about, [0] * layout.num_checksums))
-    needed = start + layout.nbytes
-    with together(group) as do, contextlib.ExitStack() as stack:
+    begin, starts = layout.header(about, dict.fromkeys(layout.tensors(), "0" * 8))  # the first rank's count
+    needed = len(begin) + layout.nbytes
+    ids = torch.tensor(tokens, dtype=torch.int32)
 
-        def begin() -> Path | None:
-            with _explained(path, needed):
-                return stack.enter_context(_beside(path, needed)) if first else None
-
-        def write_heads() -> dict[int, int]:
-            with _explained(path, needed):
-                return _write_heads(beside, start, layout, source, heads)
-
-        def finish() -> None:
+    def write_heads() -> dict[str, str]:
+        with open(beside, "r+b", buffering=0) as file:
+            found = _write_heads(file.fileno(), starts, layout, source, heads, device)
             if first:
-                with _explained(path, needed):
-                    _finish(beside, path, layout, about, tokens, parts)
+                _write_all(file.fileno(), _bytes_of(ids), starts["tokens"])
+                found["tokens"] = _checksum(_bytes_of(ids))
+            os.fsync(file.fileno())
+        return found
 
-        beside = do(begin)[0]
+    def finish() -> None:
+        found = {name: checksum for part in parts for name, checksum in part.items()}
+        with open(beside, "r+b", buffering=0) as file:
+            _write_all(file.fileno(), memoryview(layout.header(about, {name: found[name] for name in starts})[0]), 0)
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the name, too, is on the disk
+        finally:
+            os.close(folder)
+
+    with together(group) as on_all, contextlib.ExitStack() as stack:
+        def do(work: Callable) -> list:
+            return on_all(lambda: _explained(path, needed, work))
+
+        beside, starts = do(lambda: (stack.enter_context(_beside(path, needed)), starts) if first else None)[0]
         parts = do(write_heads)
-        do(finish)
+        do(lambda: finish() if first else None)
 
 
-def _room(path: Path, needed: int) -> tuple[int, str]:
-    """(bytes that are free where a file is to be, what to say if they are too few)."""
-    disk = os.statvfs(path.parent)
-    free = disk.f_bavail * disk.f_frsize
-    return free, (f"{path} needs {needed / 1e9:.3f} GB, and {path.parent} has {free / 1e9:.3f} GB free; free some, or "
-                  "write to another disk")
+def _write_heads(file: int, starts: dict[str, int], layout: Layout, source, heads: range,
+                 device: torch.device) -> dict[str, str]:
+    """Writes this rank's heads of all layers. Returns checksums by the tensors' names."""
+    found = {}
+
+    def work(one: tuple[str, int, int]) -> None:
+        name, half, head = one
+        data = _bytes_of(kv[half][head - heads.start].to("cpu", DTYPES[layout.dtype]).contiguous())
+        found[name] = _checksum(data)
+        _write_all(file, data, starts[name])
+
+    # Not on this thread's stream: another thread may record a step on it.
+    with ThreadPoolExecutor(THREADS, initializer=on_new_stream(device)) as threads:
+        for i in range(layout.num_layers):
+            kv = None  # let go before the next is made
+            kv = source(i)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            list(threads.map(work, layout.heads(i, heads)))
+    return found
 
 
-@contextlib.contextmanager
-def _explained(path: Path, needed: int) -> Iterator[None]:
-    """Turns what the system refuses into a UserError."""
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        count = os.pwrite(file, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def check_room(path: str | Path, nbytes: int, group: Group | None = None) -> None:
+    """Raises UserError for what `write` would refuse of so many bytes, before the hours that they take to compute."""
+    path = Path(os.path.realpath(as_path(path)))
+
+    def check() -> None:
+        with _beside(path, nbytes):
+            pass
+
+    with together(group) as do:
+        do(lambda: _explained(path, nbytes, check) if group is None or group.rank == 0 else None)
+
+
+def _explained(path: Path, needed: int, work: Callable):
+    """What `work` returns; what the system refuses is a UserError."""
     try:
-        yield
+        return work()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(_room(path, needed)[1]) from None
+            raise _too_small(path, needed) from None
         remedy = "raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "choose a folder that can be written"
         raise UserError(f"cannot write {path}, {needed / 1e9:.3f} GB: {error.strerror or error}; {remedy}") from None
+
+
+def _free(path: Path) -> int:
+    disk = os.statvfs(path.parent)
+    return disk.f_bavail * disk.f_frsize
+
+
+def _too_small(path: Path, needed: int) -> UserError:
+    return UserError(f"{path} needs {needed / 1e9:.3f} GB, and {path.parent} has {_free(path) / 1e9:.3f} GB free; free "
+                     "some, or write to another disk")
 
 
 @contextlib.contextmanager
@@ -105,9 +220,11 @@ def _beside(path: Path, needed: int) -> Iterator[Path]:
         with contextlib.suppress(OSError), open(left, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(left)
-    free, short = _room(path, needed)
-    if free < needed:
-        raise UserError(short)
+    if _free(path) < needed:
+        raise _too_small(path, needed)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise OSError(errno.EFBIG, f"the limit of a file's size is {limit / 1e9:.3f} GB")
     while True:
         name = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         file = open(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "rb")  # with the mode that a user chose
@@ -124,207 +241,97 @@ def _beside(path: Path, needed: int) -> Iterator[Path]:
             os.unlink(name)
 
 
-def _write_heads(beside: Path, start: int, layout: Layout, source, heads: range) -> dict[int, int]:
-    """Writes this rank's heads of all layers, and waits for the disk. Returns checksums by their numbers."""
-    shape, found, staging = (len(heads), layout.length, layout.head_dim), {}, None
-
-    def work(chunk: Chunk) -> None:
-        rows = kv[chunk.half][chunk.head - heads.start, chunk.start : chunk.stop]
-        if not in_place(rows, layout.dtype):
-            buffer = staging.buffer(chunk)
-            staging.copy(buffer, rows)
-            rows = buffer
-        data = bytes_of(rows)
-        found[chunk.number] = checksum(data)
-        write_all(file.fileno(), data, start + chunk.offset)
-
-    with open(beside, "r+b", buffering=0) as file, ThreadPoolExecutor(form.THREADS) as threads:
-        for i in range(layout.num_layers):
-            kv = None  # let go before the next is made
-            kv = source(i)
-            if any(tuple(x.shape) != shape for x in kv):
-                raise ValueError(f"source({i}) must give {shape}, and gave {[tuple(x.shape) for x in kv]}")
-            device = kv[0].device
-            # Not on this thread's stream: another thread may record a step on it.
-            staging = staging or Staging(layout, device, on_new_stream(device))
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-            list(threads.map(work, layout.chunks(i, heads)))
-        os.fsync(file.fileno())
-    return found
-
-
-def _finish(beside: Path, path: Path, layout: Layout, about: dict, tokens: list[int], parts: list[dict]) -> None:
-    """Header and tokens, and the name."""
-    ids = np.asarray(tokens, dtype="<i4").view(np.uint8)
-    found = {0: checksum(ids)}
-    for part in parts:
-        found.update(part)
-    if len(found) != layout.num_checksums:
-        missing = layout.num_checksums - len(found)
-        raise ValueError(f"{missing} of {layout.num_checksums} chunks are of heads that no rank has")
-    with open(beside, "r+b", buffering=0) as file:
-        begin = form.header(layout, about, [found[number] for number in range(layout.num_checksums)])
-        write_all(file.fileno(), np.frombuffer(begin + ids.tobytes(), np.uint8), 0)
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name, too, is on the disk
-    finally:
-        os.close(folder)
-
-
 class PrefixReader:
     """A file that is open for reading. Header and tokens have been checked; keys and values are, as they are read.
 
     It reads what was there when it was opened, even if the name has become another file's.
 
     Attributes:
-        about: what `write` was given, from JSON.
-        tokens: of the whole document.
-        num_layers, n_kv_head, length, head_dim, dtype: as `write` was given them.
-        nbytes: of the file.
+        layout: its sizes. about: what `write` was given, from JSON. tokens: of the whole document.
 
     Raises:
         UserError: it is absent, unreadable, something else, of another version, truncated or altered.
     """
 
     def __init__(self, path: str | Path):
-        self.path = path = as_path(path)
-        with reading(path):
-            self._file = open(path, "rb", buffering=0)
-        try:
+        self.path = as_path(path)
+        with contextlib.ExitStack() as stack:
             with reading(self.path):
-                self._open()
-        except BaseException:
-            self.close()
-            raise
+                check_source(self.path)
+                if not begins_as_one(self.path):
+                    raise UserError(f"{self.path} is no prefix file, or was altered; give one that was saved as such")
+                try:
+                    self._file = stack.enter_context(safe_open(self.path, framework="pt"))
+                except SafetensorError as error:
+                    raise self._altered(str(error), "truncated or altered") from None
+            metadata = self._file.metadata()
+            if metadata.get("version", VERSION) != VERSION:
+                version = metadata["version"]
+                raise UserError(f"{self.path} has version {version[:20]} of the format, and this library reads version "
+                                f"{VERSION}; remove it and compute the document anew")
+            try:
+                self._read_contents(metadata["crc32"], metadata["contents"])
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise self._altered("the header differs from its checksum") from None
+            ids = self._checked("tokens")
+            if len(ids) and ids.min() < 0:
+                raise self._altered("a token is negative")
+            self.tokens = ids.tolist()
+            self.close = stack.pop_all().close
 
-    def _open(self) -> None:
-        self.nbytes = os.fstat(self._file.fileno()).st_size
-        begin = self._read(min(8 + len(MAGIC), self.nbytes), 0).tobytes()
-        if not begin or not MAGIC.startswith(begin[8:]):
-            raise UserError(f"{self.path} is no prefix file, or was altered; give one that was saved as such")
-        if len(begin) < 8 + len(MAGIC):
-            raise self._truncated(form.PAGE)
-        self._start = 8 + struct.unpack("<Q", begin[:8])[0]
-        if self._start > self.nbytes:
-            raise self._truncated(self._start)
-        text = self._read(self._start - 8, 8).tobytes()
-        try:
-            table = json.loads(text)
-            metadata = table.pop("__metadata__")
-            version = metadata["version"]
-        except (ValueError, KeyError, AttributeError):
-            raise self._altered("the header differs from its checksum") from None
-        if version != form.VERSION:
-            raise UserError(f"{self.path} has version {version} of the format, and this library reads version "
-                            f"{form.VERSION}; make it anew, or open it with the library that wrote it")
-        digits = len(MAGIC) + 8
-        if text[len(MAGIC) : digits] != b"%08x" % zlib.crc32(text[digits:]):
-            raise self._altered("the header differs from its checksum")
-        # From here on the header is what `write` made.
-        [num_tokens], (self.n_kv_head, self.length, self.head_dim) = table["tokens"]["shape"], table["k.0"]["shape"]
-        self.num_layers, self.dtype = len(table) // 2, form.DTYPES[table["k.0"]["dtype"]]
-        self._layout = Layout(num_tokens, self.num_layers, self.n_kv_head, self.length, self.head_dim, self.dtype,
-                              int(metadata["chunk_tokens"]))
-        whole = self._start + self._layout.nbytes
-        if self.nbytes < whole:
-            raise self._truncated(whole)
-        if self.nbytes > whole:
-            raise self._altered(f"it has {self.nbytes} bytes, and {whole} were written")
-        sums = metadata["checksums"]
-        self._checksums = [int(sums[at : at + 8], 16) for at in range(0, len(sums), 8)]
-        ids = self._read(4 * num_tokens, self._start)
-        if checksum(ids) != self._checksums[0]:
-            raise self._altered("the tokens differ from their checksum")
-        self.about, self.tokens = json.loads(metadata["about"]), ids.view("<i4").tolist()
+    def _read_contents(self, checksum: str, text: str) -> None:
+        """Raises some error if a field is missing, of another kind, out of range, or not what the tensors are."""
+        contents = json.loads(text)
+        self.about, self._checksums = contents["about"], contents["checksums"]
+        self.layout, names = Layout(**contents["sizes"]), self._file.keys()
+        if checksum != _checksum(text.encode()) or not self.layout.is_sound(len(names)):
+            raise ValueError("sizes")
+        slices = {name: self._file.get_slice(name) for name in names}
+        found = {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
+        if found != self.layout.tensors() or self._checksums.keys() != found.keys() or type(self.about) is not dict:
+            raise ValueError("tensors")
 
-    def _read(self, count: int, offset: int) -> np.ndarray:
-        data = np.empty(count, np.uint8)
-        if read_all(self._file.fileno(), data, offset) < count:  # it has become shorter since
-            raise self._truncated(offset + count)
-        return data
+    def _altered(self, how: str, what: str = "altered") -> UserError:
+        return UserError(f"{self.path} is {what}: {how}; copy it again, or make it anew")
 
-    def _truncated(self, needed: int) -> UserError:
-        has = os.fstat(self._file.fileno()).st_size
-        return UserError(f"{self.path} is truncated: it has {has} of at least {needed} bytes; {AGAIN}")
+    def _checked(self, name: str) -> Tensor:
+        tensor = self._file.get_tensor(name)
+        if _checksum(_bytes_of(tensor)) != self._checksums[name]:
+            half, *place = name.split(".")
+            what = f"{'keys' if half == 'k' else 'values'} of layer {place[0]}, head {place[1]}," if place else name
+            raise self._altered(f"the {what} differ from their checksum")
+        return tensor
 
-    def _altered(self, how: str) -> UserError:
-        return UserError(f"{self.path} is altered: {how}; {AGAIN}")
-
-    @torch.inference_mode()
-    def fill(self, place: Callable[[int], tuple[Tensor, Tensor]], heads: range, group: Group | None = None) -> None:
+    def fill(self, place: Callable[[int], tuple[Tensor, Tensor]], heads: range, device: torch.device,
+             group: Group | None = None) -> None:
         """Reads keys and values of some heads into tensors, and checks what it reads.
 
         Args:
-            place: gives K and V of a layer, [len(heads), S or more, D] each: on any device, of any dtype and strides.
-                It is called once a layer, before anything is read.
+            place: gives K and V of a layer, [len(heads), S or more, D] each: on `device` or the CPU, of any dtype and
+                strides.
             heads: of the whole model's.
             group: ranks that read at the same time, each its heads: if it fails on one, all raise.
 
         Raises:
             UserError: it was altered or cannot be read. What the tensors hold is then undefined.
         """
+        @torch.inference_mode()  # where tensors of either kind may be written; threads begin outside of it
+        def work(one: tuple[Tensor, str]) -> None:
+            target, name = one
+            target[: self.layout.length].copy_(self._checked(name))
+
+        def fill() -> None:
+            places = (place(i) for i in range(self.layout.num_layers))
+            tasks = ((kv[half][head - heads.start], name) for i, kv in enumerate(places)
+                     for name, half, head in self.layout.heads(i, heads))
+            with ThreadPoolExecutor(THREADS, initializer=like_this_thread(device)) as threads:
+                list(threads.map(work, tasks))
+
         with together(group) as do:
-            do(lambda: self._fill(place, heads))
-
-    def _fill(self, place, heads: range) -> None:
-        if heads.start < 0 or heads.stop > self.n_kv_head:
-            raise ValueError(f"the file has {self.n_kv_head} KV heads, and {heads} were asked for")
-        places = [place(i) for i in range(self.num_layers)]
-        for shape in {tuple(tensor.shape) for pair in places for tensor in pair}:
-            if shape[0] != len(heads) or shape[1] < self.length or shape[2] != self.head_dim:
-                wanted = (len(heads), self.length, self.head_dim)
-                raise ValueError(f"places must be {wanted} or longer, and one is {shape}")
-        devices = {tensor.device for pair in places for tensor in pair}
-        device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-        staging = Staging(self._layout, device, like_this_thread(device))
-
-        def work(task: tuple[int, Chunk]) -> None:
-            i, chunk = task
-            target = places[i][chunk.half][chunk.head - heads.start, chunk.start : chunk.stop]
-            direct = in_place(target, self.dtype)
-            rows = target if direct else staging.buffer(chunk)
-            data = bytes_of(rows)
-            if read_all(self._file.fileno(), data, self._start + chunk.offset) < len(data):
-                raise self._truncated(self._start + self._layout.nbytes)
-            if checksum(data) != self._checksums[chunk.number]:
-                name = "values" if chunk.half else "keys"
-                raise self._altered(f"the {name} of layer {i}, head {chunk.head}, tokens {chunk.start} to "
-                                    f"{chunk.stop - 1}, differ from their checksum")
-            if not direct:
-                staging.copy(target, rows)
-
-        def read(task: tuple[int, Chunk]) -> None:
-            with torch.inference_mode():  # where tensors of either kind may be written; threads begin outside of it
-                work(task)
-
-        tasks = ((i, chunk) for i in range(self.num_layers) for chunk in self._layout.chunks(i, heads))
-        with reading(self.path), ThreadPoolExecutor(form.THREADS) as threads:
-            list(threads.map(read, tasks))
-
-    def close(self) -> None:
-        """Nothing can be read any more; `about` and the rest of the header stay."""
-        self._file.close()
+            do(fill)
 
     def __enter__(self) -> "PrefixReader":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-def check(of_file: dict, of_engine: dict, path: str | Path = "the file") -> None:
-    """Compares what the keys and values of a file were made with to what they are wanted for.
-
-    Names in `of_file` alone are ignored.
-
-    Raises:
-        UserError: something differs; the text names all that does.
-    """
-    differ = [name for name, value in of_engine.items() if name not in of_file or of_file[name] != value]
-    if differ:
-        raise UserError(f"{path} was made with another {', another '.join(differ)}; open it with what it was made "
-                        "with, or make it anew")

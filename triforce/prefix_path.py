@@ -4,12 +4,12 @@ which is not imported here.
 
 import contextlib
 import os
-import stat
 from pathlib import Path
 
 from .errors import UserError
 
-MAGIC = b'{"__metadata__":{"format":"triforce.prefix","crc32":"'  # behind it 8 hex digits, of all that follows them
+MAGIC = b'{"__metadata__":{"format":"triforce.prefix"'  # behind the 8 bytes of the header's length
+BESIDE = len("..01234567.tmp")  # bytes that the name has more while the file is written
 
 
 def as_path(path) -> Path:
@@ -26,8 +26,6 @@ def reading(path: Path):
         yield
     except FileNotFoundError:
         raise UserError(f"there is no {path}; give the name of a file that was saved") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder; give the name of a file in it") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; ask its owner for it, or make it "
                         "anew") from None
@@ -39,12 +37,22 @@ def holds_something(path: str | Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
+def begins_as_one(path: Path) -> bool:
+    """Whether a file begins as one of a prefix does, of whatever version, or is cut within that."""
+    with open(path, "rb") as file:
+        begin = file.read(8 + len(MAGIC))
+    return len(begin) > 8 and MAGIC.startswith(begin[8:])
+
+
 def check_source(path: str | Path) -> None:
-    """Raises UserError if there is nothing of that name, or a folder."""
+    """Raises UserError if there is nothing of that name, or no file."""
     path = as_path(path)
     with reading(path):
-        if stat.S_ISDIR(path.stat().st_mode):
-            raise IsADirectoryError
+        path.stat()
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give the name of a file in it")
+    if not path.is_file():
+        raise UserError(f"{path} is no regular file; give another name")
 
 
 def check_target(path: str | Path) -> None:
@@ -54,16 +62,18 @@ def check_target(path: str | Path) -> None:
     try:
         if path.is_dir():
             raise UserError(f"{path} is a folder; give the name of a file in it, such as {path / 'document.prefix'}")
-        folder = Path(os.path.realpath(path)).parent  # of what a link leads to
+        real = Path(os.path.realpath(path))  # what a link leads to
+        folder = real.parent
         if not folder.is_dir():
             raise UserError(f"cannot write {path}: there is no folder {folder}; make it first")
         if not os.access(folder, os.W_OK):
             raise UserError(f"cannot write {path}: its folder may not be written to; choose another one")
+        most, length = os.pathconf(folder, "PC_NAME_MAX") - BESIDE, len(os.fsencode(real.name))
+        if length > most:
+            raise UserError(f"cannot write {path}: its name has {length} bytes, and may have {most}; give another")
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is no regular file; give another name")
+        if path.exists() and path.stat().st_size and os.access(path, os.R_OK) and not begins_as_one(path):
+            raise UserError(f"{path} is there, and is no prefix file; give another name, or remove it")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; give another name") from None
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # nothing is there, or `write` meets the same
-        begin = file.read(8 + len(MAGIC))
-        if begin and (len(begin) <= 8 or not MAGIC.startswith(begin[8:])):
-            raise UserError(f"{path} is there, and is no prefix file; give another name, or remove it")

@@ -1,11 +1,8 @@
-"""Bars for what takes long, on a terminal and in a notebook; a file gets a line when much work begins.
-
-In a notebook a bar appears after a second, as a widget if ipywidgets is there, else as text. What tqdm cannot draw, a
-plain line of text says.
+"""Bars for what takes long, by tqdm: on a terminal, and after a second in a notebook. A file gets a line when much work
+begins.
 """
 
 import sys
-import time
 import warnings
 
 DELAY = 1.0  # seconds of work before a notebook shows a bar
@@ -59,44 +56,17 @@ class Bar:
 
 
 def make(what: str, total: int, unit: str):
-    """A bar of tqdm that fits where the output goes, or a plain one: with `n`, `update` and `close`."""
-    notebook, about = in_notebook(), {"total": total, "desc": what, "unit": unit, "leave": False}
-    try:
-        if not notebook:
-            from tqdm import tqdm
+    """A bar of tqdm that fits where the output goes."""
+    about = {"total": total, "desc": what, "unit": unit, "leave": False}
+    if not in_notebook():
+        from tqdm import tqdm
 
-            return tqdm(**about, disable=None, file=sys.stderr, ncols=78)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of tqdm: that ipywidgets is not there
-            from tqdm.auto import tqdm
+        return tqdm(**about, disable=None, file=sys.stderr, ncols=78)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tqdm: that ipywidgets is not there, so that it shows text
+        from tqdm.auto import tqdm
 
-            return tqdm(**about, delay=DELAY)
-    except Exception:  # tqdm or its widgets are not there, or do not fit each other: no reason to stop the work
-        return PlainBar(what, total, shown=notebook or sys.stderr.isatty())
-
-
-class PlainBar:
-    """One line of text, written anew as work goes on.
-
-    Args:
-        shown: False: nothing is written.
-    """
-
-    def __init__(self, what: str, total: int, shown: bool):
-        self.what, self.total, self.shown = what, total, shown
-        self.n, self.percent, self.begun = 0, -1, time.monotonic()
-
-    def update(self, more: int) -> None:
-        self.n += more
-        percent = 100 * self.n // max(self.total, 1)
-        if self.shown and percent != self.percent and time.monotonic() - self.begun >= DELAY:
-            self.percent = percent
-            print(f"\r{self.what}: {percent:3d}% |{'#' * (percent // 4):<25}|", end="", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self.percent >= 0:
-            print("\r" + " " * (len(self.what) + 34) + "\r", end="", file=sys.stderr, flush=True)
-        self.percent = -1
+        return tqdm(**about, delay=DELAY)
 
 
 class NotebookBars:

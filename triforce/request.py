@@ -1,7 +1,7 @@
 """What a command line asks for: reads the files and the standard input that its flags name, and checks all of it.
 
-A command of one process does this before it imports PyTorch, which takes seconds: mistakes are told at once, and a long
-document is encoded meanwhile. So nothing that this module imports may import PyTorch.
+A command of one process does this before it imports PyTorch, which takes seconds: mistakes are told at once. So nothing
+that this module imports may import PyTorch.
 """
 
 import dataclasses
@@ -11,21 +11,18 @@ import os
 import re
 import stat
 import sys
-import threading
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from .config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, is_whole, names_of, whole
 from .errors import UserError
+from .free_memory import check_answers
 from .hf.folders import find_draft, resolve
-from .hf.tokenizer import Tokenizer, is_messages
+from .hf.tokenizer import is_messages
 from .prefix_path import check_source, check_target
 
 DEFAULT_PROMPT_LEN = 16_384
-LONG_DOCUMENT = 200_000  # characters
-ENCODER = "encoder"  # the name of the thread
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -43,7 +40,6 @@ class Request:
     prompts: list[dict] | None = None  # of --prompts, instead: prompt or messages, question, seed
     questions: tuple[dict, ...] = ()  # of --questions
     chat: dict = dataclasses.field(default_factory=dict)  # of --chat-template and -kwargs, as `encode_prompt` has them
-    ids: Future | None = None  # of a long document, see `encode_beside`
 
 
 def read_request(args, no_flags: bool = False) -> Request:
@@ -55,51 +51,73 @@ def read_request(args, no_flags: bool = False) -> Request:
     Raises:
         UserError: a file cannot be read, a text is empty, a value is out of range, flags do not go together.
     """
-    check_not_empty(args)
+    check_values(args)
+    check_together(args)
+    if about_a_document(args):
+        check_about(args, int(os.environ.get("WORLD_SIZE", 1)))
+    alone, chat = asks_alone(args), read_chat(args)
+    questions = tuple(questions_of(args))
+    if args.prefix or alone and args.prompt_len is None:
+        if not args.prefix and _is_piped():
+            print("note: standard input holds what is asked, one a line; a document comes from --prompt-file",
+                  file=sys.stderr)
+        return Request(questions=questions, chat=chat)
+    if args.prompts is not None:
+        return Request(prompts=read_prompts(args.prompts), chat=chat)
+    document = None if alone else read_document(args)
+    is_piped = args.prompt is None and args.prompt_file is None
+    if document == "" and is_piped and no_flags:
+        document = None
+    refuse((
+        (document == "" and is_piped, "standard input is empty; did the command before the pipe fail? Give a text with "
+         "--prompt or --prompt-file"),
+        (document is None and args.checkpoint != "tiny",
+         "there is no prompt; give a text with --prompt or --prompt-file, or pipe one in"),
+        (document is not None and not document.strip(),
+         "the prompt is empty; give some text with --prompt or --prompt-file")))
+    return Request(document or default_document(), is_demo=document is None, questions=questions, chat=chat)
+
+
+def refuse(rules: Iterable[tuple[object, str]]) -> None:
+    """Raises UserError with the text of the first rule that is broken. rules: (is it broken?, text)."""
+    for is_broken, text in rules:
+        if is_broken:
+            raise UserError(text)
+
+
+def check_values(args) -> None:
+    """Raises UserError for the value of a flag that no model could mend."""
+    for name in ("prompts", "prompt_file", "question", "questions", "prefix", "save_prefix", "system", "chat_template",
+                 "chat_template_kwargs"):
+        value = getattr(args, name)
+        if value == "" or name == "question" and value is not None and not value.strip():
+            raise UserError(f"--{name.replace('_', '-')} is empty; give a value, or drop the flag")
     resolve(args.checkpoint)
     find_draft(args.checkpoint, getattr(args, "draft", None))
     Settings(**given(args, Settings))
     Placement(**given(args, Placement))
     Sampling(**given(args, Sampling)).columns(1)
     check_max_new_tokens(args.max_new_tokens)
-    if args.logprobs is not None and not args.json and args.prompts is None:
-        raise UserError(f"--logprobs ({args.logprobs}) has no place in a text; add --json, or give --prompts")
     check_logprobs(args.logprobs)
-    if args.show_levels and (args.json or args.prompts is not None):
-        raise UserError("--show-levels colours a text, and --json and --prompts print none: they have \"levels\"; drop "
-                        "one of them")
-    if args.prompt_len is not None and args.prompt_len < 1:
-        raise UserError(f"--prompt-len ({args.prompt_len}) must be at least 1; try {DEFAULT_PROMPT_LEN}")
-    alone = asks_alone(args)
-    chat = read_chat(args)
-    questions: list[dict] = []
-    if args.save_every is not None and not args.save_prefix:
-        raise UserError(f"--save-every ({args.save_every}) says how often a file is written; name it with "
-                        "--save-prefix")
-    if about_a_document(args):
-        check_about(args, int(os.environ.get("WORLD_SIZE", 1)))
-        questions = questions_of(args)
-        if args.prefix or alone and args.prompt_len is None:
-            if not args.prefix and _is_piped():
-                print("note: standard input holds what is asked, one a line; a document comes from --prompt-file",
-                      file=sys.stderr)
-            return Request(questions=tuple(questions), chat=chat)
-    if args.prompts is not None:
-        if args.prompt is not None or args.prompt_file is not None or args.compare:
-            raise UserError("--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")
-        return Request(prompts=read_prompts(args.prompts), chat=chat)
-    document = None if alone else read_document(args)
-    if document == "" and args.prompt is None and args.prompt_file is None:
-        if not no_flags:
-            raise UserError("standard input is empty; did the command before the pipe fail? Give a text with --prompt "
-                            "or --prompt-file")
-        document = None
-    if document is None and args.checkpoint != "tiny":
-        raise UserError("there is no prompt; give a text with --prompt or --prompt-file, or pipe one in")
-    if document is not None and not document.strip():
-        raise UserError("the prompt is empty; give some text with --prompt or --prompt-file")
-    return Request(document or default_document(), is_demo=document is None, questions=tuple(questions),
-                   chat=chat)
+    for name, usual in (("prompt_len", DEFAULT_PROMPT_LEN), ("num_samples", 4)):
+        if (value := getattr(args, name)) is not None:
+            whole(1, usual)(f"--{name.replace('_', '-')}", value)
+
+
+def check_together(args) -> None:
+    """Raises UserError for flags that do not go together."""
+    shows_json = args.json or args.prompts is not None
+    refuse((
+        (args.logprobs is not None and not shows_json,
+         f"--logprobs ({args.logprobs}) are written as JSON only; add --json, or give --prompts"),
+        (args.show_levels and shows_json,
+         '--show-levels colours a text, and --json and --prompts print none: they have "levels"; drop one of them'),
+        (args.save_every is not None and not args.save_prefix,
+         f"--save-every ({args.save_every}) says how often a file is written; name it with --save-prefix"),
+        (args.prompt is not None and args.prompt_file is not None,
+         "--prompt and --prompt-file were both given; give one"),
+        (args.prompts is not None and (args.prompt is not None or args.prompt_file is not None or args.compare),
+         "--prompts goes with neither --prompt, --prompt-file nor --compare; drop one of them")))
 
 
 def asks_alone(args) -> bool:
@@ -109,18 +127,18 @@ def asks_alone(args) -> bool:
 
 def read_chat(args) -> dict:
     """The chat template, and what it reads besides messages, where they are given."""
-    chats, chat = args.chat or args.system or asks_alone(args) or args.prefix or args.prompts is not None, {}
+    chats = args.chat or args.system or asks_alone(args) or args.prefix or args.prompts is not None
     if args.prefix and args.chat_template is not None:
         raise UserError("--prefix opens a document with the template that it was made with; drop --chat-template")
-    for flag, value in (("--chat-template", args.chat_template), ("--chat-template-kwargs", args.chat_template_kwargs)):
-        if value is not None and not chats:
-            raise UserError(f"{flag} was given without --chat; add --chat")
+    if not chats and (flag := first_given(args, "chat_template", "chat_template_kwargs")):
+        raise UserError(f"{flag} was given without --chat; add --chat")
+    chat = {}
     if args.chat_template is not None:
         chat["chat_template"] = read_file("--chat-template", args.chat_template)
     if args.chat_template_kwargs is not None:
         try:
             chat["chat_template_kwargs"] = json.loads(args.chat_template_kwargs)
-        except ValueError:
+        except (ValueError, RecursionError):
             chat["chat_template_kwargs"] = None
         if not isinstance(chat["chat_template_kwargs"], dict):
             raise UserError(f"--chat-template-kwargs ({args.chat_template_kwargs}) is not an object in JSON; try "
@@ -132,15 +150,6 @@ def about_a_document(args) -> bool:
     """Whether the flags ask for more than one answer about a document, or for its file."""
     return bool(args.questions or args.interactive or args.prefix or args.save_prefix or args.num_samples is not None
                 or args.system)
-
-
-def check_not_empty(args) -> None:
-    """Raises UserError for a flag with an empty value, as that of a variable that is not set."""
-    for name in ("prompts", "prompt_file", "question", "questions", "prefix", "save_prefix", "system", "chat_template",
-                 "chat_template_kwargs"):
-        value = getattr(args, name)
-        if value == "" or name == "question" and value is not None and not value.strip():
-            raise UserError(f"--{name.replace('_', '-')} is empty; give a value, or drop the flag")
 
 
 def first_given(args, *names: str) -> str | None:
@@ -156,36 +165,32 @@ def check_about(args, ranks: int) -> None:
         flag = first_given(args, "questions", "interactive", "num_samples", "system", "prefix", "save_prefix")
         raise UserError(f"{flag} does not go with {other}; drop one of them")
     flag = first_given(args, "interactive", "prefix", "save_prefix")  # what will be asked is not known
-    if args.keep is not None and flag is not None:
-        remedy = "drop one of them" if args.prefix else "cut the document with --prompt-len"
-        raise UserError(f"{flag} does not go with --keep; {remedy}")
+    remedy = "drop one of them" if args.prefix else "cut the document with --prompt-len"
+    refuse(((args.keep is not None and flag is not None, f"{flag} does not go with --keep; {remedy}"),))
     if args.save_prefix:
         check_target(args.save_prefix)  # before hours of work
-    if args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system or args.chat):
-        raise UserError("--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file, "
-                        "--system and --chat")
-    if args.prefix and args.prompt_len is not None:
-        raise UserError(f"--prompt-len ({args.prompt_len}) cuts a text, and --prefix opens a document that was "
-                        "computed whole; drop one of them")
-    if args.interactive and (args.questions or args.question or args.num_samples or args.json):
-        raise UserError("--interactive asks for the questions itself; drop --questions, --question, --num-samples and "
-                        "--json")
-    if args.questions == "-" and args.prompt is args.prefix is None and args.prompt_file in (None, "-"):
-        raise UserError("--questions - reads standard input; name the document's file with --prompt-file or --prefix")
-    if args.interactive and sys.stdin is None:
-        raise UserError("--interactive reads standard input, and that is closed; use --question or --questions")
-    if args.interactive and args.prompt_file == "-" and not sys.stdin.isatty():
-        raise UserError("--prompt-file - and --interactive both read standard input; name a file for the document")
     about_nothing = asks_alone(args) and args.prefix is args.prompt_len is None
-    if about_nothing and args.save_prefix:
-        raise UserError(f"--save-prefix {args.save_prefix} saves a document, and --interactive has none; give one with "
-                        "--prompt-file, or save the conversation with /save")
+    refuse((
+        (args.prefix and (args.prompt is not None or args.prompt_file is not None or args.system),
+         "--prefix opens a document that was saved, with its messages; drop --prompt, --prompt-file and --system"),
+        (args.prefix and args.prompt_len is not None, f"--prompt-len ({args.prompt_len}) cuts a text, and --prefix "
+         "opens a document that was computed whole; drop one of them"),
+        (args.interactive and (args.questions or args.question or args.num_samples or args.json), "--interactive asks "
+         "for the questions itself; drop --questions, --question, --num-samples and --json"),
+        (args.questions == "-" and args.prompt is args.prefix is None and args.prompt_file in (None, "-"),
+         "--questions - reads standard input; name the document's file with --prompt-file or --prefix"),
+        (args.interactive and sys.stdin is None,
+         "--interactive reads standard input, and that is closed; use --question or --questions"),
+        (args.interactive and args.prompt_file == "-" and not sys.stdin.isatty(),
+         "--prompt-file - and --interactive both read standard input; name a file for the document"),
+        (about_nothing and args.save_prefix, f"--save-prefix {args.save_prefix} saves a document, and --interactive "
+         "has none; give one with --prompt-file, or save the conversation with /save")))
     if args.prefix:
         check_source(args.prefix)
     if args.interactive and ranks > 1:
         raise UserError(f"--interactive runs in one process, and torchrun started {ranks}; use --questions")
     if args.num_samples is not None:
-        whole(1, 4)("--num-samples", args.num_samples)
+        check_answers(args.num_samples, args.max_new_tokens)
 
 
 def default_document() -> str:
@@ -197,20 +202,16 @@ def default_document() -> str:
 
 def read_document(args) -> str | None:
     """The text of --prompt, of --prompt-file, or of a pipe or file behind standard input; None where there is none."""
-    if args.prompt is not None and args.prompt_file is not None:
-        raise UserError("--prompt and --prompt-file were both given; give one")
     if args.prompt is not None:
         return args.prompt
     if args.prompt_file == "-":
-        if sys.stdin is None:
-            raise UserError("--prompt-file - reads standard input, and that is closed; name a file")
-        return _read_stdin()
+        return _read_stdin("--prompt-file")
     if args.prompt_file is not None:
         return read_file("--prompt-file", args.prompt_file)
     if not _is_piped():
         return None
     print("reading the prompt from standard input ...", file=sys.stderr)
-    return _read_stdin()
+    return _read_stdin("--prompt-file")
 
 
 def _is_piped() -> bool:
@@ -222,7 +223,9 @@ def _is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
-def _read_stdin() -> str:
+def _read_stdin(flag: str) -> str:
+    if sys.stdin is None:
+        raise UserError(f"{flag} - reads standard input, and that is closed; name a file")
     return decoded("standard input", sys.stdin.buffer.read())
 
 
@@ -284,11 +287,10 @@ def note_unread(items: Iterable[dict], known: set[str], what: str) -> None:
 
 def questions_of(args) -> list[dict]:
     """Those of --questions, if it was given."""
-    if args.questions != "-":
-        return read_questions(read_file("--questions", args.questions), args.questions) if args.questions else []
-    if sys.stdin is None:
-        raise UserError("--questions - reads standard input, and that is closed; name a file")
-    return read_questions(_read_stdin(), args.questions)
+    if not args.questions:
+        return []
+    text = _read_stdin("--questions") if args.questions == "-" else read_file("--questions", args.questions)
+    return read_questions(text, args.questions)
 
 
 def read_questions(text: str, path: str) -> list[dict]:
@@ -321,19 +323,3 @@ def read_questions(text: str, path: str) -> list[dict]:
         raise UserError(f"--questions {path} holds no question; write one a line")
     note_unread(questions, {"question", "seed"}, f"--questions {path}")
     return questions
-
-
-def encode_beside(args, request: Request) -> Request:
-    """Begins to encode a long document, beside PyTorch's import and the weights: a million characters take a second."""
-    if request.document is None or len(request.document) < LONG_DOCUMENT:
-        return request
-    folder, ids = resolve(args.checkpoint), Future()
-
-    def encode() -> None:
-        try:
-            ids.set_result(Tokenizer(folder).encode(request.document))
-        except BaseException as error:
-            ids.set_exception(error)
-
-    threading.Thread(target=encode, name=ENCODER, daemon=True).start()  # who has made a mistake does not wait for it
-    return dataclasses.replace(request, ids=ids)

@@ -2,8 +2,7 @@
 
 On a GPU rows cost next to nothing: all padded steps have all rows. On a CPU each row takes time. There, products of
 4, 8, 12, ... rows sum up a row in the same order. That is the way of the libraries that multiply, and no promise of
-theirs. So it is tried before it is relied on, with the model's own weights: for blocks of fewer rows, and for fewer
-rows of a batch, since some may have ended.
+theirs. So it is tried before it is relied on, with the model's own weights.
 """
 
 from collections.abc import Iterator
@@ -19,23 +18,17 @@ from .packed import PackedPrefix, packs
 
 KEYS = 200  # of the attention that is tried
 COUNTS = (4, 8, 12, 16, 32)  # rows that are tried beside all of a block
-SEQUENCES = (1, 2, 3, 4, 8, 16)  # and rows of a batch, beside all of it
 
 
-def row_unit(target: Transformer, batch: int, rows: int, compiled: bool) -> tuple[int, int]:
-    """Padded steps have the least multiple of the first that is enough, and at most `rows`, for each sequence of a
-    batch. The second: of how many sequences a step may be that leaves out the others, at least. `batch`: of all.
+def row_unit(target: Transformer, batch: int, rows: int, compiled: bool) -> int:
+    """Padded steps have the least multiple of it that is enough, and at most `rows`, for each sequence of a batch.
 
     Args:
-        compiled: steps are pieces, which for a CPU are compiled for all rows.
+        compiled: functions of a step are compiled, for all rows.
     """
-    whole = rows % CPU_ROWS == 0
-    if target.device.type != "cpu" or target.group is not None or compiled or rows <= CPU_ROWS and (
-            batch == 1 or not whole):
-        return rows, batch
-    functions = list(_functions(target, batch, rows))
-    unit = CPU_ROWS if rows > CPU_ROWS and is_even(functions, rows) else rows
-    return unit, least_sequences(functions, batch, {unit, rows}) if whole else batch
+    if target.device.type != "cpu" or target.group is not None or compiled or rows <= CPU_ROWS:
+        return rows
+    return CPU_ROWS if is_even(list(_functions(target, batch, rows)), rows) else rows
 
 
 @torch.inference_mode()
@@ -44,17 +37,6 @@ def is_even(functions: list[tuple], rows: int) -> bool:
     return all(torch.equal(function(x.narrow(dim, 0, count).clone()), whole.narrow(out_dim, 0, count))
                for function, x, dim, out_dim in functions
                for whole in [function(x)] for count in COUNTS if count < rows)
-
-
-@torch.inference_mode()
-def least_sequences(functions: list[tuple], batch: int, widths: set[int]) -> int:
-    """From how many sequences on these get the same bits as in a batch: in blocks of so many rows, as far as it was
-    tried. A CPU may share a product of few sequences out to its threads in another way."""
-    counts = sorted({count for count in (*SEQUENCES, batch - 1) if 0 < count < batch})
-    uneven = {count for function, x, dim, _ in functions for width in widths
-              for some in [x.narrow(dim, 0, width).clone()] for whole in [function(some)]
-              for count in counts if not torch.equal(function(some[:count].clone()), whole[:count])}
-    return min((count for count in counts if count > max(uneven, default=0)), default=batch)
 
 
 def _functions(target: Transformer, batch: int, rows: int) -> Iterator[tuple]:

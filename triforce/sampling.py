@@ -7,15 +7,14 @@ and a row of a batch draws what it would draw alone. No function here makes the 
 Shapes: B batch, V vocabulary, n positions.
 """
 
-import copy
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from .config import Sampling, check_biases
-from .graphs import is_traced
 from .nucleus import STRETCH, in_stretches, nearly_kept, running_sum, smallest_kept
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
@@ -45,7 +44,6 @@ class SamplingParams:
 
     def __init__(self, batch: int, device, vocab_size: int = 1):
         self.logit_bias = torch.zeros(batch, vocab_size, device=device)
-        self._tensors = {"logit_bias"}
         self._biased = False  # some of it is not 0
         for field in fields(Sampling):
             if field.metadata["dtype"] is None:
@@ -53,21 +51,13 @@ class SamplingParams:
             value = field.metadata["neutral"] if field.metadata["neutral"] is not None else 1
             dtype = getattr(torch, field.metadata["dtype"])
             setattr(self, field.name, torch.full((batch,), value, dtype=dtype, device=device))
-            self._tensors.add(field.name)
         self._needed = Uses()
         self.greedy = False  # any row
-
-    def part(self, of: Tensor) -> "SamplingParams":
-        """Those of these rows, [n], as they are now."""
-        part = copy.copy(self)
-        for name in self._tensors if self.uses.logit_bias else self._tensors - {"logit_bias"}:
-            setattr(part, name, getattr(self, name).index_select(0, of))
-        return part
 
     @property
     def uses(self) -> Uses:
         """What steps do: in compiled code all, since that serves any row."""
-        return Uses() if is_traced() else self._needed
+        return Uses() if is_compiling() else self._needed
 
     def set(self, specialize: bool = True, **values) -> None:
         """Overwrites all rows in place by the fields of `Sampling`, each one value or a list of one a row. Before a
@@ -170,7 +160,7 @@ def _in_two_steps(probs: Tensor, u: Tensor) -> Tensor:
 
 def uniform(seed: Tensor, position: Tensor, level: int, purpose: int) -> Tensor:
     """Uniform numbers in [0, 1): seed [B], position [B, n] -> [B, n] float64, multiples of 2**-52."""
-    if seed.device.type == "cpu" and not is_traced():
+    if seed.device.type == "cpu" and not is_compiling():
         # The same arithmetic on the same memory: on a few numbers numpy is several times faster.
         return torch.from_numpy(_noise(seed.numpy(), position.numpy(), level, purpose) * 2.0**-52)
     return _noise(seed, position, level, purpose).double() * 2.0**-52

@@ -9,6 +9,7 @@ from . import memory
 from .generation import Generation, RowOutput, Stats
 from .levels import levels_of
 from .logprobs import Logprob, of_round
+from .plan import Plan
 from .state import State
 
 
@@ -30,11 +31,17 @@ class Session:
         seeds: of each row, for its statistics.
         logprobs: see `Engine.stream`.
         dropped: tokens of each prompt that did not fit, for its statistics.
+        defaults: sampling values that the checkpoint chose, for them, too.
+
+    Attributes:
+        plan: what the rounds to come follow, instead of what is chosen; may be set between two rounds.
     """
 
     def __init__(self, prompts: list[list[int]], outputs: list[RowOutput], seeds: list[int], device: torch.device,
-                 logprobs: int | None = None, dropped: list[int] | None = None):
-        self.logprobs, self.dropped = logprobs, dropped or [0] * len(prompts)
+                 logprobs: int | None = None, dropped: list[int] | None = None,
+                 defaults: dict[str, float] | None = None):
+        self.plan: Plan | None = None
+        self.defaults, self.logprobs, self.dropped = defaults or {}, logprobs, dropped or [0] * len(prompts)
         self.prompts, self.outputs, self.seeds, self.device = prompts, outputs, seeds, device
         self.state: State | None = None
         self._begun = time.perf_counter()
@@ -54,7 +61,7 @@ class Session:
     def round(self) -> list[tuple[int, str]]:
         """A round of the state, which is prefilled: (row, text that is now certain) of each row that had not ended."""
         state, started = self.state, time.perf_counter()
-        emitted = state.round()
+        emitted = state.round(self.plan)
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
         if not any(emitted[row] for row in running):
             raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
@@ -110,5 +117,6 @@ class Session:
             decode=progress.seconds, recording=state.recording if state else 0.0,
             block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,
             retrieval_rebuilds=state.hierarchy.view.num_rebuilds if state and state.hierarchy.view else 0,
-            flushes=state.num_flushes if state else 0, peak_memory=peak, seed=self.seeds[row]),
+            flushes=state.num_flushes if state else 0, peak_memory=peak, seed=self.seeds[row],
+            defaults=self.defaults),
             [*output.levels], [*output.pieces], None if self.logprobs is None else [*output.logprobs])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .levels import LEVELS, Spans
+from .terminal import visible
 
 if TYPE_CHECKING:
     from .generation import Generation
@@ -64,11 +65,6 @@ def _span(text: str, level: str, tooltip: str) -> str:
 
 def _escape(text: str) -> str:
     return html.escape(visible(text), quote=True)
-
-
-def visible(text: str) -> str:
-    """With pictures of control characters in their place, but for ends of lines and tabs."""
-    return "".join(chr(0x2400 + ord(char)) if char < " " and char not in "\n\t" else char for char in text)
 
 
 def as_ansi(spans: list[tuple[str, str]]) -> str:

@@ -8,15 +8,10 @@ which law that was. With no drafter it is autoregression.
 
 Everything between two reads of the outbox is enqueued without the host waiting for the device.
 
-Once rows of the batch have ended, a step may compute the others alone, see `Speculator.compute_for`, or leave out a
-part of the work for those that have ended, see `Speculator.attend_for`.
-
-Shapes: B batch, S rows of a spine, M rows of its block (see tree.py), n drafted tokens, at most S - 1, V vocabulary. In
-a step, B are the rows that it computes.
+Shapes: B batch, S rows of a spine, M rows of its block (see tree.py), n drafted tokens, at most S - 1, V vocabulary.
 """
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +19,7 @@ from torch import Tensor
 
 from .acceptance import TreeVerdict, match_nodes, match_tree, verify_chain
 from .drafting.protocol import Drafter
-from .graphs import Compiler, Graphed, finish, give, preparations, staged, take
+from .graphs import Compiler, Graphed, preparations
 from .kv.blocks import TargetBlock
 from .kv.store import Extent, View
 from .kv.target import TargetCache
@@ -44,6 +39,7 @@ class RowRound(NamedTuple):
     num_accepted: int
     num_drafted: int
     diverged: bool  # the ranks disagree on it
+    is_finite: bool  # the logits behind the pending token are
     beside: int = 0  # accepted after those, beside the chain: a leaf, or rows of a branch
     path: Sequence[int] = ()  # rows of the block that the tokens were drawn from, the pending one's first
 
@@ -53,8 +49,8 @@ class Outbox:
 
     def __init__(self, tape: Tape, rows: int):
         self.rows = rows
-        # S tokens, S rows, S - 1 origins, four counts, whether the ranks disagree, two times
-        self.buffer = tape.buffer(3 * rows + 6)
+        # S tokens, S rows, S - 1 origins, four counts, whether the ranks disagree, whether logits are finite, two times
+        self.buffer = tape.buffer(3 * rows + 7)
         self.clock = torch.zeros(2, dtype=torch.int64, device=self.buffer.device)  # what this rank has to tell
 
     def tell(self, timing) -> None:
@@ -63,20 +59,20 @@ class Outbox:
         for place, milliseconds in zip(self.clock, times, strict=True):
             place.fill_(int(1e3 * milliseconds))
 
-    def write(self, of: Tensor | None, tokens: Tensor, rows: Tensor, origins: Tensor, counts: Tensor,
+    def write(self, tokens: Tensor, rows: Tensor, origins: Tensor, counts: Tensor, finite: Tensor,
               ranks: tuple[Tensor, Tensor] | None) -> None:
         """tokens [B, n + 1], rows [B, n + 1] that they were drawn from, origins [B, n], counts [B, 4]: emitted,
-        accepted, drafted, accepted beside the chain.
+        accepted, drafted, accepted beside the chain. finite [B]: see `RowRound`.
 
-        of: [B], the rows of the batch that these are. None: all.
         ranks: whether they disagree [B], and the first one's clock [2].
         """
         for i, part in enumerate((tokens, rows, origins)):
-            give(self.buffer[:, i * self.rows : i * self.rows + part.shape[1]], of, part)
-        give(self.buffer[:, -7:-3], of, counts)
+            self.buffer[:, i * self.rows : i * self.rows + part.shape[1]] = part
+        self.buffer[:, -8:-4] = counts
+        self.buffer[:, -3] = finite
         if ranks is not None:
             disagree, clock = ranks
-            give(self.buffer[:, -3], of, disagree.long())
+            self.buffer[:, -4] = disagree
             self.buffer[:, -2:] = clock
 
     def read(self) -> tuple[list[RowRound], list[float]]:
@@ -89,11 +85,11 @@ class Outbox:
             torch.cuda.set_sync_debug_mode(mode)
         rounds = []
         for box in boxes:
-            num_emitted, num_accepted, num_drafted, beside, diverged = box[-7:-2]
+            num_emitted, num_accepted, num_drafted, beside, diverged, finite = box[-8:-2]
             if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
                 num_accepted = num_drafted = num_emitted
-            rounds.append(RowRound(box[:num_emitted], box[2 * self.rows : -7], num_accepted, num_drafted,
-                                   bool(diverged), beside, box[self.rows : self.rows + num_emitted]))
+            rounds.append(RowRound(box[:num_emitted], box[2 * self.rows : -8], num_accepted, num_drafted,
+                                   bool(diverged), bool(finite), beside, box[self.rows : self.rows + num_emitted]))
         return rounds, [micros / 1e3 for micros in boxes[0][-2:]]
 
 
@@ -132,15 +128,12 @@ class Speculator(Drafter):
         self._nothing, self.beside = tape.buffer(), tape.buffer()
         # How many were drafted, for `step`: one place for all drafters, or each would have graphs of its own.
         self.checked = tape.buffer()
-        self._compiler, self._levels = compiler, {}
-        steps = compiler.level(f"level{level}")
-        self.step = steps.step(self._step, num_lengths=2)
+        self._compiled = compiler.level()
+        self.step = self._compiled.step(self._step, num_lengths=2)
         self.gathering: RetrievalView | None = None  # takes what it awaits out of what the next step streams past
-        # Rows of the batch, and how many of these count, see `compute_for` and `attend_for`. None: neither was called.
-        self._chosen, self._of, self.num_computed, self.num_attending = tape.buffer(), [], None, None
         # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
-        self._drafting_round = steps.step(self._round, num_lengths=2, warm_up=4)
-        self._growing = steps.step(self._grow, num_lengths=2)
+        self._drafting_round = self._compiled.step(self._round, num_lengths=2, warm_up=4)
+        self._growing = self._compiled.step(self._grow, num_lengths=2)
 
     @property
     def is_recorded(self) -> bool:
@@ -175,7 +168,7 @@ class Speculator(Drafter):
         """A step, as a graph if that is of use."""
         extent = self.view.extent
         step = self._step if isinstance(self.step, Graphed) and not self._records(extent) else self.step
-        finish(step(*extent, rows, bool(self._awaiting), self.num_computed, self.num_attending, self.checked, probs))
+        step(*extent, rows, bool(self._awaiting), self.checked, probs)
 
     @property
     def _awaiting(self) -> list[int]:
@@ -188,34 +181,12 @@ class Speculator(Drafter):
             return False
         return not self._awaiting or len(self._awaiting) == len(self.gathering.lens)
 
-    def look_ahead(self, plan: Plan, extent: Extent) -> None:
-        """Prepares `check` for another extent of the view, while the device is busy with the present one."""
-        for prepare in self._preparations_of_check(plan, extent):
-            prepare()
-
-    def _preparations_of_check(self, plan: Plan, extent: Extent, probs: Tensor | None = None):
-        rows = self.rows_of(plan) if self._records(extent) else None
-        if rows is not None:
-            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.num_computed,
-                                    self.num_attending, self.checked, probs)
-
-    def has_recorded(self, plan: Plan, width: int) -> bool:
-        """Whether the step that checks what a plan drafts is a graph for so many rows of the batch."""
-        return isinstance(self.step, Graphed) and self.step.has(*self._narrower(plan, width))
-
-    def record_narrower(self, plan: Plan, width: int, until: float) -> None:
-        """Records a part of that step, see `Graphed.prepare`."""
-        if isinstance(self.step, Graphed):
-            self.step.prepare(*self._narrower(plan, width), until=until)
-
-    def _narrower(self, plan: Plan, width: int) -> tuple:
-        """What `step` is called with."""
-        numbers = (width, None) if self.num_attending is None else (None, width)
-        return *self.view.extent, self.rows_of(plan) or self.rows, bool(self._awaiting), *numbers, self.checked, None
-
     def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
         """What records the steps of `round`; see `graphs.preparations`."""
-        yield from self._preparations_of_check(plan, self.view.extent, probs)
+        extent = self.view.extent
+        rows = self.rows_of(plan) if self._records(extent) else None
+        if rows is not None:
+            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.checked, probs)
         if plan.gamma:
             yield from self.drafters[plan.drafter].preparations(plan, self.draft_probs)
 
@@ -256,8 +227,7 @@ class Speculator(Drafter):
             self._growing(*self.view.extent)
 
     def _grow(self, dense: int, longest: int, starts: tuple) -> None:
-        compiled = self._compiler.level(f"level{self.level}_growth")
-        growth = self.tape.nodes.growth
+        compiled, growth = self._compiled, self.tape.nodes.growth
         tokens = compiled(Speculator._begin_growth)(self)
         kv = TargetBlock(self.cache, self.view, self.base, growth, Extent(dense, longest, starts), False, compiled)
         hidden = self.model(tokens, kv)
@@ -280,106 +250,27 @@ class Speculator(Drafter):
         for drafter in self.drafters.values():
             drafter.commit(length)
 
-    @contextlib.contextmanager
-    def rehearsal(self):
-        """Rounds within leave no trace. What they write from the pending token on is written anew by later rounds."""
-        touched = [self.length, self.limit, self.totals]
-        if self.keep_queries:
-            touched += [self.cache.query_weight, *self.cache.queries]
-        before = [x.clone() for x in touched]
-        try:
-            yield
-        finally:
-            for x, value in zip(touched, before, strict=True):
-                x.copy_(value)
-
-    def rehearse(self, here: Tensor, rows: int, probs: Tensor | None = None) -> None:
-        """A step of `rows` rows from position `here` [B], all of them drafted. To be called in a rehearsal."""
-        self.checked.fill_(rows - 1)
-        self.length.copy_(here)
-        self.base.copy_(here)
-        torch.add(here, self.rows, out=self.limit)
-        self.view.run_ahead()
-        self._run(rows, probs)
-
-    def rehearse_growth(self) -> None:
-        """A step that grows branches from where the last rehearsal was."""
-        self._growing(*self.view.extent)
-
-    def _level(self, rows: int):
-        """The compiler of steps of so many rows: their shapes are constant."""
-        if rows not in self._levels:
-            self._levels[rows] = self._compiler.level(f"level{self.level}_rows{rows}")
-        return self._levels[rows]
-
-    def compute_for(self, rows: list[int] | None, places: int = 0) -> None:
-        """Steps compute these rows of the batch alone. For the others a round brings nothing: they have to have ended.
-        Steps of trees have to compute all rows.
-
-        Args:
-            rows: None: all.
-            places: rows of such a step, if they are more. In those that are left over is one that has ended.
-        """
-        if rows is None or self.num_attending is not None:
-            self.num_computed, self.num_attending, self._of = None, None, []
-        if rows is None:
-            return
-        assert not self.tree.branches
-        others = [row for row in range(len(self.length)) if row not in rows]
-        if not self._choose(rows, others, places):
-            return
-        self.num_computed = len(self._of)
-        for row in others:
-            if self.outbox is not None:
-                self.outbox.buffer[row].zero_()
-            if self.keep_queries:  # no view is chosen by those of rows that have ended
-                self.cache.query_weight[row].zero_()
-
-    def attend_for(self, rows: list[int] | None, places: int = 0) -> None:
-        """Steps compute all rows of the batch, and these alone attend to what all share. Its keys are split alike for
-        any number of rows, so that the bits of no row depend on which others go on. Rows, places: as those of
-        `compute_for`."""
-        self.num_computed = None
-        if rows is None:
-            self.num_attending = len(self.length)
-            return
-        self._choose(rows, [row for row in range(len(self.length)) if row not in rows], places)
-        self.num_attending = len(self._of)
-
-    def _choose(self, rows: list[int], others: list[int], places: int) -> bool:
-        """Returns whether these are not the rows that were chosen before."""
-        of = rows + others[:1] * (places - len(rows))
-        if of == self._of:
-            return False
-        self._of = of
-        self._chosen[: len(of)].copy_(staged(of, self._chosen.device), non_blocking=True)
-        return True
-
-    def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_computed: int | None,
-              num_attending: int | None, num_drafted: Tensor, probs: Tensor | None) -> Generator[None, None, None]:
-        """Pauses after each layer."""
-        compiled, tree = self._level(rows), self.tree.cut(rows)
+    def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_drafted: Tensor,
+              probs: Tensor | None) -> None:
+        compiled, tree = self._compiled, self.tree.cut(rows)
         nodes = self.tape.nodes if tree.size else None
-        of = None if num_computed is None else self._chosen[:num_computed]
-        attending = None if num_attending in (None, len(self.length)) else self._chosen[:num_attending]
-        block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree, of)
-        kv = TargetBlock(self.cache, self.view, take(self.length, of), nodes or tree, Extent(dense, longest, starts),
-                         self.keep_queries, compiled, self.gathering.gather if gathers else None, of,
-                         even=num_attending is not None, attending=attending)
-        hidden = yield from self.model(block, kv, pauses=True)
+        block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree)
+        kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest, starts),
+                         self.keep_queries, compiled, self.gathering.gather if gathers else None)
+        hidden = self.model(block, kv)
         if self.hidden is not None:
-            give(self.hidden[:, : tree.rows], of, hidden)
-        compiled(Speculator._finish)(self, hidden, block, tree, take(num_drafted, of), probs, of)
+            self.hidden[:, : tree.rows] = hidden
+        compiled(Speculator._finish)(self, hidden, block, tree, num_drafted, probs)
         self.commit(self.length - self.beside if tree.branches else self.length)  # drafters know the chain alone
 
-    def _begin(self, tree: TokenTree, of: Tensor | None) -> Tensor:
+    def _begin(self, tree: TokenTree) -> Tensor:
         """The pending token and those drafted after it; what lies behind them on the tape pads the block."""
-        return self.tape.part(of).read(take(self.length, of), tree)
+        return self.tape.read(self.length, tree)
 
     def _finish(self, hidden: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor,
-                probs: Tensor | None, of: Tensor | None) -> None:
+                probs: Tensor | None) -> None:
         """hidden [B, M, dim] after the tokens of block [B, M]: checks the drafted ones, emits, moves on."""
-        tape, start = self.tape.part(of), take(self.length, of)
+        tape, start = self.tape, self.length
         n = tree.spine - 1 if self.drafters else 0
         logits = self.model.output(hidden)  # [B, M, V]
         ahead = torch.arange(n + 1, device=start.device)
@@ -387,24 +278,24 @@ class Speculator(Drafter):
         if tape.coupled:
             verdict, law = self._match(tape, logits, block, tree, num_drafted, start), None
         else:
-            draft_probs = None if self.draft_probs is None else take(self.draft_probs[:, :n], of)
+            draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
             verdict, law = self._verify(tape, logits[:, : n + 1], block[:, 1 : n + 1], draft_probs, num_drafted,
                                         position)
         beside, tokens = verdict.beside, verdict.tokens[:, : n + 1]
         # Cut at a limit fixed beforehand.
-        num_emitted = torch.minimum(verdict.num_accepted + beside + 1, take(self.limit, of) - start)
+        num_emitted = torch.minimum(verdict.num_accepted + beside + 1, self.limit - start)
         beside = torch.minimum(beside, (num_emitted - verdict.num_accepted).clamp(min=0))
 
         tape.write(tape.tokens, position, tokens)
         if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
-            place = (position - 1 - take(self.base, of)[:, None]).clamp(max=probs.shape[1] - 1)
+            place = (position - 1 - self.base[:, None]).clamp(max=probs.shape[1] - 1)
             tape.write(probs, place, law)
         if self.level != FULL:
-            missed = torch.where(verdict.num_accepted < take(self.asked, of), MISSED, BONUS)
+            missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)
             last = torch.where(beside > 0, LEAF, missed)[:, None]
             origin = torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, last)
             tape.write(tape.origin, position, torch.where(ahead <= verdict.num_accepted[:, None], origin, BONUS))
-        self._keep(of, verdict.rows, logits, num_emitted)
+        self._keep(verdict.rows, logits, num_emitted)
         if tree.branches:  # what was kept moves to the slots of its positions
             self.beside.copy_(beside)
             first = (start - self.cache.prefix.len)[:, None]
@@ -414,13 +305,13 @@ class Speculator(Drafter):
         counts = torch.stack([num_emitted, verdict.num_accepted, num_drafted, beside], 1)
         is_cut = verdict.num_accepted >= num_emitted  # see `Outbox.read`
         told = [torch.where(is_cut, num_emitted, count) for count in (verdict.num_accepted, num_drafted)]
-        told = torch.where((num_emitted > 0)[:, None], torch.stack([*told, beside], 1), 0)
-        give(self.totals, of, take(self.totals, of) + told)
+        self.totals += torch.where((num_emitted > 0)[:, None], torch.stack([*told, beside], 1), 0)
         if self.outbox is not None:
             ranks = None if self.model.group is None else self._exchange(tokens, num_emitted)
             origins = tape.at(tape.origin, position[:, :n])
-            self.outbox.write(of, tokens, verdict.rows[:, : n + 1], origins, counts, ranks)
-        give(self.length, of, start + num_emitted)
+            finite = logits[:, 0].sum(-1, dtype=torch.float32).isfinite()  # of text alone: a draft is anything
+            self.outbox.write(tokens, verdict.rows[:, : n + 1], origins, counts, finite, ranks)
+        self.length.copy_(start + num_emitted)
 
     def _verify(self, tape: Tape, logits: Tensor, tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor,
                 position: Tensor):
@@ -449,17 +340,16 @@ class Speculator(Drafter):
         tape.note(position[:, : tree.spine], kept)
         return verdict
 
-    def _keep(self, of: Tensor | None, rows: Tensor, logits: Tensor, num_emitted: Tensor) -> None:
+    def _keep(self, rows: Tensor, logits: Tensor, num_emitted: Tensor) -> None:
         """What others may ask for of this step, of the rows [B, n + 1] that its tokens were drawn from."""
         count, weight = rows.shape[1], self.cache.query_weight
         if self.tree.branches:  # otherwise each is its own
             self.drawn_from[:, :count] = rows
         if self.logits is not None:
-            give(self.logits[:, :count], of, logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2])))
+            self.logits[:, :count] = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2]))
         if self.keep_queries:
             emitted = torch.arange(count, device=rows.device) < num_emitted[:, None]
-            weightless = weight.new_zeros(len(rows), weight.shape[1])
-            give(weight, of, weightless.scatter_add(1, rows, emitted.to(weight.dtype)))
+            weight.copy_(torch.zeros_like(weight).scatter_add(1, rows, emitted.to(weight.dtype)))
 
     def _exchange(self, tokens: Tensor, num_emitted: Tensor) -> tuple[Tensor, Tensor]:
         """[B], whether the ranks emit different tokens, by a digest of them; [2], the clock of the first rank."""

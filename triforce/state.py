@@ -11,25 +11,20 @@ from functools import partial
 import torch
 
 from .config import Settings
-from .costs import Shelf
 from .drafting.ngram import NgramMeter
+from .finite import NotFinite
 from .graphs import Compiler
 from .hierarchy import Hierarchy, Round, make_sources
-from .kept import Folder
 from .kv.blocks import prefill_blocks
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
-from .kv.store import Extent
 from .kv.target import TargetCache
 from .model import Transformer
-from .narrowing import Narrower
 from .nodes import Nodes
 from .packed import packs
 from .pilot import Pilot
 from .plan import Padding, Plan
 from .tape import Tape
-
-SPARE_TIME = 0.6  # of a verify, in which the host may do other work without being late for the next round
 
 
 def tape_length(capacity: int, settings: Settings) -> int:
@@ -51,9 +46,8 @@ class State:
         shared: the prefix that all rows have in common: their prompts begin with its tokens.
         meter: of what they share, see `Pilot`.
         draft_ranks: of the target's group, those that hold the draft; draft is None on the others. None: all of them.
-        folder: where learned costs are kept. None: nowhere.
+        shelf: what earlier texts showed, see `Pilot`. None: nothing.
         row_unit: of padded steps of the full level, see `rows.py`. None: they have all rows.
-        least_rows: of the batch, where steps compute fewer and bits are promised, see `rows.py`. None: all.
         runs_on: the device that it is meant for, if it is not the one that the target is on: to plan its memory, it is
             built on the meta device.
     """
@@ -62,10 +56,9 @@ class State:
                  budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None,
                  num_resident_layers: int | None = None, pack: bool = False, shared: PrefixStore | None = None,
                  meter: Callable[[], NgramMeter] | None = None,
-                 draft_ranks: Sequence[int] | None = None, folder: Folder | None = None, row_unit: int | None = None,
-                 least_rows: int | None = None, runs_on: torch.device | None = None):
+                 draft_ranks: Sequence[int] | None = None, shelf: dict | None = None, row_unit: int | None = None,
+                 runs_on: torch.device | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
-        self._on_cpu = target.device.type == "cpu"
         config, device, dtype = target.config, target.device, target.dtype
         interval = settings.flush_interval
         block = max(settings.tree.rows, settings.inner_tree.rows)
@@ -93,11 +86,8 @@ class State:
                                draft_ranks=draft_ranks, compiler=compiler, runs_on=runs_on)
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, own=own, common=common,
                                    sources=sources, drafting=drafting, row_unit=row_unit, compiler=compiler)
-        self.narrower = Narrower(self.hierarchy.outer, self.base) if self.cache.prefix.can_narrow else None
-        grows = any(level.tree.branches for level in self.hierarchy.levels)
-        self._least_rows = batch if least_rows is None or grows else least_rows
         self.pilot = Pilot(self.hierarchy, settings, group=target.group,
-                           shelf=Shelf(folder, lambda: compiler.is_complete),
+                           shelf={} if shelf is None else shelf,
                            rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval(offload),
                            common_interval=settings.rebuild_interval or self._usual_rebuild_interval(
                                self.cache.prefix.streams, for_all=True), meter=meter)
@@ -108,7 +98,8 @@ class State:
         self._closed: set[int] = set()  # rows that have ended
         self.prompts: list[list[int]] | None = None  # set by the caller: what `rewind` goes back to
         self.reused = [0] * batch  # set by the caller: tokens of each prompt that an earlier call had computed
-        self.waited = 0.0  # set by the caller: seconds that its prompts waited for compiled steps
+        self.waited = 0.0  # seconds that its prompts waited for compiled steps
+        self._is_compiled = not compiler.compiles  # all its steps have run
         self.is_whole = True  # nothing was broken off in the middle: `truncate` finds all that `lens` promise
         self._prompt_queries: list[torch.Tensor] = []
         self._prompt_weight: torch.Tensor | None = None
@@ -116,7 +107,6 @@ class State:
         self.num_flushes = 0
         self._recorded = 0.0  # seconds that were spent on recording before
         self.last_round: Round | None = None
-        self._verify: float | None = None  # milliseconds of the last one that was timed
 
     def _usual_rebuild_interval(self, streams: Offload | None, for_all: bool = False) -> int:
         """The newest selection drafts best. Offloaded, that of one row, or of what all rows share, takes no time: it is
@@ -283,10 +273,24 @@ class State:
         """
         self._prompt_queries = [q[:, :, : self.cache.newest].clone() for q in self.cache.queries]
         self._prompt_weight = self.cache.query_weight.clone()
-        self.compiler.begin()
         if self._pack:
             self.cache.prefix.pack()
         self._open(max_new_tokens, plan, padding)
+        if not self._is_compiled:
+            begun = time.perf_counter()
+            self._compile()
+            self.rewind(max_new_tokens, plan, padding)
+            self._is_compiled, self.waited = True, time.perf_counter() - begun
+
+    def _compile(self) -> None:
+        """Has each step compiled, by rounds of every kind, which `rewind` forgets: nothing can be compiled within a
+        recording."""
+        for row, (length, end) in enumerate(zip(self.lens, self._ends, strict=True)):
+            room = self.settings.flush_interval - 1 - (length - self.cache.lens[row])
+            self.hierarchy.limit(row, min(length + room, end))  # what is emitted has to fit, and to flush nothing
+        for plan in self.hierarchy.kinds_of_rounds(self.pilot.default):
+            for _ in range(2):  # the second round follows one that drafted
+                self.round(plan)
 
     def _record_ahead(self) -> None:
         """Records the steps of the next rounds, as long as the device has work. Ranks record them all: a step that some
@@ -305,7 +309,7 @@ class State:
     @torch.inference_mode()
     def rewind(self, max_new_tokens: int, plan: Plan | None = None, padding: Padding | None = None) -> None:
         """Back to where `begin` was called: the next rounds are those of a fresh prefill, bit for bit."""
-        self.is_whole = False
+        self.is_whole, self.waited = False, 0.0
         for q, kept in zip(self.cache.queries, self._prompt_queries, strict=True):
             q[:, :, : self.cache.newest] = kept
         self.cache.query_weight.copy_(self._prompt_weight)
@@ -321,13 +325,11 @@ class State:
         interval = self.settings.flush_interval
         self.compiler.settings = self.params.uses
         self._ends = [length + max_new_tokens for length in self.lens]
-        self._closed, self._verify = set(), None
+        self._closed = set()
         # A prefix grows by whole intervals.
         prefix_ends = [min(held + (end - held) // interval * interval, self.capacity)
                        for held, end in zip(self.cache.lens, self._ends, strict=True)]
         self.hierarchy.open(prefix_ends)
-        if self.narrower is not None:
-            self.narrower.begin(self._promises_bits)
         if self.hierarchy.view is not None:
             self.hierarchy.view.open_common()
         for row in range(self.batch):
@@ -362,41 +364,6 @@ class State:
         self._closed.add(row)
         self.pilot.close_row(row)
 
-    def _narrow(self, going: list[int], plan: Plan) -> None:
-        """Once rows have ended, steps do their work for those that go on alone, as far as no bits that are promised
-        depend on it."""
-        if not going or len(going) == self.batch:
-            return
-        is_narrow = False
-        if self._on_cpu:
-            free = not self._promises_bits and self.compiler.pieces is None
-            width = len(going) if free else max(len(going), self._least_rows)
-            is_narrow = width < self.batch
-            self.hierarchy.compute_for(going if is_narrow else None, width)
-        elif self.narrower is not None:
-            # Rows are expected to go on for as many rounds as there were, at most up to their limits.
-            left = max((self._ends[row] - self.lens[row]) / max(self.lens[row] - self.prompt_end[row], 1)
-                       for row in going)
-            is_narrow = self.narrower.narrow(plan, going, self.num_forwards * min(left, 1.0))
-        if is_narrow:
-            self.pilot.narrowed()
-
-    @property
-    def _promises_bits(self) -> bool:
-        """The bits of a row are to depend on nothing but its own text."""
-        return self.params.greedy or self.settings.coupled
-
-    def _record_narrower(self, begun: float) -> None:
-        """Beside a verify that began then: a part of a step of fewer rows than go on, or as many parts as there is time
-        for. Rounds go on meanwhile, and take no longer."""
-        if (self.narrower is None or self._promises_bits or self._verify is None or self.target.group is not None
-                or self.compiler.recorder is None):
-            return
-        [plan, *_], work = self.pilot.ahead(), torch.cuda.Event()
-        work.record()
-        if self.narrower.record(plan, begun + SPARE_TIME * self._verify / 1e3) and work.query():
-            self.compiler.num_recorded += 1  # it took longer than the round, which took longer for it
-
     @torch.inference_mode()
     def round(self, plan: Plan | None = None) -> list[list[int]]:
         """One verify and all that is drafted for it. Returns each row's new tokens; the one host sync is here.
@@ -409,31 +376,19 @@ class State:
             plan = self.pilot.choose()
         if plan.retrieval and self.hierarchy.view is not None:
             self.pilot.rebuilt(self.hierarchy.view.catch_up(going))
-        self._narrow(going, plan)
         meanwhile = partial(self._think, plan) if chosen else None
-        result = self.hierarchy.round(plan, self.lens, self._next_extent(), meanwhile)
+        result = self.hierarchy.round(plan, self.lens, meanwhile)
         self.num_forwards += 1
         self.last_round = result
-        if result.timing is not None:
-            self._verify = result.timing.checking
         return self._settle(result, chosen)
 
     def _think(self, plan: Plan) -> None:
         """While the device works on a round: what the next one follows, and its steps. plan: of the present round."""
-        begun = time.perf_counter()
         self.pilot.think()
         left = max(end - length for end, length in zip(self._ends, self.lens, strict=True))
         # Or else it is not known yet for which rows the next verify gathers, or whether there is one.
         if self.cache.prefix.streams is None and left > plan.gamma + 1:
             self._record_ahead()
-            self._record_narrower(begun)
-
-    def _next_extent(self) -> Extent | None:
-        """The prefix's extent after the next flush, if that is near, and something will come after it."""
-        interval, prefix = self.settings.flush_interval, self.cache.prefix
-        near = any(start + interval // 2 <= now and start + interval < end
-                   for start, now, end in zip(prefix.lens, self.lens, self._ends, strict=True))
-        return prefix.extent_after(interval) if near else None
 
     def _settle(self, result: Round, chosen: bool) -> list[list[int]]:
         """Takes in what a round brought: lengths, flushes, and views that are to be chosen anew."""
@@ -442,6 +397,8 @@ class State:
             if brought.diverged:
                 raise RuntimeError(f"the ranks disagree on the tokens after {self.lens[row]:,}; their weights, prompts "
                                    "or settings differ, or a device miscalculates")
+            if brought.tokens and not brought.is_finite:
+                raise NotFinite(self._texts[row])
             self.lens[row] += len(brought.tokens)
             self._texts[row] += brought.tokens
         due = self.pilot.observe(result, chosen)

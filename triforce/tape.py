@@ -6,7 +6,7 @@ computed: the pending one.
 Shapes: B batch, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ class Tape:
     vocab_size: int  # ids that the tokenizer can name; logits beyond are padding
     coupled: bool = False  # levels share their draws; else laws are passed from level to level
     nodes: Nodes | None = None  # where the full level checks trees: what the retrieval level grows
-    of: Tensor | None = None  # [n], the rows of the batch that it is seen as. None: all
 
     @classmethod
     def allocate(cls, batch: int, capacity: int, vocab_size: int, device, coupled: bool = False,
@@ -44,19 +43,13 @@ class Tape:
         origin = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         return cls(tokens, origin, runners_up, SamplingParams(batch, device, vocab_size), vocab_size, coupled, nodes)
 
-    def part(self, of: Tensor | None) -> "Tape":
-        """The same tape, seen as one of these rows alone, in this order. of: [n]. None: all."""
-        return self if of is None else replace(self, params=self.params.part(of), of=of)
-
     def at(self, x: Tensor, index: Tensor) -> Tensor:
         """Of one of its tensors [B, capacity, ...], what stands at index [B, n] of each row."""
-        if self.of is not None:
-            return x[self.of[:, None], index]
         return x.gather(1, index[(...,) + (None,) * (x.ndim - 2)].expand(*index.shape, *x.shape[2:]))
 
     def write(self, x: Tensor, index: Tensor, value: Tensor) -> None:
         """Writes value [B, n, ...] there."""
-        put(x, index, value, rows=None if self.of is None else self.of[:, None])
+        put(x, index, value)
 
     def law(self, logits: Tensor, drafts: bool = False) -> Tensor:
         """drafts: see `sampling.probabilities`."""

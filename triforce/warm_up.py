@@ -14,9 +14,7 @@ import torch
 from . import memory
 from .config import Sampling, Settings
 from .graphs import SPARE, Compiler
-from .model import Linear, ModelConfig, Transformer
-from .pilot import default_plan
-from .plan import AUTOREGRESSION, Plan
+from .model import ModelConfig, Transformer
 from .state import State
 from .streams import ComputeStream, use_device
 
@@ -24,8 +22,6 @@ log = logging.getLogger("triforce")
 LENGTH = 5 * 8192  # tokens of the prompt: an attention of few queries and one of many, over several lengths of keys
 ROUNDS = 2  # of each plan: the second follows one that drafted
 ROWS, LARGE = 2, 8 * 10**9  # over a shared prefix, too, where the bytes of weights take some seconds to read
-# Tokens of a step, over all rows: for each of these a library multiplies by a weight with another kernel.
-STEPS = (8, 16, 32, 64, 128, 256)
 
 
 def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype, stream: ComputeStream,
@@ -86,31 +82,19 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
         state = State(*models, settings, compiler=Compiler(device), shared=state.cache.prefix.part(base), **beside)
         if not _go_through(state, [[0] * (base + room)] * rows, room):
             return None
-        _multiply([model for model in models if model is not None])
     return state
-
-
-def _multiply(models: list[Transformer]) -> None:
-    """By each weight, as steps of any number of rows do."""
-    for layer in [layer for model in models for layer in model.modules() if isinstance(layer, Linear)]:
-        for count in STEPS:
-            layer(layer.weight.new_zeros(1, count, layer.in_features))
 
 
 def _go_through(state: State, prompts: list[list[int]], room: int) -> bool:
     """A prefill, and rounds by every plan. False: the process ends meanwhile."""
-    settings = state.settings
     state.params.set(specialize=False, **vars(Sampling().with_seed(state.batch, lambda: 0)))
     state.prefill_all(prompts)
     state.begin(room)
-    plans = [AUTOREGRESSION, *(Plan(1, source) for source in state.hierarchy.sources)]
-    if settings.retrieval:  # one round of it, and two tokens of its draft, run what more of them do
-        plan = default_plan(settings, state.hierarchy)
-        plans.append(replace(plan, rounds=1, gamma_inner=min(plan.gamma_inner, 2)))
-    for plan in [plan for plan in plans for _ in range(ROUNDS)]:
+    for plan in state.hierarchy.kinds_of_rounds(state.pilot.default):
         if not threading.main_thread().is_alive():  # the process waits for this thread
             return False
-        state.round(plan)
+        for _ in range(ROUNDS):
+            state.round(plan)
     if state.hierarchy.view is not None:
         state.hierarchy.view.renew(state.pilot.rebuilds)
     return True

@@ -239,7 +239,6 @@ FAULTS = [
           "places"),
     Fault("prefill-progress", "model:Transformer.prefill", "the prefill's progress never reaches 1", op("-", "+", 3),
           "model"),
-    Fault("fp8-bias", "quantize:Float8Linear.forward", "fp8 layers lose their biases", cond("bias", True), "quantize"),
     Fault("fp8-nan", "float8:has_nan", "a weight that is no number is taken for 480", nothing(False),
           "float8 -k do_not_fit"),
     Fault("eos-order", "hf.checkpoint:eos_token_ids", "chat models do not stop at the end of their turn",

@@ -38,8 +38,8 @@ class ModelDrafter(Drafter):
         self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
         self.num_drafted = tape.buffer()
         self.noise = None if tape.coupled else tape.buffer(max_drafted, dtype=torch.float64)
-        self.levels = {rows: compiler.level(f"draft{rows}") for rows in (1, self.CATCH_UP_ROWS)}
-        self.steps = {rows: level.step(self._step, num_lengths=2) for rows, level in self.levels.items()}
+        self._compiled = compiler.level()
+        self.step = self._compiled.step(self._step, num_lengths=2)
         self._seen = [0] * len(tape.tokens)  # tokens of each row that it has taken in for certain
         self._awaited: dict[int, tuple[int, int]] = {}  # by row: tokens to take in at `open`, and those it knows
         self._left_out = False  # of the last round
@@ -93,20 +93,23 @@ class ModelDrafter(Drafter):
         self.head.copy_(start)
         self.num_drafted.fill_(plan.gamma)
         for i in range(plan.gamma):
-            rows = self.CATCH_UP_ROWS if i == 0 else 1
-            self.steps[rows](*self.memory.extent, rows, probs)
+            self.step(*self.memory.extent, self._rows(i), probs)
         return self.num_drafted
 
     def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
-        for rows in (self.CATCH_UP_ROWS, 1)[: plan.gamma] if self.memory.never_grows else ():
-            yield from preparations(self.steps[rows], *self.memory.extent, rows, probs)
+        for rows in {self._rows(i) for i in range(plan.gamma)} if self.memory.never_grows else ():
+            yield from preparations(self.step, *self.memory.extent, rows, probs)
+
+    def _rows(self, i: int) -> int:
+        """Of the step that draws token i of a proposal. Where steps are compiled they have one size."""
+        return self.CATCH_UP_ROWS if i == 0 or self._compiled.compiler.compiles else 1
 
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
 
     def _step(self, dense: int, longest: int, starts: tuple, rows: int, probs: Tensor | None) -> None:
         """Takes in the tape up to `head`, then draws the token at head + 1."""
-        compiled = self.levels[rows]
+        compiled = self._compiled
         tokens = compiled(ModelDrafter._begin)(self, rows)
         kv = self.memory.block(self.length, rows, Extent(dense, longest, starts), compiled)
         hidden = self.model(tokens, kv)  # [B, rows, dim]

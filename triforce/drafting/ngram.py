@@ -36,7 +36,7 @@ class NgramDrafter(Drafter):
     def __init__(self, tape: Tape, *, max_drafted: int, longest: int = 4, shortest: int = 2, compiler: Compiler):
         self.tape, self.max_drafted, self.longest, self.shortest = tape, max_drafted, longest, shortest
         self.base, self.num_drafted = tape.buffer(), tape.buffer()
-        self.compiled = compiler.level("ngram")
+        self.compiled = compiler.level()
         self.step = self.compiled.step(self._step)
 
     def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:

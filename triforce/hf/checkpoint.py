@@ -5,6 +5,7 @@ is comes from its config.json, never from its name.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,13 +17,34 @@ from ..float8 import FP8, has_nan
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, shard_config
 from ..streams import like_this_thread
+from .config import config_from_hf
+from .files import (
+    FLAG,
+    Fields,
+    about,
+    check_file,
+    guarded,
+    number,
+    read_json,
+    read_optional_json,
+    several,
+    shown,
+    whole,
+)
 from .folders import SINGLE_FILES, find_weights
-from .places import SCALE, is_derived, places, put, scale_of, separate
+from .places import EMBEDDING, OUTPUT, SCALE, is_derived, places, put, scale_of, separate, usual_name
 from .tokenizer import Tokenizer
-from .vocabulary import read_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SAMPLING = {"temperature": number(0, 100), "top_p": number(1e-6, 1), "top_k": whole(0, 2**31 - 1),
+            "min_p": number(0, 1 - 1e-6)}
+# Of generation_config.json, what would change the text, and the value by which it does not.
+NOT_SUPPORTED = {"repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "typical_p": 1,
+                 "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None, "penalty_alpha": 0, "num_beams": 1,
+                 "num_beam_groups": 1, "min_length": 0, "min_new_tokens": 0, "bad_words_ids": [],
+                 "suppress_tokens": [], "begin_suppress_tokens": [], "sequence_bias": {}, "guidance_scale": 1,
+                 "forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None}
 
 
 def read_config(folder: Path, max_seq_len: int | None = None, weights: str | None = None) -> ModelConfig:
@@ -30,47 +52,84 @@ def read_config(folder: Path, max_seq_len: int | None = None, weights: str | Non
     `ModelConfig.quantized`."""
     path = Path(folder) / "config.json"
     hf = read_json(path)
-    try:
-        return ModelConfig.from_hf(hf).within(max_seq_len).quantized(weights)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except (TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"{path} has a field of the wrong kind ({error}); download it again") from None
+    with about(path):
+        config = config_from_hf(hf).within(max_seq_len).quantized(weights)
+    if config.tie_word_embeddings and output_is_embedding(find_weights(Path(folder))) is False:
+        return replace(config, tie_word_embeddings=False)  # as transformers: what is stored counts
+    return config
+
+
+def output_is_embedding(files: list[Path]) -> bool | None:
+    """Whether the two weights are the same, where files have both. None: they have not."""
+    found = [tensor for path in files for name, tensor in open_tensors(path).items()
+             if usual_name(name) in (EMBEDDING, OUTPUT)]
+    if len(found) != 2:
+        return None
+    same_kind = found[0].dtype == found[1].dtype and found[0].shape == found[1].shape
+    return same_kind and torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in found))
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Every id that ends a text: generation_config.json's, else config.json's, else the tokenizer's own."""
     folder = Path(folder)
-    for name in ("generation_config.json", "config.json"):
-        eos = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        content = read_optional_json(path)
+        one_id = whole(0, 2**31)
+        with about(path):
+            kind = several(one_id) if isinstance(content.get("eos_token_id"), list) else one_id
+            eos = Fields(content).get("eos_token_id", kind, None)
         if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (eos,)
+            return eos if isinstance(eos, tuple) else (eos,)
     eos = Tokenizer(folder).eos_id
     return () if eos is None else (eos,)
+
+
+def generation_defaults(folder: str | Path) -> dict[str, float | int]:
+    """What generation_config.json says of temperature, top_p, top_k and min_p: the values that are set. Empty where
+    `do_sample` is false, or there is no such file.
+
+    Raises:
+        UserError: a value is of the wrong kind or out of range.
+    """
+    path = Path(folder) / "generation_config.json"
+    fields = Fields(read_optional_json(path))
+    with about(path):
+        found = {name: fields.get(name, kind, None) for name, kind in SAMPLING.items()}
+        sampled = fields.get("do_sample", FLAG, True)
+    return {name: value for name, value in found.items() if sampled and value is not None}
+
+
+def ignored_defaults(folder: str | Path) -> dict:
+    """What generation_config.json sets of a distribution or a search that this library does not have."""
+    found = read_optional_json(Path(folder) / "generation_config.json")
+    return {name: found[name] for name, neutral in NOT_SUPPORTED.items()
+            if found.get(name) not in (None, neutral)}
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one weight file by name, mapped from the file: its bytes are read as they are used, and dropping
     the tensors unmaps them."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt", device="cpu") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        else:
+    check_file(path)
+    with guarded(f"{path} holds more than tensors, or is damaged"):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    return {name: file.get_tensor(name) for name in file.keys()}
             try:
                 tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError as error:  # the format of torch before 1.6 cannot be mapped
                 if "mmap" not in str(error):
                     raise
                 tensors = torch.load(path, map_location="cpu", weights_only=True)
-            tensors = tensors.get("state_dict", tensors)
-    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} is truncated or damaged ({reason}); download it again") from None
-    except Exception as error:  # pickle.UnpicklingError and kin: something else than tensors
-        raise UserError(f"{path} holds more than tensors, or is damaged ({type(error).__name__}); "
-                        "get this checkpoint as safetensors") from None
-    return tensors
+        except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"{path} is truncated or damaged ({reason}); download it again") from None
+        tensors = tensors.get("state_dict", tensors)
+        for name, tensor in tensors.items():  # one of fewer bytes than it says repeats them, without end
+            plain = isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
+            if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+                raise TypeError(f"{shown(name)} is no plain tensor")
+        return tensors
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -120,10 +179,11 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     if dtype is not None or config.dtype is not None:
         dtype = parse_dtype(dtype or config.dtype)
     missing = dict.fromkeys(table)
+    stored = [name for path in files for name in open_tensors(path)] if config.tie_word_embeddings else []
     for path in files:
         work = []
         tensors = [separate(name, tensor, table, config.float8) for name, tensor in open_tensors(path).items()
-                   if not is_derived(name, config)]
+                   if not is_derived(name, config, stored)]
         for name, tensor in (one for parts in tensors for one in parts.items()):
             place = table.get(name)
             if place is None:

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import UserError
-from .checkpoint import open_tensors, parse_dtype
+from .checkpoint import open_tensors, output_is_embedding, parse_dtype
 from .download import TEXTS
+from .files import check_file, read_json
 from .folders import find_weights
-from .vocabulary import read_json
+from .places import OUTPUT
 
 MAX_SHARD_BYTES = 4_000_000_000
 
@@ -57,23 +58,42 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None, dtype
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        names = write_shards(files, work, dtype, bool(config.get("tie_word_embeddings")), max_shard_bytes)
+        tied = config.get("tie_word_embeddings") is True and output_is_embedding(files)
+        names = write_shards(files, work, dtype, tied, max_shard_bytes)
         if folder.resolve() != source.resolve():
-            for path in source.iterdir():
-                if path.is_file() and TEXTS.fullmatch(path.name) and not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, work / path.name)
+            copy_texts(source, work)
         if dtype is not None:
-            config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+            spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+            config.update(dict.fromkeys(spelled, str(dtype).removeprefix("torch.")))
             (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         # What makes a folder loadable comes last: the only weight file, or else the index.
         last = "model.safetensors" if len(names) == 1 else "model.safetensors.index.json"
-        for path in sorted(work.iterdir(), key=lambda path: path.name == last):
-            os.replace(path, folder / path.name)
+        written = [path for path in work.rglob("*") if path.is_file()]
+        for path in sorted(written, key=lambda path: path.name == last):
+            (folder / path.relative_to(work)).parent.mkdir(exist_ok=True)
+            os.replace(path, folder / path.relative_to(work))
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write to {folder} ({error}); make room, or choose another --out-dir") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+def copy_texts(source: Path, work: Path) -> None:
+    """Copies config.json, the tokenizer and what else belongs to a checkpoint beside its weights."""
+    home = source.resolve()
+    if home.parent.name == "snapshots":  # of the Hugging Face cache, whose files are links into blobs/
+        home = home.parent.parent
+    for path in [*source.iterdir(), *(source / "additional_chat_templates").glob("*.jinja")]:
+        name = path.relative_to(source)
+        if not path.is_file() or not TEXTS.fullmatch(str(name)) or name.name.endswith(".index.json"):
+            continue
+        if not path.resolve().is_relative_to(home):
+            raise UserError(f"{path} is a link to {path.resolve()}, outside of the checkpoint; put the file itself in "
+                            "its place, or remove it")
+        check_file(path)
+        (work / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, work / name)
 
 
 def write_shards(files: list[Path], work: Path, dtype: torch.dtype | None, tied: bool, limit: int) -> list[str]:
@@ -92,7 +112,7 @@ def write_shards(files: list[Path], work: Path, dtype: torch.dtype | None, tied:
     for path in files:
         for name, tensor in open_tensors(path).items():
             # Tied weights are stored once, and RoPE's buffers, which old checkpoints have, would not survive rounding.
-            if ".rotary_emb." in name or (tied and name == "lm_head.weight"):
+            if ".rotary_emb." in name or (tied and name == OUTPUT):
                 continue
             target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             num_bytes = tensor.numel() * target.itemsize

@@ -6,8 +6,6 @@ changed by hand in a few places may go unseen.
 
 import hashlib
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,21 +16,27 @@ from ..errors import UserError
 from ..model import ModelConfig, Transformer
 from ..parallel import together
 from .checkpoint import open_tensors, read_config
+from .files import read_optional_json
 from .folders import SINGLE_FILES, find_weights
-from .places import is_derived, places
-from .vocabulary import read_optional_json
+from .places import EMBEDDING, OUTPUT, is_derived, usual_name
 
 STRETCHES, STRETCH_BYTES = 4, 4096  # of each tensor in a file
 POINTS = 64  # of each tensor in memory
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-         torch.float8_e4m3fn: "F8_E4M3"}  # in safetensors
-READERS = 16  # threads: where the file is not in memory, a stretch is a request to the disk
-GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly
 DIGITS = 32
 # Of tokenizer_config.json, what says nothing of which text has which ids.
 NO_IDS = ("chat_template", "model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces",
           "name_or_path", "tokenizer_file", "processor_class")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json")
+
+
+def model_name(folder: Path | None, architecture: str, num_parameters: int) -> str:
+    """What a user would call a model. folder: of its checkpoint, which may lie in the cache of the hub."""
+    kind = f"{architecture}, {num_parameters / 1e6:,.1f}M parameters"
+    if folder is None:
+        return kind
+    folder = Path(folder).resolve()
+    in_cache = folder.parent.name == "snapshots"
+    return f"{folder.parents[1].name.removeprefix('models--').replace('--', '/') if in_cache else folder.name}, {kind}"
 
 
 def model_fingerprint(folder: str | Path, max_seq_len: int | None = None, weights: str | None = None) -> str:
@@ -50,107 +54,39 @@ def model_fingerprint(folder: str | Path, max_seq_len: int | None = None, weight
     config, files = read_config(folder, max_seq_len, weights), find_weights(folder)
     if not files:
         raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
-    found = {}
-    with ThreadPoolExecutor(READERS) as readers:
-        for path in files:
-            sampled = _of_safetensors if path.suffix == ".safetensors" else _of_bin
-            found.update((name, digest) for name, digest in sampled(path, readers) if not is_derived(name, config))
-    return _combine(config, found)
+    tensors = {name: tensor for path in files for name, tensor in open_tensors(path).items()}
+    alone = EMBEDDING if config.tie_word_embeddings else OUTPUT  # what an output layer is, if it is not derived
+    found = {alone if usual_name(name) == OUTPUT else name: _digest(tensor) for name, tensor in tensors.items()
+             if not is_derived(name, config, tensors)}
+    return _combine(config, sorted(found.items()))
 
 
-def _of_safetensors(path: Path, readers: ThreadPoolExecutor) -> list[tuple[str, str]]:
-    """(name, digest) of each tensor.
-
-    Read and not mapped: the system reads megabytes ahead of a page of a mapped file, and safetensors itself reads on
-    when it opens one. For 13 GB that nobody had read before, that is 34 s on the disk here.
-    """
-    def digest(tensor: dict) -> str:
-        begin, end = tensor["data_offsets"]
-        parts = [os.pread(file.fileno(), size, start + begin + at) for at, size in _stretches(end - begin)]
-        if sum(map(len, parts)) < sum(size for _, size in _stretches(end - begin)):
-            raise EOFError(f"it ends before {start + end} bytes")
-        return _digest(tensor["dtype"], tensor["shape"], parts)
-
-    try:
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            size = int.from_bytes(file.read(8), "little")
-            start = 8 + size
-            if start > os.fstat(file.fileno()).st_size:
-                raise EOFError(f"it ends before {start} bytes")
-            table = json.loads(file.read(size))
-            table.pop("__metadata__", None)
-            return list(zip(table, readers.map(digest, table.values()), strict=True))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is truncated or damaged ({error}); download it again") from None
-
-
-def _of_bin(path: Path, readers: ThreadPoolExecutor) -> list[tuple[str, str]]:
-    """(name, digest) of each tensor, the same as of a safetensors file that holds it."""
-    def digest(tensor: Tensor) -> str:
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-        return _digest(NAMES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape),
-                       [data[at : at + size] for at, size in _stretches(len(data))])
-
-    tensors = open_tensors(path)
-    return list(zip(tensors, readers.map(digest, tensors.values()), strict=True))
-
-
-def _stretches(count: int) -> list[tuple[int, int]]:
-    """(begin, length) of the bytes that are looked at, of so many: the first and the last are among them."""
-    if count <= STRETCHES * STRETCH_BYTES:
-        return [(0, count)]
-    return [((count - STRETCH_BYTES) * j // (STRETCHES - 1), STRETCH_BYTES) for j in range(STRETCHES)]
-
-
-def _digest(dtype: str, shape: list[int], parts: list) -> str:
-    found = hashlib.sha256(f"{dtype} {shape}".encode())
-    for part in parts:
-        found.update(part)
+def _digest(tensor: Tensor) -> str:
+    """Of dtype, shape and some stretches of bytes, the first and the last among them."""
+    data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    found, last = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode()), max(len(data) - STRETCH_BYTES, 0)
+    for j in range(STRETCHES):
+        at = last * j // (STRETCHES - 1)
+        found.update(data[at : at + STRETCH_BYTES])
     return found.hexdigest()
 
 
 @torch.no_grad()
 def weights_fingerprint(model: Transformer) -> str:
-    """Of a model in memory: its config, and some elements of each weight. It differs from its folder's fingerprint.
+    """Of a model in memory: its config, and some elements of each weight. It differs from its folder's fingerprint, and
+    with the number of ranks that share the model; each of them calls this. A weight that exists in a packed form alone
+    is left out."""
+    def sample() -> list:
+        spread = torch.linspace(0, 1, POINTS, dtype=torch.float64)
+        return [(name, one.reshape(-1)[(spread * (one.numel() - 1)).long().to(one.device)].double().tolist())
+                for name, one in model.named_parameters()]
 
-    The same however many ranks share the model; each of them calls this. A weight that exists in a packed form alone
-    is left out.
-    """
-    config, shards, rank = model.config, model.config.num_shards, 0 if model.group is None else model.group.rank
-    whole = replace(config, n_head=config.n_head * shards, n_kv_head=config.n_kv_head * shards,
-                    ffn_dim=config.ffn_dim * shards, num_shards=1)
-    parameters, parts = dict(model.named_parameters()), places(config)
-    keys, values = [], [torch.empty(0, dtype=torch.float64, device=model.device)]
-    for name, place in places(whole, shards).items():
-        part = parts[name]
-        if part.parameter not in parameters:
-            continue
-        unit = torch.tensor(place.unit[: len(place.shape)])[:, None]
-        at = _points(tuple(size * one for size, one in zip(place.shape, place.unit, strict=False))) // unit
-        held = torch.full((POINTS,), rank == 0 or place.shape != part.shape)
-        for dim, (size, share) in enumerate(zip(place.shape, part.shape, strict=True)):
-            if size != share:  # the dimension that is split
-                at[dim] -= rank * share
-                held &= (at[dim] >= 0) & (at[dim] < share)
-        at[0] += part.start
-        keys += [(name, j) for j in held.nonzero()[:, 0].tolist()]
-        values.append(parameters[part.parameter][tuple(at[:, held].to(model.device))].double())
-    mine = dict(zip(keys, torch.cat(values).tolist(), strict=True))
     with together(model.group) as do:
-        samples = {key: value for share in do(lambda: mine) for key, value in share.items()}
-    return _combine(whole, samples)
+        return _combine(model.config, do(sample))
 
 
-def _points(shape: tuple[int, ...]) -> Tensor:
-    """Where elements of a tensor are sampled: [dimensions, POINTS]."""
-    count = torch.Size(shape).numel()
-    flat = (torch.arange(POINTS, dtype=torch.float64) * GOLDEN % 1 * count).long()
-    return torch.stack(torch.unravel_index(flat, shape))
-
-
-def _combine(config: ModelConfig, samples: dict) -> str:
-    text = repr((replace(config, dtype=None, num_shards=1), sorted(samples.items())))
+def _combine(config: ModelConfig, samples: list) -> str:
+    text = repr((replace(config, dtype=None), samples))
     text += "" if config.float8 is None else repr(config.float8)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 

@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 
 from ..errors import UserError
-from .vocabulary import read_json
+from .files import read_json, read_text, shown
 
 TINY = Path(__file__).parents[1] / "tiny"  # the embedded pair: target/ and draft/
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+REPO_ID = re.compile(r"(?a:[A-Za-z0-9][\w.-]{0,95}/\w[\w.-]{0,95})")
+UNFINISHED = ".unfinished-download"  # is in a folder until its download has ended
+LOADED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+          "*.jinja")  # files beside the weights, as patterns
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # each has a sharded twin, named by NAME.index.json
 
 
@@ -26,23 +29,45 @@ def resolve(checkpoint: str | Path) -> Path:
         return TINY / "target"
     if not isinstance(checkpoint, (str, Path)) or not str(checkpoint):
         raise UserError(f"no such checkpoint: {checkpoint!r}; give a folder, a repository id (owner/name) or 'tiny'")
-    path = Path(checkpoint).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    try:
+        path = Path(checkpoint).expanduser()
+        if path.is_dir():
+            return finished(path)
+        is_file = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, an unknown user
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{str(checkpoint)[:200]!r} cannot be opened ({reason}); give another folder") from None
+    if is_file:
         raise UserError(f"{path} is a file; give the folder that holds config.json and the weights")
     if isinstance(checkpoint, Path) or not REPO_ID.fullmatch(checkpoint):
         raise UserError(f"no such folder: {checkpoint}; give a folder, a repository id (owner/name) or 'tiny'")
     local = Path("checkpoints") / checkpoint
     if local.is_dir():
-        return local
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(checkpoint, "config.json")
-    if isinstance(cached, str) and find_weights(Path(cached).parent):
-        return Path(cached).parent
+        return finished(local)
+    cached = find_cached(checkpoint)
+    if cached is not None:
+        return cached
     raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
                     f"download it: triforce download --repo-id {checkpoint}")
+
+
+def finished(folder: Path) -> Path:
+    """A folder in which no download was broken off."""
+    if (folder / UNFINISHED).exists():
+        raise UserError(f"the download into {folder} was not finished; run it again: triforce download --repo-id "
+                        f"{read_text(folder / UNFINISHED).strip()} --out-dir {folder}")
+    return folder
+
+
+def find_cached(repo_id: str) -> Path | None:
+    """The folder of a repository in the Hugging Face cache, unless the cache knows of a file that did not come."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repo_id, local_files_only=True, allow_patterns=list(LOADED)))
+    except errors.LocalEntryNotFoundError:
+        return None
+    return folder if (folder / "config.json").exists() and find_weights(folder) else None
 
 
 def tiny_draft() -> Path:
@@ -63,7 +88,7 @@ def find_weights(folder: Path) -> list[Path]:
     """The weight files of a folder, safetensors before .bin; empty if it has none.
 
     Raises:
-        UserError: an index names a file that is absent.
+        UserError: an index names a file that is absent, or outside of the folder.
     """
     for name in SINGLE_FILES:
         if (folder / name).exists():
@@ -74,7 +99,9 @@ def find_weights(folder: Path) -> list[Path]:
             if not isinstance(weight_map, dict) or not weight_map:
                 raise UserError(f"{index} has no weight_map; download it again")
             for tensor, file in weight_map.items():
-                if not (folder / file).is_file():
-                    raise UserError(f"{index} places tensor {tensor} in {file}, which is absent; download it again")
+                inside = isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
+                if not (inside and (folder / file).is_file()):
+                    raise UserError(f"{index} places tensor {shown(tensor)} in {shown(file)}, which is no file of this "
+                                    "folder; download it again")
             return [folder / file for file in sorted(set(weight_map.values()))]
     return []

@@ -1,5 +1,6 @@
 """Which tensor of a Hugging Face checkpoint goes where in the model, and which part of it a rank gets."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ CHATGLM = {"transformer.embedding.word_embeddings.": "model.embed_tokens.", "tra
            "transformer.encoder.final_layernorm.": "model.norm.", "transformer.encoder.layers.": "model.layers.",
            ".self_attention.query_key_value.": ".self_attn.qkv_proj.", ".self_attention.dense.": ".self_attn.o_proj.",
            ".mlp.dense_h_to_4h.": ".mlp.gate_up_proj.", ".mlp.dense_4h_to_h.": ".mlp.down_proj."}
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 STAGED = 2**25  # bytes that are copied to a GPU at a time
 
 
@@ -43,10 +45,10 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
         shards: ranks, between whose shares no block of weights that share a scale is to be cut.
     """
     dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    table = {"model.embed_tokens.weight": Place("embedding.weight", 0, (config.vocab_rows, dim)),
+    table = {EMBEDDING: Place("embedding.weight", 0, (config.vocab_rows, dim)),
              "model.norm.weight": Place("norm.weight", 0, (dim,))}
     if not config.tie_word_embeddings:
-        table["lm_head.weight"] = Place("output.weight", 0, (config.vocab_rows, dim))
+        table[OUTPUT] = Place("output.weight", 0, (config.vocab_rows, dim))
     linears = [  # (Hugging Face's name, ours, first row, rows, columns, has a bias)
         ("self_attn.q_proj", "attention.qkv", 0, q, dim, config.qkv_bias),
         ("self_attn.k_proj", "attention.qkv", q, kv, dim, config.qkv_bias),
@@ -95,12 +97,20 @@ def rotary_order(config: ModelConfig) -> tuple[int, ...] | None:
     return None if order == tuple(range(config.head_dim)) else order
 
 
-def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 | None = None) -> dict[str, Tensor]:
-    """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart, and
-    scales are spread over the blocks of the table."""
+def usual_name(name: str) -> str:
+    """A tensor's name in the layout of transformers."""
     if name.startswith("transformer."):
         for theirs, usual in CHATGLM.items():
             name = name.replace(theirs, usual)
+    return name
+
+
+def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 | None = None) -> dict[str, Tensor]:
+    """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart, scales
+    are spread over the blocks of the table, and an output layer that has no place of its own is the embedding."""
+    name = usual_name(name)
+    if name == OUTPUT and OUTPUT not in table:
+        name = EMBEDDING
     names, given = [name], name
     for ending in SCALES if float8 is not None else ():
         names = [name.removesuffix(ending) + SCALE] if name.endswith(ending) else names
@@ -125,12 +135,20 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 
     return dict(zip(names, tensor.split(sizes), strict=True))
 
 
-def is_derived(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor only repeats the config or another tensor: old checkpoints store RoPE's, tied ones lm_head."""
+def is_derived(name: str, config: ModelConfig, stored: Iterable[str] = (EMBEDDING,)) -> bool:
+    """Whether a tensor only repeats the config or another tensor: old checkpoints store RoPE's, tied ones the output
+    layer beside the embedding, or alone: then it is the embedding.
+
+    Args:
+        config: as `checkpoint.read_config` gives it, tied only where the two weights are the same.
+        stored: the names of all tensors of the checkpoint.
+    """
+    name = usual_name(name)
     of_rope = ".rotary_emb." in name or ".rotary_pos_emb." in name
     # A scale for all inputs ever: inputs are scaled row by row, or not at all.
     of_inputs = config.float8 is not None and name.endswith(".input_scale")
-    return of_rope or of_inputs or (name.startswith("lm_head.weight") and config.tie_word_embeddings)
+    tied = config.tie_word_embeddings and name.startswith(OUTPUT)
+    return of_rope or of_inputs or (tied and any(usual_name(other) == EMBEDDING for other in stored))
 
 
 def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:

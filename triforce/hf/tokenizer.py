@@ -11,7 +11,8 @@ from datetime import datetime
 from pathlib import Path
 
 from ..errors import UserError
-from .vocabulary import build_backend, read_optional_json
+from .files import Fields, guarded, one_line, read_optional_json, read_text, shown, whole
+from .vocabulary import build_backend
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -30,6 +31,10 @@ class Tokenizer:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+        with guarded(f"the tokenizer of {folder} cannot be read"):
+            self._read()
+
+    def _read(self) -> None:
         self.backend, self.special_tokens = build_backend(self.folder)
         self.token_of = {i: token for token, i in self.backend.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(self.token_of) + 1
@@ -55,14 +60,19 @@ class Tokenizer:
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Ids of a text. `bos`: with what the tokenizer's own settings put around a text, which may be nothing."""
-        try:
-            if not isinstance(text, str):  # a pair of texts
-                raise TypeError
-            # `backend.encode` would hold Python's lock all the while, a second for a book.
-            return self.backend.encode_batch_fast([text], add_special_tokens=bos)[0].ids
-        except (TypeError, UnicodeError):
-            raise UserError("the text is no valid Unicode (it holds half of a surrogate pair); correct it, or read "
-                            "it with errors='replace'") from None
+        with guarded(f"the tokenizer of {self.folder} fails on the text"):
+            try:
+                if not isinstance(text, str):  # a pair of texts
+                    raise TypeError
+                # `backend.encode` would hold Python's lock all the while, a second for a book.
+                return self.backend.encode_batch_fast([text], add_special_tokens=bos)[0].ids
+            except (TypeError, UnicodeError):
+                raise UserError("the text is no valid Unicode (it holds half of a surrogate pair); correct it, or read "
+                                "it with errors='replace'") from None
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """(start, end) in a text, in characters, of each id that `encode` gives. (0, 0): it stands for none of it."""
+        return self.backend.encode_batch([text])[0].offsets
 
     def decode(self, ids: Iterable[int], continues: bool = False) -> str:
         """The text of ids; special tokens are left out.
@@ -82,7 +92,8 @@ class Tokenizer:
         """What an id adds to a text that it does not begin. Empty for special tokens and for ids without a name."""
         found = self._bytes.get(i)
         if found is None:
-            found = self._bytes[i] = self._find_bytes(i)
+            with guarded(f"the tokenizer of {self.folder} fails on id {i}"):
+                found = self._bytes[i] = self._find_bytes(i)
         return found
 
     def _find_bytes(self, i: int) -> bytes:
@@ -104,7 +115,8 @@ class Tokenizer:
         """What an id adds to a text that it begins, but for the spaces that `TextStream` strips."""
         if self._plain_start or i not in self.token_of or i in self.special_ids:
             return self.token_bytes(i)
-        return self.backend.decode([i]).encode()
+        with guarded(f"the tokenizer of {self.folder} fails on id {i}"):
+            return self.backend.decode([i]).encode()
 
     def apply_chat_template(self, messages: list[dict], template: str | None = None,
                             variables: dict | None = None) -> list[int]:
@@ -118,37 +130,46 @@ class Tokenizer:
         Raises:
             UserError: there is no template, or it rejects the messages.
         """
-        source = self.chat_template() if template is None else template
-        if source is None:
-            raise UserError(f"{self.folder} has no chat template (a base model?); give one (chat_template, or "
-                            "--chat-template FILE), or a plain prompt")
         if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
             raise UserError('messages must be a list of {"role": ..., "content": ...}, at least one')
         if variables is not None and not isinstance(variables, dict):
             raise UserError(f"chat_template_kwargs ({variables!r}) must be a dict; try {{\"enable_thinking\": False}}")
+        variables = {"tools": None, "documents": None, **(variables or {})}
+        source = self.chat_template(variables["tools"]) if template is None else template
+        if source is None:
+            others = ", ".join(map(shown, self.chat_templates()))
+            but = f"but {others}" if others else "(a base model?)"
+            raise UserError(f"{self.folder} has no chat template {but}; give one (chat_template, or --chat-template "
+                            "FILE), or a plain prompt")
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             text = chat_environment().from_string(source).render({
-                "messages": messages, "add_generation_prompt": True, "tools": None, "documents": None,
-                **self.special_tokens, **(variables or {})})
+                "messages": messages, "add_generation_prompt": True, **self.special_tokens, **variables})
         except Exception as error:  # a template is a program of others: it may divide by zero, or recurse
-            raise UserError(f"the chat template rejects the messages: {str(error) or type(error).__name__}") from None
+            raise UserError(f"the chat template rejects the messages: {one_line(error)}") from None
         return self.encode(text, bos=False)  # a template spells its own bos
 
-    def chat_template(self) -> str | None:
-        """The folder's template: chat_template.jinja, or in chat_template.json, or in tokenizer_config.json."""
-        path = self.folder / "chat_template.jinja"
-        if path.exists():
-            return path.read_text(encoding="utf-8")
-        for name in ("chat_template.json", "tokenizer_config.json"):
-            template = read_optional_json(self.folder / name).get("chat_template")
-            if isinstance(template, list):  # several, by name
-                template = {entry["name"]: entry["template"] for entry in template}
-            if isinstance(template, dict):
-                template = template.get("default")
-            if template:
-                return template
-        return None
+    def chat_template(self, tools=None) -> str | None:
+        """The folder's template, of several the one named `default`; with tools, `tool_use`, if there is one."""
+        templates = self.chat_templates()
+        return templates.get("tool_use" if tools is not None and "tool_use" in templates else "default")
+
+    def chat_templates(self) -> dict[str, str]:
+        """By name: of chat_template.jinja and additional_chat_templates/NAME.jinja; without these, what
+        chat_template.json holds, or tokenizer_config.json."""
+        more = sorted((self.folder / "additional_chat_templates").glob("*.jinja"))
+        files = {"default": self.folder / "chat_template.jinja", **{path.stem: path for path in more}}
+        found = {name: read_text(path) for name, path in files.items() if path.exists()}
+        for path in () if found else (self.folder / "chat_template.json", self.folder / "tokenizer_config.json"):
+            template = read_optional_json(path).get("chat_template")
+            if isinstance(template, list):  # of objects, each with its name
+                template = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
+            found = template if isinstance(template, dict) else {"default": template} if template else {}
+            if not all(isinstance(text, str) for text in found.values()):
+                raise UserError(f"{path} has a chat_template that is no text; download it again")
+            if found:
+                break
+        return found
 
     def same_as(self, other: "Tokenizer") -> str | None:
         """None if every id means the same to both, else one line with the first that does not.
@@ -163,7 +184,8 @@ class Tokenizer:
         return None
 
     def _usable(self) -> dict[int, str]:
-        limit = read_optional_json(self.folder / "config.json").get("vocab_size") or self.vocab_size
+        limit = Fields(read_optional_json(self.folder / "config.json")).get("vocab_size", whole(0, 2**32), 0)
+        limit = limit or self.vocab_size
         return {i: token for i, token in self.token_of.items() if i < limit}
 
 

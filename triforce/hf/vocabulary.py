@@ -12,30 +12,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers.models import BPE
 
 from ..errors import UserError
+from .files import check_file, read_json, read_optional_json
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LLAMA_DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CODE_LLAMA_DEFAULTS = {"prefix_token": "▁<PRE>", "middle_token": "▁<MID>", "suffix_token": "▁<SUF>",
                        "eot_token": "▁<EOT>", "fill_token": "<FILL_ME>"}
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of a sentencepiece piece
-SENTENCEPIECE_BPE = 2
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object from a file; an absent or broken file is a `UserError`."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; download the checkpoint again, or point to a folder that has it") from None
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object; download it again")
-    return content
-
-
-def read_optional_json(path: Path) -> dict:
-    return read_json(path) if path.exists() else {}
 
 
 def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
@@ -56,10 +38,7 @@ def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
         own = "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
         own = own or model_config.get("model_type") == "mistral" or content.get("model", {}).get("type") != "BPE"
         as_llama = declared in ("LlamaTokenizer", "CodeLlamaTokenizer") and not own
-        try:
-            backend = Tokenizer.from_file(str(json_path))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise UserError(f"{json_path} cannot be read ({error}); download it again") from None
+        backend = Tokenizer.from_file(str(json_path))
         if as_llama:
             model, post_processor = content["model"], backend.post_processor
             merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
@@ -70,11 +49,8 @@ def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
                         "and tokenizer_config.json of the same model's transformers layout (its name ends in -hf)")
     elif model_path.exists():
         as_llama = True
-        pieces = read_sentencepiece(model_path)
-        vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
+        vocab, extra = read_sentencepiece(model_path)
         backend = llama_pipeline(vocab, merges_of(vocab), config, code_llama)
-        extra = [AddedToken(piece, normalized=False, special=kind == CONTROL)
-                 for piece, kind in pieces if kind in (CONTROL, USER_DEFINED)]
     else:
         raise UserError(f"{folder} has neither tokenizer.json nor tokenizer.model; download the checkpoint again")
     backend.no_truncation()
@@ -106,8 +82,9 @@ def llama_pipeline(vocab: dict[str, int], merges: list[tuple], config: dict, cod
 def merges_of(vocab: dict[str, int]) -> list[tuple[str, str]]:
     """The merges of a sentencepiece BPE vocabulary, which stores none: a piece is made of any two others, and pieces
     are listed in the order in which training merged them."""
-    return [(piece[:i], piece[i:]) for piece in vocab for i in range(1, len(piece))
-            if piece[:i] in vocab and piece[i:] in vocab]
+    lengths = sorted({len(piece) for piece in vocab})  # a piece of many characters is cut where a half may be known
+    return [(piece[:i], piece[i:]) for piece in vocab for i in lengths
+            if i < len(piece) and piece[:i] in vocab and piece[i:] in vocab]
 
 
 def add_tokens(backend: Tokenizer, folder: Path, config: dict, from_json: list, extra: list, as_llama: bool,
@@ -118,31 +95,32 @@ def add_tokens(backend: Tokenizer, folder: Path, config: dict, from_json: list, 
     by id, the named ones, the rest.
     """
     named = dict(LLAMA_DEFAULTS) if as_llama else {}
-    named.update({name: config[name] for name in SPECIAL_NAMES if name in config})
+    named.update(CODE_LLAMA_DEFAULTS if code_llama else {})
+    named.update(named_tokens(config))
     listed: dict[int, AddedToken] = {}
-    rest = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    rest = config.get("extra_special_tokens")
+    if not rest or isinstance(rest, dict):  # whose names are told above
+        rest = extra if rest and extra else config.get("additional_special_tokens")
     if "added_tokens_decoder" in config:
         listed = {int(i): added_token(token) for i, token in config["added_tokens_decoder"].items()}
     else:
         special_map = read_optional_json(folder / "special_tokens_map.json")
-        named.update({name: special_map[name] for name in SPECIAL_NAMES if name in special_map})
+        named.update(named_tokens(special_map))
         if rest is None and not extra:
             rest = special_map.get("additional_special_tokens")
-        special = {text_of(token) for token in [*named.values(), *as_list(rest)] if token}
+        special = {text_of(token) for token in [*named.values(), *(rest or [])] if token}
         for text, i in read_optional_json(folder / "added_tokens.json").items():
             listed[i] = AddedToken(text, normalized=text not in special, special=text in special)
         for token in from_json:
             listed[token["id"]] = added_token(token)
     if rest is None:
         rest = extra
-    if code_llama:
-        rest = [*as_list(rest), *(config.get(name, text) for name, text in CODE_LLAMA_DEFAULTS.items())]
     by_text = {token.content: token for token in listed.values()}
     named = {name: by_text.get(text_of(token), token) for name, token in named.items() if token}
     names = {text_of(token) for token in named.values()}
     known = {token.content for token in backend.get_added_tokens_decoder().values()} | set(by_text)
     tokens = [listed[i] for i in sorted(listed)]
-    for token in [*named.values(), *as_list(rest)]:
+    for token in [*named.values(), *(rest or [])]:
         if token and text_of(token) not in known:
             known.add(text_of(token))
             tokens.append(added_token(token))
@@ -152,8 +130,13 @@ def add_tokens(backend: Tokenizer, folder: Path, config: dict, from_json: list, 
     return {name: text_of(token) for name, token in named.items()}
 
 
-def as_list(tokens) -> list:
-    return list(tokens.values() if isinstance(tokens, dict) else tokens or [])
+def named_tokens(config: dict) -> dict:
+    """The special tokens that have a name: a usual one, another that ends in `_token`, or one of their own."""
+    extra = config.get("extra_special_tokens")
+    own = {name: token for name, token in config.items() if name.endswith("_token")
+           and (isinstance(token, str) or (isinstance(token, dict) and "__type" in token))}
+    usual = {name: config[name] for name in SPECIAL_NAMES if name in config}
+    return {**usual, **own, **(extra if isinstance(extra, dict) else {})}
 
 
 def text_of(token) -> str:
@@ -179,54 +162,39 @@ def surround(backend: Tokenizer, special: dict[str, str], add_bos: bool, add_eos
     backend.post_processor = processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=ids)
 
 
-def read_sentencepiece(path: Path) -> list[tuple[str, int]]:
-    """(text, kind) of every piece of a sentencepiece BPE model, in the order of their ids.
+def read_sentencepiece(path: Path) -> tuple[dict[str, int], list[AddedToken]]:
+    """Of a sentencepiece BPE model: the ids of its pieces, and the pieces that a text is never merged into: control
+    symbols, which are special, and those that a user defined."""
+    from sentencepiece import SentencePieceProcessor
 
-    The file is a protocol buffer: repeated field 1 is a piece (1: text, 2: score, 3: kind), field 2 the trainer's
-    settings (3: the kind of model). Source: sentencepiece_model.proto of the sentencepiece project.
-    """
+    check_file(path)
     try:
-        data, pieces, model_kind = path.read_bytes(), [], 1
-        for field, value in protobuf_fields(data):
-            if field == 1:
-                piece = dict(protobuf_fields(value))
-                pieces.append((piece[1].decode("utf-8"), piece.get(3, NORMAL)))
-            elif field == 2:
-                model_kind = dict(protobuf_fields(value)).get(3, 1)
-    except (IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
+        model = SentencePieceProcessor(model_file=str(path))
+        vocab = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
+    except (RuntimeError, OSError, ValueError) as error:
         raise UserError(f"{path} is truncated or no sentencepiece model ({error}); download it again") from None
-    if not pieces or model_kind != SENTENCEPIECE_BPE:
-        raise UserError(f"{path} is no sentencepiece BPE model ({len(pieces)} pieces, kind {model_kind}); supported is "
-                        f"kind {SENTENCEPIECE_BPE}, or a tokenizer.json")
-    return pieces
+    if not _is_bpe(model):
+        raise UserError(f"{path} is a sentencepiece model of another kind than BPE; use a checkpoint with a "
+                        "tokenizer.json")
+    own = [(piece, model.is_control(i)) for piece, i in vocab.items() if model.is_control(i) or
+           not (model.is_unknown(i) or model.is_byte(i) or model.is_unused(i)) and _is_whole(model, piece, i)]
+    return vocab, [AddedToken(piece, normalized=False, special=special) for piece, special in own]
 
 
-def protobuf_fields(data: bytes):
-    """(number, value) of every field of a protocol-buffer message; values are ints or bytes."""
-    at = 0
+def _is_bpe(model) -> bool:
+    """The package does not tell a model's kind. Of the four, BPE alone draws encodings and cannot list the best."""
+    try:
+        model.sample_encode_as_pieces("a", -1, 0.5)
+    except RuntimeError:
+        return False
+    try:
+        model.nbest_encode_as_pieces("a", 2)
+    except RuntimeError:
+        return True
+    return False
 
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
 
-    while at < len(data):
-        key = varint()
-        kind = key & 7
-        if kind == 0:
-            value = varint()
-        elif kind in (1, 2, 5):
-            size = {1: 8, 5: 4}.get(kind) or (varint() if kind == 2 else 0)
-            value = data[at:at + size]
-            if len(value) != size:
-                raise ValueError(f"{len(value)} of {size} bytes at {at}")
-            at += size
-        else:
-            raise ValueError(f"wire type {kind} at {at}")
-        yield key >> 3, value
+def _is_whole(model, piece: str, i: int) -> bool:
+    """Whether a user defined a piece, which the package does not tell either: no training gave it a score, as it gave
+    none to the first merge, and it stays whole where every merge is dropped (a probability of 1)."""
+    return model.get_score(i) == 0 and model.sample_encode_as_pieces(piece, -1, 1.0)[-1] == piece

@@ -7,14 +7,15 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .. import attention
-from ..graphs import give, is_traced, put, take
+from ..graphs import put
 from ..model import ModelConfig, RotaryEmbedding, eager, rotate
 from ..packed import MANY_ROWS, MIN_ROWS
 from . import prefix
 from .offload import Passage
-from .store import Extent, View, runs
+from .store import Extent, View
 from .target import TargetCache
 
 
@@ -62,70 +63,38 @@ class TargetBlock:
     """`kv` of a decoding step over one view: M rows a row of the batch, at the positions of a tree from `start` on."""
 
     def __init__(self, cache: TargetCache, view: View, start: Tensor, tree, extent: Extent, keep_queries: bool,
-                 compiled=eager, on_piece=None, of: Tensor | None = None, even: bool = False,
-                 attending: Tensor | None = None):
-        """start: [n], the position of each row's first token. extent: how much of the view is attended to.
+                 compiled=eager, on_piece=None):
+        """start: [B], the position of each row's first token. extent: how much of the view is attended to.
 
         tree: a `TokenTree`, or else what has rows and a `Layout`.
         on_piece: called with (layer, number, piece) for what `Passage.pieces` gives, before it is overwritten.
-        of: [n], the rows of the batch that it is a step of. None: all.
-        even, attending: see `over_shared`, which has them as `even` and `of`.
         """
         rows = tree.rows
         self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         self.passage = None if view.streams is None else Passage(view.streams, ahead=True)
-        self.of, self.even, self.attending = of, even, attending
         tail = cache.tail
         keys = tail.slots + (tail.room if view.joined else 0)
         self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
         self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
-            cache.rope, start, take(cache.prefix.len, of), tree, tail.slots, cache.config,
-            take(view.len, of) if view.joined else None,
+            cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if view.joined else None,
             tail.room if view.joined else 0,
             torch.float32 if keys > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
         self.ragged_bias = self.is_empty = None
         if view.length_on_device:
-            self.lengths = view.lengths_of(of)
             if extent.longest > extent.dense:
-                self.is_empty = (self.lengths[0] == 0)[:, None, None]
+                self.is_empty = (view.own_len == 0)[:, None, None]
         elif not view.joined and extent.longest > extent.dense:
             first = 0 if extent.starts else extent.dense
-            own_len = take(view.own_len, of)
-            self.ragged_bias = _view_bias(own_len - take(view.starts, of) if extent.starts else own_len, first,
+            self.ragged_bias = _view_bias(view.own_len - view.starts if extent.starts else view.own_len, first,
                                           first + extent.longest - extent.dense, rows, cache.group, tail.whole.dtype)
 
-    @property
+    @cached_property
     def batch_rows(self) -> Tensor | None:
-        """[n, M] or [n, 1]: the row of the batch that each of the slots belongs to. None, where they are in order."""
-        if is_traced():
-            return None if self.of is None else self.of[:, None]
-        return self._batch_rows
-
-    @cached_property
-    def _batch_rows(self) -> Tensor | None:
-        """The same, made once for all layers, and contiguous."""
-        if self.of is None and len(self.slots) == 1:
+        """[B, M]: the row of the batch that each slot belongs to, made once for all layers. None: of one row."""
+        if len(self.slots) == 1:
             return None
-        of = torch.arange(len(self.slots), device=self.slots.device) if self.of is None else self.of
-        return of[:, None].expand_as(self.slots).contiguous()
-
-    @cached_property
-    def numbers(self) -> list[int]:
-        """`of`, as a CPU knows it."""
-        return list(range(len(self.slots))) if self.of is None else self.of.tolist()
-
-    @cached_property
-    def _runs(self) -> list[slice]:
-        return runs(self.numbers)
-
-    def attend(self, function, q: Tensor, kv: Tensor | tuple[Tensor, Tensor], *bias: Tensor) -> attention.State:
-        """A function of attention, over those rows of K and V, each [B, K, S, D], that it is a step of."""
-        if self.of is None:
-            return function(q, *kv, *bias)
-        if q.is_cuda or is_traced():  # a copy of both at once; for a CPU, such steps are not compiled
-            return function(q, *kv.index_select(1, self.of), *bias)
-        return attention.of_runs(function, self._runs, q, *kv, *bias)
+        return torch.arange(len(self.slots), device=self.slots.device)[:, None].expand_as(self.slots).contiguous()
 
     def layer(self, i: int) -> "TargetLayer":
         return TargetLayer(self, i)
@@ -145,26 +114,26 @@ class TargetLayer:
         self._block, self._i = block, i
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
-        """Unrotated [n, H + 2K, M, D] -> queries [n, K, G * M, D], or as `attention.up_to` takes them, and what they
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], or as `attention.up_to` takes them, and what they
         see in the tail, or, where it lies before that, in view and tail; K and V are written."""
         sizes = [self.n_head, 2 * self.n_kv_head]
-        if is_traced():  # two kernels; of the shorter form the compiler makes a third, for both
+        if is_compiling():  # two kernels; of the shorter form the compiler makes a third, for both
             (q, kv), cos, sin = (x.split(sizes, dim=1) for x in (heads, self.cos, self.sin))
             q, kv = rotate(q, cos[0], sin[0]), rotate(kv, cos[1], sin[1])
         else:
             q, kv = rotate(heads, self.cos, self.sin).split(sizes, dim=1)
         if self.queries is not None:
-            give(self.queries[:, :, : q.shape[2]], self._block.of, q)
-        kv = kv.unflatten(1, (2, -1))  # [n, 2, K, M, D]
+            self.queries[:, :, : q.shape[2]] = q
+        kv = kv.unflatten(1, (2, -1))  # [B, 2, K, M, D]
         put(self.written, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3,
-            rows=self._block.batch_rows)
+            rows=None if is_compiling() else self._block.batch_rows)
         q = attention.fold(q, self.n_kv_head)
         if self.length_on_device:
             q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
         apart = self.path is not None
         alone = self._block.view.joined and self._block.view.shared is None
         over = partial(attention.masked, no_empty_rows=not apart, alone=alone)
-        states = [self._block.attend(over, q, self.written, self.bias)]
+        states = [over(q, *self.written, self.bias)]
         if apart:  # first, since every row sees itself
             states.insert(0, attention.apart(q, *self._path(kv), self.path_bias))
         return attention.as_one_query(q) if self.length_on_device else q, states
@@ -187,16 +156,14 @@ class TargetLayer:
         folded = attention.as_rows(q, self.n_kv_head, queries) if view.length_on_device else q
         states = []
         if view.shared is not None:  # in one call
-            states += over_shared(view, self._i, folded, block.passage, block.compiled, block.on_piece, joined=True,
-                                  even=block.even, of=block.attending)
+            states += over_shared(view, self._i, folded, block.passage, block.compiled, block.on_piece, joined=True)
         if view.joined:
             return states
         k, v = view.k[self._i], view.v[self._i]
         dense, longest, starts = block.extent
         if view.length_on_device:
             if longest:
-                lengths, places = block.lengths
-                states.append(attention.up_to(q, queries, k, v, lengths, longest, places, block.is_empty))
+                states.append(attention.up_to(q, queries, k, v, view.own_len, longest, view.places, block.is_empty))
             return states
         start = 0
         if view.packed is not None and q.shape[2] >= MIN_ROWS:
@@ -204,11 +171,11 @@ class TargetLayer:
             states.append(packed.partial(q))
             start = packed.length
         if dense > start:
-            states.append(block.attend(attention.partial, q, (k[:, :, start:dense], v[:, :, start:dense])))
+            states.append(attention.partial(q, k[:, :, start:dense], v[:, :, start:dense]))
         if starts:
             states.append(attention.as_batch([
                 attention.partial(one[None], *(x[row, None, :, dense : starts[row]] for x in (k, v)))
-                for one, row in zip(q, block.numbers, strict=True)]))
+                for row, one in enumerate(q)]))
         if block.ragged_bias is not None:
             states.append(self._ragged(q, k, v))
         return states
@@ -221,12 +188,11 @@ class TargetLayer:
             end = min(begin + prefix.GROWTH, longest - dense)
             bias = block.ragged_bias[..., begin:end]
             if starts:
-                seen = (torch.stack([x[row, :, starts[row] + begin : starts[row] + end] for row in block.numbers])
+                seen = (torch.stack([x[row, :, first + begin : first + end] for row, first in enumerate(starts)])
                         for x in (k, v))
-                state = attention.masked_long(q, *seen, bias)
             else:
-                seen = tuple(x[:, :, dense + begin : dense + end] for x in (k, v))
-                state = block.attend(attention.masked_long, q, seen, bias)
+                seen = (x[:, :, dense + begin : dense + end] for x in (k, v))
+            state = attention.masked_long(q, *seen, bias)
             merged = state if merged is None else block.compiled(attention.merge)(merged, state)
         return merged
 
@@ -240,11 +206,11 @@ class TargetLayer:
             k, v = kv[:, :, : longest - start].transpose(2, 3)  # [B, K, n, D] each
             split = min(max(dense - start, 0), k.shape[2])
             if split > 0:
-                state = block.attend(attention.partial, q, (k[:, :, :split], v[:, :, :split]))
+                state = attention.partial(q, k[:, :, :split], v[:, :, :split])
                 merged = state if merged is None else merge(merged, state)
             if split < k.shape[2]:
                 bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
-                state = block.attend(attention.masked_long, q, (k[:, :, split:], v[:, :, split:]), bias)
+                state = attention.masked_long(q, k[:, :, split:], v[:, :, split:], bias)
                 merged = state if merged is None else merge(merged, state)
             if block.on_piece is not None:
                 block.on_piece(self._i, number, kv)
@@ -252,8 +218,7 @@ class TargetLayer:
 
 
 def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, compiled=eager, on_piece=None,
-                prefills: bool = False, joined: bool = False, even: bool = False,
-                of: Tensor | None = None) -> list[attention.State]:
+                prefills: bool = False, joined: bool = False) -> list[attention.State]:
     """The state of queries [B, K, R, D] over layer i of what all rows have before a view.
 
     Args:
@@ -262,7 +227,6 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, c
         prefills: the kernel may depend on the number of rows. In a round on a CPU it may not: rows that end would
             change the bits of the others.
         joined: the state goes to `attention.join` alone, which takes one over parts, too.
-        even, of: see `attention.over_shared`. Where the prefix streams past, or a CPU has packed it, all rows attend.
     """
     shared, base, united = view.shared, view.base, compiled(attention.for_join)
 
@@ -275,8 +239,7 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, c
         rows = len(q) * q.shape[2]
         if shared.packed is not None and rows >= MIN_ROWS and not (prefills and rows >= MANY_ROWS):
             return [attention.of_batch(shared.packed[i].partial, q)]
-        return [attention.over_shared(q, *view.before(i), united if joined else merged, once=prefills, even=even,
-                                      of=of)]
+        return [attention.over_shared(q, *view.before(i), united if joined else merged, once=prefills)]
     state = None
     for number, kv in passage.pieces(i, base):
         k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each

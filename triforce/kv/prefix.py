@@ -80,11 +80,6 @@ class PrefixStore(View):
         """What a step streams past from host memory: layers of this prefix, or of the shared one."""
         return self.shared.offload if self.shared is not None else self.offload
 
-    @property
-    def can_narrow(self) -> bool:
-        """Whether a GPU's steps of fewer rows are faster: not where they wait for what streams past."""
-        return self.len.is_cuda and self.streams is None and self.length_on_device
-
     def worth_recording(self, extent: Extent) -> bool:
         return self.streams is None or self.streams.in_few_pieces(self._streamed(extent))
 
@@ -105,13 +100,6 @@ class PrefixStore(View):
         no more than one key of it. That one needs no mask."""
         if self.length_on_device:
             self.own_len[row].clamp_(max=1)
-
-    def lengths_of(self, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What `attention.up_to` reads of these rows, or of all: lengths and places."""
-        if rows is None:
-            return self.own_len, self.places
-        places = torch.cat([self.places[1][rows], self.places[1, -1:]])
-        return self.own_len[rows], torch.stack([self.places[0, : len(places)], places])
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
@@ -203,18 +191,14 @@ class PrefixStore(View):
 
     @property
     def extent(self) -> Extent:
-        return self.extent_after(0)
-
-    def extent_after(self, more: int) -> Extent:
-        """`extent`, once each row has so many tokens more. It counts from `base` on."""
+        """It counts from `base` on."""
         own = self.own_lens
         if self.length_on_device:
-            grown = min(own) + more, max(own) + more
-            return self._bounded(*grown) if self._batch_extent is None else self._batch_extent
+            return self._bounded(min(own), max(own)) if self._batch_extent is None else self._batch_extent
         if self._batch_extent is None:
-            return Extent(min(own) + more, max(own) + more)
+            return Extent(min(own), max(own))
         dense, longest, starts = self._batch_extent
-        grown = more + max(n - start for n, start in zip(own, starts or [dense] * len(own), strict=True))
+        grown = max(n - start for n, start in zip(own, starts or [dense] * len(own), strict=True))
         return Extent(dense, min(longest, dense + max(-(-grown // GROWTH), 1) * GROWTH), starts)
 
     def _bounded(self, shortest: int, longest: int) -> Extent:

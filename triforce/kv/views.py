@@ -87,7 +87,7 @@ class RetrievalView(View):
         self.is_stale = False  # of what streams past, it holds what an earlier call selected, or nothing
         self._piece = self._place = torch.empty(0)  # of the layer that streams past: see `_locate`
         self._row = torch.zeros(1, dtype=torch.int64, device=device)  # that is chosen for: one graph serves all rows
-        self._select = compiler.level("rebuild").step(self._select_and_copy)
+        self._select = compiler.level().step(self._select_and_copy)
 
     def _split(self, recent: float) -> tuple[int, int]:
         """Tokens of the window, and how many chunks are selected."""

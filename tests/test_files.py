@@ -1,0 +1,86 @@
+"""JSON and values of strangers: read or refused, by kind and range."""
+
+import os
+
+import pytest
+
+from triforce.errors import UserError
+from triforce.hf.checkpoint import generation_defaults, ignored_defaults
+from triforce.hf.files import FLAG, LFS, TEXT, Fields, number, read_json, several, whole
+
+
+@pytest.mark.parametrize("text, words", [
+    ("[" * 100_000, "cannot be read"), ('{"a": ' * 100_000, "cannot be read"), ('{"a": ' + "9" * 5000 + "}", "cannot"),
+    ('{"a": 1, "a": 2}', "'a' is there twice, as 1 and 2"), ("[1]", "no JSON object"), ("\ufeff{}", "cannot be read"),
+    (LFS.decode() + "v1\noid sha256:0\nsize 9\n", "pointer of Git LFS")])
+def test_broken_json(tmp_path, text, words):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words) as caught:
+        read_json(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_the_same_value_twice_is_one(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": [1], "a": [1]}')
+    assert read_json(tmp_path / "a.json") == {"a": [1]}
+
+
+def test_what_is_no_file_is_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "device", "nowhere", "folder"):
+        with pytest.raises(UserError, match="no regular file"):
+            read_json(tmp_path / name)
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_json(tmp_path / "bytes")
+
+
+@pytest.mark.parametrize("kind, wrong", [
+    (whole(1, 9), (0, 10, 1.5, "5", True, [], float("nan"), float("inf"), 10**400)),
+    (number(0.5, 9), (0, 10, "5", True, {}, float("nan"), float("-inf"), -10**400)),
+    (FLAG, (2, "true", [])), (TEXT, (1, ["a"], True)), (several(TEXT), ("ab", [1], {})),
+    (several(number(1, 9)), ("ab", [1, "2"], {}, [0], [float("nan")]))])
+def test_kinds_and_ranges(kind, wrong):
+    for value in wrong:
+        with pytest.raises(UserError, match="x is .*, and must be"):
+            Fields({"x": value}).get("x", kind)
+    with pytest.raises(UserError, match="x is missing, and must be"):
+        Fields({"x": None}).get("x", kind)
+    assert Fields({"x": None}).get("x", kind, 7) == Fields({}).get("x", kind, 7) == 7
+
+
+def test_values_and_what_they_are_read_as():
+    fields = Fields({"a": 2.0, "b": 2, "c": 1, "d": [1, 2.5], "e": {"a": 3}})
+    assert repr(fields.get("a", whole(1, 9))) == "2" and repr(fields.get("b", number(1, 9))) == "2.0"
+    assert fields.get("c", FLAG) is True and fields.get("d", several(number(1, 9))) == (1.0, 2.5)
+    assert fields.part("e").get("a", whole(1, 9)) == 3 and fields.part("x").values == {}
+    with pytest.raises(UserError, match="a is 2.0, and must be an object"):
+        fields.part("a")
+
+
+@pytest.mark.parametrize("text, found", [
+    ('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}', {"temperature": 0.6, "top_p": 0.9}),
+    ('{"temperature": 1, "top_k": 20, "min_p": 0.0, "top_p": null}', {"temperature": 1.0, "top_k": 20, "min_p": 0.0}),
+    ('{"do_sample": false, "temperature": 0.6}', {}), ("{}", {})])
+def test_sampling_values_of_a_checkpoint(tmp_path, text, found):
+    assert generation_defaults(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text(text)
+    assert generation_defaults(tmp_path) == found
+
+
+@pytest.mark.parametrize("text", ['{"temperature": -1}', '{"temperature": NaN}', '{"temperature": "0.6"}',
+                                  '{"top_p": 0}', '{"top_p": 1.1}', '{"top_k": 1.5}', '{"top_k": -1}',
+                                  '{"min_p": 1}', '{"do_sample": "no", "top_p": 0.5}'])
+def test_sampling_values_that_are_none(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match="generation_config.json: .* must be"):
+        generation_defaults(tmp_path)
+
+
+def test_sampling_values_that_are_not_supported(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05, "num_beams": 1, "typical_p": null}')
+    assert ignored_defaults(tmp_path) == {"repetition_penalty": 1.05}

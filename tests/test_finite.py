@@ -1,0 +1,149 @@
+"""A model whose numbers are not finite: a text ends with one line that says which part gave the first, and where."""
+
+import copy
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import make_engine, random_pair, random_prompt
+from safetensors.torch import load_file, save_file
+from test_parallel import torchrun
+
+import triforce
+from triforce import cli
+from triforce.errors import UserError
+from triforce.hf.folders import TINY
+from triforce.kit import agreement
+
+NAN, INF = float("nan"), float("inf")
+SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "prefill_chunk_size": 32}
+
+
+def broken(part: str, value: float, index: int = 3, dtype=torch.float32, **options):
+    """An engine of a random pair, one weight of whose target is not what it should be."""
+    target, draft = (copy.deepcopy(model) for model in random_pair(dtype))
+    with torch.no_grad():
+        dict(target.named_parameters())[f"{part}.weight"].view(-1)[index] = value
+    return make_engine(target, draft, **SIZES, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"retrieval": False}, {"sampling": "coupled"}], ids=str)
+@pytest.mark.parametrize("part, value", [("layers.0.attention.qkv", NAN), ("layers.1.mlp.down", INF),
+                                         ("layers.1.attention_norm", NAN), ("norm", INF), ("output", NAN)])
+def test_a_weight_that_is_no_number_is_named(part, value, options):
+    engine = broken(part, value, **options)
+    told = re.escape(f"not finite from {part} on, at position 0 of 90 tokens: weights of it")
+    for law in ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.0, "speculate": False}):
+        with pytest.raises(UserError, match=told):
+            engine.generate(random_prompt(90), 8, **law)
+    with pytest.raises(UserError, match=told):
+        list(engine.stream(random_prompt(90), 8))
+    with torch.no_grad():
+        dict(engine.target.named_parameters())[f"{part}.weight"].view(-1)[3] = 1.0
+    assert len(engine.generate(random_prompt(90), 8).tokens) == 8  # the engine serves on
+
+
+def test_where_it_arises():
+    """The word of one token is broken: the first place of it in the text, in whichever chunk of the prefill."""
+    prompt = [token if token != 7 else 8 for token in random_prompt(90)]
+    prompt[70] = 7
+    engine = broken("embedding", NAN, index=7 * 32)
+    assert len(engine.generate(prompt[:70], 1, speculate=False, temperature=0.0).tokens) == 1
+    with pytest.raises(UserError, match="from embedding on, at position 70 of 90 tokens"):
+        engine.generate(prompt, 8)
+
+
+def test_positions_count_from_the_beginning_of_the_text(pair):
+    """A prefill goes through a layer in chunks of 32 tokens: the last of 90 begins at 64."""
+    engine = make_engine(*pair, **SIZES)
+
+    def spoil(part, args, out):
+        if out.shape[1] == 26:
+            out[0, 6] = NAN
+
+    hook = engine.target.layers[1].mlp.down.register_forward_hook(spoil)
+    found = engine.explain_not_finite(random_prompt(90))
+    hook.remove()
+    assert "from layers.1.mlp.down on, at position 70 of 90 tokens" in str(found)
+
+
+def test_what_float16_does_not_reach_is_no_fault_of_a_weight():
+    engine = broken("layers.1.mlp.gate_up", 6e4, dtype=torch.float16)
+    with torch.no_grad():
+        engine.target.layers[1].mlp.gate_up.weight.fill_(6e4)
+    with pytest.raises(UserError, match=r"from layers.1.mlp.gate_up on, at position \d+ of 90 tokens: float16 ends at"):
+        engine.generate(random_prompt(90), 8)
+
+
+def test_one_row_of_several():
+    engine = broken("embedding", NAN, index=7 * 32, max_batch_size=2, retrieval=False)
+    prompts = [[token if token != 7 else 8 for token in random_prompt(90, seed)] for seed in range(2)]
+    prompts[1][20] = 7
+    with pytest.raises(UserError, match="at position 20 of 90 tokens"):
+        engine.generate(prompts, 4)
+
+
+def test_logits_of_finite_models_are_finite(tiny_engine):
+    tiny_engine.generate("Once upon a time", 8)
+    assert all(row.is_finite for row in tiny_engine.caches.state.last_round.rows)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The embedded target with one weight that is no number."""
+    shutil.copytree(TINY / "target", tmp_path / "target")
+    [file] = (tmp_path / "target").glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.layers.1.mlp.down_proj.weight"].view(-1)[5] = NAN
+    save_file(weights, file, metadata={"format": "pt"})
+    return tmp_path / "target"
+
+
+@pytest.mark.parametrize("flags", [["--compare"], ["--json"], []], ids=str)
+def test_a_command_ends_with_that_line(folder, capsys, flags):
+    argv = ["--checkpoint", str(folder), "--device", "cpu", "--prompt", "Once upon a time", "--max-new-tokens", "4"]
+    assert cli.main([*argv, *flags]) == 2
+    said = capsys.readouterr()
+    assert "not finite from layers.1.mlp.down on, at position 0 of" in said.err and "identical" not in said.out
+
+
+def test_a_check_names_it(folder):
+    engine = triforce.load(folder, device="cpu", draft=False)
+    text = agreement.Text("short", [5, 6, 7], 2, False, logits=torch.zeros(2, engine.vocab_size))
+    with pytest.raises(UserError, match="not finite from layers.1.mlp.down on"):
+        agreement.compare(engine, text)
+
+
+RANKS = """
+import sys
+sys.path.insert(0, "tests")
+from conftest import make_engine, random_pair, random_prompt
+from triforce.errors import UserError
+from triforce.hf.places import shard
+from triforce.parallel import from_environment, leave
+group, _ = from_environment("cpu")
+engine = make_engine(shard(random_pair()[0], group), None, gamma=2, flush_interval=16, chunk_size=4)
+weight = engine.target.layers[1].mlp.down.weight.data
+before = weight[0, 0].item()
+weight[0, 0] = float("nan") if group.rank == 1 else before
+try:
+    engine.generate(random_prompt(90), 8, temperature=0.0)
+except UserError as error:
+    print(f"rank {group.rank}: {error}\\n", end="", flush=True)
+weight[0, 0] = before
+print(f"tokens {len(engine.generate(random_prompt(90), 8).tokens)}\\n", end="", flush=True)
+del engine
+leave()
+"""
+
+
+def test_all_ranks_say_so_where_one_has_the_weight(tmp_path):
+    """Each tells what it sees first: the others see the sum."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    done = torchrun(2, str(tmp_path / "ranks.py"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = sorted(done.stdout.splitlines())
+    assert lines[2:] == ["tokens 8"] * 2, lines
+    assert re.search(r"rank 0: .* not finite from \S+ on, at position 0 of 90 tokens", lines[0])
+    assert "rank 1" in lines[1] and "not finite from layers.1.mlp.down on, at position 0 of 90 tokens" in lines[1]

@@ -1,0 +1,229 @@
+"""config.json to `ModelConfig`: every value by kind and range before anything is built, and one value a fact."""
+
+import math
+from dataclasses import replace
+
+from ..errors import UserError
+from ..float8 import Float8
+from ..model import ModelConfig, RopeScaling
+from .files import FLAG, REQUIRED, TEXT, Fields, guarded, number, several, shown, whole
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
+                 "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
+                 "glm": "GlmForCausalLM"}
+PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
+CHATGLM = ("ChatGLMModel", "ChatGLMForConditionalGeneration")  # GlmForCausalLM in the layout of its own code
+CHATGLM_KEYS = {"vocab_size": "padded_vocab_size", "num_hidden_layers": "num_layers", "head_dim": "kv_channels",
+                "num_key_value_heads": "multi_query_group_num", "intermediate_size": "ffn_hidden_size",
+                "max_position_embeddings": "seq_length", "rms_norm_eps": "layernorm_epsilon",
+                "attention_bias": "add_qkv_bias"}
+# What a config.json may name and the model lacks: a value of any of these would change what is computed.
+LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts", "n_routed_experts",
+           "kv_lora_rank", "q_lora_rank")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+WINDOW = whole(1, 2**31)  # positions
+TEXTS, POSITIVE = several(TEXT), number(1e-3, 1e6)
+
+
+def config_from_hf(hf: dict) -> ModelConfig:
+    """Reads a config.json, in the spelling of any transformers version.
+
+    Raises:
+        UserError: a value is of the wrong kind or out of range, two values contradict each other, or the architecture,
+            activation, rope type or another feature is not one that `model.py` implements.
+    """
+    fields = Fields(hf)
+    _refuse_lacking(fields)
+    architecture = _architecture(fields)
+    if architecture in CHATGLM:
+        fields, architecture = _from_chatglm(fields), "GlmForCausalLM"
+    if architecture not in ARCHITECTURES.values():
+        known = ", ".join((*ARCHITECTURES.values(), *CHATGLM))
+        raise UserError(f"architecture {shown(architecture)} is not supported; supported are {known}")
+    if fields.get("hidden_act", TEXT, "silu") not in ("silu", "swish"):
+        raise UserError(f"hidden_act {shown(hf['hidden_act'])} is not supported; supported is 'silu'")
+    glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
+    dim, n_head = fields.get("hidden_size", whole(1, 2**17)), fields.get("num_attention_heads", whole(1, 2**12))
+    theta, rotary_factor, scaling = _rope(fields)
+    chunked = fields.part("dual_chunk_attention_config")
+    positions = fields.get("max_position_embeddings", WINDOW, 2048)
+    if scaling.kind == "yarn":  # some configs give the window before stretching here, some the one after
+        positions = max(positions, int(scaling.original_max_position_embeddings * scaling.factor))
+    config = ModelConfig(
+        vocab_size=fields.get("vocab_size", whole(1, 2**22)),
+        dim=dim,
+        n_layer=fields.get("num_hidden_layers", whole(1, 2**10)),
+        n_head=n_head,
+        n_kv_head=fields.get("num_key_value_heads", whole(1, n_head), n_head),
+        head_dim=fields.get("head_dim", whole(2, 2**12), max(dim // n_head, 1)),
+        ffn_dim=fields.get("intermediate_size", whole(1, 2**20)),
+        norm_eps=fields.get("rms_norm_eps", number(0, 1), 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rotary_factor=PARTIAL.get(architecture, 1.0) if rotary_factor is None else rotary_factor,
+        rotary_interleaved=glm,
+        max_position_embeddings=positions,
+        sliding_window=_window(fields, architecture),
+        unchunked_window=chunked.get("original_max_position_embeddings", WINDOW) if chunked.values else None,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        qkv_bias=qwen2 or fields.get("attention_bias", FLAG, glm),
+        out_bias=not qwen2 and not glm and fields.get("attention_bias", FLAG, False),
+        mlp_bias=fields.get("mlp_bias", FLAG, False),
+        tie_word_embeddings=fields.get("tie_word_embeddings", FLAG, False),
+        architecture=architecture,
+        dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
+                      for key in ("dtype", "torch_dtype")}),
+    )
+    _check_shapes(config)
+    return _with_float8(config, fields)
+
+
+def agreed(spellings: dict):
+    """The value of a fact that has several spellings, or None. Two different values are refused."""
+    given = [(name, value) for name, value in spellings.items() if value is not None]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise UserError(f"{given[0][0]} says {shown(given[0][1])}, and {name} says {shown(value)}; remove the one "
+                            "that is wrong")
+    return given[0][1] if given else None
+
+
+def _refuse_lacking(fields: Fields) -> None:
+    """Raises UserError for what the model lacks, by the key and value of config.json."""
+    for key in LACKING:
+        if fields.values.get(key):
+            raise UserError(f"{key} {shown(fields.values[key])} is not supported; choose a dense model with plain "
+                            "attention")
+    unknown = set(fields.get("layer_types", TEXTS, ())) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose a model whose layers all have "
+                        "full or sliding attention")
+
+
+def _architecture(fields: Fields) -> str:
+    kind, named = fields.get("model_type", TEXT, None), fields.get("architectures", TEXTS, ())
+    if not named:
+        return ARCHITECTURES.get(kind, "of no name")
+    if kind in ARCHITECTURES and named[0] in ARCHITECTURES.values():
+        agreed({"architectures": named[0], f"model_type {kind}": ARCHITECTURES[kind]})
+    return named[0]
+
+
+def _from_chatglm(fields: Fields) -> Fields:
+    """A config.json of GLM's own code, in the words of transformers."""
+    fixed = {"rmsnorm": True, "post_layer_norm": True, "original_rope": True, "multi_query_attention": True,
+             "add_bias_linear": False, "apply_residual_connection_post_layernorm": False, "interleaved_qkv": False}
+    hf = fields.values
+    unlike = [key for key, value in fixed.items() if hf.get(key, value) != value]
+    unlike += [key for key in ("pre_seq_len", "quantization_bit") if hf.get(key)]
+    if unlike:
+        raise UserError(f"{unlike[0]} {shown(hf[unlike[0]])} is not supported; choose the checkpoint as it was "
+                        "published")
+    theirs = {ours: hf.get(key) for ours, key in CHATGLM_KEYS.items()}
+    return Fields({**hf, **theirs, "rope_theta": 10000.0 * fields.get("rope_ratio", POSITIVE, 1.0)})
+
+
+def _window(fields: Fields, architecture: str) -> int | None:
+    """The sliding window, where any layer has one."""
+    window, types = fields.get("sliding_window", whole(0, 2**31), 0) or None, fields.get("layer_types", TEXTS, ())
+    qwen = architecture.startswith("Qwen")
+    if qwen and not fields.get("use_sliding_window", FLAG, False):
+        return None
+    if types and (qwen or architecture == "MinistralForCausalLM"):  # others give all layers one window
+        return window if "sliding_attention" in types else None
+    full = fields.get("max_window_layers", whole(0, 2**31), 0)
+    return None if qwen and full >= fields.get("num_hidden_layers", WINDOW) else window
+
+
+def _rope(fields: Fields) -> tuple[float, float | None, RopeScaling]:
+    """(theta, share of a head that is rotated, scaling) from `rope_scaling`, from transformers 5's `rope_parameters`,
+    and from what stands beside them. A scaling of kind default beside another one says nothing."""
+    parts = {key: fields.part(key) for key in ("rope_scaling", "rope_parameters")}
+    for part in parts.values():
+        for name in ("full_attention", "sliding_attention", "llama_4_scaling_beta"):
+            if part.values.get(name):
+                raise UserError(f"{name} {shown(part.values[name])} is not supported; choose a model that rotates all "
+                                "layers alike, and scales no queries by their positions")
+    places = {"config.json": fields, **parts}
+    theta, share = (agreed({f"{name} in {key}": part.get(name, kind, None) for key, part in places.items()})
+                    for name, kind in (("rope_theta", number(2, 1e15)), ("partial_rotary_factor", number(1e-3, 1))))
+    scalings = {key: _scaling(part, fields) for key, part in parts.items()}
+    scaling = agreed({key: scaling if scaling.kind != "default" else None for key, scaling in scalings.items()})
+    return theta or 10000.0, share, scaling or RopeScaling()
+
+
+def _scaling(rope: Fields, fields: Fields) -> RopeScaling:
+    kinds = {key: rope.get(key, TEXT, None) for key in ("rope_type", "type")}
+    kind = agreed({key: None if kind == "default" else kind for key, kind in kinds.items()}) or "default"
+    if rope.values.get("short_factor"):  # older Phi-3 configs call it su, or yarn
+        kind = "longrope"
+    if kind not in KINDS:
+        raise UserError(f"rope type {shown(kind)} is not supported; supported are {', '.join(KINDS)}")
+    if kind == "default":
+        return RopeScaling()
+    window = fields.get("max_position_embeddings", WINDOW, 2048)
+    inside, beside = (one.get("original_max_position_embeddings", WINDOW, None) for one in (rope, fields))
+    if beside is not None and inside == window:  # transformers 5 fills it in, whatever stands beside the scaling
+        inside = None
+    original = agreed({"original_max_position_embeddings in the scaling": inside,
+                       "original_max_position_embeddings beside it": beside}) or window
+    by_windows = kind in ("yarn", "longrope")
+    factor = rope.get("factor", number(1, 2**16), window / original if by_windows else REQUIRED)
+    low, high = rope.get("low_freq_factor", POSITIVE, 1.0), rope.get("high_freq_factor", POSITIVE, 4.0)
+    slow, fast = rope.get("beta_slow", POSITIVE, 1.0), rope.get("beta_fast", POSITIVE, 32.0)
+    rope.expect("high_freq_factor", high > low, f"above low_freq_factor, {low:g}")
+    rope.expect("beta_fast", fast > slow, f"above beta_slow, {slow:g}")
+    return RopeScaling(
+        kind=kind,
+        factor=factor,
+        original_max_position_embeddings=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=fast,
+        beta_slow=slow,
+        attention_factor=_attention_factor(rope, factor, original, kind) if by_windows else 1.0,
+        truncate=rope.get("truncate", FLAG, True),
+        short_factor=rope.get("short_factor", several(POSITIVE)) if kind == "longrope" else (),
+        long_factor=rope.get("long_factor", several(POSITIVE)) if kind == "longrope" else (),
+    )
+
+
+def _attention_factor(rope: Fields, factor: float, original: int, kind: str) -> float:
+    given = rope.get("attention_factor", POSITIVE, None)
+    if given is not None:
+        return given
+    if kind == "longrope":  # arXiv 2402.13753, as Phi-3 has it
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+
+    # YaRN's temperature (arXiv 2309.00071, eq. 22), with DeepSeek's two-sided form where both mscales are given.
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    m, m_all = rope.get("mscale", number(0, 1e3), None), rope.get("mscale_all_dim", number(0, 1e3), None)
+    return mscale(m) / mscale(m_all) if m and m_all else mscale(1.0)
+
+
+def _check_shapes(config: ModelConfig) -> None:
+    """Raises UserError for sizes that do not fit each other."""
+    if config.n_head % config.n_kv_head:
+        raise UserError(f"num_attention_heads ({config.n_head}) is no multiple of num_key_value_heads "
+                        f"({config.n_kv_head}); download config.json again")
+    if config.rotary_factor != 1.0 and config.architecture not in PARTIAL:
+        raise UserError(f"partial_rotary_factor {config.rotary_factor} is not supported for {config.architecture}, but "
+                        f"for {' and '.join(PARTIAL)}")
+    if config.head_dim % 2 or config.rotary_dim % 2 or not config.rotary_dim:
+        raise UserError(f"of {config.head_dim} dimensions of a head (head_dim) {config.rotary_dim} are rotated, and "
+                        "both must be even; download config.json again")
+    for name in ("short_factor", "long_factor") if config.rope_scaling.kind == "longrope" else ():
+        count, pairs = len(getattr(config.rope_scaling, name)), config.rotary_dim // 2
+        if count != pairs:
+            raise UserError(f"{name} has {count} numbers, but {pairs} pairs of a head are rotated; download "
+                            "config.json again")
+
+
+def _with_float8(config: ModelConfig, fields: Fields) -> ModelConfig:
+    given = fields.part("quantization_config").values
+    if not given:
+        return config
+    with guarded("quantization_config has a field of the wrong kind"):
+        return replace(config, float8=Float8.from_hf(given, config.n_layer, config.tie_word_embeddings))

@@ -1,0 +1,141 @@
+"""Files of strangers: read only where they are what they are named for, and their values by kind and range.
+
+PyTorch is not imported here: `request.py` needs this before it is.
+"""
+
+import json
+import math
+import os
+import reprlib
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import UserError
+
+LFS = b"version https://git-lfs.github.com/spec/"  # begins what Git LFS leaves in place of a file
+MAX_TEXT = 2**26  # bytes of JSON or of a template; the largest published tokenizer.json has some 2**25
+REQUIRED = object()
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 200
+
+
+def check_file(path: Path, largest: float = math.inf) -> None:
+    """Raises UserError for what cannot be read as a file: absent, a pipe, a device, too large, a pointer of Git LFS."""
+    with guarded(f"{path} cannot be read"):
+        if not os.path.lexists(path):
+            raise UserError(f"{path} is missing; download the checkpoint again, or point to a folder that has it")
+        if not path.is_file() or path.stat().st_size > largest:
+            raise UserError(f"{path} is no regular file of at most {largest} bytes; download it again")
+        with open(path, "rb") as file:
+            if file.read(len(LFS)) == LFS:
+                raise UserError(f"{path} is a pointer of Git LFS, not the file itself; run git lfs pull, or download "
+                                "the checkpoint again")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; an absent or broken one is a `UserError`."""
+    check_file(path, MAX_TEXT)
+    with guarded(f"{path} cannot be read"):
+        return path.read_text(encoding="utf-8")
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file; an absent or broken one is a `UserError`."""
+    text = read_text(path)
+    with guarded(f"{path} cannot be read"):
+        content = json.loads(text, object_pairs_hook=_one_value_a_key)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object; download it again")
+    return content
+
+
+def read_optional_json(path: Path) -> dict:
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def _one_value_a_key(pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if found[key] != value:
+                raise ValueError(f"{shown(key)} is there twice, as {shown(value)} and {shown(found[key])}")
+    return found
+
+
+@contextmanager
+def about(path: Path):
+    """Names the file in a message about what it holds."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+@contextmanager
+def guarded(what: str):
+    """Whatever fails within fails by a stranger's files. A panic of the tokenizers library is a BaseException."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{what} ({one_line(error)}); download the checkpoint again") from None
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line: short, and with what is not printable escaped."""
+    text = (str(error).strip() or type(error).__name__)[:200]
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def shown(value) -> str:
+    """A stranger's value in a message: escaped and short."""
+    return SHORT.repr(value)
+
+
+def whole(low: int, high: int) -> tuple:
+    return (f"a whole number from {low} to {high}",
+            lambda x: type(x) in (int, float) and low <= x <= high and x == int(x), int)
+
+
+def number(low: float, high: float) -> tuple:
+    return f"a number from {low:g} to {high:g}", lambda x: type(x) in (int, float) and low <= x <= high, float
+
+
+def several(kind: tuple) -> tuple:
+    what, fits, convert = kind
+    return (f"a list, each {what}", lambda x: isinstance(x, list) and all(map(fits, x)),
+            lambda x: tuple(map(convert, x)))
+
+
+FLAG = "true or false", lambda x: x in (True, False), bool
+TEXT = "a text", lambda x: isinstance(x, str), str
+OBJECT = "an object", lambda x: isinstance(x, dict), dict
+
+
+class Fields:
+    """Values of a JSON object, by kind and range. null counts as absent.
+
+    A kind is (what it is called, whether a value is one, what makes it ours), such as `FLAG` or `whole(1, 9)`.
+    """
+
+    def __init__(self, values: dict):
+        self.values = values
+
+    def get(self, key: str, kind: tuple, default=REQUIRED):
+        """A value; UserError where it is not of the kind, or absent and has no default."""
+        value, (what, fits, convert) = self.values.get(key), kind
+        if value is None:
+            self.expect(key, default is not REQUIRED, what)
+            return default
+        self.expect(key, fits(value), what)
+        return convert(value)
+
+    def part(self, key: str) -> "Fields":
+        """An object within this one; empty where it is absent."""
+        return Fields(self.get(key, OBJECT, {}))
+
+    def expect(self, key: str, fits: bool, what: str) -> None:
+        if not fits:
+            found = "missing" if self.values.get(key) is None else shown(self.values[key])
+            raise UserError(f"{key} is {found}, and must be {what}; download it again")
