@@ -181,9 +181,9 @@ FAULTS = [
     Fault("offload-load-row", "kv.offload:Offload.load", "rows of an offloaded batch get the first one's tail",
           given(row=lambda row: 0), "offload -k rows_of_a_batch"),
     Fault("copy-over-a-reader", "kv.offload:Passage._fetch", "a piece is overwritten while the device attends to it",
-          skip("wait_event", 2), "passage"),
+          skip("wait_event", 2), "passage -k every_piece"),
     Fault("read-before-copy", "kv.offload:Passage._fetch", "the device attends to what has not come yet",
-          skip("wait_stream", 2), "passage"),
+          skip("wait_stream", 2), "passage -k every_piece"),
 
     # -- what drafts
     Fault("draft-noise-level", "drafting.model:ModelDrafter._begin", "draft and checker draw alike: a bias",
@@ -272,7 +272,7 @@ FAULTS = [
 
     # -- memory
     Fault("memory-page-cache", "free_memory:_of_group", "in a container, memory that files fill counts as taken",
-          op("+", "-"), "memory"),
+          op("+", "-"), "memory -k container"),
     Fault("memory-noise", "memory:_law_bytes", "the noise of shared draws is not planned for", const(80, 8),
           "memory -k definitions"),
 
