@@ -47,11 +47,11 @@ def step_times(engine: Engine, state: State) -> dict[str, float]:
     """Milliseconds of each step on its own, from where the state stands."""
     hierarchy, device, group = state.hierarchy, engine.device, engine.target.group
     costs = measure(hierarchy, state.pilot.padding, group)
-    rows = {"verify_ms": costs.verify[max(costs.verify)]}
-    if costs.retrieval:
-        rows["retrieval_ms"] = costs.retrieval[max(costs.retrieval)]
+    rows = {"verify_ms": costs[costs.step("verify", state.settings.block_size)]}
+    if costs.has_view:
+        rows["retrieval_ms"] = costs[costs.step("retrieval", state.settings.block_size)]
     if "model" in costs.sources:
-        rows["draft_first_ms"], rows["draft_next_ms"] = costs.sources["model"]
+        rows["draft_first_ms"], rows["draft_next_ms"] = costs["model", "first"], costs["model", "further"]
     outer, here = hierarchy.outer, hierarchy.outer.length.clone()
     with torch.inference_mode():
         with outer.rehearsal():
@@ -106,7 +106,7 @@ class Rounds:
 
         def choosing(controller, **known):
             plan = choose(controller, **known)
-            self.add(plan, controller.learned.now())
+            self.add(plan, controller.costs)
             return plan
 
         def updating(controller, num_tokens, **observed):
@@ -123,10 +123,9 @@ class Rounds:
 
     def add(self, plan: Plan, costs) -> None:
         self.count += 1
-        parts = costs.parts()
         self.parts["verify"] += costs.milliseconds(plan)[1]
-        for part, count in costs.drafting(plan).items():
-            self.parts["retrieval" if part[0] == "retrieval" else "draft"] += count * parts[part]
+        for (what, _), took in zip(costs.number, costs.drafting(plan) * costs.values, strict=True):
+            self.parts["retrieval" if what == "retrieval" else "draft"] += took
 
     def row(self) -> dict[str, float]:
         """Of a mean round; and the chance that a level keeps a token whose predecessors it kept."""

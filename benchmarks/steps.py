@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triforce.costs import Costs, sizes
+from triforce.costs import Costs, guess
 from triforce.plan import Padding, Plan
 
 if TYPE_CHECKING:
@@ -64,13 +64,11 @@ def measure(hierarchy: "Hierarchy", padding: Padding, group=None) -> Costs:
             return milliseconds(lambda: level.rehearse(here, rows, probs), device, group=group,
                                 warm_up=recorded if level.is_recorded else 1)
 
-        padded = padding.drafts
-        costs = Costs({rows: step(outer, rows) for rows in sizes(outer, padded)},
-                      row_unit=outer.row_unit if padded else 1)
-        if not padding.plain and padding.drafts:
-            costs.plain = step(outer, 1)
-        if inner is not None:
-            costs.retrieval = {rows: step(inner, rows) for rows in sizes(inner, padded)}
+        costs = guess(hierarchy, padding, here.tolist())
+        costs.seen[:] = costs.WELL
+        for (what, rows), i in costs.number.items():
+            if what in ("verify", "plain", "retrieval"):
+                costs.values[i] = step(inner if what == "retrieval" else outer, rows)
         outer.length.copy_(here)
         for name, source in hierarchy.sources.items():
             source.catch_up(here.tolist())
@@ -85,5 +83,6 @@ def measure(hierarchy: "Hierarchy", padding: Padding, group=None) -> Costs:
             if inner is not None:
                 propose(min(2, inner.rows - 1), inner)  # compiles it for that level as well
             one = propose(1, outer)
-            costs.sources[name] = one, max(propose(2, outer) - one, 0.0) if outer.rows > 2 else 0.0
+            costs.values[costs.number[name, "first"]] = one
+            costs.values[costs.number[name, "further"]] = max(propose(2, outer) - one, 0.0) if outer.rows > 2 else 0.0
     return costs
