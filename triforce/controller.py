@@ -124,15 +124,14 @@ class Controller:
         self.tokens = 1.0  # that a round of it is expected to emit
         self._warm: set[tuple] = set()  # what has drafted
         self._number = {plan: i for i, plan in enumerate(plans)}
-        self._gamma, rounds = np.array([(plan.gamma, plan.rounds) for plan in plans]).T
-        self._is_long = (self._gamma > self.SHORT) | (2 * rounds > self.SHORT)
+        self._gamma, self._rounds, self._inner = np.array([(one.gamma, one.rounds, one.gamma_inner) for one in plans]).T
+        self._is_long = (self._gamma > self.SHORT) | (2 * self._rounds > self.SHORT)
         self._drafting = np.stack([costs.drafting(plan) for plan in plans])
         self._checking = np.stack([costs.checking(plan) for plan in plans])
         recorded = np.array([self.PREPARATIONS.get(what, 0) for what, _ in costs.number])
         self._recorded = ((self._drafting + self._checking) > 0) * recorded * costs.preparing
-        self._by_levels: dict[tuple, list[int]] = {}  # numbers of plans
-        for i, plan in enumerate(plans):
-            self._by_levels.setdefault((plan.drafter, plan.source), []).append(i)
+        levels = [(plan.drafter, plan.source) for plan in plans]  # that draft; and, by these, the numbers of plans
+        self._by_levels = {pair: np.array([i for i, its in enumerate(levels) if its == pair]) for pair in set(levels)}
 
     def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
         """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""
@@ -149,8 +148,7 @@ class Controller:
             rate, drafted = rates[drafter], at_least(round(rates[source], 2), *self._sizes, self._leaf(INNER_LEAVES))
             kept = drafted * rate ** np.arange(drafted.shape[2])
             kept[..., 1:] *= 1 + leaf * (1 - rate) / rate
-            inner, rounds = zip(*((self.plans[i].gamma_inner - 1, self.plans[i].rounds) for i in which), strict=True)
-            tokens[which] = kept.cumsum(2)[inner, rounds, self._gamma[which]]
+            tokens[which] = kept.cumsum(2)[self._inner[which] - 1, self._rounds[which], self._gamma[which]]
         return tokens
 
     def _leaf(self, name: str) -> float:
@@ -193,8 +191,7 @@ class Controller:
         is_known, each = self.costs.seen[self.costs.number["growth", 1]] > 0, self.costs["growth", 1]
         least = self.STAY * times[self._number[self.plan]]
         for gamma in SPINES:
-            which = [i for (drafter, _), numbers in self._by_levels.items() if drafter == "retrieval"
-                     for i in numbers if self._gamma[i] == gamma]
+            which = [i for i, plan in enumerate(self.plans) if plan.retrieval and plan.gamma == gamma]
             i = min(which, key=times.__getitem__, default=0)
             for length in BRANCHES if which and times[i] < np.inf else ():
                 if length > self.SHORT and not is_known:
