@@ -124,15 +124,14 @@ class Controller:
         self.tokens = 1.0  # that a round of it is expected to emit
         self._warm: set[tuple] = set()  # what has drafted
         self._number = {plan: i for i, plan in enumerate(plans)}
-        self._gamma, rounds = np.array([(plan.gamma, plan.rounds) for plan in plans]).T
-        self._is_long = (self._gamma > self.SHORT) | (2 * rounds > self.SHORT)
+        self._gamma, self._rounds, self._inner = np.array([(one.gamma, one.rounds, one.gamma_inner) for one in plans]).T
+        self._is_long = (self._gamma > self.SHORT) | (2 * self._rounds > self.SHORT)
         self._drafting = np.stack([costs.drafting(plan) for plan in plans])
         self._checking = np.stack([costs.checking(plan) for plan in plans])
         recorded = np.array([self.PREPARATIONS.get(what, 0) for what, _ in costs.number])
         self._recorded = ((self._drafting + self._checking) > 0) * recorded * costs.preparing
-        self._by_levels: dict[tuple, list[int]] = {}  # numbers of plans
-        for i, plan in enumerate(plans):
-            self._by_levels.setdefault((plan.drafter, plan.source), []).append(i)
+        levels = [(plan.drafter, plan.source) for plan in plans]  # that draft; and, by these, the numbers of plans
+        self._by_levels = {pair: np.array([i for i, its in enumerate(levels) if its == pair]) for pair in set(levels)}
 
     def times_per_token(self, rates: dict[str, float]) -> np.ndarray:
         """Expected milliseconds of each of `plans`, if the levels' acceptance rates are these."""
@@ -149,8 +148,7 @@ class Controller:
             rate, drafted = rates[drafter], at_least(round(rates[source], 2), *self._sizes, self._leaf(INNER_LEAVES))
             kept = drafted * rate ** np.arange(drafted.shape[2])
             kept[..., 1:] *= 1 + leaf * (1 - rate) / rate
-            inner, rounds = zip(*((self.plans[i].gamma_inner - 1, self.plans[i].rounds) for i in which), strict=True)
-            tokens[which] = kept.cumsum(2)[inner, rounds, self._gamma[which]]
+            tokens[which] = kept.cumsum(2)[self._inner[which] - 1, self._rounds[which], self._gamma[which]]
         return tokens
 
     def _leaf(self, name: str) -> float:
@@ -165,49 +163,44 @@ class Controller:
             known: acceptance rates that the caller keeps: that of "ngram", which counts if that is a source.
         """
         costs, rates = self.costs, {name: rate.value for name, rate in self.rates.items()} | known
-        drafting, checking = self._drafting @ costs.believed, self._checking @ costs.believed
-        tokens, rounds = self._tokens(rates), drafting + checking
+        believed, tokens = costs.believed, self._tokens(rates)
+        drafting, checking = self._drafting @ believed, self._checking @ believed
         preparing = self._recorded @ np.maximum(1 - costs.seen / costs.WELL, 0.0) / max(remaining, 1.0)
-        times, new = rounds / tokens + preparing, self._drafting @ (costs.seen == 0)  # steps that no round has shown
+        times, new = (drafting + checking) / tokens + preparing, self._drafting @ (costs.seen == 0)  # not shown yet
         is_dear = (new > 0) & (drafting + self.UNSURE * new > self.CHEAP * checking)
         times[is_dear & (self._is_long | ~costs.seen.any())] = np.inf  # without any evidence, all that drafts
         times[0] *= self.CERTAIN
         best, now = int(times.argmin()), self._number[self._chain(self.plan)]
         if times[best] > self.STAY * times[now]:
             best = now
-        before, self.plan, self.tokens = self.plan, self.plans[best], float(tokens[best])
+        self.plan, self.tokens = self.plans[best], float(tokens[best])
         if self._trees:
-            self._branch(before, rates, times, tokens, rounds, preparing)
+            self._branch(rates, tokens, times, preparing)
         return self.plan
 
     def _chain(self, plan: Plan) -> Plan:
         """The plan without branches."""
         return replace(plan, branches=0) if plan.branches else plan
 
-    def _branch(self, before: Plan, rates: dict[str, float], times: np.ndarray, tokens: np.ndarray, rounds: np.ndarray,
-                preparing: np.ndarray) -> None:
-        """Sets the best tree, beside the best chain of each length, if one takes less time per token than the chain
-        that is set. before: the last plan. The other arguments: see `choose`."""
-        part, found = ("growth", 1), {}
-        is_known, each = self.costs.seen[self.costs.number[part]] > 0, self.costs[part]
+    def _branch(self, rates: dict[str, float], tokens: np.ndarray, times: np.ndarray, preparing: np.ndarray) -> None:
+        """Sets the best tree, beside the best chain of each length, if one takes less than the chain that is set.
+
+        Args:
+            tokens, times: of `plans`; times per token, with the share of each that is `preparing`.
+        """
+        is_known, each = self.costs.seen[self.costs.number["growth", 1]] > 0, self.costs["growth", 1]
+        least = self.STAY * times[self._number[self.plan]]
         for gamma in SPINES:
-            which = [i for (drafter, _), numbers in self._by_levels.items() if drafter == "retrieval"
-                     for i in numbers if self._gamma[i] == gamma]
+            which = [i for i, plan in enumerate(self.plans) if plan.retrieval and plan.gamma == gamma]
             i = min(which, key=times.__getitem__, default=0)
             for length in BRANCHES if which and times[i] < np.inf else ():
                 if length > self.SHORT and not is_known:
                     break
                 shape, more = best_tree(rates["retrieval"], rates[LEAVES], gamma, length, self._sizes[1], *self._trees)
-                if shape.parents:
-                    time = (rounds[i] + each * (shape.length - 1)) / (more * tokens[i]) + preparing[i]
-                    plan = replace(self.plans[i], branches=shape.length, shape=shape)
-                    found[gamma, length] = time, plan, more * tokens[i]
-        now = before.gamma, before.branches
-        best = min(found, key=lambda key: found[key][0], default=None)
-        if best is not None and now in found and found[best][0] > self.STAY * found[now][0]:
-            best = now
-        if best is not None and found[best][0] < self.STAY * times[self._number[self.plan]]:
-            _, self.plan, self.tokens = found[best]
+                time = (times[i] - preparing[i] + each * (shape.length - 1) / tokens[i]) / more + preparing[i]
+                if shape.parents and time < least:
+                    least, self.tokens = time, float(more * tokens[i])
+                    self.plan = replace(self.plans[i], branches=shape.length, shape=shape)
 
     def timed(self, plan: Plan, drafting: float, checking: float) -> None:
         """How long a round of a plan took, in milliseconds: all before its verify, and that. The first round with a

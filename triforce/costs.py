@@ -4,7 +4,7 @@ No step is run only to be timed.
 """
 
 import statistics
-from collections import defaultdict, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,7 +60,7 @@ class Costs:
         # From the largest step that checks to the smallest.
         self._checks = [self.number["verify", rows] for rows in reversed(self._sizes["verify"])]
         self._checks += [self.number["plain", 1]] if plain is not None else []
-        self._recent: dict[tuple, deque] = defaultdict(lambda: deque(maxlen=self.RECENT))
+        self._recent: dict[tuple, deque] = {}  # sums, by the parts that they are made of
 
     def __getitem__(self, part: tuple) -> float:
         return float(self.values[self.number[part]])
@@ -105,26 +105,19 @@ class Costs:
         """So often each part was paid for, and all of it took so long. checks: it is a step over the full cache. (The
         first drafts after a pause take longer than others: a draft catches up.)"""
         used = np.flatnonzero(parts)
-        recent = self._recent[tuple(used.tolist())]
+        recent = self._recent.setdefault(tuple(used.tolist()), deque(maxlen=self.RECENT))
         forgotten = checks and self.age[used].min() >= self.FORGOTTEN
         if forgotten:
             recent.clear()
         recent.append((parts, milliseconds))
         factor = statistics.median(max(took, 1e-6) / float(row @ self.values) for row, took in recent)
         share = 1.0 if forgotten else np.maximum(1 / (self.seen[used] + 1.0), self.SHARE)
-        if not self.seen[used].all():
-            self.values[self._like(used)] *= factor
-        self.values[used] *= factor**share
+        if not self.seen.any():  # of the rest only what it takes beside this can be guessed
+            self.values *= factor
+        else:
+            self.values[used] *= factor**share
         self.seen[used] += 1
         self.age[used] = 0
-
-    def _like(self, used: np.ndarray) -> np.ndarray:
-        """Parts that are as new as those that have now been seen for the first time: all, or those of the same kind."""
-        unseen = self.seen == 0
-        kinds = np.array([name for name, _ in self.number])
-        new = unseen.all() | np.array([name in kinds[used] and unseen[kinds == name].all() for name in kinds])
-        new[used] = False
-        return new
 
     @property
     def believed(self) -> np.ndarray:

@@ -17,7 +17,7 @@ from .kv.views import COMMON
 from .plan import PADDED, Padding, Plan
 from .speculator import RowRound
 from .tape import ACCEPTED, LEAF, MISSED
-from .tree import chances_of, likeliest
+from .tree import best_tree
 
 if TYPE_CHECKING:
     from .hierarchy import Hierarchy, Round
@@ -204,8 +204,8 @@ def default_plan(settings: Settings, hierarchy: "Hierarchy") -> Plan:
     plan = Plan(settings.gamma, source, True, inner, rounds)
     if not settings.tree_size:
         return plan
-    shape, _ = likeliest(chances_of(0.9, 1.0), settings.gamma, BRANCHES, rows=settings.tree.rows,
-                         depth=settings.block_size - 1, width=settings.tree_width)
+    shape, _ = best_tree(0.9, 1.0, settings.gamma, BRANCHES, settings.block_size - 1, settings.tree.rows,
+                         settings.tree_width)
     return replace(plan, branches=shape.length, shape=shape) if shape.parents else plan
 
 

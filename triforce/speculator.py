@@ -39,7 +39,7 @@ class RowRound(NamedTuple):
     num_accepted: int
     num_drafted: int
     diverged: bool  # the ranks disagree on it
-    is_finite: bool  # the logits behind the pending token are
+    is_finite: bool = True  # the logits behind the pending token are
     beside: int = 0  # accepted after those, beside the chain: a leaf, or rows of a branch
     path: Sequence[int] = ()  # rows of the block that the tokens were drawn from, the pending one's first
 
