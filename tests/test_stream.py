@@ -93,21 +93,6 @@ def test_a_stream_that_nobody_wants_any_more_computes_nothing(pair):
     assert ended == [[]] and seen == []
 
 
-def test_after_a_stream_that_nobody_wants_and_nobody_waits_for_the_engine_rests(pair, monkeypatch):
-    engine, told = make_engine(*pair, **SETTINGS), []
-    for name in ("begin", "rest"):
-        monkeypatch.setattr(engine.caches, name, lambda name=name: told.append(name))
-    engine.generate(PROMPT, 2)
-    stream = engine.stream(PROMPT, 200)
-    iterating = threading.Thread(target=lambda: list(stream))
-    with engine.compute_stream.lock:
-        iterating.start()
-        time.sleep(0.2)
-        stream.cancel()
-    iterating.join(20)
-    assert told[-2:] == ["begin", "rest"] and told.count("rest") == 2
-
-
 def test_two_threads_cannot_iterate_over_one(pair):
     engine, told = make_engine(*pair, **SETTINGS), []
 

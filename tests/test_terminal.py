@@ -16,7 +16,7 @@ from triforce.interactive import Conversation
 from triforce.terminal import Console, consoles, draw, visible
 
 EVIL = "a\x1b]0;title\x07b\x7fc\x9b2Jd\u202ee\u2066f\r\n\tg"
-SEEN = "a\u241b]0;title\u2407b\u2421c\ufffd2Jd\ufffde\ufffdf\u240d\n\tg"
+SEEN = "a\u241b]0;title\u2407b\ufffdc\ufffd2Jd\ufffde\ufffdf\u240d\n\tg"
 
 
 class Terminal(io.StringIO):

@@ -4,7 +4,7 @@ import contextlib
 import io
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from .chat import Chat
 from .errors import UserError
@@ -33,62 +33,53 @@ class Conversation:
     def run(self) -> None:
         """Until /quit or the end of the input."""
         with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # it is another's
-            sys.stdin.reconfigure(errors="surrogateescape")  # in many locales a byte that is not UTF-8 raises
+            sys.stdin.reconfigure(errors="replace")  # in many locales a byte that is not UTF-8 raises
         say("Ask away; /help lists what else there is.")
-        while True:
+        line = ""
+        while line not in ("/quit", "/exit"):
+            line = ""
             try:
                 line = ask().strip()
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                say("\n(/quit or Ctrl-D ends)")
-                continue
-            if line in ("/quit", "/exit"):
-                return
-            if not line:
-                continue
-            try:
                 if line.startswith("/"):
                     self.command(*line.split(maxsplit=1))
-                else:
+                elif line:
                     self.answer(line)
+            except EOFError:
+                return
             except UserError as error:
                 say(f"error: {error}")
             except KeyboardInterrupt:
-                if not line.startswith("/"):
+                if line and not line.startswith("/"):
                     raise
-                say(f"\n({line.split()[0]} was broken off)")
+                say("\n(broken off; /quit or Ctrl-D ends)")
 
     def command(self, name: str, argument: str = "") -> None:
         """One that begins with a slash."""
-        if argument and name in ("/help", "/undo", "/stats"):
-            raise UserError(f"{name} takes nothing after it; give it alone")
-        if name == "/help":
-            say(HELP)
-        elif name == "/undo":
-            self.chat.undo()
-            say(f"(the last question and its answer are forgotten; turns before them: {len(self.chat.turns)})")
-        elif name == "/stats":
-            if not self.chat.turns:
-                raise UserError("nothing has been answered yet in this conversation")
-            say(str(self.chat.turns[-1][1].stats))
-        elif name == "/save":
-            if not argument:
-                raise UserError("/save needs the name of a file: /save book.prefix")
-            self.chat.save(argument)
-            say(f"(wrote {argument}; go on later with --prefix {argument} --interactive)")
-        else:
-            raise UserError(f"{name} is no command; /help lists them")
+        match name, argument:
+            case "/quit" | "/exit", "":
+                return
+            case "/help", "":
+                say(HELP)
+            case "/undo", "":
+                self.chat.undo()
+                say(f"(the last question and its answer are forgotten; turns before them: {len(self.chat.turns)})")
+            case "/stats", "":
+                say(str(self.chat.turns[-1][1].stats) if self.chat.turns else "nothing has been answered yet")
+            case "/save", _ if argument:
+                self.chat.save(argument)
+                say(f"(wrote {argument}; go on later with --prefix {argument} --interactive)")
+            case _:
+                raise UserError(f"{f'{name} {argument}'.strip()} is no command as /help lists them")
 
     def answer(self, text: str) -> None:
         turn = self.chat.stream(text, **self.options)
         is_piped = sys.stdin is not None and not sys.stdin.isatty()  # nobody sees what is asked
-        with stopped_by_interrupts() as stopped:
+        with noted_interrupts() as pressed:
             if is_piped:
                 print(f"> {text}")
             for piece in turn:
                 print(piece, end="", flush=True)
-                if stopped():
+                if pressed:
                     turn.close()
                     say("\n(ended)")
                     break
@@ -100,11 +91,7 @@ def ask() -> str:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() then edits lines and remembers them)
-    line = input("> " if sys.stdin.isatty() else "")
-    text = line.encode(errors="surrogateescape").decode(errors="replace")
-    if text != line:
-        say("(this line is not UTF-8; what cannot be read is left as \N{REPLACEMENT CHARACTER})")
-    return text
+    return input("> " if sys.stdin.isatty() else "")
 
 
 def say(text: str) -> None:
@@ -112,7 +99,7 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def stopped_by_interrupts() -> Iterator[Callable[[], bool]]:
+def noted_interrupts() -> Iterator[list]:
     """Ctrl-C is noted instead of raised, so that no round is broken off in the middle; a second one is raised."""
     pressed = []
 
@@ -123,6 +110,6 @@ def stopped_by_interrupts() -> Iterator[Callable[[], bool]]:
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: bool(pressed)
+        yield pressed
     finally:
         signal.signal(signal.SIGINT, before)

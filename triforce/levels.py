@@ -6,26 +6,22 @@
     "target"     no proposal was kept here: the full level drew the token itself, recovered or bonus
 """
 
-from collections.abc import Iterator
-
 from .plan import Plan
 from .speculator import RowRound
 from .tape import ACCEPTED, LEAF
 
-TARGET, RETRIEVAL = "target", "retrieval"
-NAMES = {"model": "draft"}  # of sources in a plan, where a level has another name
-LEVELS = ("draft", "ngram", "custom", RETRIEVAL, TARGET)  # from the cheapest to the dearest
+LEVELS = ("draft", "ngram", "custom", "retrieval", "target")  # from the cheapest to the dearest
 
 
 def levels_of(plan: Plan, row: RowRound) -> list[str]:
     """The level that proposed each of the tokens that a round emitted for a row."""
-    source = NAMES.get(plan.source, plan.source)
+    source = "draft" if plan.source == "model" else plan.source
     levels = []
     for i in range(len(row.tokens)):
         if i >= row.num_accepted + row.beside:
-            levels.append(TARGET)
+            levels.append("target")
         elif plan.retrieval and (i >= row.num_accepted or row.origins[i] not in (ACCEPTED, LEAF)):
-            levels.append(RETRIEVAL)
+            levels.append("retrieval")
         else:
             levels.append(source)
     return levels
@@ -35,8 +31,7 @@ class Spans:
     """Cuts a growing text at the borders between levels.
 
     Args:
-        pieces: of each token, its part of the text; the list may grow.
-        levels: of each token; the list may grow.
+        pieces: of each token, its part of the text. levels: of each token. Both lists may grow.
     """
 
     def __init__(self, pieces: list[str], levels: list[str]):
@@ -46,18 +41,14 @@ class Spans:
     def take(self, count: int) -> list[tuple[str, str]]:
         """The next `count` characters, as (text, level) pairs; neighbours differ in their level."""
         spans: list[tuple[str, str]] = []
-        for text, level in self._parts(count):
-            if spans and spans[-1][1] == level:
-                text = spans.pop()[0] + text
-            spans.append((text, level))
-        return spans
-
-    def _parts(self, count: int) -> Iterator[tuple[str, str]]:
         while count > 0 and self._token < len(self.pieces):
-            part = self.pieces[self._token][self._offset : self._offset + count]
+            piece, level = self.pieces[self._token], self.levels[self._token]
+            part = piece[self._offset : self._offset + count]
             if part:
-                yield part, self.levels[self._token]
+                before = spans.pop()[0] if spans and spans[-1][1] == level else ""
+                spans.append((before + part, level))
             count -= len(part)
             self._offset += len(part)
-            if self._offset >= len(self.pieces[self._token]):
+            if self._offset >= len(piece):
                 self._token, self._offset = self._token + 1, 0
+        return spans

@@ -16,14 +16,7 @@ DRAWING = ("tqdm.", "argparse")  # modules that draw on terminals: they move the
 
 def visible(text: str) -> str:
     """With pictures of control characters in their place, but for tabs and line ends."""
-    return CONTROLS.sub(_picture, text)
-
-
-def _picture(found: re.Match) -> str:
-    code = ord(found[0])
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "\N{SYMBOL FOR DELETE}" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
+    return CONTROLS.sub(lambda found: chr(0x2400 + ord(found[0])) if found[0] < " " else "\ufffd", text)
 
 
 class Console:
@@ -56,11 +49,11 @@ class Console:
             action(*args)
         except OSError as error:
             self.is_broken = True
-            if isinstance(error, BrokenPipeError) and self.must_work:
-                raise
-            if self.must_work:
+            if self.must_work and not isinstance(error, BrokenPipeError):
                 raise UserError(f"cannot write the output: {error.strerror}; make room, or write it to another place"
                                 ) from None
+            if self.must_work:
+                raise
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
