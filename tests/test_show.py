@@ -3,7 +3,7 @@
 import re
 from html.parser import HTMLParser
 
-from triforce import answers, cli, show
+from triforce import answers, cli, levels
 from triforce.generation import Generation, Stats
 from triforce.levels import LEVELS
 
@@ -68,8 +68,8 @@ def test_a_generation_made_by_hand_is_shown():
 
 
 def test_every_level_has_its_colours():
-    assert set(show.RGB) == set(show.ANSI) == set(LEVELS)
-    assert len(set(show.RGB.values())) == len(set(show.ANSI.values())) == len(LEVELS)
+    assert set(levels.RGB) == set(levels.ANSI) == set(LEVELS)
+    assert len(set(levels.RGB.values())) == len(set(levels.ANSI.values())) == len(LEVELS)
 
 
 FLAGS = ["--prompt", "one two three four five. " * 9, "--max-new-tokens", "40", "--device", "cpu", "--gamma", "6",
@@ -89,7 +89,7 @@ def test_a_terminal_shows_levels(capsys, monkeypatch):
     assert plain(shown.out) == expected
     spans = re.findall(r"\033\[(\d+)m(.*?)\033\[0m", shown.out, re.S)
     assert "".join(text for _, text in spans) == expected.removesuffix("\n")
-    assert {int(code) for code, _ in spans} == {show.ANSI[level] for level in ("draft", "retrieval", "target")}
+    assert {int(code) for code, _ in spans} == {levels.ANSI[level] for level in ("draft", "retrieval", "target")}
     assert re.search(r"levels: draft \d+%", plain(shown.err))
     assert "\033[" in shown.err and all(len(plain(line)) <= 80 for line in shown.err.splitlines())
 
@@ -108,6 +108,6 @@ def test_a_file_gets_no_codes_unless_they_are_forced(capsys, monkeypatch):
 def test_each_piece_leaves_the_usual_colour_behind(tiny_engine):
     """A stream may be broken off after any of them."""
     stream = tiny_engine.stream("one two three. " * 9, 30, temperature=0.0, ignore_eos=True)
-    parts = [show.as_ansi(stream.spans) for _ in stream]
+    parts = [levels.as_ansi(stream.spans) for _ in stream]
     assert len(parts) > 3 and all(part.endswith("\033[0m") for part in parts)
     assert plain("".join(parts)) == stream.result.text

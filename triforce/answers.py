@@ -16,13 +16,13 @@ from .errors import TooLong, UserError
 from .generation import Generation, as_json, totals
 from .interactive import Conversation, say
 from .keep import cut, fit
+from .levels import as_ansi, legend
 from .loading import load
 from .parallel import agreed
 from .prefix import Prefix, asked, check_room
 from .prefix_path import holds_something
 from .progress import Bar
 from .request import DEFAULT_PROMPT_LEN, Request, about_a_document, given
-from .show import as_ansi, legend
 from .terminal import draw
 
 

@@ -33,15 +33,13 @@ class Chat:
 
     def __init__(self, engine: "Engine", prefix: Prefix | None = None, *, system: str | None = None,
                  chat_template: str | None = None, **options):
-        if system is not None and prefix is not None:
-            raise UserError("system and prefix were both given; begin the prefix's messages with one of the role "
-                            "\"system\"")
         if prefix is not None:
             check_prefix(prefix, engine, chat_template)
         check_options(options)
         engine.check_options(options)
-        if system is not None and not isinstance(system, str):
-            raise UserError(f"system ({system!r}) must be a text")
+        if system is not None and (prefix is not None or not isinstance(system, str)):
+            raise UserError(f"system ({system!r}) must be a text, and there may be no prefix: one begins with its own "
+                            "messages, which may have the role \"system\"")
         self.engine, self.prefix, self.options = engine, prefix, options
         self.chat_template = prefix.chat_template if prefix is not None else chat_template
         tokenizer = engine.tokenizer_or_raise()

@@ -28,12 +28,11 @@ ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": 
 # `triforce download ...`; without one of them, it generates.
 COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan", "check": "kit.check"}
 
-# What most people need: `--help` has the first sentence of each, and `--help-all` has every flag at length.
-COMMON = ("--help", "--help-all", "--json", "--prompt", "--prompt-file", "--prompts", "--prompt-len", "--keep",
-          "--question", "--questions", "--num-samples", "--interactive", "--chat", "--system", "--save-prefix",
-          "--prefix", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--stop", "--show-levels",
-          "--checkpoint", "--device", "--max-seq-len", "--compile", "--offload", "--draft", "--budget", "--gamma",
-          "--no-speculation", "--compare")
+# What most people need: `--help` has the first sentence of each.
+COMMON = tuple(f"--{name}" for name in """
+help help-all json prompt prompt-file prompts prompt-len keep question questions num-samples interactive chat
+system save-prefix prefix max-new-tokens temperature top-p seed stop show-levels checkpoint device max-seq-len
+compile offload draft budget gamma no-speculation compare""".split())
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,10 +56,10 @@ class Help(argparse.Action):
 
     def __call__(self, parser, *_) -> None:
         known = parser._option_string_actions
-        lines = [f"  {flag:<18} " + textwrap.shorten(re.split(r"[.;] ", known[flag].help)[0], 58, placeholder=" ...")
-                 for flag in COMMON]
-        print(f"usage: {parser.usage}\n\n{parser.description}\n", *lines, "", textwrap.fill(parser.epilog, 78),
-              sep="\n")
+        print(f"usage: {parser.usage}\n\n{parser.description}\n")
+        for flag in COMMON:
+            print(f"  {flag:<18}", textwrap.shorten(re.split(r"[.;] ", known[flag].help)[0], 58, placeholder=" ..."))
+        print("\n" + textwrap.fill(parser.epilog, 78))
         parser.exit()
 
 
@@ -87,7 +86,7 @@ def parser() -> Parser:
     from . import __version__
 
     p = Parser(
-        prog="triforce", usage="triforce [flags]", formatter_class=Paragraphs, add_help=False,
+        prog="triforce", usage="triforce [flags]", add_help=False,
         description="Continue a long text with a language model, losslessly and faster.",
         epilog="With no flags: a demonstration. Commands: `triforce download` and `triforce convert` for checkpoints, "
                "`triforce plan` (what fits), `triforce check` (whether all is well).")
@@ -162,12 +161,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
     if unknown:
         name = unknown[0].partition("=")[0]
-        meant = difflib.get_close_matches(name, COMMANDS, 1)
-        if argv[0] == name and meant:
-            raise UserError(f"{name} is not a known command; did you mean triforce {meant[0]}?")
-        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help-all lists all")
-                        if name.startswith("-") else
-                        f"{unknown[0]!r} stands without a flag; give a text with --prompt, in quotes if it has spaces")
+        if name.startswith("-"):
+            raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help-all lists all"))
+        if difflib.get_close_matches(name, COMMANDS) and argv[0] == name:
+            raise UserError(not_known(name, "command", COMMANDS))
+        raise UserError(f"{name!r} stands without a flag; give a text with --prompt, in quotes if it has spaces")
     if getattr(args, "draft", None) == "none":
         args.draft = False
     return args
@@ -201,7 +199,7 @@ def run(argv: list[str]) -> int:
     try:
         if request is None:
             request = read_first(group, lambda: read_request(args, not argv))
-        status = answer(args, group, request, wants_comparison=args.compare if args.compare is not None else not argv)
+        status = answer(args, group, request, not argv if args.compare is None else args.compare)
     except Exception:
         sys.stderr = stderr  # a rank that fails alone has to say why
         raise

@@ -1,7 +1,6 @@
 """What a generation returns, and when a row's text ends. Knows nothing of models or devices."""
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -93,7 +92,7 @@ class Generation:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the text, its tokens coloured by level, and the statistics."""
-        from .show import as_html
+        from .levels import as_html
 
         return as_html(self)
 
@@ -116,15 +115,7 @@ def totals(results: list[Generation], seconds: float) -> str:
 
 def as_json(value) -> str:
     """One line of JSON, where what is no finite number is null."""
-    return json.dumps(_finite(value), allow_nan=False)
-
-
-def _finite(value):
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None))
 
 
 class RowOutput:
@@ -175,23 +166,17 @@ class RowOutput:
             return
         searched = max(len(self.text) - len(piece) - max(map(len, self.stop)) + 1, 0)
         found = [at for at in (self.text.find(stop, searched) for stop in self.stop) if at >= 0]
-        if found:
-            self._cut(len(self.text) - min(found))
-            self.finish_reason = "stop"
-
-    def _cut(self, excess: int) -> None:
-        """Takes so many characters off the end of the text."""
-        self.text, token = self.text[: len(self.text) - excess], len(self.pieces)
-        while excess > 0:
-            token -= 1
+        if not found:
+            return
+        excess, self.text, self.finish_reason = len(self.text) - min(found), self.text[: min(found)], "stop"
+        for token in reversed(range(len(self.pieces))):
             piece = self.pieces[token]
             self.pieces[token] = piece[: max(len(piece) - excess, 0)]
-            excess -= len(piece)
+            excess = max(excess - len(piece), 0)
 
     def _may_become_stop(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        return max((size for stop in self.stop for size in range(1, len(stop)) if self.text.endswith(stop[:size])),
-                   default=0)
+        return max((n for stop in self.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
 
 
 def stop_strings(stop) -> list[str]:
@@ -213,16 +198,11 @@ def stop_ids(stop_token_ids) -> list[int]:
 
 
 def special_ids(stops: list[str], tokenizer) -> list[int]:
-    """Ids of the stop strings that are a special token each. No text holds these tokens.
-
-    Raises:
-        UserError: a string has such a token beside other text.
-    """
-    named, ids = {tokenizer.token_of[i]: i for i in tokenizer.special_ids}, []
-    for stop in stops:
-        if stop in named:
-            ids.append(named[stop])
-        elif inside := next((name for name in named if name and name in stop), None):
+    """Ids of the stop strings that are a special token each, which no text holds. Raises UserError for one that has
+    such a token beside other text."""
+    named = {tokenizer.token_of[i]: i for i in tokenizer.special_ids}
+    for stop in set(stops) - named.keys():
+        if inside := next((name for name in named if name and name in stop), None):
             raise UserError(f"stop ({stop!r}) holds the special token {inside!r}, which never stands in a text; give "
                             f"{inside!r} and the rest as two stops")
-    return ids
+    return [named[stop] for stop in stops if stop in named]

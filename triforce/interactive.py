@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import signal
 import sys
-from collections.abc import Iterator
 
 from .chat import Chat
 from .errors import UserError
@@ -16,8 +14,7 @@ HELP = """\
 /stats       figures of the last answer
 /help        this list
 /quit        end (or Ctrl-D)
-Ctrl-C ends an answer; what it said so far stays in the conversation. A second
-Ctrl-C, before the answer has ended, ends the program."""
+Ctrl-C ends an answer; what it said so far stays in the conversation."""
 
 
 class Conversation:
@@ -37,7 +34,6 @@ class Conversation:
         say("Ask away; /help lists what else there is.")
         line = ""
         while line not in ("/quit", "/exit"):
-            line = ""
             try:
                 line = ask().strip()
                 if line.startswith("/"):
@@ -49,8 +45,6 @@ class Conversation:
             except UserError as error:
                 say(f"error: {error}")
             except KeyboardInterrupt:
-                if line and not line.startswith("/"):
-                    raise
                 say("\n(broken off; /quit or Ctrl-D ends)")
 
     def command(self, name: str, argument: str = "") -> None:
@@ -72,17 +66,16 @@ class Conversation:
                 raise UserError(f"{f'{name} {argument}'.strip()} is no command as /help lists them")
 
     def answer(self, text: str) -> None:
+        is_piped = not sys.stdin.isatty()  # nobody sees what is asked
         turn = self.chat.stream(text, **self.options)
-        is_piped = sys.stdin is not None and not sys.stdin.isatty()  # nobody sees what is asked
-        with noted_interrupts() as pressed:
+        try:
             if is_piped:
                 print(f"> {text}")
             for piece in turn:
                 print(piece, end="", flush=True)
-                if pressed:
-                    turn.close()
-                    say("\n(ended)")
-                    break
+        except KeyboardInterrupt:
+            turn.close()
+            say("\n(ended)")
         print("\n" if is_piped else "", flush=True)
 
 
@@ -96,20 +89,3 @@ def ask() -> str:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def noted_interrupts() -> Iterator[list]:
-    """Ctrl-C is noted instead of raised, so that no round is broken off in the middle; a second one is raised."""
-    pressed = []
-
-    def note(number, frame):
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(number)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

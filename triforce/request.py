@@ -34,6 +34,9 @@ CLASHES = {
     "save_prefix": "keep compare show_levels",
     "compare": "questions num_samples system",
     "show_levels": "questions num_samples system json"}
+# A flag, and those of which it needs one.
+NEEDS = {"logprobs": "json prompts", "save_every": "save_prefix", "chat_template": "chat system prompts",
+         "chat_template_kwargs": "chat system prompts prefix"}
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,6 @@ def read_request(args, no_flags: bool = False) -> Request:
     questions = (*single, *questions_of(args))
     check_seeds(questions)
     if args.prefix or asks_alone and args.prompt_len is None:
-        if not args.prefix and _is_piped():
-            print("note: standard input holds what is asked, one a line; a document comes from --prompt-file",
-                  file=sys.stderr)
         return Request(questions=questions, chat=chat)
     document = None if asks_alone else read_document(args)
     if document is None and args.checkpoint != "tiny":
@@ -125,26 +125,21 @@ def check_together(args, asks_alone: bool) -> None:
         flag, other = first_given(args, name), first_given(args, *others.split())
         if flag and other:
             raise UserError(f"{flag} does not go with {other}; drop one of them")
+    for name, others in NEEDS.items():
+        flag = first_given(args, name)
+        if flag and not first_given(args, *others.split()) and not (asks_alone and "chat" in others):
+            raise UserError(f"{flag} has no effect by itself; add --{others.split()[0].replace('_', '-')}, or drop it")
     reads_text = args.prompt_file == "-" or args.prompt is args.prompt_file is args.prefix is None
-    chats = first_given(args, "chat", "system", "prefix", "prompts") or asks_alone
+    if reads_text and args.questions == "-" or args.prompt_file == "-" and args.interactive:
+        raise UserError("a document and what is asked about it cannot both come from standard input; name the "
+                        "document's file")
+    if args.save_prefix and asks_alone and args.prompt_len is None:
+        raise UserError("--save-prefix saves a document, and --interactive has none; give one with --prompt-file, or "
+                        "save the conversation with /save")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    for is_broken, text in (
-        (args.logprobs is not None and not first_given(args, "json", "prompts"),
-         "--logprobs are written as JSON only; add --json, or give --prompts"),
-        (args.save_every and not args.save_prefix, "--save-every says how often a file is written; name it with "
-         "--save-prefix"),
-        (first_given(args, "chat_template", "chat_template_kwargs") and not chats,
-         "a chat template was given without --chat; add --chat"),
-        (reads_text and args.questions == "-" or args.prompt_file == "-" and args.interactive, "a document and what is "
-         "asked about it cannot both come from standard input; name the document's file"),
-        (args.interactive and sys.stdin is None,
-         "--interactive reads standard input, and that is closed; use --question or --questions"),
-        (args.save_prefix and asks_alone and args.prompt_len is None, "--save-prefix saves a document, and "
-         "--interactive has none; give one with --prompt-file, or save the conversation with /save"),
-        (args.interactive and ranks > 1,
-         f"--interactive runs in one process, and torchrun started {ranks}; use --questions")):
-        if is_broken:
-            raise UserError(text)
+    if args.interactive and (sys.stdin is None or ranks > 1):
+        raise UserError(f"--interactive needs standard input and one process, and here it is closed, or there are "
+                        f"several ({ranks}); use --questions")
 
 
 def check_seeds(items: Iterable[dict]) -> None:

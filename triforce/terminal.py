@@ -49,11 +49,10 @@ class Console:
             action(*args)
         except OSError as error:
             self.is_broken = True
-            if self.must_work and not isinstance(error, BrokenPipeError):
-                raise UserError(f"cannot write the output: {error.strerror}; make room, or write it to another place"
-                                ) from None
-            if self.must_work:
+            if isinstance(error, BrokenPipeError) and self.must_work:
                 raise
+            if self.must_work:
+                raise UserError(f"cannot write the output: {error.strerror}; make room, or write elsewhere") from None
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
@@ -67,8 +66,7 @@ def draw(text: str, stream) -> None:
 
 @contextlib.contextmanager
 def consoles():
-    """Within, stdout and stderr are Consoles. What could not be written is not tried again at the end of the process.
-    """
+    """Within, stdout and stderr are Consoles. What could not be written is not tried again as the process ends."""
     before, out = (sys.stdout, sys.stderr), Console(sys.stdout, must_work=True)
     if hasattr(out.stream, "reconfigure"):
         out.stream.reconfigure(errors="replace")
