@@ -8,7 +8,6 @@ from conftest import make_engine, random_prompt
 
 import triforce
 from triforce import cli
-from triforce.hf.tokenizer import Tokenizer
 from triforce.keep import cut, fit
 
 SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "max_seq_len": 100}
@@ -54,35 +53,6 @@ def test_a_text_is_cut_between_characters(tiny_engine):
             assert len(encode(ODD_TEXT[: len(start[0]) + 1])) > room
         seen.add(start[0])
     assert len(seen) > 20
-
-
-@pytest.mark.parametrize("flags", [[], ["--questions", "FILE"], ["--num-samples", "1", "--question", "Who?"]], ids=str)
-def test_a_chat_has_the_text_as_it_is(flags, tmp_path, monkeypatch):
-    """Also what is spelled as a special token is; with --prompt-len and --keep, a part of it."""
-    questions, template, seen = tmp_path / "questions", tmp_path / "chat.jinja", []
-    questions.write_text("Who?\n")
-    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}")
-
-    def rendered(self, messages, *args):
-        seen.append(messages[0]["content"])
-        return apply(self, messages, *args)
-
-    apply = Tokenizer.apply_chat_template
-    monkeypatch.setattr(Tokenizer, "apply_chat_template", rendered)
-    text = f"{ODD_TEXT} {TEXT} {ODD_TEXT}"
-    flags = ["--prompt", text, "--chat", "--chat-template", str(template), "--device", "cpu", "--max-new-tokens", "2",
-             "--no-compare", *(str(questions) if flag == "FILE" else flag for flag in flags)]
-    assert cli.main(flags) == 0
-    assert seen and all(one.startswith(text) for one in seen if len(one) > 100) and max(map(len, seen)) >= len(text)
-    for more, begin, end in ((["--prompt-len", "60"], ODD_TEXT, None), (["--keep", "end", "--max-seq-len", "150"], None,
-                                                                        ODD_TEXT)):
-        seen.clear()
-        assert cli.main([*flags, *more]) == 0
-        content = max((one for one in seen if len(one) < len(text)), key=len).removesuffix("\n\nWho?")
-        content = content.removesuffix("\n\na?").removesuffix("\n\nThe b.")
-        assert begin is None or content.startswith(begin) and text.startswith(content)
-        assert end is None or content.endswith(end) and text.endswith(content)
-        assert "\ufffd" not in content and 100 < len(content)
 
 
 @pytest.mark.parametrize("keep", ["start", "end", "both"])

@@ -115,12 +115,6 @@ def test_what_a_question_may_not_ask_is_told_before_the_prefill(flags, message, 
     assert message in capsys.readouterr().err
 
 
-def test_samples_are_given_where_the_document_is_saved_too(tmp_path, capsys):
-    flags = ["--prompt-len", "300", "--device", "cpu", "--max-new-tokens", "3", "--num-samples", "2", "--json"]
-    assert cli.main([*flags, "--save-prefix", str(tmp_path / "book.prefix")]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 and (tmp_path / "book.prefix").stat().st_size > 1000
-
-
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_question_that_just_fits(tmp_path, capsys, chat):
     """Parts of a text may have more or fewer tokens than the whole."""

@@ -86,11 +86,6 @@ def test_progress_is_of_all_prompts(pair):
     assert shares == sorted(shares) and shares[0] < 0.3 and shares[-1] == 1.0
 
 
-def test_elsewhere_there_are_none(pair, drawn):
-    make_engine(*pair, **SIZES).generate(random_prompt(40), 10)
-    assert drawn == []
-
-
 def test_a_shell_of_ipython_is_no_notebook(monkeypatch):
     for shell in (None, SimpleNamespace(config={})):
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
@@ -106,4 +101,3 @@ def test_a_notebook_without_widgets_gets_text(notebook, monkeypatch, capsys, rec
     assert "prefill" in (shown := capsys.readouterr().err) and "80%" in shown
     bar.close()
     assert not recwarn.list and bar.bar is None
-

@@ -101,29 +101,24 @@ class Chat:
         Raises:
             UserError: nothing has been said yet, and there is no document; or see `Prefix.save`.
         """
-        with self._lock:
+        with self._lock, self.engine.holding_still():
             self.end()
-            if self.turns:
-                with self.engine.holding_still():
-                    self._so_far().save(path)
-            elif self.prefix is not None:
-                self.prefix.save(path)
-            else:
+            if not self.turns and self.prefix is None:
                 raise UserError("nothing has been said yet, so there is nothing to save; say something first")
+            (self._so_far() if self.turns else self.prefix).save(path)
 
     def _so_far(self) -> Prefix:
         """The conversation as a prefix of others, with what the engine holds of it."""
-        book, messages, variables = self.prefix, None, None
-        if self.uses_template:
-            messages, variables = self.messages, self.options.get("chat_template_kwargs")
-            if book is not None and variables is None:
-                variables = book.chat_template_kwargs
-            ids = self.engine.encode_beginning(messages, self.chat_template, variables, self.rendered_at)
-        else:
-            ids = (book.tokens if book is not None else []) + self._ids(self.turns)
+        book = self.prefix
+        if not self.uses_template:
+            return self.engine.caches.held([*(book.tokens if book is not None else []), *self._ids(self.turns)], book)
+        messages, variables = self.messages, self.options.get("chat_template_kwargs")
+        if book is not None and variables is None:
+            variables = book.chat_template_kwargs
+        ids = self.engine.encode_beginning(messages, self.chat_template, variables, self.rendered_at)
         held = self.engine.caches.held(ids, book)
         held.messages, held.chat_template, held.chat_template_kwargs = messages, self.chat_template, variables
-        held.rendered_at = self.rendered_at if self.uses_template else None
+        held.rendered_at = self.rendered_at
         return held
 
     def undo(self) -> None:
