@@ -50,7 +50,8 @@ def check_source(path: str | Path) -> None:
     with reading(path):
         path.stat()
     if not path.is_file():
-        raise UserError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; give the name of a file")
+        kind = "a folder; give the name of a file in it" if path.is_dir() else "no regular file; give another name"
+        raise UserError(f"{path} is {kind}")
 
 
 def check_target(path: str | Path) -> None:
