@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from scores import SCORES
 
 from triforce.errors import UserError
-from triforce.keep import Document, fit
+from triforce.keep import fit
 
 
 @dataclass(frozen=True)
@@ -68,5 +68,5 @@ def cut_to_fit(before: str, document: str, after: str, tokenizer, room: int, kee
     if least >= room:
         raise UserError(f"the prompt without its document has {least:,} tokens, and there is room for {room:,}; give a "
                         "larger --length")
-    document = Document(document, tokenizer.encode(document), tokenizer.offsets)
-    return fit(document, lambda kept: tokenizer.encode(before + kept.text + after), room, keep)
+    kept, ids = fit(document, lambda part: tokenizer.encode(before + part + after), room, keep)
+    return ids, len(tokenizer.encode(document)) - len(tokenizer.encode(kept))

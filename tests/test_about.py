@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,81 +61,47 @@ def test_questions_are_answered_over_one_document(folder, capsys):
         assert main(["--prefix", other, *one, *FEW]) == 0
 
 
-@pytest.mark.parametrize("flags, error", [
-    (["--questions", "no-such"], "cannot read --questions"),
-    (["--num-samples", "0"], "at least 1"),
-    (["--prefix", "no-such", "--prompt", "x"], "drop --prompt"),
-    (["--prefix", "no-such"], "no-such"),
-    (["--prefix", "no-such", "--prompt-len", "100"], "--prompt-len (100) cuts a text"),
-    (["--interactive", "--question", "x"], "asks for the questions itself"),
-    (["--prompts", "x", "--num-samples", "2"], "--num-samples does not go with --prompts"),
-    (["--prompt", "x", "--system", "Be brief."], "no chat template"),
-    (["--prefix", "", "--question", "Who?"], "--prefix is empty; give a value"),
-    (["--prompt", "x", "--save-prefix", ""], "--save-prefix is empty"),
-    (["--prompt", "x", "--questions", ""], "--questions is empty"),
-    (["--prompt", "x", "--question", ""], "--question is empty"),
-    (["--prompt-file", "-", "--interactive"], "both read standard input"),
-    (["--interactive", "--save-prefix", "talk.prefix"], "save the conversation with /save"),
-    (["--prefix", "tests", "--question", "Who?"], "is a folder"),
-    (["--questions", "-"], "name the document's file"),
-    (["--questions", "-", "--prompt-file", "-"], "name the document's file"),
-])
-def test_what_does_not_go_together(flags, error, capsys):
-    assert main([*flags, *FEW]) == 2
-    assert error in capsys.readouterr().err
-
-
 def test_questions_from_standard_input(folder, monkeypatch, capsys):
     asked = ["--questions", "-", "--prompt-file", str(folder / "book.txt"), "--json", *FEW]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Who tells this?\nTo whom?\n")))
     assert main(asked) == 0
     assert [row["question"] for row in lines_of(capsys)] == ["Who tells this?", "To whom?"]
     monkeypatch.setattr("sys.stdin", None)
-    assert main(asked) == 2 and "that is closed" in capsys.readouterr().err
+    for flags in (asked, ["--prompt", "x", "--interactive", *FEW]):
+        assert main(flags) == 2 and " is closed" in capsys.readouterr().err
 
 
-def test_a_conversation_needs_standard_input(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", None)
-    assert main(["--prompt", "x", "--interactive", *FEW]) == 2
-    assert "that is closed" in capsys.readouterr().err
-
-
-def test_each_answer_says_how_long_start_and_load_took(folder, capsys):
-    path = folder / "asked"
-    path.write_text("Who?\nWhere?\n")
-    assert main(["--prompt", "Call me Ishmael.", "--questions", str(path), "--json", *FEW]) == 0
-    assert all(answer["stats"]["load"] > 0 for answer in lines_of(capsys))
-
-
-def test_files_of_questions():
+def test_files_of_questions(tmp_path, capsys):
     def read(text):
-        return [(item["question"], item.get("seed")) for item in request.read_questions(text, "q")]
+        (path := tmp_path / "q").write_text(text)
+        found = request.questions_of(SimpleNamespace(questions=str(path)))
+        return [(item["question"], item.get("seed")) for item in found]
 
     assert read("a?\n\n b? \n") == [("a?", None), ("b?", None)]
     assert read('["a?", {"question": "b?", "seed": 1}]') == [("a?", None), ("b?", 1)]
-    assert read('"a?"\n{"question": "b?"}\n') == [("a?", None), ("b?", None)]
-    assert read("[INST] Who? [/INST]\n") == [("[INST] Who? [/INST]", None)]
-    assert read("[1] Who?\nIs it [2]") == [("[1] Who?", None), ("Is it [2]", None)]
+    assert read('"a?"\n{"question": "b?"}\n42') == [("a?", None), ("b?", None), ("42", None)]
+    assert read("[INST] Who? [/INST]\n[1] Who?\nIs it [2]") == [("[INST] Who? [/INST]", None), ("[1] Who?", None),
+                                                                ("Is it [2]", None)]
     assert read('"Who\u2028is it?"\n"He" is who?') == [("Who\u2028is it?", None), ('"He" is who?', None)]
-    for text, error in (("", "no question"), ("[3]", "question 1"),
-                        ('["a?",\n]', "looks like a list in JSON"), ('{"question": ""}', "is empty"),
-                        ('{"question": 3}', "no text"), ('{"question": "a", "seed": "x"}', "seed")):
+    for text, error in (("", "no question"), ('["a?", {"x": 1}]', "item 2 of --questions"),
+                        ('["a?",\n]', "looks like a list in JSON"), ('{"question": ""}', "line 1 of --questions"),
+                        ('["a", "' + "[" * 10**5 + ']', "looks like a list in JSON")):
         with pytest.raises(UserError, match=error):
-            request.read_questions(text, "q")
+            read(text)
 
 
-def test_a_list_of_one_question_has_a_heading(folder, capsys):
-    """A question of --question has none: its answer alone goes to standard output."""
+def test_a_question_of_a_file_has_a_heading(folder, capsys):
+    """One of --question has none: its answer alone goes to standard output."""
     (folder / "one").write_text("Who tells this?\n")
     book = ["--prompt-file", str(folder / "book.txt"), "--num-samples", "1", *FEW]
     said = []
     for flags in (["--questions", str(folder / "one")], ["--question", "Who tells this?"]):
         assert main([*book, *flags, "--temperature", "0"]) == 0
         said.append(capsys.readouterr().out)
-    assert said[0] == f"> Who tells this?\n{said[1]}\n" and said[1].strip()
+    assert said[0] == f"> Who tells this?\n{said[1].strip()}\n\n" and said[1].strip()
     assert main([*book, "--chat", "--questions", str(folder / "one")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "has no chat template" in error and "question 1" not in error  # which is not to blame
+    assert "has no chat template" in error and "line 1" not in error  # which is not to blame
 
 
 def test_a_question_that_is_too_long_for_an_opened_document(folder, capsys):
@@ -182,15 +149,8 @@ def test_an_interrupted_prefill_says_what_is_kept(folder, capsys, monkeypatch):
     assert "part.prefix keeps what was computed; the same command goes on from there" in capsys.readouterr().err
     assert main(["--prefix", str(file), "--question", "Who?", *FEW]) == 2
     assert "of its document, whose prefill was broken off" in " ".join(capsys.readouterr().err.split())
-    assert main([*flags, "--question", "Who?"]) == 0 and "part.prefix had " in capsys.readouterr().err
+    assert main([*flags, "--question", "Who?"]) == 0 and " tokens, 256 of them from " in capsys.readouterr().err
     assert main(["--prefix", str(file), "--question", "Who?", *FEW]) == 0
-
-
-def test_what_is_piped_into_a_conversation_about_nothing_is_asked(monkeypatch, capsys):
-    monkeypatch.setattr(request, "_is_piped", lambda: True)
-    typed(monkeypatch)
-    assert main(["--interactive", *FEW]) == 0
-    assert "note: standard input holds what is asked, one a line; a document" in capsys.readouterr().err
 
 
 def test_prompts_with_questions_messages_and_seeds(folder, capsys):
@@ -234,9 +194,16 @@ def typed(monkeypatch, *lines):
 
 
 def test_a_conversation_on_the_terminal(folder, monkeypatch, capsys):
-    saved = str(folder / "talk.prefix")
+    saved, save = str(folder / "talk.prefix"), interactive.Chat.save
+
+    def interrupted(self, path):
+        if path == "x":
+            raise KeyboardInterrupt
+        save(self, path)
+
+    monkeypatch.setattr(interactive.Chat, "save", interrupted)
     typed(monkeypatch, "/stats", "", "Who tells this?", "/stats", "/save " + saved, "/undo 3", "/undo", "/undo",
-          "/nope", "/help", KeyboardInterrupt, "Once more", "/quit", "never read")
+          "/nope", "/help", KeyboardInterrupt, "/save", "/save x", "Once more", "/quit", "never read")
     assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", *FEW]) == 0
     shown = capsys.readouterr()
     assert len(shown.out.strip().splitlines()) >= 1 and os.path.getsize(saved) > 10_000
@@ -244,39 +211,37 @@ def test_a_conversation_on_the_terminal(folder, monkeypatch, capsys):
     with PrefixReader(saved) as file:
         assert len(file.tokens) > document + 4  # what was said is in it
     for said in ("nothing has been answered yet", "tokens per target forward", "turns before them: 0)",
-                 "no turn to undo", "/nope is no command", "/undo takes nothing after it", "Ctrl-C ends an answer",
-                 "ends)"):
+                 "no turn to undo", "/nope is no command", "/undo 3 is no command", "/save is no command",
+                 "Ctrl-C ends an answer"):
         assert said in shown.err
-    assert "never read" not in shown.out
+    assert "never read" not in shown.out and shown.err.count("(broken off; ") == 2
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program(folder, monkeypatch, capsys):
     """What was said so far stays; the next question is answered."""
     typed(monkeypatch, "Go on", "And then?")
-    answers, close = [], interactive.Conversation.answer
+    write, whole, seen, kept = interactive.sys.stdout.write, interactive.Conversation.answer, [], []
 
-    def answer(self, text):
-        if not answers:
-            write, seen = interactive.sys.stdout.write, []
+    def interrupted(piece):
+        seen.append(piece)
+        if len(seen) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return write(piece)
 
-            def interrupted(piece):
-                seen.append(piece)
-                if len(seen) == 2:
-                    os.kill(os.getpid(), signal.SIGINT)
-                return write(piece)
-
-            monkeypatch.setattr(interactive.sys.stdout, "write", interrupted)
-            close(self, text)
-            monkeypatch.setattr(interactive.sys.stdout, "write", write)
-        else:
-            close(self, text)
-        answers.append(len(self.chat.turns[-1][1].tokens))
-
-    monkeypatch.setattr(interactive.Conversation, "answer", answer)
+    monkeypatch.setattr(interactive.Conversation, "answer",
+                        lambda self, text: (whole(self, text), kept.append(len(self.chat.turns[-1][1].tokens))))
+    monkeypatch.setattr(interactive.sys.stdout, "write", interrupted)
     assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", "--ignore-eos", "--max-new-tokens", "60",
                  *FEW[2:]]) == 0
-    assert "(ended)" in capsys.readouterr().err
-    assert answers[0] < 60 and answers[1] == 60
+    assert "(ended)" in capsys.readouterr().err and kept[0] < 60 == kept[1]
+
+
+@pytest.mark.parametrize("text", [b"caf\xe9?\nAnd why?\n/stats\n", b"caf\xef\xbf\xbd?\n\n/stats\nAnd why?"])
+def test_a_conversation_from_a_pipe(folder, monkeypatch, capsys, text):
+    """Of several lines, one of which is not UTF-8. Each answer has its question."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8", errors="strict"))
+    assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", *FEW]) == 0
+    assert re.fullmatch("> caf\ufffd\\?\n.*\n\n> And why\\?\n.*\n\n", capsys.readouterr().out, re.S)
 
 
 def test_a_conversation_about_the_embedded_document(monkeypatch, capsys):
@@ -289,24 +254,3 @@ def test_a_conversation_about_the_embedded_document(monkeypatch, capsys):
     assert "a document of 1,024 tokens" in " ".join(shown.err.split())
     assert "prompt tokens                      1,0" in shown.err and max(map(len, shown.err.splitlines())) <= 80
 
-
-def test_ctrl_c_breaks_off_a_command_and_not_the_program(folder, monkeypatch, capsys):
-    def interrupted(self, path):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(interactive.Chat, "save", interrupted)
-    typed(monkeypatch, "Who?", "/save x.prefix", "Once more")
-    assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", *FEW]) == 0
-    shown = capsys.readouterr()
-    assert "(/save was broken off)" in shown.err and len(shown.out.strip().splitlines()) >= 2
-
-
-def test_a_conversation_from_a_pipe(folder, monkeypatch, capsys):
-    """Of several lines, one of which is not UTF-8."""
-    lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9?\nAnd why?\n/stats\n"), encoding="utf-8", errors="strict")
-    monkeypatch.setattr("sys.stdin", lines)
-    monkeypatch.setattr(interactive.Conversation, "answer", lambda self, text: answered.append(text))
-    answered = []
-    assert main(["--prompt-file", str(folder / "book.txt"), "--interactive", *FEW]) == 0
-    told = capsys.readouterr().err
-    assert answered == ["caf\ufffd?", "And why?"] and "not UTF-8" in told and "nothing has been answered yet" in told

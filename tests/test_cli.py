@@ -98,14 +98,12 @@ def test_a_pipe_is_read_as_the_prompt(tmp_path, capsys):
 
     flags = ["--max-new-tokens", "4", "--device", "cpu", "--json", "--seed", "0", "--gamma", "4"]  # for the same text
     piped = run(*flags, stdin="Once upon a time")
-    _, by_flag, _ = said("--prompt", "Once upon a time", *flags)
-    tokens = json.loads(by_flag)["tokens"]
+    tokens = json.loads(said("--prompt", "Once upon a time", *flags)[1])["tokens"]
     assert json.loads(piped.stdout)["tokens"] == tokens and "standard input" in piped.stderr
-    document, other, empty = (tmp_path / name for name in ("text", "other", "empty"))
-    for file, text in ((document, "Once upon a time"), (other, "Other"), (empty, "")):
-        file.write_text(text)
+    (document := tmp_path / "text").write_text("Once upon a time")
+    (empty := tmp_path / "empty").touch()
     assert json.loads(said(*flags, stdin=document)[1])["tokens"] == tokens
-    assert json.loads(said("--prompt", "Once upon a time", *flags, stdin=other)[1])["tokens"] == tokens
+    assert json.loads(said("--prompt", "Once upon a time", *flags, stdin=empty)[1])["tokens"] == tokens
     for stdin, words in ((os.devnull, "error: there is no prompt; give a text with --prompt"),
                          (empty, "error: standard input is empty; did the command before the pipe fail?")):
         status, _, errors = said("--checkpoint", str(ROOT / "triforce/tiny/target"), "--device", "cpu", stdin=stdin)
@@ -147,24 +145,65 @@ def test_commands_and_their_modules(capsys, monkeypatch):
 
 @pytest.mark.parametrize("argv,text", [
     (["--temprature", "1"], "--temprature is not a known flag; did you mean --temperature?"),
-    (["--gama=3"], "--gama is not a known flag; did you mean --gamma?"),
     (["--frobnicate"], "--frobnicate is not a known flag; triforce --help-all lists all"),
     (["--prompt", "Once", "upon"], "'upon' stands without a flag; give a text with --prompt"),
+    (["plna"], "plna is not a known command; did you mean plan?"),
     (["--gamma", "x"], "'x' is neither a number of tokens nor 'auto'"),
     (["--logit-bias", "5:2"], "argument --logit-bias: '5:2' must be ID=BIAS, such as 5=-100 or 5=-inf"),
     (["--logit-bias", "5=inf"], "logit_bias of token 5 (inf) must be a number"),
     (["--max-new-tokens"], "expected one argument; triforce --help-all lists all flags"),
     (["--top-p", "1.5"], "top_p (1.5) must be above 0"), (["--max-new-tokens", "0"], "at least 1; try 256"),
-    (["--prompts", "/no/such/file"], "cannot read --prompts"),
+    (["--prompt-len", "0"], "argument --prompt-len: '0' must be a whole number, at least 1"),
+    (["--seed", "9" * 20], "seed (99999999999999999999)"),
     (["--checkpoint", "/no/such/folder"], "no such folder"), (["--draft", "some/draft"], "triforce download --repo-id"),
-    (["--prompts", "x", "--prompt", "x"], "drop one"),
+    (["--checkpoint", "someone/some-model"], "triforce download --repo-id someone/some-model"),
+    (["--prompts", "/no/such/file"], "cannot read --prompts"), (["--prompt", ""], "prompt is empty"),
+    (["--prompt-file", "/no/such/file"], "cannot read --prompt-file"),
     (["--prompt", "a", "--chat", "--chat-template", "/no/such"], "cannot read --chat-template"),
+    (["--prompt", "a", "--chat-template", "x"], "add --chat"),
+    (["--interactive", "--prompt-file", "{book}", "--chat-template-kwargs", "{{}}"], "add --chat"),
+    *((["--prompt", "a", "--chat", "--chat-template-kwargs", one], "must be an object in JSON")
+      for one in ("[1]", "{{x}}")),
+    *(([flag, " "], f"argument {flag}: ' ' must be a text that is not empty") for flag in ("--question", "--prefix")),
+    (["--prompts", "x", "--prompt", "x"], "--prompts does not go with --prompt; drop one of them"),
+    (["--prompt", "a", "--prompt-file", "b"], "--prompt does not go with --prompt-file"),
+    (["--prompts", "x", "--num-samples", "2"], "--prompts does not go with --num-samples"),
+    (["--interactive", "--keep", "end"], "--interactive does not go with --keep"),
+    (["--interactive", "--question", "x"], "--interactive does not go with --question"),
+    (["--save-prefix", "{book}x", "--questions", "{book}", "--keep", "end"], "--save-prefix does not go with --keep"),
+    *((["--prefix", "{book}", flag, "5"], f"--prefix does not go with {flag}") for flag in (
+        "--prompt", "--prompt-len", "--chat-template")),
+    (["--num-samples", "2", "--compare"], "--compare does not go with --num-samples"),
+    (["--save-prefix", "{book}", "--prompt", "a"], "book.txt is there, and is no prefix file; give another name"),
+    (["--prompt", "a", "--save-every", "9"], "add --save-prefix"),
+    (["--interactive", "--save-prefix", "talk.prefix"], "save the conversation with /save"),
+    (["--prefix", "tests", "--question", "Who?"], "is a folder"),
+    (["--prefix", "no-such.prefix"], "give the name of a file that was saved"),
+    (["--prefix", "a" * 300], "File name too long"), (["--prompt", "x", "--save-prefix", "a" * 300], "too long"),
+    (["--questions", "no-such"], "cannot read --questions"), (["--num-samples", "0"], "at least 1"),
+    *(([*flags, "--questions", "-"], "name the document's file") for flags in ([], ["--prompt-file", "-"])),
+    (["--prompt-file", "-", "--interactive"], "name the document's file"),
 ])
-def test_mistakes_are_found_before_a_model_is_loaded(argv, text, capsys, monkeypatch):
+def test_mistakes_are_told_in_one_line_before_a_model_is_loaded(argv, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(answers, "load_engine", lambda *args: pytest.fail("loaded"))
-    assert cli.main(argv) == 2
+    book = tmp_path / "book.txt"
+    book.write_text("Call me Ishmael.")
+    assert cli.main([flag.format(book=book) for flag in argv]) == 2
     shown = capsys.readouterr()
     assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
+    assert book.read_text() == "Call me Ishmael."
+
+
+@pytest.mark.parametrize("argv,text", [
+    (["--budget", "4100"], "budget (4100) must be a multiple of chunk_size (8); try 4096"),
+    (["--gamma", "9"], "gamma (9)"), (["--max-new-tokens", "200000"], "positions (131072)"),
+    (["--resident-memory", "24", "--offload", "auto"], "write '24GiB'"),
+    (["--device", "cuda:99"], "use --device cpu"), (["--system", "Be brief."], "no chat template")])
+def test_what_only_a_model_can_refuse(argv, text, capsys):
+    assert cli.main(["--prompt", "a", "--device", "cpu", *argv]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "Traceback" not in shown.err
+    assert text in shown.err.splitlines()[-1] and shown.err.count("error: ") == 1
 
 
 def test_a_prompt_that_looks_like_a_flag_is_left_alone(monkeypatch):
@@ -180,44 +219,6 @@ def test_a_prompt_that_looks_like_a_flag_is_left_alone(monkeypatch):
     assert seen[0].stop == ["--x_y"]
 
 
-@pytest.mark.slow
-def test_binary_input_is_read_as_text(capsys):
-    argv = ["--prompt-file", "-", "--max-new-tokens", "4", "--device", "cpu"]
-    done = subprocess.run([sys.executable, "generate.py", *argv], cwd=ROOT, capture_output=True,
-                          input=bytes(range(256)))
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("argv,text", [
-    (["--checkpoint", "no/such/folder/here"], "no such folder"),
-    (["--checkpoint", "someone/some-model"], "triforce download --repo-id someone/some-model"),
-    (["--prompt", ""], "prompt is empty"),
-    (["--prompt", "a", "--prompt-file", "b"], "both"),
-    (["--prompt-file", "/no/such/file"], "cannot read --prompt-file"),
-    (["--prompt", "a", "--budget", "4100"], "budget (4100) must be a multiple of chunk_size (8); try 4096"),
-    (["--prompt", "a", "--gamma", "9"], "gamma (9)"),
-    (["--prompt", "a", "--max-new-tokens", "200000"], "positions (131072)"),
-    (["--prompt", "a", "--temperature", "-1"], "temperature (-1.0)"),
-    (["--prompt", "a", "--prompt-len", "0"], "--prompt-len (0)"),
-    (["--prompt", "a", "--chat", "--chat-template", "/no/such"], "cannot read --chat-template"),
-    (["--prompt", "a", "--device", "cuda:99"], "use --device cpu"),
-    (["plna"], "plna is not a known command; did you mean triforce plan?"),
-    (["some text"], "give a text with --prompt, in quotes"),
-    (["--prompt", "a", "--resident-memory", "24", "--offload", "auto"], "write '24GiB'"),
-    (["--prompt", "a", "--seed", "9" * 20], "seed (99999999999999999999)"),
-    (["--prompt", "a", "--chat-template", "x"], "add --chat"),
-    (["--prompt", "a", "--chat-template-kwargs", "{}"], "add --chat"),
-    (["--prompt", "a", "--chat", "--chat-template-kwargs", "[1]"], "([1]) is not an object in JSON; try"),
-    (["--prompt", "a", "--chat", "--chat-template-kwargs", "{x}"], "({x}) is not an object in JSON"),
-])
-def test_mistakes_get_one_line_and_no_traceback(argv, text, capsys):
-    assert cli.main(argv if "--device" in argv else [*argv, "--device", "cpu"]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    errors = [line for line in shown.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and text in errors[0] and "Traceback" not in shown.err
-
-
 def test_help_is_one_screen_and_all_of_it_is_asked_for(capsys):
     def said(flag):
         with pytest.raises(SystemExit) as end:
@@ -228,7 +229,7 @@ def test_help_is_one_screen_and_all_of_it_is_asked_for(capsys):
     short, whole = said("--help"), said("--help-all")
     assert len(short.splitlines()) <= 50 and all(len(line) <= 80 for line in short.splitlines())
     flags = {option for action in cli.parser()._actions for option in action.option_strings}
-    assert all(flag in whole for flag in flags - {"-h", "--help"}) and cli.COMMON <= flags
+    assert all(flag in whole for flag in flags - {"-h", "--help"}) and flags >= {*cli.COMMON}
     assert all(flag in short for flag in cli.COMMON) and "--tree-size" not in short
 
 
@@ -257,11 +258,6 @@ def test_what_the_checkpoint_chooses_is_a_default_and_is_told(tmp_path, capsys, 
         assert engine.generate(SMALL[1], 2, **how).stats.defaults == {}
 
 
-def test_piped_answers_have_their_questions(tmp_path):
-    done = run("--interactive", "--max-new-tokens", "5", "--device", "cpu", stdin="Who?\n\n/stats\nAnd where?\n")
-    assert done.returncode == 0 and re.fullmatch(r"> Who\?\n.*\n\n> And where\?\n.*\n\n", done.stdout, re.S)
-
-
 def test_a_closed_pipe_is_no_error():
     done = subprocess.run(f"{sys.executable} generate.py --prompt 'The sea' --device cpu --ignore-eos | head -c 1",
                           shell=True, cwd=ROOT, capture_output=True, text=True)
@@ -282,19 +278,6 @@ def test_messages_that_cannot_be_written_do_not_cost_the_answer(capsys):
     assert capsys.readouterr().out == expected and sys.stderr is begun
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="no /proc")
-def test_the_start_is_that_of_the_command(monkeypatch):
-    """Under torchrun, which takes seconds to start its processes, that of torchrun."""
-    with subprocess.Popen(["sleep", "30"]) as launcher:
-        monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
-        own = answers.age()
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-        time.sleep(0.2)
-        found = answers.age()
-        launcher.kill()
-    assert 0.1 < found < min(own, 5)
-
-
 def test_ctrl_c_ends_cleanly():
     process = subprocess.Popen([sys.executable, "generate.py", "--prompt", "The sea", "--device", "cpu", "--ignore-eos",
                                 "--max-new-tokens", "20000"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -309,31 +292,10 @@ def test_ctrl_c_ends_cleanly():
 
 
 @pytest.mark.parametrize("pieces", [0, 3])
-def test_ctrl_c_leaves_what_was_said(capsys, monkeypatch, pieces):
-    """With --json, too: as an object that says so. Nothing where no text had begun."""
-    whole, following, count = Stream.__next__, itertools.count(), pieces
-
-    def interrupted(stream):
-        if next(following) == count:
-            raise KeyboardInterrupt
-        return whole(stream)
-
-    monkeypatch.setattr(Stream, "__next__", interrupted)
-    assert cli.main([*SMALL, "--json", "--compare", "--ignore-eos", "--max-new-tokens", "400"]) == 130
-    out, errors = capsys.readouterr()
-    assert errors.endswith("interrupted\n") and "comparing" not in errors
-    if pieces:
-        report = json.loads(out)
-        assert report["finish_reason"] == "interrupted" and 3 <= len(report["tokens"]) < 400 and report["text"]
-        assert "tokens per second" in errors and "compare" not in report
-    else:
-        assert not out
-
-
-@pytest.mark.parametrize("pieces", [0, 3])
-@pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["text", "json"])
-def test_a_single_answer_about_a_document_comes_as_it_is_said(capsys, monkeypatch, pieces, json_too):
-    """And Ctrl-C leaves what there is of it."""
+@pytest.mark.parametrize("flags", [["--json", "--compare"], ["--num-samples", "1"], ["--num-samples", "1", "--json"]],
+                         ids=str)
+def test_ctrl_c_leaves_what_was_said(capsys, monkeypatch, pieces, flags):
+    """As text that comes piece by piece, or as an object that says so. Nothing where no text had begun."""
     whole, following, shown = Stream.__next__, itertools.count(), []
 
     def interrupted(stream):
@@ -343,45 +305,16 @@ def test_a_single_answer_about_a_document_comes_as_it_is_said(capsys, monkeypatc
         return whole(stream)
 
     monkeypatch.setattr(Stream, "__next__", interrupted)
-    flags = ["--prompt-len", "300", "--device", "cpu", "--num-samples", "1", "--question", "Who?", "--seed", "3"]
-    assert cli.main([*flags, "--ignore-eos", "--max-new-tokens", "400", *json_too]) == 130
+    assert cli.main([*SMALL, "--ignore-eos", "--max-new-tokens", "400", *flags]) == 130
     rest, errors = capsys.readouterr()
-    out = "".join(shown) + rest
-    assert errors.endswith("interrupted\n")
-    if json_too:
-        assert not any(shown) and len(rest.splitlines()) == bool(pieces)
-        if pieces:
-            report = json.loads(rest)
-            assert report["finish_reason"] == "interrupted" and report["question"] == "Who?" and report["stats"]["load"]
-    else:
-        assert shown[0] == "" and bool(out.strip()) == bool(pieces) == bool("".join(shown))
-
-
-def test_a_document_says_how_long_it_took(tmp_path, capsys):
-    file = tmp_path / "book.prefix"
-    flags = ["--device", "cpu", "--max-new-tokens", "3", "--question", "Who?"]
-    assert cli.main([*flags, "--prompt-len", "300", "--save-prefix", str(file)]) == 0
-    assert "a document of 300 tokens, computed in " in capsys.readouterr().err
-    assert cli.main([*flags, "--prefix", str(file)]) == 0
-    said = capsys.readouterr().err
-    assert "a document of 300 tokens, opened in " in said and "start and load                     -" not in said
-
-
-def test_fields_that_nothing_reads_are_named(tmp_path, capsys):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a", "sed": 5}\n"b"\n')
-    assert cli.main(["--prompts", str(file), "--max-new-tokens", "2", "--device", "cpu"]) == 0
-    assert "fields that are not read: sed; those that are: messages, prompt" in capsys.readouterr().err
-    assert request.read_questions('[{"question": "a", "seed": 1}]', "q") and not capsys.readouterr().err
-
-
-def test_bars_begin_when_work_is_reported(capsys, monkeypatch):
-    """Before that, other lines may be printed."""
-    made, real = [], answers.Bar.__init__
-    monkeypatch.setattr(answers.Bar, "__init__", lambda bar, *args, **more: real(bar, *args, **more) or
-                        made.append(bar.bar is None))
-    assert cli.main([*SMALL]) == 0
-    assert made and all(made)
+    assert errors.endswith("interrupted\n") and "comparing" not in errors
+    assert bool("".join([*shown, rest]).strip()) == bool(pieces)
+    if "--json" not in flags:
+        assert shown[0] == "" and bool("".join(shown)) == bool(pieces)
+    elif pieces:
+        report = json.loads(rest)
+        assert report["finish_reason"] == "interrupted" and 3 <= len(report["tokens"]) < 400 and report["text"]
+        assert "tokens per second" in errors and "compare" not in report and report["stats"]["load"] > 0
 
 
 def test_a_file_of_prompts(tmp_path, capsys):
@@ -393,7 +326,7 @@ def test_a_file_of_prompts(tmp_path, capsys):
     out, errors = capsys.readouterr()
     answers = [json.loads(line) for line in out.splitlines()]
     assert [answer["index"] for answer in answers] == [0, 1, 2]
-    assert "3 of 3 prompts, 24 new tokens" in errors
+    assert "3 of 3 prompts, the last 1 in" in errors
     assert errors.startswith("loading tiny ...\ntiny on cpu, float32: 3 prompts, ") and "2 side by side" in errors
     assert cli.main(["--prompt", "Call me", *flags[4:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == answers[1]["tokens"]
@@ -401,36 +334,13 @@ def test_a_file_of_prompts(tmp_path, capsys):
     assert cli.main(flags) == 0
     assert [json.loads(line)["stats"]["new_tokens"] for line in capsys.readouterr().out.splitlines()] == [8]
     for text, words in (("not json", "line 1"), ('"a"\n{"text": "b"}', "line 2"), ("", "holds no prompt"),
-                        ('"a"\n\n"' + "b c " * 70_000 + '"', "line 3 of"),
-                        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "drop one of them"),
-                        ('{"prompt": "a", "seed": true}', "a seed a whole number")):
+                        ('"a"\n\n"' + "b c " * 70_000 + '"', "line 3 of"), ('{"prompt": "a", "seed": [1]}', "seed"),
+                        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "no prompt, or two"),
+                        ('"a"\n{"prompt": "b", "seed": 99999999999999999999}', "line 2 of --prompts")):
         file.write_text(text)
         assert cli.main(flags) == 2 and words in capsys.readouterr().err
-    assert cli.main([*flags, "--prompt", "x"]) == 2 and "drop one" in capsys.readouterr().err
+    file.write_bytes(b'{"prompt": "caf\xe9", "sed": 5}\n')
+    assert cli.main(flags) == 0
+    told = capsys.readouterr().err
+    assert "fields that are not read: sed; those that are: messages, prompt" in told and "not UTF-8: 1 char" in told
 
-
-def test_a_text_that_is_not_utf8_is_read_and_told(tmp_path, capsys):
-    path = tmp_path / "latin.txt"
-    path.write_bytes(b"caf\xe9 au lait\r\nth\xe9\r\n")
-    assert request.read_file("--prompt-file", str(path)) == "caf\ufffd au lait\nth\ufffd\n"
-    assert "latin.txt is not UTF-8 from byte 3 on: 2 characters are read as" in capsys.readouterr().err
-    path.write_bytes("\ufeffcaf\xe9\r\n".encode())
-    assert request.read_file("--prompt-file", str(path)) == "caf\xe9\n" and not capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags,message", [
-    (["--interactive", "--keep", "end"], "--interactive does not go with --keep; cut the document with --prompt-len"),
-    (["--prefix", "{book}", "--keep", "end"], "--prefix does not go with --keep; drop one of them"),
-    (["--save-prefix", "{book}x", "--questions", "{book}", "--keep", "end"], "--save-prefix does not go with --keep"),
-    (["--question", " \n"], "--question is empty; give a value, or drop the flag"),
-    (["--prefix", "{book}", "--chat-template", "{book}"], "drop --chat-template"),
-    (["--interactive", "--prompt-file", "{book}", "--chat-template-kwargs", "{{}}"],
-     "--chat-template-kwargs was given without --chat; add --chat"),
-    (["--num-samples", "2", "--compare"], "--num-samples does not go with --compare; drop one of them"),
-    (["--save-prefix", "{book}", "--prompt", "a"], "book.txt is there, and is no prefix file; give another name"),
-])
-def test_flags_that_do_not_go_together_are_named(flags, message, tmp_path, capsys):
-    book = tmp_path / "book.txt"
-    book.write_text("Call me Ishmael.")
-    assert cli.main([flag.format(book=book) for flag in flags]) == 2
-    assert message in capsys.readouterr().err and book.read_text() == "Call me Ishmael."

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from triforce import answers, cli, compare, request
+from triforce import answers, cli, request
 from triforce.errors import UserError
 from triforce.generation import Generation, Stats
 from triforce.hf.folders import TINY
@@ -32,11 +32,14 @@ class Engine:
     def encode_prompt(self, ids):
         return ids
 
+    def room(self, count):
+        return 10**6
+
     def check_len(self, length, count, text=None, can_keep=False): ...
 
     def answer(self, ids, options):
         self.asked.append((ids, options))
-        return Generation("x", [5], "length", Stats(len(ids), 1, tbt=0.01, seed=7))
+        return Generation("x", [5], "length", Stats(len(ids), new_tokens=1, tbt=0.01, seed=7))
 
     def generate(self, ids, **options):
         if isinstance(ids[0], list):
@@ -109,39 +112,16 @@ def test_answers_to_a_file_of_prompts_do_not_depend_on_its_batches(engine, tmp_p
     assert [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()] == list(range(5))
 
 
-@pytest.fixture
-def turns(monkeypatch):
-    """In the place of `take_turns`: notes what it is asked, and says that speculation takes half as long."""
-    asked = []
-
-    def take_turns(engine, ids, count, **options):
-        asked.append((ids, count, options))
-        return [0.01], [0.02]
-
-    monkeypatch.setattr(compare, "take_turns", take_turns)
-    return asked
-
-
-def test_the_comparison(engine, turns, capsys):
-    """By the same seed and law; then greedy tokens."""
-    assert cli.main(["--prompt", TEXT, "--compare", "--json", "--top-k", "5"]) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["compare"]["speedup"] == pytest.approx(2)
-    assert "2.00x" in shown.err and "identical" in shown.err
-    assert turns == [(engine.tokenizer.encode(TEXT), 64, {"top_k": 5, "seed": 7, "speculate": True})]
-    (_, on), (_, off) = engine.asked[1:]
-    assert on["temperature"] == off["temperature"] == 0 and on["speculate"] and not off["speculate"]
-
-
-@pytest.mark.parametrize("differs", [False, True])
-def test_the_comparison_of_drawn_tokens(engine, turns, capsys, monkeypatch, differs):
-    """Where levels share their draws, those are promised to be the same, too: 64 of them, by the law and the seed."""
-    monkeypatch.setattr(engine, "settings", SimpleNamespace(coupled=True))
+@pytest.mark.parametrize("coupled, differs", [(False, False), (True, False), (True, True)])
+def test_the_comparison(engine, capsys, monkeypatch, coupled, differs):
+    """Of times, by the same seed and law; then greedy tokens, and where levels share their draws, drawn ones."""
+    monkeypatch.setattr(engine, "settings", SimpleNamespace(coupled=coupled))
     answer = engine.answer
 
     def changed(ids, options):
         result = answer(ids, options)
-        if differs and options.get("top_k") and options.get("speculate", True) and len(engine.asked) > 2:
+        result.stats.tbt = 0.02 if options.get("one_row") else 0.01
+        if differs and len(engine.asked) > 9 and options["speculate"]:
             result.tokens = [6]
         return result
 
@@ -149,11 +129,17 @@ def test_the_comparison_of_drawn_tokens(engine, turns, capsys, monkeypatch, diff
     assert cli.main(["--prompt", TEXT, "--compare", "--json", "--top-k", "5"]) == int(differs)
     shown = capsys.readouterr()
     report = json.loads(shown.out)["compare"]
-    assert report["greedy_first_difference"] is None and report["drawn_first_difference"] == (0 if differs else None)
-    assert ("drawn check, 1 tokens, speculation on and off: " + ("DIFF" if differs else "identical")) in shown.err
-    (_, on), (_, off) = engine.asked[-2:]
-    assert on["speculate"] and not off["speculate"] and on["max_new_tokens"] == 64
-    assert (on["seed"], on["top_k"]) == (off["seed"], off["top_k"]) == (7, 5)
+    assert report["speedup"] == pytest.approx(2) and report["greedy_first_difference"] is None
+    assert "2.00x" in shown.err and "greedy check, 1 tokens, speculation on and off: identical" in shown.err
+    asked = [options for _, options in engine.asked[1:]]
+    assert all(one["max_new_tokens"] == 64 and one["ignore_eos"] for one in asked)
+    assert [one.get("one_row", False) for one in asked[:6]] == [False, True] * 3
+    assert all((one["seed"], one["top_k"]) == (7, 5) for one in asked[:6] + asked[8:])
+    assert [one["speculate"] for one in asked[6:]] == [True, False] * (1 + coupled)
+    assert asked[6]["temperature"] == asked[7]["temperature"] == 0
+    assert report.get("drawn_first_difference") == (0 if differs else None)
+    verdict = "drawn check, 1 tokens, speculation on and off: " + ("DIFF" if differs else "identical")
+    assert (verdict in shown.err) == coupled
 
 
 def test_how_to_load(monkeypatch):

@@ -1,12 +1,11 @@
 """Which level proposed each token: of rounds that are written down by hand, and of rounds that were run."""
 
 import pytest
-from conftest import make_engine, make_state, random_prompt, slow
+from conftest import make_engine, random_prompt, slow
 
 import triforce
-from triforce.generation import RowOutput
 from triforce.levels import LEVELS, Spans, levels_of
-from triforce.plan import AUTOREGRESSION, Plan
+from triforce.plan import Plan
 from triforce.speculator import RowRound
 from triforce.state import State
 from triforce.tape import ACCEPTED, BONUS, LEAF, MISSED
@@ -29,14 +28,14 @@ TEXT = "one two three four five six seven eight nine ten. " * 8
                                                                                              "target"]),
 ])
 def test_levels_of_a_round(plan, origins, num_accepted, count, levels):
-    row = RowRound(list(range(count)), origins, num_accepted, len(origins), False)
+    row = RowRound(list(range(count)), origins, num_accepted, len(origins), False, True)
     assert levels_of(plan, row) == levels
 
 
 @pytest.mark.parametrize("plan, level", [(Plan(3, "model"), "draft"), (Plan(3, "model", True, 2, 2), "retrieval")])
 def test_a_leaf_is_proposed_by_whoever_drafted(plan, level):
     """Of the full level: the token after the accepted ones. The last is its own."""
-    row = RowRound([1, 2, 3], [ACCEPTED, MISSED, BONUS], 1, 3, False, beside=True)
+    row = RowRound([1, 2, 3], [ACCEPTED, MISSED, BONUS], 1, 3, False, True, beside=True)
     assert levels_of(plan, row) == ["draft", level, "target"]
     assert levels_of(plan, row._replace(tokens=[1, 2], beside=False)) == ["draft", "target"]
 
@@ -70,17 +69,6 @@ def test_levels_of_generations(monkeypatch, options, drafts):
     assert off.levels == ["target"] * 9
 
 
-def test_the_draft_is_told_from_the_retrieval_level(pair):
-    """A target that drafts for itself is always right: the draft proposes what it is asked for, retrieval the rest."""
-    state = make_state(pair[0], pair[0], [random_prompt(96)], budget=512, gamma=5, gamma_inner=2)
-    state.round()  # up to a flush position
-    state.round()
-    plan, row = state.last_round.plan, state.last_round.rows[0]
-    assert levels_of(plan, row) == ["draft", "draft", "retrieval", "draft", "draft", "target"]
-    state.round(AUTOREGRESSION)
-    assert levels_of(state.last_round.plan, state.last_round.rows[0]) == ["target"]
-
-
 def test_levels_of_a_batch_end_with_their_rows(pair, monkeypatch):
     target, draft = pair
     engine = make_engine(target, draft, flush_interval=16, chunk_size=4, budget=64, max_batch_size=2)
@@ -90,12 +78,6 @@ def test_levels_of_a_batch_end_with_their_rows(pair, monkeypatch):
     for before, out in zip(free, engine.generate(prompts, 40, temperature=0.0), strict=True):
         assert len(out.levels) == len(out.tokens) == len(out.pieces)
         assert out.levels == before.levels[: len(out.tokens)]
-
-
-def test_what_is_dropped_after_the_end_has_no_level():
-    row = RowOutput(None, (9,), [], 5)
-    row.push([1, 9, 3], ["draft", "retrieval", "target"])
-    assert row.tokens == [1, 9] and row.levels == ["draft", "retrieval"] and row.pieces == ["", ""]
 
 
 def test_spans_of_a_growing_text():

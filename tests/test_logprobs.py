@@ -46,14 +46,6 @@ def test_every_token_has_its_own(pair, law):
     assert plain.logprobs is None and plain.tokens == out.tokens
 
 
-@pytest.mark.parametrize("options", [{"speculate": False}, {"speculate": False, "one_row": True}])
-def test_without_speculation(pair, options):
-    engine, prompt, law = make_engine(*pair, **SIZES), random_prompt(50), {"temperature": 1.0, "top_p": 1.0}
-    out = engine.generate(prompt, 20, seed=1, logprobs=0, **law, **options)
-    assert all(told.top == [] for told in out.logprobs)
-    assert_right(engine, prompt, out, law, 0)
-
-
 def test_rows_of_a_batch_have_their_own(pair):
     engine = make_engine(*pair, **SIZES, max_batch_size=2)
     prompts = [random_prompt(40), random_prompt(70, seed=1), random_prompt(9, seed=2)]
@@ -102,14 +94,6 @@ def test_nothing_is_computed_for_those_who_do_not_ask(pair):
     with mock.patch("triforce.session.of_round") as asked:
         engine.generate(random_prompt(30), 8)
     asked.assert_not_called()
-
-
-def test_in_half_precision():
-    engine = triforce.load("tiny", device="cpu", dtype="bfloat16", gamma=6)
-    out = engine.generate("The sea", 20, seed=1, temperature=1.0, top_p=1.0, logprobs=2, ignore_eos=True)
-    assert len(out.logprobs) == 20
-    for told in out.logprobs:
-        assert told.logprob == pytest.approx(told.model_logprob, abs=1e-5) and told.top[0][1] >= told.model_logprob
 
 
 @pytest.mark.parametrize("k, text", [(-1, "logprobs (-1) must be a whole number, at least 0; try 5"),

@@ -3,16 +3,15 @@
 import re
 from html.parser import HTMLParser
 
-from triforce import answers, cli, show
+from triforce import answers, cli, levels
 from triforce.generation import Generation, Stats
 from triforce.levels import LEVELS
-from triforce.logprobs import Logprob
 
 
-def made(pieces, levels=None, tokens=None, **more):
+def made(pieces, levels=None):
     levels = levels or ["draft"] * len(pieces)
-    return Generation("".join(pieces), tokens or list(range(len(pieces))), "length", Stats(5, len(pieces), seed=77),
-                      levels, pieces, **more)
+    return Generation("".join(pieces), [*range(len(pieces))], "length", Stats(5, new_tokens=len(pieces), seed=77),
+                      levels, pieces)
 
 
 class Page(HTMLParser):
@@ -45,11 +44,11 @@ def test_a_notebook_shows_text_levels_and_statistics():
     legend, tokens = page.spans[:3], page.spans[3:]
     assert [text.strip() for text, _, _ in legend] == ["draft", "retrieval", "target"]
     assert [text for text, _, _ in tokens] == ["The", " sea", "\n"]
-    assert [title for _, title, _ in tokens] == ["id 0, draft", "id 1, retrieval", "id 2, target"]
+    assert [title for _, title, _ in tokens] == ["draft", "retrieval", "target"]
     for (_, _, style), (_, _, of_level) in zip(tokens, legend, strict=True):
         assert style == of_level and "rgba" in style and not re.search(r"(^|;)color:", style)
     assert len({style for _, _, style in legend}) == 3
-    for name, value in Stats(5, 3, seed=77).rows():
+    for name, value in Stats(5, new_tokens=3, seed=77).rows():
         assert name.strip() in page.text and value in page.text
 
 
@@ -57,35 +56,11 @@ def test_whatever_a_model_says_is_escaped():
     for evil in ("<script>alert(1)</script>", "\"><img src=x onerror=alert(1)>", "&lt;b&gt;"):
         page = Page(made([evil, "x"])._repr_html_())
         assert not page.tags & {"script", "img", "b"}
-        assert page.spans[-2][0] == evil
+        assert page.spans[-1][0] == evil + "x"
     out = made(["a\x1b[31m\x00"])
     assert "\x1b" not in out._repr_html_() and "\u241b[31m\u2400" in out._repr_html_()
     out.finish_reason = "<b>"
     assert "<b>" not in out._repr_html_()
-
-
-def test_parts_of_a_character_stand_with_it_and_ends_as_ids():
-    out = made(["a", "", "", "\u00e9", ""], ["draft", "draft", "retrieval", "target", "target"])
-    parts = Page(out._repr_html_()).spans[3:]
-    assert [text for text, _, _ in parts] == ["a", "\u00e9", "\u27e84\u27e9"]
-    assert parts[1][1] == "id 1, draft\nid 2, retrieval\nid 3, target"
-
-
-def test_without_a_tokenizer_ids_are_shown():
-    page = Page(made(["", "", ""], ["draft", "target", "draft"])._repr_html_())
-    assert [text for text, _, _ in page.spans[2:]] == ["\u27e80\u27e9", "\u27e81\u27e9", "\u27e82\u27e9"]
-
-
-def test_probabilities_are_told_where_they_are_known():
-    out = made(["a", "b"], logprobs=[Logprob(-0.5, -0.7, []), Logprob(-1.25, -2.0, [])])
-    assert [title for _, title, _ in Page(out._repr_html_()).spans[1:]] == [
-        "id 0, draft, log-probability -0.500", "id 1, draft, log-probability -1.250"]
-
-
-def test_a_long_text_has_a_part_for_each_stretch(monkeypatch):
-    monkeypatch.setattr(show, "MOST_SPANS", 3)
-    page = Page(made(["a", "b", "c", "d"], ["draft", "draft", "target", "target"])._repr_html_())
-    assert [text for text, _, _ in page.spans[2:]] == ["ab", "cd"]
 
 
 def test_a_generation_made_by_hand_is_shown():
@@ -93,14 +68,8 @@ def test_a_generation_made_by_hand_is_shown():
 
 
 def test_every_level_has_its_colours():
-    assert set(show.RGB) == set(show.ANSI) == set(show.MEANING) == set(LEVELS)
-    assert len(set(show.RGB.values())) == len(set(show.ANSI.values())) == len(LEVELS)
-
-
-def test_a_real_generation_is_shown(tiny_engine):
-    out = tiny_engine.generate("one two three four. " * 9, 40, temperature=0.0, ignore_eos=True, logprobs=0)
-    page = Page(out._repr_html_())
-    assert "".join(text for text, _, _ in page.spans[len(set(out.levels)):]) == out.text
+    assert set(levels.RGB) == set(levels.ANSI) == set(LEVELS)
+    assert len(set(levels.RGB.values())) == len(set(levels.ANSI.values())) == len(LEVELS)
 
 
 FLAGS = ["--prompt", "one two three four five. " * 9, "--max-new-tokens", "40", "--device", "cpu", "--gamma", "6",
@@ -120,8 +89,8 @@ def test_a_terminal_shows_levels(capsys, monkeypatch):
     assert plain(shown.out) == expected
     spans = re.findall(r"\033\[(\d+)m(.*?)\033\[0m", shown.out, re.S)
     assert "".join(text for _, text in spans) == expected.removesuffix("\n")
-    assert {int(code) for code, _ in spans} == {show.ANSI[level] for level in ("draft", "retrieval", "target")}
-    assert plain(shown.err).count("levels: draft") == 2 and re.search(r"levels: draft \d+%", plain(shown.err))
+    assert {int(code) for code, _ in spans} == {levels.ANSI[level] for level in ("draft", "retrieval", "target")}
+    assert re.search(r"levels: draft \d+%", plain(shown.err))
     assert "\033[" in shown.err and all(len(plain(line)) <= 80 for line in shown.err.splitlines())
 
 
@@ -136,14 +105,9 @@ def test_a_file_gets_no_codes_unless_they_are_forced(capsys, monkeypatch):
     assert plain(forced := capsys.readouterr().out) == shown.out != forced
 
 
-def test_where_no_text_is_shown_levels_are_not(capsys):
-    assert cli.main([*FLAGS, "--show-levels", "--json"]) == 2
-    assert "--show-levels colours a text" in capsys.readouterr().err
-
-
 def test_each_piece_leaves_the_usual_colour_behind(tiny_engine):
     """A stream may be broken off after any of them."""
     stream = tiny_engine.stream("one two three. " * 9, 30, temperature=0.0, ignore_eos=True)
-    parts = [show.as_ansi(stream.spans) for _ in stream]
+    parts = [levels.as_ansi(stream.spans) for _ in stream]
     assert len(parts) > 3 and all(part.endswith("\033[0m") for part in parts)
     assert plain("".join(parts)) == stream.result.text

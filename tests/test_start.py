@@ -67,14 +67,6 @@ def test_an_import_that_swallows_interrupts_is_interrupted(tmp_path, ignored, ar
         process.kill()
 
 
-@pytest.mark.quick
-def test_what_ctrl_c_did_before_comes_back():
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with start.importing():
-        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def with_torch(source: str, tmp_path, code: str, *argv: str) -> subprocess.CompletedProcess:
     """Runs Python code where PyTorch is this source."""
     (tmp_path / "torch.py").write_text(source)
@@ -103,15 +95,17 @@ def test_a_library_that_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.quick
-def test_a_thread_of_a_program_may_import_pytorch():
-    """Only the first thread of a process may say what Ctrl-C does."""
+def test_what_ctrl_c_did_before_comes_back():
+    """And a thread of a program may import PyTorch: only the first one of a process may say what Ctrl-C does."""
     entered = []
 
     def enter():
         with start.importing():
             entered.append(signal.getsignal(signal.SIGINT))
 
+    enter()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert entered == [signal.default_int_handler]
+    assert entered == [start._end, signal.default_int_handler]

@@ -51,21 +51,6 @@ def test_a_callback_ends_it(pair):
     assert list(early) == [] and early.result.tokens == []
 
 
-def test_a_callback_of_another_call_ends_it(pair):
-    """Which holds the engine that the stream waits for."""
-    engine, ended = make_engine(*pair, **SETTINGS), []
-    stream = engine.stream(PROMPT, 200, temperature=0.0)
-    iterating = threading.Thread(target=lambda: ended.append(list(stream)))
-    calling = threading.Thread(target=lambda: ended.append(engine.generate(
-        PROMPT, 5, on_decode=lambda count: (iterating.is_alive() or iterating.start(), time.sleep(0.2),
-                                            stream.close()))))
-    calling.start()
-    for thread in (calling, iterating):
-        thread.join(20)
-        assert not thread.is_alive()
-    assert len(ended) == 2 and [] in ended
-
-
 def test_a_turn_that_a_callback_ends_is_kept_as_it_was_given():
     chat = triforce.load("tiny", device="cpu").chat(ignore_eos=True)
     turn = chat.stream("Who?", on_prefill=lambda share: turn.close())
@@ -91,21 +76,6 @@ def test_a_stream_that_nobody_wants_any_more_computes_nothing(pair):
     engine.generate(random_prompt(90, seed=2), 9, on_decode=close_it)
     iterating.join(20)
     assert ended == [[]] and seen == []
-
-
-def test_after_a_stream_that_nobody_wants_and_nobody_waits_for_the_engine_rests(pair, monkeypatch):
-    engine, told = make_engine(*pair, **SETTINGS), []
-    for name in ("begin", "rest"):
-        monkeypatch.setattr(engine.caches, name, lambda name=name: told.append(name))
-    engine.generate(PROMPT, 2)
-    stream = engine.stream(PROMPT, 200)
-    iterating = threading.Thread(target=lambda: list(stream))
-    with engine.compute_stream.lock:
-        iterating.start()
-        time.sleep(0.2)
-        stream.cancel()
-    iterating.join(20)
-    assert told[-2:] == ["begin", "rest"] and told.count("rest") == 2
 
 
 def test_two_threads_cannot_iterate_over_one(pair):

@@ -16,7 +16,7 @@ from triforce.interactive import Conversation
 from triforce.terminal import Console, consoles, draw, visible
 
 EVIL = "a\x1b]0;title\x07b\x7fc\x9b2Jd\u202ee\u2066f\r\n\tg"
-SEEN = "a\u241b]0;title\u2407b\u2421c\ufffd2Jd\ufffde\ufffdf\u240d\n\tg"
+SEEN = "a\u241b]0;title\u2407b\ufffdc\ufffd2Jd\ufffde\ufffdf\u240d\n\tg"
 
 
 class Terminal(io.StringIO):
@@ -101,12 +101,6 @@ def test_a_full_disk_is_told_as_one_and_other_refusals_as_they_are(monkeypatch, 
     assert cli.main(["--prompt", "a"]) == 2
     told = capsys.readouterr().err
     assert "/a/folder: Permission denied" in told and "output" not in told
-
-
-def test_a_pipe_that_nobody_reads_is_no_error():
-    done = subprocess.run(f"{sys.executable} -m triforce --help-all | true", shell=True, text=True,
-                          capture_output=True, cwd=Path(__file__).parent.parent)
-    assert done.stderr == ""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")

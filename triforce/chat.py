@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from .engine import Engine, Stream
 
 
-NO_OPTIONS = {"prefix": "a conversation is about one document; give it to `Engine.chat`",
-              "chat_template": "a conversation has one template; give it to `Engine.chat`",
-              "num_samples": "a turn has one answer; drop it"}  # of a turn, and why
-
-
 class Chat:
     """See `Engine.chat`, which makes one.
 
@@ -38,15 +33,13 @@ class Chat:
 
     def __init__(self, engine: "Engine", prefix: Prefix | None = None, *, system: str | None = None,
                  chat_template: str | None = None, **options):
-        if system is not None and prefix is not None:
-            raise UserError("system and prefix were both given; begin the prefix's messages with one of the role "
-                            "\"system\"")
         if prefix is not None:
             check_prefix(prefix, engine, chat_template)
         check_options(options)
         engine.check_options(options)
-        if system is not None and not isinstance(system, str):
-            raise UserError(f"system ({system!r}) must be a text")
+        if system is not None and (prefix is not None or not isinstance(system, str)):
+            raise UserError(f"system ({system!r}) must be a text, and there may be no prefix: one begins with its own "
+                            "messages, which may have the role \"system\"")
         self.engine, self.prefix, self.options = engine, prefix, options
         self.chat_template = prefix.chat_template if prefix is not None else chat_template
         tokenizer = engine.tokenizer_or_raise()
@@ -54,7 +47,7 @@ class Chat:
         self.uses_template = has_template if prefix is None else prefix.messages is not None
         now = agreed(engine.target.group, datetime.now().isoformat(timespec="seconds"))
         self.rendered_at = now if prefix is None else prefix.rendered_at  # see `Prefix`
-        self._before: list[dict] = prefix.messages if prefix is not None and prefix.messages else []
+        self._before: list[dict] = prefix.messages or [] if prefix is not None else []
         if system is not None:
             self._before = [{"role": "system", "content": system}]
         self.turns: list[tuple[str, Generation]] = []
@@ -64,10 +57,6 @@ class Chat:
     def __repr__(self) -> str:
         about = "" if self.prefix is None else f" about a document of {len(self.prefix):,} tokens"
         return f"<triforce.Chat{about}: turns so far: {len(self.turns)}>"
-
-    def __reduce_ex__(self, protocol):
-        raise UserError("a Chat cannot be pickled or copied, it has an engine; write it to a file with `Chat.save`, "
-                        "which another process goes on with: `engine.chat(engine.open(path))`")
 
     def stream(self, text: str, **options) -> "Turn":
         """Says something, and gives the answer piece by piece. The answer is what was given before the iteration
@@ -83,16 +72,16 @@ class Chat:
         with self._lock:
             self.end()
             check_options(options)
-            options = {**self.options, **options}
+            options = {"prefix": self.prefix, **self.options, **options}
             renders = self.uses_template and self.prefix is None  # or the prefix does
             variables = options.pop("chat_template_kwargs", None) if renders else None
-            how = {"prefix": self.prefix, **options}
             try:
-                stream = self.engine.stream(self._prompt(text, variables), **how)
+                stream = self.engine.stream(self._prompt(text, variables), **options)
             except TooLong as error:
-                self._check_alone(text, variables, how)
+                if not self.turns:
+                    raise
                 raise TooLong(f"the conversation has become too long: {str(error).partition('; ')[0]}; take turns back "
-                              "with undo, begin a new one, or ask for fewer new ones") from None
+                              "with undo, begin a new one, say less, or ask for fewer new ones") from None
             self._open = Turn(self, text, stream)
             return self._open
 
@@ -112,29 +101,24 @@ class Chat:
         Raises:
             UserError: nothing has been said yet, and there is no document; or see `Prefix.save`.
         """
-        with self._lock:
+        with self._lock, self.engine.holding_still():
             self.end()
-            if self.turns:
-                with self.engine.holding_still():
-                    self._so_far().save(path)
-            elif self.prefix is not None:
-                self.prefix.save(path)
-            else:
+            if not self.turns and self.prefix is None:
                 raise UserError("nothing has been said yet, so there is nothing to save; say something first")
+            (self._so_far() if self.turns else self.prefix).save(path)
 
     def _so_far(self) -> Prefix:
         """The conversation as a prefix of others, with what the engine holds of it."""
-        book, messages, variables = self.prefix, None, None
-        if self.uses_template:
-            messages, variables = self.messages, self.options.get("chat_template_kwargs")
-            if book is not None and variables is None:
-                variables = book.chat_template_kwargs
-            ids = self.engine.encode_beginning(messages, self.chat_template, variables, self.rendered_at)
-        else:
-            ids = (book.tokens if book is not None else []) + self._ids(self.turns)
+        book = self.prefix
+        if not self.uses_template:
+            return self.engine.caches.held([*(book.tokens if book is not None else []), *self._ids(self.turns)], book)
+        messages, variables = self.messages, self.options.get("chat_template_kwargs")
+        if book is not None and variables is None:
+            variables = book.chat_template_kwargs
+        ids = self.engine.encode_beginning(messages, self.chat_template, variables, self.rendered_at)
         held = self.engine.caches.held(ids, book)
         held.messages, held.chat_template, held.chat_template_kwargs = messages, self.chat_template, variables
-        held.rendered_at = self.rendered_at if self.uses_template else None
+        held.rendered_at = self.rendered_at
         return held
 
     def undo(self) -> None:
@@ -146,8 +130,7 @@ class Chat:
         with self._lock:
             self.end()
             if not self.turns:
-                before = "" if self.prefix is None else " (what its document holds cannot be taken back)"
-                raise UserError(f"there is no turn to undo{before}; say something, or begin another conversation")
+                raise UserError("there is no turn to undo; say something, or begin another conversation")
             self.turns.pop()
 
     def end(self) -> None:
@@ -160,29 +143,18 @@ class Chat:
     def messages(self) -> list[dict]:
         """The conversation as messages {role, content}, what it began with among them."""
         messages = list(self._before)
-        for i, (text, answer) in enumerate(self.turns):
-            messages = asked(messages, text) if i == 0 and messages else [*messages, {"role": "user", "content": text}]
-            messages.append({"role": "assistant", "content": answer.text})
+        for text, answer in self.turns:
+            messages = [*_said(messages, text), {"role": "assistant", "content": answer.text}]
         return messages
 
-    def _prompt(self, text: str, variables: dict | None = None) -> list:
+    def _prompt(self, text: str, variables: dict | None) -> list:
         """What `Engine.stream` is to continue: ids, or the messages or ids that follow the prefix."""
-        if self.uses_template:
-            messages = self.messages
-            begins = not self.turns and bool(messages)
-            messages = asked(messages, text) if begins else [*messages, {"role": "user", "content": text}]
-            if self.prefix is not None:
-                return messages
-            return self.engine.encode_prompt(messages, self.chat_template, variables, self.rendered_at)
-        return self._ids((*self.turns, (text, None)))
-
-    def _check_alone(self, text: str, variables: dict | None, how: dict) -> None:
-        """Raises TooLong if a message would not fit without the turns before it, either."""
-        turns, self.turns = self.turns, []
-        try:
-            self.engine.stream(self._prompt(text, variables), **how)  # checks, and computes nothing yet
-        finally:
-            self.turns = turns
+        if not self.uses_template:
+            return self._ids((*self.turns, (text, None)))
+        messages = _said(self.messages, text)
+        if self.prefix is not None:
+            return messages
+        return self.engine.encode_prompt(messages, self.chat_template, variables, self.rendered_at)
 
     def _ids(self, turns) -> list[int]:
         """Those of (what the user said, the answer or None), which follow the prefix, where no template joins them."""
@@ -207,10 +179,16 @@ class Chat:
         return tokenizer.encode(answer.text, bos=False)
 
 
+def _said(messages: list[dict], text: str) -> list[dict]:
+    """Messages with one more of the user's."""
+    return asked(messages, text) if messages else [{"role": "user", "content": text}]
+
+
 def check_options(options: dict) -> None:
     """Raises UserError for what a turn of a conversation cannot be given."""
-    for name in options.keys() & NO_OPTIONS.keys():
-        raise UserError(f"{name} is no option of a turn: {NO_OPTIONS[name]}")
+    for name in options.keys() & {"prefix", "chat_template", "num_samples"}:
+        raise UserError(f"{name} is no option of a turn: a conversation has one document, one template, and one answer "
+                        "to a turn; drop it, or give it to `Engine.chat`")
 
 
 class Turn(Iterator):
@@ -223,9 +201,6 @@ class Turn(Iterator):
         with self._chat._lock:
             try:
                 return next(self._stream)
-            except StopIteration:
-                self._end()
-                raise
             except BaseException:
                 self.close()
                 raise
@@ -239,11 +214,7 @@ class Turn(Iterator):
         self._stream.cancel()  # first, since whoever waits for a piece has the lock
         with self._chat._lock:
             self._stream.close()
-            self._end()
-
-    def _end(self) -> None:
-        if self._chat._open is self:
-            self._chat._open = None
-            result = self.result
-            if result is not None and result.tokens:
-                self._chat.turns.append((self._text, result))
+            if self._chat._open is self:
+                self._chat._open = None
+                if self.result is not None and self.result.tokens:
+                    self._chat.turns.append((self._text, self.result))

@@ -4,10 +4,10 @@ What they ask for is in `request.py`, and how it is answered in `answers.py`. On
 """
 
 import argparse
-import copy
 import dataclasses
 import difflib
 import importlib
+import json
 import logging
 import os
 import re
@@ -15,7 +15,7 @@ import sys
 import textwrap
 import time
 
-from .config import Placement, Sampling, Settings, whole
+from .config import Placement, Sampling, Settings
 from .errors import UserError, not_known
 from .keep import WAYS
 from .request import read_request
@@ -28,12 +28,11 @@ ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": 
 # `triforce download ...`; without one of them, it generates.
 COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan", "check": "kit.check"}
 
-# What most people need: `--help` has the first sentence of each, and `--help-all` has every flag at length.
-COMMON = frozenset(f"--{name}" for name in (
-    "help", "help-all", "json", "prompt", "prompt-file", "prompts", "prompt-len", "keep", "question", "questions",
-    "num-samples", "interactive", "chat", "system", "save-prefix", "prefix", "max-new-tokens", "temperature", "top-p",
-    "seed", "stop", "show-levels", "checkpoint", "device", "max-seq-len", "compile", "offload", "draft", "budget",
-    "gamma", "no-speculation", "compare"))
+# What most people need: `--help` has the first sentence of each.
+COMMON = tuple(f"--{name}" for name in """
+help help-all json prompt prompt-file prompts prompt-len keep question questions num-samples interactive chat
+system save-prefix prefix max-new-tokens temperature top-p seed stop show-levels checkpoint device max-seq-len
+compile offload draft budget gamma no-speculation compare""".split())
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,76 +51,86 @@ class Paragraphs(argparse.HelpFormatter):
         return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in text.split("\n\n"))
 
 
-class OneScreen(Paragraphs):
-    """The flags of COMMON, a line each."""
+class Help(argparse.Action):
+    """Prints a screen: the flags of COMMON, a line each."""
 
-    def add_argument(self, action: argparse.Action) -> None:
-        for flag in COMMON.intersection(action.option_strings):
-            short = copy.copy(action)
-            short.option_strings, short.help = [flag], re.split(r"[.;] ", action.help)[0]
-            if action.metavar is None and action.nargs != 0:
-                short.metavar = {int: "N", float: "X"}.get(action.type, "TEXT")
-            super().add_argument(short)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return [textwrap.shorten(text, width, placeholder=" ...")]
-
-
-class HelpAll(argparse.Action):
     def __call__(self, parser, *_) -> None:
-        parser.formatter_class = Paragraphs
-        parser.print_help()
+        known = parser._option_string_actions
+        print(f"usage: {parser.usage}\n\n{parser.description}\n")
+        for flag in COMMON:
+            print(f"  {flag:<18}", textwrap.shorten(re.split(r"[.;] ", known[flag].help)[0], 58, placeholder=" ..."))
+        print("\n" + textwrap.fill(parser.epilog, 78))
         parser.exit()
+
+
+def kind(read, is_right, wanted: str):
+    """A type of argparse's: what `read` makes of a text, if that is right."""
+    def checked(text: str):
+        try:
+            if is_right(value := read(text)):
+                return value
+        except (ValueError, RecursionError):
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} must be {wanted}")
+
+    return checked
+
+
+count = kind(int, lambda value: value >= 1, "a whole number, at least 1; try 8")
+filled = kind(str, str.strip, "a text that is not empty; give one, or drop the flag")
+json_object = kind(json.loads, lambda value: isinstance(value, dict),
+                   "an object in JSON; try '{\"enable_thinking\": false}'")
 
 
 def parser() -> Parser:
     from . import __version__
 
     p = Parser(
-        prog="triforce", usage="triforce [flags]", formatter_class=OneScreen,
+        prog="triforce", usage="triforce [flags]", add_help=False,
         description="Continue a long text with a language model, losslessly and faster.",
         epilog="With no flags: a demonstration. Commands: `triforce download` and `triforce convert` for checkpoints, "
                "`triforce plan` (what fits), `triforce check` (whether all is well).")
-    p.add_argument("--help-all", nargs=0, action=HelpAll, help="every flag, with all there is to say about it")
+    p.add_argument("-h", "--help", nargs=0, action=Help, help="what most people need")
+    p.add_argument("--help-all", action="help", help="every flag, with all there is to say about it")
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
     p.add_argument("--json", action="store_true", help="print JSON instead of the text. An object for each answer")
-    prompt = p.add_argument_group("prompt")
-    prompt.add_argument("--prompt", help="the text to continue")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="the text to continue, or to ask about. With no flag for "
-                        "it, it is read from a pipe")
-    prompt.add_argument("--prompts", metavar="FILE", help="several prompts, one a line, as JSON. Strings, or objects "
-                        "with a \"prompt\" or \"messages\", and perhaps a \"question\" and a \"seed\"; answers are "
-                        "lines of JSON")
-    prompt.add_argument("--batch-size", type=int, default=8,
-                        help="so many of --prompts are computed side by side (default 8)")
-    prompt.add_argument("--prompt-len", type=int, help="keep the first N tokens of the text (alias --prefill)")
-    prompt.add_argument("--keep", choices=WAYS, metavar="PART", help="of a text that is too long: start, end or both. "
-                        "Too long for the model or --max-seq-len; both: half of each; question and template stay "
-                        "(default: an error)")
-    prompt.add_argument("--question", help="asked after the text, which may be cut")
-    prompt.add_argument("--questions", metavar="FILE", help="questions about the text, one a line or as JSON. They "
-                        "are answered side by side (-: standard input)")
-    prompt.add_argument("--num-samples", type=int, metavar="N",
-                        help="so many answers. Their seeds are seed, seed + 1, ...")
-    prompt.add_argument("--interactive", action="store_true",
-                        help="a conversation, about the text if there is one; a pipe holds what is asked")
-    prompt.add_argument("--system", help="a system message before the text")
-    prompt.add_argument("--save-prefix", metavar="FILE", help="save the text with its keys and values")
-    prompt.add_argument("--save-every", metavar="N", type=int, help="with --save-prefix: save after about every N "
-                        "tokens, too; the same command continues an interrupted run")
-    prompt.add_argument("--prefix", metavar="FILE", help="open a text that was saved, instead of a prompt")
-    prompt.add_argument("--chat", action="store_true", help="send the text as a user's message, by the chat template")
-    prompt.add_argument("--chat-template", help="Jinja file in place of the checkpoint's chat template")
-    prompt.add_argument("--chat-template-kwargs", metavar="JSON", help="what the template reads besides the messages: "
-                        "'{\"enable_thinking\": false}' has Qwen3 answer at once")
+    add = p.add_argument_group("prompt").add_argument
+    add("--prompt", help="the text to continue")
+    add("--prompt-file", metavar="FILE", type=filled, help="the text to continue, or to ask about. With no flag for "
+        "it, it is read from a pipe")
+    add("--prompts", metavar="FILE", type=filled, help="several prompts, one a line, as JSON. Strings, or objects with "
+        "a \"prompt\" or \"messages\", and perhaps a \"question\" and a \"seed\"; answers are lines of JSON")
+    add("--batch-size", type=count, default=8, help="so many of --prompts are computed side by side (default 8)")
+    add("--prompt-len", type=count, help="keep the first N tokens of the text (alias --prefill)")
+    add("--keep", choices=WAYS, metavar="PART", help="of a text that is too long: start, end or both. Too long for the "
+        "model or --max-seq-len; both: half of each; question and template stay (default: an error)")
+    add("--question", type=filled, help="asked after the text, which may be cut")
+    add("--questions", metavar="FILE", type=filled, help="questions about the text, one a line or as JSON. They are "
+        "answered side by side (-: standard input)")
+    add("--num-samples", type=count, metavar="N", help="so many answers. Their seeds are seed, seed + 1, ...")
+    add("--interactive", action="store_true", help="a conversation, about the text if there is one; a pipe holds what "
+        "is asked")
+    add("--system", type=filled, help="a system message before the text")
+    add("--save-prefix", metavar="FILE", type=filled, help="save the text with its keys and values")
+    add("--save-every", metavar="N", type=count, help="with --save-prefix: save after about every N tokens, too; the "
+        "same command continues an interrupted run")
+    add("--prefix", metavar="FILE", type=filled, help="open a text that was saved, instead of a prompt")
+    add("--chat", action="store_true", help="send the text as a user's message, by the chat template")
+    add("--chat-template", type=filled, help="Jinja file in place of the checkpoint's chat template")
+    add("--chat-template-kwargs", metavar="JSON", type=json_object, help="what the template reads besides the "
+        "messages: '{\"enable_thinking\": false}' has Qwen3 answer at once")
     text = p.add_argument_group("generation")
-    text.add_argument("--max-new-tokens", type=int, default=256,
-                      help="most tokens of the output (default 256, alias --gen-len)")
+    add = text.add_argument
+    add("--max-new-tokens", type=int, default=256, help="most tokens of the output (default 256, alias --gen-len)")
     add_flags(text, Sampling)
-    text.add_argument("--stop", action="append", help="end before this string; may be repeated")
-    text.add_argument("--stop-token-ids", nargs="+", type=int, metavar="ID",
-                      help="end after one of these tokens, as after an end-of-text token")
-    text.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    add("--stop", action="append", help="end before this string; may be repeated")
+    add("--stop-token-ids", nargs="+", type=int, metavar="ID", help="end after one of these tokens, as after an "
+        "end-of-text token")
+    add("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    add("--show-levels", action="store_true", help="colour the text by the level that proposed it. On a terminal; "
+        "elsewhere with FORCE_COLOR=1")
+    add("--logprobs", type=int, metavar="K", help="with --json or --prompts: log-probabilities of each token, and of "
+        "the K most probable ones in its place")
     model = p.add_argument_group("model")
     model.add_argument("--checkpoint", default="tiny", help="Hugging Face folder, repository id, or 'tiny' (default)")
     add_flags(model, Placement)
@@ -129,14 +138,9 @@ def parser() -> Parser:
     add_flags(drafting, Settings)
     drafting.add_argument("--no-speculation", action="store_true", help="the same steps, one token at a time. At "
                           "temperature 0 the same text; --compare has the fastest autoregression")
-    drafting.add_argument("--compare", action=argparse.BooleanOptionalAction,
-                          help="compare with the fastest autoregression. Both take turns in one text, for the speed; "
-                          "64 greedy tokens are compared; with --sampling coupled 64 drawn ones, too (default: only "
-                          "without flags)")
-    text.add_argument("--show-levels", action="store_true", help="colour the text by the level that proposed it. On a "
-                      "terminal; elsewhere with FORCE_COLOR=1")
-    text.add_argument("--logprobs", type=int, metavar="K", help="with --json or --prompts: log-probabilities of each "
-                      "token, and of the K most probable ones in its place")
+    drafting.add_argument("--compare", action=argparse.BooleanOptionalAction, help="compare with the fastest "
+                          "autoregression: the speed, and 64 greedy tokens; with --sampling coupled 64 drawn ones, "
+                          "too (default: only without flags)")
     return p
 
 
@@ -153,21 +157,17 @@ def add_flags(group, options: type) -> None:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags that generate. Raises UserError for what is none."""
     flags = parser()
-    known = {option for action in flags._actions for option in action.option_strings}
+    known = flags._option_string_actions.keys()
     args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
     if unknown:
         name = unknown[0].partition("=")[0]
-        meant = difflib.get_close_matches(name, COMMANDS, 1)
-        if argv[0] == name and meant:
-            raise UserError(f"{name} is not a known command; did you mean triforce {meant[0]}?")
-        raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help-all lists all")
-                        if name.startswith("-") else
-                        f"{unknown[0]!r} stands without a flag; give a text with --prompt, in quotes if it has spaces")
+        if name.startswith("-"):
+            raise UserError(not_known(name, "flag", known | ALIASES.keys(), "triforce --help-all lists all"))
+        if difflib.get_close_matches(name, COMMANDS) and argv[0] == name:
+            raise UserError(not_known(name, "command", COMMANDS))
+        raise UserError(f"{name!r} stands without a flag; give a text with --prompt, in quotes if it has spaces")
     if getattr(args, "draft", None) == "none":
         args.draft = False
-    for name, value, usual in (("--batch-size", args.batch_size, 8), ("--save-every", args.save_every, 65_536)):
-        if value is not None:
-            whole(1, usual)(name, value)
     return args
 
 
@@ -182,24 +182,24 @@ def _spell(argument: str, known) -> str:
 
 
 def run(argv: list[str]) -> int:
+    """Generates. With several ranks, rank 0 reads for all, once they know each other, and the others say nothing."""
     args = parse(argv)
+    args.begun = time.perf_counter()
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-
-    alone = "WORLD_SIZE" not in os.environ  # with several ranks, rank 0 reads for all, once they know each other
-    request = read_request(args, not argv) if alone else None
+    request = read_request(args, not argv) if "WORLD_SIZE" not in os.environ else None
     with importing():
         from .answers import answer
         from .parallel import from_environment, leave, read_first
     group, args.device = from_environment(getattr(args, "device", None))
     stderr = sys.stderr
-    if group is not None and group.rank > 0:  # the others compute and say nothing
+    if group is not None and group.rank > 0:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         logging.disable()
     try:
         if request is None:
             request = read_first(group, lambda: read_request(args, not argv))
-        status = answer(args, group, request, wants_comparison=args.compare if args.compare is not None else not argv)
+        status = answer(args, group, request, not argv if args.compare is None else args.compare)
     except Exception:
         sys.stderr = stderr  # a rank that fails alone has to say why
         raise
@@ -210,11 +210,11 @@ def run(argv: list[str]) -> int:
 def run_command(argv: list[str]) -> int:
     """`run`, or another command. What it has printed is written when it ends, however it ends."""
     try:
-        if argv and argv[0] in COMMANDS:
-            with importing():
-                command = importlib.import_module(f".{COMMANDS[argv[0]]}", __package__)
-            return command.main(argv[1:])
-        return run(argv)
+        if not argv or argv[0] not in COMMANDS:
+            return run(argv)
+        with importing():
+            command = importlib.import_module(f".{COMMANDS[argv[0]]}", __package__)
+        return command.main(argv[1:])
     finally:
         sys.stdout.flush()
 

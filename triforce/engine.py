@@ -52,7 +52,7 @@ from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 from .prefix import Keeping, Prefix, asked, check_prefix, common_length, opened, storable
 from .prefix_path import check_target, holds_something
-from .progress import Bar, NotebookBars, in_notebook
+from .progress import Bar, in_notebook, notebook_bars
 from .session import Session
 from .state import State
 from .streams import ComputeStream
@@ -146,14 +146,11 @@ class Engine:
         prompts = list(prompt) if many else [prompt]
         count = 1 if num_samples is None else as_numbers(num_samples)
         whole(1, 8)("num_samples", count)
-        bars = NotebookBars(options, len(prompts) * count * check_max_new_tokens(max_new_tokens))
-        try:
+        with notebook_bars(options, len(prompts) * count * check_max_new_tokens(max_new_tokens)):
             pieces, sessions, _ = self._serve(prompts, max_new_tokens, prefix=prefix, count=count, **options)
             with self.compute_stream.lock:
                 for _ in pieces:
                     pass
-        finally:
-            bars.close()
         results = [result for session in sessions for result in session.results()]
         if num_samples is not None:
             results = [results[first : first + count] for first in range(0, len(results), count)]
@@ -667,11 +664,6 @@ class Stream:
     @property
     def result(self) -> Generation | None:
         return self._sessions[0].results()[0] if self._sessions else None
-
-    def follow(self, plan: Plan | None) -> None:
-        """The rounds to come follow this plan; None: what the engine chooses. To be called between two rounds, as from
-        `on_decode`."""
-        self._sessions[0].plan = plan
 
     def close(self) -> None:
         """Ends the generation early; the engine is ready for the next call. From a callback, or from another thread

@@ -1,9 +1,8 @@
 """What a generation returns, and when a row's text ends. Knows nothing of models or devices."""
 
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from .config import as_numbers, is_whole
@@ -13,29 +12,37 @@ if TYPE_CHECKING:
     from .logprobs import Logprob
 
 
+def stat(name: str, shown: Callable = "{:,}".format, default=0):
+    """A field of `Stats`: its name in the table, and how a value is shown there."""
+    return field(default=default, metadata={"name": name, "shown": shown})
+
+
+SECONDS = "{:.2f} s".format
+
+
 @dataclass
 class Stats:
     """Measured over one call. Times are wall-clock seconds; a batch's rows share them."""
 
-    prompt_len: int
-    new_tokens: int = 0
-    shared_tokens: int = 0  # of the prompt: their K/V are kept once for all rows of the call
-    reused_tokens: int = 0  # of the prompt: their K/V were there before the call
-    load: float = 0.0  # before the call, of a command: from its start until the model was ready
-    ttft: float = 0.0  # from the call to the first token: prefill and the first round
-    prefill: float = 0.0  # of that: until the prompts were in the cache, and steps recorded beside it
-    compiling: float = 0.0  # of that: waiting for compiled steps, where `compile` is True
-    decode: float = 0.0  # after the first token
-    recording: float = 0.0  # of all, after the prefill: warming up steps and recording graphs, but not beside a round
-    tbt: float = 0.0  # `decode` per token emitted after the first round
+    prompt_len: int = stat("prompt tokens")
+    dropped_tokens: int = stat("dropped prompt tokens")  # see `keep`; `prompt_len` counts what was left
+    shared_tokens: int = stat("  shared by all rows")  # of the prompt: their K/V are kept once for all rows of the call
+    reused_tokens: int = stat("  held from before")  # of the prompt: their K/V were there before the call
+    new_tokens: int = stat("new tokens")
+    load: float = stat("start and load", SECONDS, 0.0)  # of a command: from its start until the model was ready
+    prefill: float = stat("prefill", SECONDS, 0.0)  # until the prompts were in the cache, and steps recorded beside it
+    compiling: float = stat("  of it, compiling", SECONDS, 0.0)  # waiting for compiled steps, where `compile` is True
+    ttft: float = stat("time to first token", SECONDS, 0.0)  # from the call: prefill and the first round
+    decode: float = stat("all other tokens", SECONDS, 0.0)
+    recording: float = stat("  of it, preparing steps", SECONDS, 0.0)  # and recording graphs, but not beside a round
+    tbt: float = stat("time per token", lambda tbt: f"{1e3 * tbt:.2f} ms", 0.0)  # `decode`, after the first round
     acceptance_rate: dict[str, float] = field(default_factory=dict)  # accepted / drafted, by the level that checks
-    block_efficiency: float = 0.0  # tokens emitted per forward pass of the target over its full cache
-    target_forwards: int = 0
-    retrieval_rebuilds: int = 0
-    flushes: int = 0
-    peak_memory: int = 0  # bytes: allocated on the GPU, or resident on the CPU
-    seed: int = 0
-    dropped_tokens: int = 0  # of the prompt, which was too long: see `keep`; `prompt_len` counts what was left
+    block_efficiency: float = stat("tokens per target forward", "{:.2f}".format, 0.0)  # over its full cache
+    target_forwards: int = stat("target forwards")
+    retrieval_rebuilds: int = stat("retrieval rebuilds")
+    flushes: int = stat("flushes")
+    peak_memory: int = stat("peak memory", lambda size: f"{size / 2**30:.2f} GiB")  # on the GPU, or resident on the CPU
+    seed: int = stat("seed", str)
     defaults: dict[str, float] = field(default_factory=dict)  # sampling values that the checkpoint chose, not the call
 
     @property
@@ -48,40 +55,18 @@ class Stats:
         return 1 / self.tbt if self.tbt else 0.0
 
     def rows(self) -> list[tuple[str, str]]:
-        """(name, value) pairs as the table shows them."""
-        rates = [(f"acceptance at {level}", f"{rate:.3f}") for level, rate in self.acceptance_rate.items()]
-        return [
-            ("prompt tokens", f"{self.prompt_len:,}"),
-            *([("dropped prompt tokens", f"{self.dropped_tokens:,}")] if self.dropped_tokens else []),
-            *([("  shared by all rows", f"{self.shared_tokens:,}")] if self.shared_tokens else []),
-            *([("  held from before", f"{self.reused_tokens:,}")] if self.reused_tokens else []),
-            ("new tokens", f"{self.new_tokens:,}"),
-            ("start and load", f"{self.load:.2f} s" if self.load else "-"),
-            ("prefill", f"{self.prefill:.2f} s"),
-            ("  of it, compiling", f"{self.compiling:.2f} s" if self.compiling else "-"),
-            ("time to first token", f"{self.ttft:.2f} s"),
-            ("all other tokens", f"{self.decode:.2f} s"),
-            ("  of it, preparing steps", f"{self.recording:.2f} s" if self.recording else "-"),
-            ("time per token", f"{self.tbt * 1e3:.2f} ms"),
-            ("tokens per second", f"{self.tokens_per_second:.1f}"),
-            *rates,
-            ("tokens per target forward", f"{self.block_efficiency:.2f}"),
-            ("target forwards", f"{self.target_forwards:,}"),
-            ("retrieval rebuilds", f"{self.retrieval_rebuilds:,}"),
-            ("peak memory", f"{self.peak_memory / 2**30:.2f} GiB"),
-            ("seed", str(self.seed)),
-            *self.chosen(),
-        ]
+        """(name, value) pairs as the table shows them, without what is 0."""
+        named = [(one.metadata, getattr(self, one.name)) for one in fields(self) if one.metadata]
+        return [*((about["name"], about["shown"](value)) for about, value in named if value or about["name"] == "seed"),
+                ("tokens per second", f"{self.tokens_per_second:.1f}"),
+                *((f"acceptance at {level}", f"{rate:.3f}") for level, rate in self.acceptance_rate.items()),
+                *((f"{name}, checkpoint's", f"{value:g}") for name, value in self.defaults.items())]
 
-    def chosen(self) -> list[tuple[str, str]]:
-        """Of the rows, those of sampling values that the checkpoint chose."""
-        return [(f"{name}, checkpoint's", f"{value:g}") for name, value in self.defaults.items()]
-
-    NOTES = (
-        "acceptance: of the tokens drafted for a level, the share that it kept; those",
-        "  that follow a rejected one count as not kept.",
-        "target forward: a pass of the whole model over its whole KV cache.",
-        "retrieval rebuild: the tokens that drafts read (the budget) were chosen anew.")
+    NOTES = """\
+acceptance: of the tokens drafted for a level, the share that it kept; those
+  that follow a rejected one count as not kept.
+target forward: a pass of the whole model over its whole KV cache.
+retrieval rebuild: the tokens that drafts read (the budget) were chosen anew."""
 
     def __str__(self) -> str:
         return as_table(self.rows())
@@ -107,7 +92,7 @@ class Generation:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the text, its tokens coloured by level, and the statistics."""
-        from .show import as_html
+        from .levels import as_html
 
         return as_html(self)
 
@@ -115,28 +100,22 @@ class Generation:
 def totals(results: list[Generation], seconds: float) -> str:
     """A table of all answers of one call, which took so long. Those of a group ran side by side."""
     count, every = sum(len(one.tokens) for one in results), [one.stats for one in results]
-    return as_table([
+    rows = [
         ("answers", f"{len(results):,}"),
-        *([("shared prompt tokens", f"{every[0].shared_tokens:,}")] if every[0].shared_tokens else []),
-        ("new tokens of all", f"{count:,}"), ("time of the call", f"{seconds:.2f} s"),
+        ("shared prompt tokens", f"{every[0].shared_tokens:,}"),
+        ("new tokens of all", f"{count:,}"),
+        ("time of the call", f"{seconds:.2f} s"),
         ("tokens per second of all", f"{count / seconds:.1f}"),
         ("time per token of all", f"{1e3 * seconds / max(count, 1):.2f} ms"),
         ("tokens per target forward", f"{count / max(sum(one.target_forwards for one in every), 1):.2f}"),
         ("peak memory", f"{max(one.peak_memory for one in every) / 2**30:.2f} GiB"),
-        ("seeds", f"{min(one.seed for one in every)} to {max(one.seed for one in every)}"), *every[0].chosen()])
+        ("seeds", f"{min(one.seed for one in every)} to {max(one.seed for one in every)}")]
+    return as_table([*rows, *(row for row in every[0].rows() if row[0].endswith("checkpoint's"))])
 
 
 def as_json(value) -> str:
     """One line of JSON, where what is no finite number is null."""
-    return json.dumps(_finite(value), allow_nan=False)
-
-
-def _finite(value):
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None))
 
 
 class RowOutput:
@@ -187,31 +166,21 @@ class RowOutput:
             return
         searched = max(len(self.text) - len(piece) - max(map(len, self.stop)) + 1, 0)
         found = [at for at in (self.text.find(stop, searched) for stop in self.stop) if at >= 0]
-        if found:
-            self._cut(len(self.text) - min(found))
-            self.finish_reason = "stop"
-
-    def _cut(self, excess: int) -> None:
-        """Takes so many characters off the end of the text."""
-        self.text, token = self.text[: len(self.text) - excess], len(self.pieces)
-        while excess > 0:
-            token -= 1
+        if not found:
+            return
+        excess, self.text, self.finish_reason = len(self.text) - min(found), self.text[: min(found)], "stop"
+        for token in reversed(range(len(self.pieces))):
             piece = self.pieces[token]
             self.pieces[token] = piece[: max(len(piece) - excess, 0)]
-            excess -= len(piece)
+            excess = max(excess - len(piece), 0)
 
     def _may_become_stop(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        return max((size for stop in self.stop for size in range(1, len(stop)) if self.text.endswith(stop[:size])),
-                   default=0)
+        return max((n for stop in self.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
 
 
 def stop_strings(stop) -> list[str]:
-    """None, one string or several, as a list.
-
-    Raises:
-        UserError: not strings, or an empty one, which every text contains.
-    """
+    """None, one string or several, as a list. Raises UserError for others, and for an empty one: every text has it."""
     strings = [] if stop is None else list(stop) if isinstance(stop, (list, tuple, set)) else [stop]
     if not all(isinstance(s, str) and s for s in strings):
         raise UserError(f"stop ({stop!r}) must be a string or a list of strings, none of them empty")
@@ -219,31 +188,21 @@ def stop_strings(stop) -> list[str]:
 
 
 def stop_ids(stop_token_ids) -> list[int]:
-    """None, one id or several, as a list.
-
-    Raises:
-        UserError: not whole numbers.
-    """
+    """None, one id or several, as a list. Raises UserError for what is no whole number."""
     values = as_numbers(stop_token_ids)
     ids = [] if values is None else list(values) if isinstance(values, (list, tuple, set, frozenset)) else [values]
-    for one in ids:
-        if not is_whole(one):
-            raise UserError(f"stop_token_ids ({stop_token_ids!r}) must be whole numbers, ids of tokens, and {one!r} is "
-                            "none; a text that ends the output is given as stop")
+    if not all(map(is_whole, ids)):
+        raise UserError(f"stop_token_ids ({stop_token_ids!r}) must be whole numbers, ids of tokens; a text that ends "
+                        "the output is given as stop")
     return ids
 
 
 def special_ids(stops: list[str], tokenizer) -> list[int]:
-    """Ids of the stop strings that are a special token each. No text holds these tokens.
-
-    Raises:
-        UserError: a string has such a token beside other text.
-    """
-    named, ids = {tokenizer.token_of[i]: i for i in tokenizer.special_ids}, []
-    for stop in stops:
-        if stop in named:
-            ids.append(named[stop])
-        elif inside := next((name for name in named if name and name in stop), None):
+    """Ids of the stop strings that are a special token each, which no text holds. Raises UserError for one that has
+    such a token beside other text."""
+    named = {tokenizer.token_of[i]: i for i in tokenizer.special_ids}
+    for stop in set(stops) - named.keys():
+        if inside := next((name for name in named if name and name in stop), None):
             raise UserError(f"stop ({stop!r}) holds the special token {inside!r}, which never stands in a text; give "
                             f"{inside!r} and the rest as two stops")
-    return ids
+    return [named[stop] for stop in stops if stop in named]

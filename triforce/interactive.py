@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import signal
 import sys
-from collections.abc import Callable, Iterator
 
 from .chat import Chat
 from .errors import UserError
@@ -16,8 +14,7 @@ HELP = """\
 /stats       figures of the last answer
 /help        this list
 /quit        end (or Ctrl-D)
-Ctrl-C ends an answer; what it said so far stays in the conversation. A second
-Ctrl-C, before the answer has ended, ends the program."""
+Ctrl-C ends an answer; what it said so far stays in the conversation."""
 
 
 class Conversation:
@@ -33,65 +30,52 @@ class Conversation:
     def run(self) -> None:
         """Until /quit or the end of the input."""
         with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # it is another's
-            sys.stdin.reconfigure(errors="surrogateescape")  # in many locales a byte that is not UTF-8 raises
+            sys.stdin.reconfigure(errors="replace")  # in many locales a byte that is not UTF-8 raises
         say("Ask away; /help lists what else there is.")
-        while True:
+        line = ""
+        while line not in ("/quit", "/exit"):
             try:
                 line = ask().strip()
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                say("\n(/quit or Ctrl-D ends)")
-                continue
-            if line in ("/quit", "/exit"):
-                return
-            if not line:
-                continue
-            try:
                 if line.startswith("/"):
                     self.command(*line.split(maxsplit=1))
-                else:
+                elif line:
                     self.answer(line)
+            except EOFError:
+                return
             except UserError as error:
                 say(f"error: {error}")
             except KeyboardInterrupt:
-                if not line.startswith("/"):
-                    raise
-                say(f"\n({line.split()[0]} was broken off)")
+                say("\n(broken off; /quit or Ctrl-D ends)")
 
     def command(self, name: str, argument: str = "") -> None:
         """One that begins with a slash."""
-        if argument and name in ("/help", "/undo", "/stats"):
-            raise UserError(f"{name} takes nothing after it; give it alone")
-        if name == "/help":
-            say(HELP)
-        elif name == "/undo":
-            self.chat.undo()
-            say(f"(the last question and its answer are forgotten; turns before them: {len(self.chat.turns)})")
-        elif name == "/stats":
-            if not self.chat.turns:
-                raise UserError("nothing has been answered yet in this conversation")
-            say(str(self.chat.turns[-1][1].stats))
-        elif name == "/save":
-            if not argument:
-                raise UserError("/save needs the name of a file: /save book.prefix")
-            self.chat.save(argument)
-            say(f"(wrote {argument}; go on later with --prefix {argument} --interactive)")
-        else:
-            raise UserError(f"{name} is no command; /help lists them")
+        match name, argument:
+            case "/quit" | "/exit", "":
+                return
+            case "/help", "":
+                say(HELP)
+            case "/undo", "":
+                self.chat.undo()
+                say(f"(the last question and its answer are forgotten; turns before them: {len(self.chat.turns)})")
+            case "/stats", "":
+                say(str(self.chat.turns[-1][1].stats) if self.chat.turns else "nothing has been answered yet")
+            case "/save", _ if argument:
+                self.chat.save(argument)
+                say(f"(wrote {argument}; go on later with --prefix {argument} --interactive)")
+            case _:
+                raise UserError(f"{f'{name} {argument}'.strip()} is no command as /help lists them")
 
     def answer(self, text: str) -> None:
+        is_piped = not sys.stdin.isatty()  # nobody sees what is asked
         turn = self.chat.stream(text, **self.options)
-        is_piped = sys.stdin is not None and not sys.stdin.isatty()  # nobody sees what is asked
-        with stopped_by_interrupts() as stopped:
+        try:
             if is_piped:
                 print(f"> {text}")
             for piece in turn:
                 print(piece, end="", flush=True)
-                if stopped():
-                    turn.close()
-                    say("\n(ended)")
-                    break
+        except KeyboardInterrupt:
+            turn.close()
+            say("\n(ended)")
         print("\n" if is_piped else "", flush=True)
 
 
@@ -100,29 +84,8 @@ def ask() -> str:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() then edits lines and remembers them)
-    line = input("> " if sys.stdin.isatty() else "")
-    text = line.encode(errors="surrogateescape").decode(errors="replace")
-    if text != line:
-        say("(this line is not UTF-8; what cannot be read is left as \N{REPLACEMENT CHARACTER})")
-    return text
+    return input("> " if sys.stdin.isatty() else "")
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def stopped_by_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted instead of raised, so that no round is broken off in the middle; a second one is raised."""
-    pressed = []
-
-    def note(number, frame):
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(number)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -4,7 +4,7 @@ A token that was accepted, one that replaced a rejected one, and a bonus token a
 position, so its logits there say how probable each was. They are computed once more from the hidden states, which the
 level keeps of its last step: so steps are the same, compiled or recorded, whether or not anybody asks.
 
-Shapes: B batch, M rows of the step, n tokens at most of a row, V words that the tokenizer can name, k.
+Shapes: B batch, S rows of a spine, n tokens at most of a row, V words that the tokenizer can name, k.
 """
 
 from dataclasses import dataclass

@@ -49,10 +49,9 @@ def check_source(path: str | Path) -> None:
     path = as_path(path)
     with reading(path):
         path.stat()
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give the name of a file in it")
     if not path.is_file():
-        raise UserError(f"{path} is no regular file; give another name")
+        kind = "a folder; give the name of a file in it" if path.is_dir() else "no regular file; give another name"
+        raise UserError(f"{path} is {kind}")
 
 
 def check_target(path: str | Path) -> None:
@@ -60,10 +59,10 @@ def check_target(path: str | Path) -> None:
     something that a prefix may not replace: all but a prefix file, whole or cut, and an empty file."""
     path = as_path(path)
     try:
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; give the name of a file in it, such as {path / 'document.prefix'}")
         real = Path(os.path.realpath(path))  # what a link leads to
-        folder = real.parent
+        folder, is_there = real.parent, path.exists()
+        if is_there:
+            check_source(path)
         if not folder.is_dir():
             raise UserError(f"cannot write {path}: there is no folder {folder}; make it first")
         if not os.access(folder, os.W_OK):
@@ -71,9 +70,7 @@ def check_target(path: str | Path) -> None:
         most, length = os.pathconf(folder, "PC_NAME_MAX") - BESIDE, len(os.fsencode(real.name))
         if length > most:
             raise UserError(f"cannot write {path}: its name has {length} bytes, and may have {most}; give another")
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path} is no regular file; give another name")
-        if path.exists() and path.stat().st_size and os.access(path, os.R_OK) and not begins_as_one(path):
+        if is_there and path.stat().st_size and os.access(path, os.R_OK) and not begins_as_one(path):
             raise UserError(f"{path} is there, and is no prefix file; give another name, or remove it")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; give another name") from None

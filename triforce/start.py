@@ -26,15 +26,14 @@ def importing():
     """Within, a command imports PyTorch, and Ctrl-C ends the process at once: PyTorch would swallow a KeyboardInterrupt
     that meets it where it imports NumPy, and go on with half of that."""
     before = signal.getsignal(signal.SIGINT)
-    theirs = before is not signal.default_int_handler  # somebody else's, or ignored, as by nohup
-    if theirs or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, _end)
+    ours = before is signal.default_int_handler  # not somebody else's, nor ignored, as by nohup
+    if ours and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is _end:
+            signal.signal(signal.SIGINT, before)
 
 
 def _end(*_) -> None:

@@ -16,14 +16,7 @@ DRAWING = ("tqdm.", "argparse")  # modules that draw on terminals: they move the
 
 def visible(text: str) -> str:
     """With pictures of control characters in their place, but for tabs and line ends."""
-    return CONTROLS.sub(_picture, text)
-
-
-def _picture(found: re.Match) -> str:
-    code = ord(found[0])
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "\N{SYMBOL FOR DELETE}" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
+    return CONTROLS.sub(lambda found: chr(0x2400 + ord(found[0])) if found[0] < " " else "\ufffd", text)
 
 
 class Console:
@@ -59,8 +52,7 @@ class Console:
             if isinstance(error, BrokenPipeError) and self.must_work:
                 raise
             if self.must_work:
-                raise UserError(f"cannot write the output: {error.strerror}; make room, or write it to another place"
-                                ) from None
+                raise UserError(f"cannot write the output: {error.strerror}; make room, or write elsewhere") from None
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
@@ -74,8 +66,7 @@ def draw(text: str, stream) -> None:
 
 @contextlib.contextmanager
 def consoles():
-    """Within, stdout and stderr are Consoles. What could not be written is not tried again at the end of the process.
-    """
+    """Within, stdout and stderr are Consoles. What could not be written is not tried again as the process ends."""
     before, out = (sys.stdout, sys.stderr), Console(sys.stdout, must_work=True)
     if hasattr(out.stream, "reconfigure"):
         out.stream.reconfigure(errors="replace")

@@ -70,10 +70,6 @@ class Tokenizer:
                 raise UserError("the text is no valid Unicode (it holds half of a surrogate pair); correct it, or read "
                                 "it with errors='replace'") from None
 
-    def offsets(self, text: str) -> list[tuple[int, int]]:
-        """(start, end) in a text, in characters, of each id that `encode` gives. (0, 0): it stands for none of it."""
-        return self.backend.encode_batch([text])[0].offsets
-
     def decode(self, ids: Iterable[int], continues: bool = False) -> str:
         """The text of ids; special tokens are left out.
 
