@@ -65,9 +65,10 @@ def find_cached(repo_id: str) -> Path | None:
 
     try:
         folder = Path(snapshot_download(repo_id, local_files_only=True, allow_patterns=list(LOADED)))
-    except errors.LocalEntryNotFoundError:
+        find_weights(folder)
+    except (errors.LocalEntryNotFoundError, UserError):
         return None
-    return folder if (folder / "config.json").exists() and find_weights(folder) else None
+    return folder if (folder / "config.json").exists() else None
 
 
 def tiny_draft() -> Path:
@@ -85,15 +86,15 @@ def find_draft(checkpoint: str | Path, draft) -> Path | None:
 
 
 def find_weights(folder: Path) -> list[Path]:
-    """The weight files of a folder, safetensors before .bin; empty if it has none.
+    """The weight files of a folder, safetensors before .bin.
 
     Raises:
-        UserError: an index names a file that is absent, or outside of the folder.
+        UserError: it has none, or an index names a file that is absent, or outside of the folder.
     """
     for name in SINGLE_FILES:
+        index = folder / f"{name}.index.json"
         if (folder / name).exists():
             return [folder / name]
-        index = folder / f"{name}.index.json"
         if index.exists():
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
@@ -104,4 +105,4 @@ def find_weights(folder: Path) -> list[Path]:
                     raise UserError(f"{index} places tensor {shown(tensor)} in {shown(file)}, which is no file of this "
                                     "folder; download it again")
             return [folder / file for file in sorted(set(weight_map.values()))]
-    return []
+    raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
