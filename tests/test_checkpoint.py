@@ -310,59 +310,17 @@ def replace(name, tensor):
     return fault
 
 
-def truncate(folder, name="model.safetensors"):
-    (folder / name).write_bytes((folder / name).read_bytes()[:-100])
-
-
-def truncate_bin(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    truncate(folder, "pytorch_model.bin")
-
-
-def code_in_bin(folder):
-    (folder / "model.safetensors").unlink()
-    torch.save({"a": shutil.rmtree}, folder / "pytorch_model.bin")
-
-
-def lose_a_shard(folder):
-    (folder / "model.safetensors").unlink()
-    save(build("Llama 3"), config_json("Llama 3"), folder, shards=3)
-    (folder / "model-00002-of-00003.safetensors").unlink()
-
-
-def empty_index(folder):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text("{}")
-
-
-def index_of(file):
-    def fault(folder):
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    return fault
-
-
-def pointer(name):
-    def fault(folder):
-        (folder / "model.safetensors").unlink()
-        (folder / name).write_bytes(LFS + b"v1\noid sha256:0\nsize 9\n")
-    return fault
-
-
-def pipe(name):
+def instead(name, write):
+    """Another file in place of the weights."""
     def fault(folder):
         (folder / "model.safetensors").unlink()
         (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
+        write(folder / name)
     return fault
 
 
-def in_bin(content):
-    def fault(folder):
-        (folder / "model.safetensors").unlink()
-        torch.save(content, folder / "pytorch_model.bin")
-    return fault
+def index_of(**weight_map):
+    return instead("model.safetensors.index.json", lambda path: path.write_text(json.dumps({"weight_map": weight_map})))
 
 
 @pytest.mark.parametrize("fault, message", [
@@ -378,19 +336,20 @@ def in_bin(content):
     (replace("model.norm.weight", torch.zeros(64, dtype=torch.int8)), "norm.weight is torch.int8, but .* a wider"),
     (replace("model.layers.0.self_attn.q_proj.bias", torch.zeros(64)), "self_attn.q_proj.bias, which .* no place for"),
     (lambda folder: edit(folder, vocab_size=97), r".*.weight has shape \(96, 64\), but .* \(97, 64\)"),
-    (truncate, "model.safetensors is truncated or damaged"),
-    (truncate_bin, "pytorch_model.bin is truncated or damaged"),
-    (code_in_bin, "pytorch_model.bin holds more than tensors"),
-    (lose_a_shard, "places tensor .* in 'model-00002-of-00003.safetensors', which is no file"),
-    (empty_index, "has no weight_map"),
-    *((index_of(file), "places tensor 'a' in .*, which is no file of this folder")
-      for file in (3, None, ["x"], "/etc/passwd", "../checkpoint/config.json", "a/../../b.safetensors")),
-    (index_of("nul\0.safetensors"), "which is no file of this folder"),
-    *((pointer(name), f"{name} is a pointer of Git LFS") for name in ("model.safetensors", "pytorch_model.bin")),
-    *((pipe(name), f"{name} is no regular file") for name in ("model.safetensors", "pytorch_model.bin", "config.json")),
-    *((in_bin(content), "pytorch_model.bin holds more than tensors, or is damaged") for content in (
-        torch.zeros(2), [torch.zeros(2)], {"a": 1}, {3: torch.zeros(2)}, {"a": torch.eye(2).to_sparse()},
-        {"model.norm.weight": torch.zeros(1).expand(64)})),
+    (lambda folder: os.truncate(folder / "model.safetensors", 9999), "model.safetensors is truncated or damaged"),
+    (instead("pytorch_model.bin", lambda path: path.write_bytes(b"PK\3\4" + bytes(99))), "is truncated or damaged"),
+    (index_of(), "has no weight_map"),
+    *((index_of(a=file), "places tensor 'a' in .*, which is no file of this folder")
+      for file in (3, None, ["x"], "/etc/passwd", "../checkpoint/config.json", "a/../../b.safetensors", "absent",
+                   "nul\0.safetensors")),
+    *((instead(name, lambda path: path.write_bytes(LFS + b"v1\noid sha256:0\nsize 9\n")), f"{name} is a pointer of Git")
+      for name in ("model.safetensors", "pytorch_model.bin")),
+    *((instead(name, os.mkfifo), f"{name} is no regular file")
+      for name in ("model.safetensors", "pytorch_model.bin", "config.json")),
+    *((instead("pytorch_model.bin", lambda path, content=content: torch.save(content, path)),
+       "pytorch_model.bin holds more than tensors, or is damaged") for content in (
+        {"a": shutil.rmtree}, torch.zeros(2), [torch.zeros(2)], {"a": 1}, {3: torch.zeros(2)},
+        {"a": torch.eye(2).to_sparse()}, {"model.norm.weight": torch.zeros(1).expand(64)})),
 ])
 def test_faults(folder, fault, message):
     fault(folder)

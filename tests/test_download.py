@@ -196,9 +196,14 @@ def test_no_network(hub, tmp_path):
 
 
 def test_no_room(hub, tmp_path, monkeypatch):
+    """For what is still to come, as the hub tells it before, or as the disk does on the way."""
+    folder = download.download("owner/name", tmp_path / "out", endpoint=hub.url)
+    (folder / "config.json").unlink()
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage(10, 8, 2))
-    assert "needs 0.0 GB more" in refusal(hub, tmp_path)
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage(100, 99, 1))
+    assert "needs 0.0 GB more" in refusal(hub, folder, "owner/name")
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage(100, 98, len(FILES["config.json"])))
+    download.download("owner/name", folder, endpoint=hub.url)
     monkeypatch.undo()
 
     def fail(self, *args, **kwargs):

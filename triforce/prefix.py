@@ -75,6 +75,7 @@ class Prefix:
         self.rendered_at: str | None = None
         self.num_read = 0  # tokens of it that a prefill found in a file
         self.part_of: int | None = None  # tokens of the document whose prefill goes on, where these are a part of it
+        self._meter: NgramMeter | None = None
         self._has_warned = False  # that a chat template gives other tokens
 
     def __len__(self) -> int:

@@ -18,9 +18,8 @@ from pathlib import Path
 from ..errors import UserError
 from .folders import REPO_ID, UNFINISHED
 
-WEIGHTS = (r"model\.safetensors", r"model-\d+-of-\d+\.safetensors", r"pytorch_model\.bin",
-           r"pytorch_model-\d+-of-\d+\.bin")  # in order of preference
-INDEX_OF = {WEIGHTS[1]: "model.safetensors.index.json", WEIGHTS[3]: "pytorch_model.bin.index.json"}
+WEIGHTS = {r"model\.safetensors": None, r"model-\d+-of-\d+\.safetensors": "model.safetensors.index.json",
+           r"pytorch_model\.bin": None, r"pytorch_model-\d+-of-\d+\.bin": "pytorch_model.bin.index.json"}
 TEXTS = re.compile(r"tokenizer\.model|[^/]*\.json|(additional_chat_templates/)?[^/]*\.jinja|merges\.txt|vocab\.txt"
                    r"|LICENSE[^/]*|USE_POLICY[^/]*")
 AGAIN = "run the same command again: files that are whole are not fetched twice"
@@ -28,14 +27,10 @@ AGAIN = "run the same command again: files that are whole are not fetched twice"
 
 def needed(files: Iterable[str]) -> list[str]:
     """The files of a repository that loading it needs, of all that it lists; without weights, an empty list."""
-    files = sorted(files)
-    for pattern in WEIGHTS:
-        weights = [file for file in files if re.fullmatch(pattern, file)]
-        if weights:
-            index = INDEX_OF.get(pattern)
-            texts = [file for file in files if TEXTS.fullmatch(file)
-                     and (file == index or not file.endswith(".index.json"))]
-            return texts + weights
+    for pattern, index in WEIGHTS.items():
+        if weights := [file for file in files if re.fullmatch(pattern, file)]:
+            texts = [file for file in files if TEXTS.fullmatch(file) and not file.endswith(".index.json")]
+            return sorted(texts) + sorted(weights) + [file for file in files if file == index]
     return []
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ..errors import UserError
-from .files import read_json, read_text, shown
+from .files import one_line, read_json, read_text, shown
 
 TINY = Path(__file__).parents[1] / "tiny"  # the embedded pair: target/ and draft/
 REPO_ID = re.compile(r"(?a:[A-Za-z0-9][\w.-]{0,95}/\w[\w.-]{0,95})")
@@ -27,16 +27,13 @@ def resolve(checkpoint: str | Path) -> Path:
     """
     if checkpoint == "tiny":
         return TINY / "target"
-    if not isinstance(checkpoint, (str, Path)) or not str(checkpoint):
-        raise UserError(f"no such checkpoint: {checkpoint!r}; give a folder, a repository id (owner/name) or 'tiny'")
     try:
         path = Path(checkpoint).expanduser()
-        if path.is_dir():
-            return finished(path)
-        is_file = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, an unknown user
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{str(checkpoint)[:200]!r} cannot be opened ({reason}); give another folder") from None
+        is_folder, is_file = path.is_dir() and checkpoint != "", path.is_file()
+    except (OSError, RuntimeError, ValueError, TypeError) as error:  # a name that is too long, an unknown user
+        raise UserError(f"{shown(checkpoint)} cannot be opened ({one_line(error)}); give another folder") from None
+    if is_folder:
+        return finished(path)
     if is_file:
         raise UserError(f"{path} is a file; give the folder that holds config.json and the weights")
     if isinstance(checkpoint, Path) or not REPO_ID.fullmatch(checkpoint):
@@ -44,8 +41,7 @@ def resolve(checkpoint: str | Path) -> Path:
     local = Path("checkpoints") / checkpoint
     if local.is_dir():
         return finished(local)
-    cached = find_cached(checkpoint)
-    if cached is not None:
+    if (cached := find_cached(checkpoint)) is not None:
         return cached
     raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
                     f"download it: triforce download --repo-id {checkpoint}")

@@ -108,7 +108,7 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 
     name = usual_name(name)
     if name == OUTPUT and OUTPUT not in table:
         name = EMBEDDING
-    names, given = [name], name
+    names = [name]
     for ending in SCALES if float8 is not None else ():
         names = [name.removesuffix(ending) + SCALE] if name.endswith(ending) else names
     for fused, parts in FUSED.items():
@@ -119,11 +119,12 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 
     sizes = [table[part].shape[0] for part in names]
     if names[0].endswith(SCALE):
         place = table[names[0]]
-        found = f"{str(tensor.dtype).removeprefix('torch.')} tensor {given} has shape {list(tensor.shape)}"
-        tensor = float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
-        if tensor is None:
-            raise UserError(f"{found}, which is no scale for each {float8.scaled} of its "
-                            "weight, as config.json implies; the two do not belong together")
+        scale = float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
+        if scale is None:
+            raise UserError(f"{str(tensor.dtype).removeprefix('torch.')} tensor {name} has shape "
+                            f"{list(tensor.shape)}, which is no scale for each {float8.scaled} of its weight, as "
+                            "config.json implies; the two do not belong together")
+        tensor = scale
     if len(names) == 1:
         return {names[0]: tensor}
     if sum(sizes) != len(tensor):
