@@ -141,10 +141,7 @@ def test_what_a_template_reads_besides_the_messages(pair, variables):
 
 
 def test_chat_templates_from_files_and_arguments(folders, tmp_path):
-    folder = tmp_path / "chat"
-    folder.mkdir()
-    for file in folders["Qwen"].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(folders["Qwen"], tmp_path / "chat")
     ours = Tokenizer(folder)
     messages = [{"role": "user", "content": "hi 日"}]
     with pytest.raises(UserError, match="--chat-template"):
@@ -232,11 +229,8 @@ def test_same_as(pair, folders, tmp_path):
     legacy, new, qwen = (pair(name)[0] for name in ("sentencepiece, legacy", "sentencepiece, new", "Qwen"))
     assert legacy.same_as(new) is None
     assert "id 0 means '<unk>' and '!'" in legacy.same_as(qwen)
-    padded = tmp_path / "padded"  # one token more, beyond what the model's vocabulary holds
-    padded.mkdir()
-    for file in folders["sentencepiece, new"].iterdir():
-        (padded / file.name).write_bytes(file.read_bytes())
-    write_json(padded / "added_tokens.json", {"<pad>": new.vocab_size})
+    padded = shutil.copytree(folders["sentencepiece, new"], tmp_path / "padded")
+    write_json(padded / "added_tokens.json", {"<pad>": new.vocab_size})  # beyond what the model's vocabulary holds
     write_json(padded / "config.json", {"vocab_size": new.vocab_size})
     other = Tokenizer(padded)
     assert other.vocab_size == new.vocab_size + 1 and other.same_as(new) is None
@@ -246,24 +240,19 @@ def test_same_as(pair, folders, tmp_path):
 
 
 def test_tokenizer_faults(folders, tmp_path):
-    with pytest.raises(UserError, match="neither tokenizer.json nor tokenizer.model"):
-        Tokenizer(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes((folders["sentencepiece, new"] / "tokenizer.model").read_bytes()[:3000])
-    with pytest.raises(UserError, match="truncated or no sentencepiece"):
-        Tokenizer(tmp_path)
-    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # the form of Llama 3's original folder
-    with pytest.raises(UserError, match="sentencepiece"):
-        Tokenizer(tmp_path)
-    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "ChatGLM4Tokenizer"})
-    with pytest.raises(UserError, match="tokenizer_class ChatGLM4Tokenizer, which is code; add the tokenizer.json"):
-        Tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").unlink()
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"')
-    with pytest.raises(UserError, match="cannot be read"):
-        Tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "new"}}')
-    with pytest.raises(UserError, match="cannot be read"):
-        Tokenizer(tmp_path)
+    model = (folders["sentencepiece, new"] / "tokenizer.model").read_bytes()
+    code = json.dumps({"tokenizer_class": "ChatGLM4Tokenizer"}).encode()
+    for name, content, words in (
+            (None, None, "neither tokenizer.json nor tokenizer.model"),
+            ("tokenizer.model", model[:3000], "truncated or no sentencepiece"),
+            ("tokenizer.model", b"IQ== 0\nIg== 1\n", "sentencepiece"),  # the form of Llama 3's original folder
+            ("tokenizer_config.json", code, "ChatGLM4Tokenizer, which is code; add the tokenizer.json"),
+            ("tokenizer.json", b'{"model": {"type": "BPE"', "cannot be read"),
+            ("tokenizer.json", b'{"model": {"type": "new"}}', "cannot be read")):
+        if name is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=words):
+            Tokenizer(tmp_path)
     for text in ("a\ud800", ["a", "b"], ("a", "b")):
         with pytest.raises(UserError, match="surrogate"):
             Tokenizer(folders["Qwen"]).encode(text)
@@ -302,3 +291,10 @@ def test_other_threads_run_while_a_book_is_encoded():
         turns += 1
     thread.join()
     assert turns > 10
+
+
+def test_a_chat_with_tools_has_their_template(tiny_engine, monkeypatch):
+    """Where it is the only one."""
+    monkeypatch.setattr(Tokenizer, "chat_templates", lambda self: {"tool_use": "{{ tools }}"})
+    assert tiny_engine.chat(chat_template_kwargs={"tools": TOOLS}).uses_template
+    assert not tiny_engine.chat().uses_template
