@@ -4,6 +4,7 @@ It knows nothing of caches, sampling or text, and it never uses the network: `do
 is comes from its config.json, never from its name.
 """
 
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from .files import (
     check_file,
     guarded,
     number,
+    one_line,
     read_json,
     read_optional_json,
     several,
@@ -75,26 +77,19 @@ def output_is_embedding(files: list[Path]) -> bool | None:
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Every id that ends a text: generation_config.json's, else config.json's, else the tokenizer's own."""
-    folder = Path(folder)
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        content = read_optional_json(path)
-        one_id = whole(0, 2**31)
-        with about(path):
-            kind = several(one_id) if isinstance(content.get("eos_token_id"), list) else one_id
-            eos = Fields(content).get("eos_token_id", kind, None)
-        if eos is not None:
-            return eos if isinstance(eos, tuple) else (eos,)
+    for path in (Path(folder) / "generation_config.json", Path(folder) / "config.json"):
+        given = read_optional_json(path).get("eos_token_id")
+        if given is not None:
+            with about(path):
+                given = given if isinstance(given, list) else [given]
+                return Fields({"eos_token_id": given}).get("eos_token_id", several(whole(0, 2**31)))
     eos = Tokenizer(folder).eos_id
     return () if eos is None else (eos,)
 
 
 def generation_defaults(folder: str | Path) -> dict[str, float | int]:
     """What generation_config.json says of temperature, top_p, top_k and min_p: the values that are set. Empty where
-    `do_sample` is false, or there is no such file.
-
-    Raises:
-        UserError: a value is of the wrong kind or out of range.
-    """
+    `do_sample` is false, or there is no such file."""
     path = Path(folder) / "generation_config.json"
     fields = Fields(read_optional_json(path))
     with about(path):
@@ -119,15 +114,10 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="pt", device="cpu") as file:
                     return {name: file.get_tensor(name) for name in file.keys()}
-            try:
-                tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError as error:  # the format of torch before 1.6 cannot be mapped
-                if "mmap" not in str(error):
-                    raise
-                tensors = torch.load(path, map_location="cpu", weights_only=True)
+            mmap = zipfile.is_zipfile(path)  # the format of torch before 1.6 cannot be mapped
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"{path} is truncated or damaged ({reason}); download it again") from None
+            raise UserError(f"{path} is truncated or damaged ({one_line(error)}); download it again") from None
         tensors = tensors.get("state_dict", tensors)
         for name, tensor in tensors.items():  # one of fewer bytes than it says repeats them, without end
             plain = isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided

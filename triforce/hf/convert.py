@@ -39,7 +39,7 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None, dtype
     source = Path(checkpoint_dir)
     folder = Path(out_dir) if out_dir else source
     config = read_json(source / "config.json")
-    dtype = parse_dtype(dtype) if dtype is not None else None
+    dtype = None if dtype is None else parse_dtype(dtype)
     if dtype is not None and config.get("quantization_config"):
         raise UserError(f"{source} is quantized, and no dtype can be given to weights without their scales; leave out "
                         "--dtype")

@@ -33,7 +33,6 @@ def check_file(path: Path, largest: float = math.inf) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; an absent or broken one is a `UserError`."""
     check_file(path, MAX_TEXT)
     with guarded(f"{path} cannot be read"):
         return path.read_text(encoding="utf-8")
