@@ -57,32 +57,29 @@ class Layout:
                 and 1 < num_tensors == 2 * self.num_layers * self.n_kv_head + 1)
 
     @property
-    def head_bytes(self) -> int:
-        return self.length * self.head_dim * DTYPES[self.dtype].itemsize
-
-    @property
     def nbytes(self) -> int:
         """Of all tensors."""
-        return 2 * self.num_layers * self.n_kv_head * self.head_bytes + 4 * self.num_tokens
+        return sum(size for *_, size in self.tensors().values())
 
     def heads(self, i: int, heads: range) -> Iterator[tuple[str, int, int]]:
         """(name of the tensor, 0 for K and 1 for V, head) of some heads of layer i."""
         return ((f"{'kv'[half]}.{i}.{head}", half, head) for half in range(2) for head in heads)
 
-    def tensors(self) -> dict[str, tuple[str, list[int]]]:
-        """Dtype and shape of each, in the order in which they lie."""
+    def tensors(self) -> dict[str, tuple[str, list[int], int]]:
+        """Dtype, shape and bytes of each, in the order in which they lie."""
         names = (name for i in range(self.num_layers) for name, *_ in self.heads(i, range(self.n_kv_head)))
-        of_heads = dict.fromkeys(names, (self.dtype, [self.length, self.head_dim]))
-        return {**of_heads, "tokens": ("I32", [self.num_tokens])}
+        size = self.length * self.head_dim * DTYPES[self.dtype].itemsize
+        of_heads = dict.fromkeys(names, (self.dtype, [self.length, self.head_dim], size))
+        return {**of_heads, "tokens": ("I32", [self.num_tokens], 4 * self.num_tokens)}
 
     def header(self, about: dict, checksums: dict[str, str]) -> tuple[bytes, dict[str, int]]:
         """(all that comes before the tensors, where each begins). As long for one set of checksums as for another."""
         contents = json.dumps({"about": about, "sizes": asdict(self), "checksums": checksums})
         metadata = {"version": VERSION, "crc32": _checksum(contents.encode()), "contents": contents}
         table, starts, at = {}, {}, 0
-        for name, (dtype, shape) in self.tensors().items():
-            end = at + (4 * self.num_tokens if name == "tokens" else self.head_bytes)
-            table[name], starts[name], at = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}, at, end
+        for name, (dtype, shape, size) in self.tensors().items():
+            table[name], starts[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}, at
+            at += size
         text = MAGIC + f",{json.dumps(metadata)[1:]},{json.dumps(table)[1:]}".encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text, {name: 8 + len(text) + start for name, start in starts.items()}
