@@ -79,8 +79,8 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights,
                                         config.tie_word_embeddings), None
         if draft_config is not None:
-            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest,
-                                    tied=draft_config.tie_word_embeddings)
+            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest, None,
+                                    draft_config.tie_word_embeddings)
         if place.compile is False:
             for model in (target, draft):
                 if model is not None:

@@ -298,7 +298,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 def check_prefix(prefix, engine: "Engine", chat_template: str | None = None) -> None:
     """Raises UserError for what is no prefix of this engine's, and for a template that is given beside it."""
     if not isinstance(prefix, Prefix) or prefix.engine is not engine:
-        raise UserError("prefix must be what `prefill` or `open` of this engine returned; give a text to `prefill`. If "
+        raise UserError("prefix must be what this engine's `prefill` or `open` returned; give a text to `prefill`. If "
                         "it is another engine's, save the prefix, and open the file with this one")
     if chat_template is not None:
         raise UserError("a prefix keeps the template that it was made with; give the template to `prefill`")
