@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file, save_model
 from tokenizer_folders import sentencepiece_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import triforce
 from triforce.errors import UserError
-from triforce.hf import folders
+from triforce.hf import checkpoint, folders
 from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config
 from triforce.hf.config import config_from_hf
 from triforce.hf.convert import convert
@@ -28,7 +29,8 @@ from triforce.hf.files import LFS
 from triforce.hf.fingerprint import model_fingerprint
 from triforce.hf.folders import resolve
 from triforce.hf.places import places
-from triforce.model import RopeScaling, RotaryEmbedding, Transformer
+from triforce.kit import plan
+from triforce.model import RotaryEmbedding, Transformer
 
 LENGTH = 250  # of a window of 256; the original one, where RoPE is scaled, is 32
 TOKENS = torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -63,16 +65,6 @@ def test_parity(family, tmp_path):
     new, old = read_config(tmp_path / "version 5"), read_config(folder)
     assert dataclasses.replace(new, dtype=None) == dataclasses.replace(old, dtype=None)
     close(dense_logits(load_model(tmp_path / "version 5", dtype="float32"), TOKENS), logits)
-
-
-@pytest.mark.parametrize("family", [name for name, fields in FAMILIES.items() if fields.get("rope_scaling")])
-def test_parity_notices_the_rope_scaling(family, tmp_path):
-    """Without its scaling a model is far off past the original window: `test_parity` is not true for want of effect."""
-    theirs = build(family)
-    ours = load_model(save(theirs, config_json(family), tmp_path), dtype=torch.float32)
-    ours.rope.config = dataclasses.replace(ours.config, rope_scaling=RopeScaling())
-    ours.rope.to("cpu")
-    assert (dense_logits(ours, TOKENS) - expected(theirs)).abs()[:, 64:].max() > 0.1
 
 
 @pytest.mark.parametrize("family", ["Phi-4-mini", "Phi-3-mini-128k"])
@@ -204,6 +196,25 @@ def test_bin_of_the_old_format(folder):
     close(dense_logits(load_model(folder, dtype=torch.float32), TOKENS), expected(build("Llama 3")))
 
 
+def test_tied_weights_are_compared_once_a_load_and_not_for_a_plan(tied, monkeypatch, capsys):
+    """Whole weights are read for it. A stored output layer that is tied may lie in a later file than the embedding."""
+    theirs, folder = tied
+    tensors = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    files = {name: "b.safetensors" if name == "lm_head.weight" else "a.safetensors" for name in tensors}
+    save_file({"lm_head.weight": tensors.pop("lm_head.weight")}, folder / "b.safetensors")
+    save_file(tensors, folder / "a.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    shutil.copy(sentencepiece_folder(folder.parent / "tokenizer", {}) / "tokenizer.model", folder)
+    compared, compare = [], checkpoint.output_is_embedding
+    monkeypatch.setattr(checkpoint, "output_is_embedding", lambda files: compared.append(1) or compare(files))
+    engine = triforce.load(folder, device="cpu")
+    assert engine.target.output.weight is engine.target.embedding.weight and engine.identity() and len(compared) == 1
+    assert plan.main(["--checkpoint", str(folder), "--device", "cpu", "--max-new-tokens", "9"]) in (0, 1)
+    assert len(compared) == 1
+    capsys.readouterr()
+
+
 def stored(theirs, folder, change):
     """A folder of `theirs` whose tensors, the tied output layer among them, were changed."""
     tensors = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
@@ -242,7 +253,7 @@ def test_tied_weights_that_differ_are_both_used(tied, kind, tmp_path):
         folder = convert(folder, tmp_path / "converted")
         assert "lm_head.weight" in load_file(folder / "model.safetensors")
     ours = load_model(folder, dtype=torch.float32)
-    assert not ours.config.tie_word_embeddings and not read_config(folder).tie_word_embeddings
+    assert not ours.config.tie_word_embeddings and read_config(folder).tie_word_embeddings
     close(dense_logits(ours, TOKENS), logits)
 
 
@@ -264,6 +275,7 @@ def test_one_of_two_tied_weights_serves_as_both(tied, name):
 def test_dtype(folder):
     assert load_model(folder).dtype == torch.bfloat16  # config.json's
     assert load_model(folder, dtype="fp16").dtype == torch.float16
+    assert {parse_dtype(one) for one in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16)} == {torch.bfloat16}
     model = load_model(folder, dtype=torch.float64)
     assert model.rope.frequencies.dtype == torch.float32 and model.rope.frequencies.device.type == "cpu"
     edit(folder, torch_dtype=None)
@@ -298,59 +310,17 @@ def replace(name, tensor):
     return fault
 
 
-def truncate(folder, name="model.safetensors"):
-    (folder / name).write_bytes((folder / name).read_bytes()[:-100])
-
-
-def truncate_bin(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    truncate(folder, "pytorch_model.bin")
-
-
-def code_in_bin(folder):
-    (folder / "model.safetensors").unlink()
-    torch.save({"a": shutil.rmtree}, folder / "pytorch_model.bin")
-
-
-def lose_a_shard(folder):
-    (folder / "model.safetensors").unlink()
-    save(build("Llama 3"), config_json("Llama 3"), folder, shards=3)
-    (folder / "model-00002-of-00003.safetensors").unlink()
-
-
-def empty_index(folder):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text("{}")
-
-
-def index_of(file):
-    def fault(folder):
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    return fault
-
-
-def pointer(name):
-    def fault(folder):
-        (folder / "model.safetensors").unlink()
-        (folder / name).write_bytes(LFS + b"v1\noid sha256:0\nsize 9\n")
-    return fault
-
-
-def pipe(name):
+def instead(name, write):
+    """Another file in place of the weights."""
     def fault(folder):
         (folder / "model.safetensors").unlink()
         (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
+        write(folder / name)
     return fault
 
 
-def in_bin(content):
-    def fault(folder):
-        (folder / "model.safetensors").unlink()
-        torch.save(content, folder / "pytorch_model.bin")
-    return fault
+def index_of(**weight_map):
+    return instead("model.safetensors.index.json", lambda path: path.write_text(json.dumps({"weight_map": weight_map})))
 
 
 @pytest.mark.parametrize("fault, message", [
@@ -366,19 +336,20 @@ def in_bin(content):
     (replace("model.norm.weight", torch.zeros(64, dtype=torch.int8)), "norm.weight is torch.int8, but .* a wider"),
     (replace("model.layers.0.self_attn.q_proj.bias", torch.zeros(64)), "self_attn.q_proj.bias, which .* no place for"),
     (lambda folder: edit(folder, vocab_size=97), r".*.weight has shape \(96, 64\), but .* \(97, 64\)"),
-    (truncate, "model.safetensors is truncated or damaged"),
-    (truncate_bin, "pytorch_model.bin is truncated or damaged"),
-    (code_in_bin, "pytorch_model.bin holds more than tensors"),
-    (lose_a_shard, "places tensor .* in 'model-00002-of-00003.safetensors', which is no file"),
-    (empty_index, "has no weight_map"),
-    *((index_of(file), "places tensor 'a' in .*, which is no file of this folder")
-      for file in (3, None, ["x"], "/etc/passwd", "../checkpoint/config.json", "a/../../b.safetensors")),
-    (index_of("nul\0.safetensors"), "which is no file of this folder"),
-    *((pointer(name), f"{name} is a pointer of Git LFS") for name in ("model.safetensors", "pytorch_model.bin")),
-    *((pipe(name), f"{name} is no regular file") for name in ("model.safetensors", "pytorch_model.bin", "config.json")),
-    *((in_bin(content), "pytorch_model.bin holds more than tensors, or is damaged") for content in (
-        torch.zeros(2), [torch.zeros(2)], {"a": 1}, {3: torch.zeros(2)}, {"a": torch.eye(2).to_sparse()},
-        {"model.norm.weight": torch.zeros(1).expand(64)})),
+    (lambda folder: os.truncate(folder / "model.safetensors", 9999), "model.safetensors is truncated or damaged"),
+    (instead("pytorch_model.bin", lambda path: path.write_bytes(b"PK\3\4" + bytes(99))), "is truncated or damaged"),
+    (index_of(), "has no weight_map"),
+    *((index_of(a=file), "places tensor 'a' in .*, which is no file of this folder")
+      for file in (3, None, ["x"], "/etc/passwd", "../checkpoint/config.json", "a/../../b.safetensors", "absent",
+                   "nul\0.safetensors")),
+    *((instead(name, lambda path: path.write_bytes(LFS + b"v1\noid sha256:0\nsize 9\n")), f"{name} is a pointer of Git")
+      for name in ("model.safetensors", "pytorch_model.bin")),
+    *((instead(name, os.mkfifo), f"{name} is no regular file")
+      for name in ("model.safetensors", "pytorch_model.bin", "config.json")),
+    *((instead("pytorch_model.bin", lambda path, content=content: torch.save(content, path)),
+       "pytorch_model.bin holds more than tensors, or is damaged") for content in (
+        {"a": shutil.rmtree}, torch.zeros(2), [torch.zeros(2)], {"a": 1}, {3: torch.zeros(2)},
+        {"a": torch.eye(2).to_sparse()}, {"model.norm.weight": torch.zeros(1).expand(64)})),
 ])
 def test_faults(folder, fault, message):
     fault(folder)
@@ -407,6 +378,10 @@ def test_resolve(folder, tmp_path, monkeypatch):
     assert resolve("tiny") == folders.TINY / "target" and folders.tiny_draft() == folders.TINY / "draft"
     assert resolve(folder) == resolve(str(folder)) == folder
     assert resolve("checkpoint").resolve() == folder
+    for name in ("x" * 5000, "~no such user/x", "a\0b", Path("y" * 300)):
+        with pytest.raises(UserError) as caught:
+            resolve(name)
+        assert len(str(caught.value)) < 1000
     for absent in ("./nowhere", "nowhere", str(tmp_path / "nowhere"), "a/b/c", "../owner/name", tmp_path / "nowhere"):
         with pytest.raises(UserError, match="no such folder"):
             resolve(absent)
@@ -417,48 +392,11 @@ def test_resolve(folder, tmp_path, monkeypatch):
     cached = tmp_path / "cache" / "models--owner--name"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("abc")
-    shutil.copytree(folder, cached / "snapshots" / "abc")
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "snapshots" / "abc" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="download it"):  # without weights
+        resolve("owner/name")
+    shutil.copytree(folder, cached / "snapshots" / "abc", dirs_exist_ok=True)
     assert resolve("owner/name") == cached / "snapshots" / "abc"
     shutil.copytree(folder, tmp_path / "checkpoints" / "owner" / "name")
     assert resolve("owner/name").resolve() == tmp_path / "checkpoints" / "owner" / "name"
-
-
-def test_a_download_that_was_not_finished_is_none(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    shutil.copytree(folder, tmp_path / "checkpoints/owner/name")
-    assert resolve("owner/name").resolve() == tmp_path / "checkpoints/owner/name"
-    (tmp_path / "checkpoints/owner/name" / folders.UNFINISHED).write_text("owner/name\n")
-    for name in ("owner/name", "checkpoints/owner/name", tmp_path / "checkpoints/owner/name"):
-        with pytest.raises(UserError, match="was not finished; run it again: triforce download --repo-id owner/name"):
-            resolve(name)
-
-
-@pytest.mark.parametrize("checkpoint", ["x" * 5000, "~no such user/x", "a\0b", Path("y" * 300)])
-def test_names_that_no_folder_has(checkpoint):
-    with pytest.raises(UserError) as caught:
-        resolve(checkpoint)
-    assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize("spelling", ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16])
-def test_spellings_of_a_dtype(spelling):
-    assert parse_dtype(spelling) == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_without_a_word_the_files_own_dtype_counts(tmp_path, dtype):
-    folder = save(build("Llama 1").to(dtype), {**config_json("Llama 1"), "torch_dtype": None}, tmp_path / "model")
-    assert load_model(folder).dtype == dtype
-
-
-def test_a_cache_that_has_no_weights_is_no_download(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    cached = tmp_path / "cache" / "models--owner--name"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("abc")
-    (cached / "snapshots" / "abc").mkdir(parents=True)
-    (cached / "snapshots" / "abc" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="download it"):
-        resolve("owner/name")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from families import build, config_json, save
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from triforce.errors import UserError
 from triforce.hf import convert as module
@@ -33,6 +32,8 @@ def tensors_of(folder):
 def test_same_tensors(tmp_path, family, kind, shards):
     theirs = build(family)
     source = save(theirs, config_json(family), tmp_path / "source", kind, shards)
+    if (family, shards) == ("Llama 3.2", 1):  # with the tied output layer beside the embedding
+        torch.save({name: one.clone() for name, one in theirs.state_dict().items()}, source / "pytorch_model.bin")
     for name in ("tokenizer.model", "generation_config.json", "chat_template.jinja", "README.md"):
         (source / name).write_text("{}")
     out = convert(source, tmp_path / "out", "bfloat16", max_shard_bytes=40_000)
@@ -44,7 +45,9 @@ def test_same_tensors(tmp_path, family, kind, shards):
     assert json.loads((out / "config.json").read_text()) == {**config_json(family), "torch_dtype": "bfloat16"}
     files = sorted(out.glob("model-*.safetensors"))
     assert len(files) > 2 and all(path.stat().st_size < 50_000 for path in files)
-    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    weight_map = index["weight_map"]
     assert weight_map.keys() == expected.keys() and set(weight_map.values()) == {path.name for path in files}
     assert {path.name for path in out.iterdir()} - set(weight_map.values()) == {
         "config.json", "generation_config.json", "tokenizer.model", "chat_template.jinja",
@@ -93,19 +96,15 @@ def test_an_interruption_leaves_nothing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module.os, "replace", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, dtype="bf16")
+    assert module.main(["--checkpoint-dir", str(source), "--dtype", "bf16"]) == 130
     assert {path.name for path in source.iterdir()} == before
-    assert module.main(["--checkpoint-dir", str(source)]) == 130
 
 
 def test_faults(tmp_path):
-    with pytest.raises(UserError, match="no such folder"):
-        convert(tmp_path / "nowhere")
     with pytest.raises(UserError, match="config.json is missing"):
         convert(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="no weights to convert"):
+    with pytest.raises(UserError, match="neither model.safetensors nor"):
         convert(tmp_path)
     (tmp_path / "pytorch_model.bin").write_text("broken")
     with pytest.raises(UserError, match="pytorch_model.bin"):
@@ -116,19 +115,6 @@ def test_faults(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to"):
         convert(tmp_path, tmp_path / "file")
-
-
-def test_what_a_conversion_writes_of_tied_weights(tmp_path):
-    """Once, and the index knows how much it is."""
-    model, config = build("Llama 3.2"), config_json("Llama 3.2")
-    assert config["tie_word_embeddings"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "pytorch_model.bin")
-    out = convert(tmp_path, tmp_path / "out", max_shard_bytes=40_000)
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    tensors = {name: tensor for path in out.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    assert "lm_head.weight" not in tensors and tensors.keys() == index["weight_map"].keys()
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("limit, last", [(10**9, "model.safetensors"), (40_000, "model.safetensors.index.json")])

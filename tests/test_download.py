@@ -60,12 +60,13 @@ def test_which_files_are_needed():
 
 @pytest.mark.parametrize("repo_id, files", [("owner/both", TEXTS | SAFETENSORS), ("owner/bin", TEXTS | BIN)])
 def test_only_needed_files_come(hub, tmp_path, repo_id, files):
-    folder = download.download(repo_id, tmp_path / "out", endpoint=hub.url)
-    assert hub.fetched() == set(files)
+    folder = download.download(repo_id, tmp_path / "out", "v1", "hf_right", hub.url)
+    assert hub.fetched() == set(files) and hub.tokens(repo_id) == {"hf_right"}
+    assert not any("main" in path for _, path, _ in hub.requests)  # all files are of the revision
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert {name: content for name, content in found.items() if not name.startswith(".cache")} == files
     hub.requests.clear()
-    download.download(repo_id, folder, endpoint=hub.url)
+    download.download(repo_id, folder, "v1", endpoint=hub.url)
     assert hub.fetched() == set()  # nothing twice
 
 
@@ -87,12 +88,6 @@ def test_the_command(hub, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.strip().startswith("error: owner/private does not exist on the hub, or is private (401)")
-
-
-def test_token_and_revision_are_sent(hub, tmp_path):
-    download.download("owner/bin", tmp_path, revision="v1", token="hf_right", endpoint=hub.url)
-    assert hub.tokens("owner/bin") == {"hf_right"}
-    assert any("/v1" in path for _, path, _ in hub.requests)
 
 
 def refusal(hub, folder, repo_id="owner/bin", **options) -> str:
@@ -201,38 +196,23 @@ def test_no_network(hub, tmp_path):
 
 
 def test_no_room(hub, tmp_path, monkeypatch):
+    """For what is still to come, as the hub tells it before, or as the disk does on the way."""
+    folder = download.download("owner/name", tmp_path / "out", endpoint=hub.url)
+    (folder / "config.json").unlink()
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage(10, 8, 2))
-    assert "needs 0.0 GB more" in refusal(hub, tmp_path)
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage(100, 99, 1))
+    assert "needs 0.0 GB more" in refusal(hub, folder, "owner/name")
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage(100, 98, len(FILES["config.json"])))
+    download.download("owner/name", folder, endpoint=hub.url)
     monkeypatch.undo()
 
     def fail(self, *args, **kwargs):
         raise RuntimeError("a worker failed") from OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("huggingface_hub.HfApi.snapshot_download", fail)
-    assert "is full; make room" in refusal(hub, tmp_path)
+    assert "make room, or choose another folder" in refusal(hub, tmp_path)
     (tmp_path / "file").write_text("")
     assert "cannot write to" in refusal(hub, tmp_path / "file")
-
-
-def test_room_is_wanted_for_what_is_still_to_come(hub, tmp_path, monkeypatch):
-    folder = download.download("owner/name", tmp_path / "out", endpoint=hub.url)
-    (folder / "config.json").unlink()
-    usage = namedtuple("usage", "total used free")
-    for free in (1, 2):
-        monkeypatch.setattr(download.shutil, "disk_usage", lambda path, free=free: usage(100, 100 - free, free))
-        if free < len(FILES["config.json"]):
-            with pytest.raises(UserError, match="make room"):
-                download.download("owner/name", folder, endpoint=hub.url)
-        else:
-            download.download("owner/name", folder, endpoint=hub.url)
-    assert (folder / "config.json").read_bytes() == FILES["config.json"]
-
-
-def test_all_files_are_of_the_revision(hub, tmp_path):
-    download.download("owner/name", tmp_path / "out", revision="v1", endpoint=hub.url)
-    assert hub.fetched() == set(FILES)
-    assert not any("main" in path for _, path, _ in hub.requests)
 
 
 @pytest.mark.parametrize("status, words", [(403, "is gated"), (401, "rejects the token"), (404, "does not exist"),
@@ -242,12 +222,3 @@ def test_what_a_refusal_of_a_file_means(status, words, tmp_path):
     error = RuntimeError("refused")
     error.response = SimpleNamespace(status_code=status)
     assert words in str(download.explain(error, "owner/name", None, tmp_path))
-
-
-def test_flags_of_the_download_command(monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(download, "download", lambda *args: asked.append(args) or Path("folder"))
-    assert download.main(["--repo-id", "a/b", "--out-dir", "c", "--revision", "v1", "--token", "hf_x"]) == 0
-    assert download.main(["--repo_id", "a/b"]) == 0
-    assert asked == [("a/b", "c", "v1", "hf_x"), ("a/b", None, None, None)]
-    assert "--checkpoint folder" in capsys.readouterr().out

@@ -12,9 +12,9 @@ import pytest
 from tokenizer_folders import STRINGS, make_folders, special, write_json
 from transformers import AutoTokenizer
 
-import triforce.hf.tokenizer
 from triforce.errors import UserError
 from triforce.hf.folders import TINY
+from triforce.hf.tokenizer import BYTE_PIECE, Tokenizer
 
 NAMES = ["sentencepiece, legacy", "sentencepiece, new", "sentencepiece, silent config", "sentencepiece, eos, no prefix",
          "sentencepiece, user-defined pieces", "sentencepiece, tokens by id", "sentencepiece, old token files",
@@ -34,14 +34,10 @@ def pair(folders):
 
     def get(name):
         if name not in made:
-            made[name] = triforce.hf.tokenizer.Tokenizer(folders[name]), AutoTokenizer.from_pretrained(folders[name])
+            made[name] = Tokenizer(folders[name]), AutoTokenizer.from_pretrained(folders[name])
         return made[name]
 
     return get
-
-
-def test_there_are_200_strings():
-    assert len(STRINGS) == 200
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,7 +59,7 @@ def test_random_ids_decode_as_transformers_do(pair, name):
     """Every id is decoded after others. Runs of byte pieces are left out, see `Tokenizer`."""
     ours, theirs = pair(name)
     rng = random.Random(1)
-    ids = [i for i, token in ours.token_of.items() if not triforce.hf.tokenizer.BYTE_PIECE.fullmatch(token)]
+    ids = [i for i, token in ours.token_of.items() if not BYTE_PIECE.fullmatch(token)]
     for _ in range(60):
         some = rng.choices(ids, k=12)
         assert ours.decode(some) == theirs.decode(some, skip_special_tokens=True)
@@ -144,25 +140,9 @@ def test_what_a_template_reads_besides_the_messages(pair, variables):
     assert found == {variables.get("enable_thinking") is False}
 
 
-def test_a_template_that_knows_no_tools_says_so(pair):
-    with pytest.raises(UserError, match="rejects the messages: only user and assistant may speak, not tool$"):
-        pair("sentencepiece, legacy")[0].apply_chat_template([*CALLED[:2], CALLED[-1]])
-
-
-def test_chats_about_200_strings(pair):
-    ours, theirs = pair("Qwen3")
-    for i, text in enumerate(STRINGS):
-        messages, variables = [{"role": "user", "content": text}], {"enable_thinking": i % 2 == 0}
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **variables)
-        assert ours.apply_chat_template(messages, variables=variables) == expected, repr(text)
-
-
 def test_chat_templates_from_files_and_arguments(folders, tmp_path):
-    folder = tmp_path / "chat"
-    folder.mkdir()
-    for file in folders["Qwen"].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    ours = triforce.hf.tokenizer.Tokenizer(folder)
+    folder = shutil.copytree(folders["Qwen"], tmp_path / "chat")
+    ours = Tokenizer(folder)
     messages = [{"role": "user", "content": "hi 日"}]
     with pytest.raises(UserError, match="--chat-template"):
         ours.apply_chat_template(messages)
@@ -206,7 +186,7 @@ def changed(source, folder, **config):
 @pytest.mark.parametrize("name", ["Llama 3", "sentencepiece, new", "Qwen3", "Llama's tokenizer.json, new"])
 def test_tokens_with_names_of_their_own_equal_transformers(folders, tmp_path, name, config):
     folder = changed(folders[name], tmp_path / "named", **config)
-    ours, theirs = triforce.hf.tokenizer.Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     assert ours.special_tokens == theirs.special_tokens_map
     text = "a <img> <aud><one><two> <|eot_id|> b"
     assert ours.encode(text) == theirs.encode(text)
@@ -215,12 +195,6 @@ def test_tokens_with_names_of_their_own_equal_transformers(folders, tmp_path, na
     messages = [{"role": "user", "content": "x"}]
     assert ours.apply_chat_template(messages, template) == theirs.apply_chat_template(
         messages, chat_template=template, return_dict=False)
-
-
-@pytest.mark.parametrize("name", ["sentencepiece, old token files", "CodeLlama"])
-def test_special_tokens_equal_transformers(pair, name):
-    ours, theirs = pair(name)
-    assert ours.special_tokens == theirs.special_tokens_map
 
 
 NAMED = {"default": "plain{{ tools }}", "tool_use": "used {{ tools | tojson }}", "rag": "rag"}
@@ -235,7 +209,7 @@ def test_the_template_for_tools_is_chosen_as_in_transformers(folders, tmp_path, 
         (folder / "additional_chat_templates/tool_use.jinja").write_text("of a file {{ tools | tojson }}")
         if layout == "files":
             (folder / "chat_template.jinja").write_text("plain")
-    ours, theirs = triforce.hf.tokenizer.Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     said, messages = set(), [{"role": "user", "content": "x"}]
     for tools in (None, [], TOOLS):
         if layout == "files, no default" and tools is None:
@@ -255,13 +229,10 @@ def test_same_as(pair, folders, tmp_path):
     legacy, new, qwen = (pair(name)[0] for name in ("sentencepiece, legacy", "sentencepiece, new", "Qwen"))
     assert legacy.same_as(new) is None
     assert "id 0 means '<unk>' and '!'" in legacy.same_as(qwen)
-    padded = tmp_path / "padded"  # one token more, beyond what the model's vocabulary holds
-    padded.mkdir()
-    for file in folders["sentencepiece, new"].iterdir():
-        (padded / file.name).write_bytes(file.read_bytes())
-    write_json(padded / "added_tokens.json", {"<pad>": new.vocab_size})
+    padded = shutil.copytree(folders["sentencepiece, new"], tmp_path / "padded")
+    write_json(padded / "added_tokens.json", {"<pad>": new.vocab_size})  # beyond what the model's vocabulary holds
     write_json(padded / "config.json", {"vocab_size": new.vocab_size})
-    other = triforce.hf.tokenizer.Tokenizer(padded)
+    other = Tokenizer(padded)
     assert other.vocab_size == new.vocab_size + 1 and other.same_as(new) is None
     write_json(padded / "config.json", {"vocab_size": new.vocab_size + 64})
     assert f"id {new.vocab_size} means '<pad>' and nothing" in other.same_as(new)
@@ -269,26 +240,22 @@ def test_same_as(pair, folders, tmp_path):
 
 
 def test_tokenizer_faults(folders, tmp_path):
-    with pytest.raises(UserError, match="neither tokenizer.json nor tokenizer.model"):
-        triforce.hf.tokenizer.Tokenizer(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes((folders["sentencepiece, new"] / "tokenizer.model").read_bytes()[:3000])
-    with pytest.raises(UserError, match="truncated or no sentencepiece"):
-        triforce.hf.tokenizer.Tokenizer(tmp_path)
-    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # the form of Llama 3's original folder
-    with pytest.raises(UserError, match="sentencepiece"):
-        triforce.hf.tokenizer.Tokenizer(tmp_path)
-    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "ChatGLM4Tokenizer"})
-    with pytest.raises(UserError, match="tokenizer_class ChatGLM4Tokenizer, which is code; add the tokenizer.json"):
-        triforce.hf.tokenizer.Tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").unlink()
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"')
-    with pytest.raises(UserError, match="cannot be read"):
-        triforce.hf.tokenizer.Tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "new"}}')
-    with pytest.raises(UserError, match="cannot be read"):
-        triforce.hf.tokenizer.Tokenizer(tmp_path)
-    with pytest.raises(UserError, match="surrogate"):
-        triforce.hf.tokenizer.Tokenizer(folders["Qwen"]).encode("a\ud800")
+    model = (folders["sentencepiece, new"] / "tokenizer.model").read_bytes()
+    code = json.dumps({"tokenizer_class": "ChatGLM4Tokenizer"}).encode()
+    for name, content, words in (
+            (None, None, "neither tokenizer.json nor tokenizer.model"),
+            ("tokenizer.model", model[:3000], "truncated or no sentencepiece"),
+            ("tokenizer.model", b"IQ== 0\nIg== 1\n", "sentencepiece"),  # the form of Llama 3's original folder
+            ("tokenizer_config.json", code, "ChatGLM4Tokenizer, which is code; add the tokenizer.json"),
+            ("tokenizer.json", b'{"model": {"type": "BPE"', "cannot be read"),
+            ("tokenizer.json", b'{"model": {"type": "new"}}', "cannot be read")):
+        if name is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=words):
+            Tokenizer(tmp_path)
+    for text in ("a\ud800", ["a", "b"], ("a", "b")):
+        with pytest.raises(UserError, match="surrogate"):
+            Tokenizer(folders["Qwen"]).encode(text)
 
 
 @pytest.mark.parametrize("part, value, words", [
@@ -302,13 +269,13 @@ def test_a_panic_of_the_library_is_one_line(folders, tmp_path, part, value, word
     content[part] = {**content[part], **value} if part == "model" else value
     write_json(folder / "tokenizer.json", content)
     with pytest.raises(UserError, match=words) as caught:
-        triforce.hf.tokenizer.Tokenizer(folder).encode("hello")
+        Tokenizer(folder).encode("hello")
     assert "\n" not in str(caught.value)
 
 
 def test_other_threads_run_while_a_book_is_encoded():
     """As reading weights and the warm-up do, in the command line."""
-    tokenizer, began, ended = triforce.hf.tokenizer.Tokenizer(TINY / "target"), threading.Event(), threading.Event()
+    tokenizer, began, ended = Tokenizer(TINY / "target"), threading.Event(), threading.Event()
     text = "It is a truth universally acknowledged. " * 20_000
 
     def encode():
@@ -326,8 +293,8 @@ def test_other_threads_run_while_a_book_is_encoded():
     assert turns > 10
 
 
-def test_a_pair_of_texts_is_none():
-    tokenizer = triforce.hf.tokenizer.Tokenizer(TINY / "target")
-    for pair in (["a", "b"], ("a", "b")):
-        with pytest.raises(UserError):
-            tokenizer.encode(pair)
+def test_a_chat_with_tools_has_their_template(tiny_engine, monkeypatch):
+    """Where it is the only one."""
+    monkeypatch.setattr(Tokenizer, "chat_templates", lambda self: {"tool_use": "{{ tools }}"})
+    assert tiny_engine.chat(chat_template_kwargs={"tools": TOOLS}).uses_template
+    assert not tiny_engine.chat().uses_template

@@ -43,7 +43,9 @@ class Chat:
         self.engine, self.prefix, self.options = engine, prefix, options
         self.chat_template = prefix.chat_template if prefix is not None else chat_template
         tokenizer = engine.tokenizer_or_raise()
-        has_template = chat_template is not None or tokenizer.chat_template() is not None
+        kwargs = options.get("chat_template_kwargs")
+        tools = kwargs.get("tools") if isinstance(kwargs, dict) else None  # which may have a template of their own
+        has_template = chat_template is not None or tokenizer.chat_template(tools) is not None
         self.uses_template = has_template if prefix is None else prefix.messages is not None
         now = agreed(engine.target.group, datetime.now().isoformat(timespec="seconds"))
         self.rendered_at = now if prefix is None else prefix.rendered_at  # see `Prefix`

@@ -39,13 +39,16 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     place = place.resolve()
     device = place.device
     folder, draft_folder = resolve(checkpoint), find_draft(checkpoint, settings.draft)
-    config, longest = ckpt.read_config(folder, place.max_seq_len, place.weights), place.max_seq_len
+    longest = place.max_seq_len
+    config = ckpt.as_stored(folder, ckpt.read_config(folder, longest, place.weights))
     resolved = settings.resolve(device, has_model=draft_folder is not None, offload=place.offload,
                                 max_batch_size=place.max_batch_size, query_group=config.query_group)
     if place.draft_dtype and not settings.retrieval:
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
 
-    draft_config = None if draft_folder is None else ckpt.read_config(draft_folder, longest)
+    draft_config = None
+    if draft_folder is not None:
+        draft_config = ckpt.as_stored(draft_folder, ckpt.read_config(draft_folder, longest))
     if place.num_resident_layers is not None and place.num_resident_layers > config.n_layer:
         raise UserError(f"num_resident_layers ({place.num_resident_layers}) is more than the model's {config.n_layer} "
                         "layers; leave offload out to keep all on the device")
@@ -73,9 +76,11 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
     draft_group = subgroup(group, place.draft_ranks) if shares else None
     with stream.used():
-        target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
+        target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights,
+                                        config.tie_word_embeddings), None
         if draft_config is not None:
-            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
+            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest, None,
+                                    draft_config.tie_word_embeddings)
         if place.compile is False:
             for model in (target, draft):
                 if model is not None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("triforce")
 JOINTS = 16  # tokens by which the parts of a text may differ from the whole, where they are joined
+OF_DOCUMENT = {"messages": list, "chat_template": str, "chat_template_kwargs": dict, "rendered_at": datetime,
+               "part_of": int}
+KINDS = {"model": str, "tokenizer": str, "name": str, **OF_DOCUMENT}  # of what a file says; any may be None
 
 
 class Keeping(NamedTuple):
@@ -39,19 +41,15 @@ class Keeping(NamedTuple):
 
     @contextlib.contextmanager
     def begun(self, tokens: list[int], engine: "Engine") -> Iterator[PrefixReader | None]:
-        """The file open for reading, if it is there, is not empty, and has the beginning of these tokens.
-
-        Raises:
-            UserError: it has something else.
-        """
+        """The file, open for reading, if it holds something. Raises UserError if that is no beginning of the tokens."""
         if not agreed(engine.target.group, holds_something(self.path)):
             yield None
             return
         with opened(self.path, engine) as reader:
-            if reader.tokens != tokens[: len(reader.tokens)]:
-                same = common_length(reader.tokens, tokens)
-                raise UserError(f"{self.path} keeps another document: of its {len(reader.tokens):,} tokens, the first "
-                                f"{same:,} are those of this one; choose another name, or remove it")
+            same, kept = common_length(reader.tokens, tokens), len(reader.tokens)
+            if same < kept:
+                raise UserError(f"{self.path} keeps another document: of its {kept:,} tokens, the first {same:,} are "
+                                "those of this one; choose another name, or remove it")
             yield reader
 
 
@@ -121,21 +119,15 @@ class Prefix:
     @property
     def about(self) -> dict:
         """What a file says beside the tokens, and their keys and values; see `KINDS`."""
-        return {**self.engine.identity(), **storable(
-            messages=self.messages, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs,
-            rendered_at=self.rendered_at, part_of=self.part_of)}
-
-    def __reduce_ex__(self, protocol):
-        raise UserError("a Prefix cannot be pickled or copied, it has an engine's memory; write it to a file with "
-                        "`Prefix.save`, which another process opens with `Engine.open`")
+        return self.engine.identity() | storable(**{name: getattr(self, name) for name in OF_DOCUMENT})
 
     def is_kept(self, path: str | Path) -> bool:
         """Whether all of it was read from this file, so that there is nothing to write. Every rank calls this."""
-        group, kept = self.engine.target.group, False
-        if agreed(group, self.num_read == self.num_shared > 0):
-            with PrefixReader(path) as reader:
-                kept = reader.tokens == self.tokens and reader.about == self.about
-        return agreed(group, kept)
+        group = self.engine.target.group
+        if not agreed(group, self.num_read == self.num_shared > 0):
+            return False
+        with PrefixReader(path) as reader:
+            return agreed(group, reader.tokens == self.tokens and reader.about == self.about)
 
     def _layer(self, i: int) -> tuple[Tensor, Tensor]:
         """K and V of layer i, [K, S, D] each, wherever they lie."""
@@ -160,15 +152,8 @@ class Prefix:
 
         Text and ids are encoded apart, and follow the document's ids. With messages, the question ends the user's last
         message, or is a message of its own, and the chat template joins them. A list of messages is the whole
-        conversation, which begins with those of the prefix.
-
-        Args:
-            chat_template_kwargs: in place of the prefix's. None: the prefix's.
-
-        Raises:
-            UserError: the question is of the wrong kind; messages do not begin with those of the prefix.
+        conversation, which begins with those of the prefix. chat_template_kwargs: None takes the prefix's.
         """
-        engine = self.engine
         variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
         if is_messages(question):
             if self.messages is None:
@@ -180,9 +165,11 @@ class Prefix:
         if self.messages is None:
             if chat_template_kwargs is not None:
                 raise UserError("the prefix was made of text, which no chat template reads; drop chat_template_kwargs")
+            if question == "":
+                return list(self.tokens)
             if isinstance(question, str):
-                return self.tokens + (engine.tokenizer_or_raise().encode(question, bos=False) if question else [])
-            return self.tokens + engine.encode_prompt(question)
+                return self.tokens + self.engine.tokenizer_or_raise().encode(question, bos=False)
+            return self.tokens + self.engine.encode_prompt(question)
         if not isinstance(question, str):
             raise UserError("the prefix was made of messages; give the question as text")
         return self._rendered(asked(self.messages, question), variables)
@@ -205,9 +192,9 @@ class Prefix:
 def layout_of(engine: "Engine", num_tokens: int, length: int | None = None) -> Layout:
     """The sizes of a file. length: tokens that have keys and values; None: whole flush intervals."""
     config, interval = engine.target.config, engine.settings.flush_interval
-    name = {dtype: name for name, dtype in prefix_file.DTYPES.items()}[engine.target.dtype]
+    [dtype] = (name for name, dtype in prefix_file.DTYPES.items() if dtype == engine.target.dtype)
     length = num_tokens // interval * interval if length is None else length
-    return Layout(num_tokens, config.n_layer, config.n_kv_head * config.num_shards, length, config.head_dim, name)
+    return Layout(num_tokens, config.n_layer, config.n_kv_head * config.num_shards, length, config.head_dim, dtype)
 
 
 def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
@@ -217,37 +204,33 @@ def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
 
 @contextlib.contextmanager
 def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
-    """A file of this engine's model and tokenizer, open for reading.
-
-    Raises:
-        UserError: it is of others, or says what no engine has written; see `PrefixReader` for the rest.
-    """
+    """A file, open for reading. Raises UserError if it is of another model or tokenizer, or of no engine at all; see
+    `PrefixReader` for the rest."""
     with PrefixReader(path) as reader:
         about, layout, mine = reader.about, reader.layout, engine.identity()
-        if about.keys() != KINDS.keys() or any(type(about[name]) not in kinds for name, kinds in KINDS.items()):
-            raise UserError(f"{path} is altered: what it says about its document is of another kind; make it anew")
+        altered = UserError(f"{path} is altered: it says what no document has; copy it again, or make it anew")
+        if about.keys() != KINDS.keys() or not all(_is_one(about[name], kind) for name, kind in KINDS.items()):
+            raise altered
         for what in ("model", "tokenizer"):
             if about[what] != mine[what]:
                 theirs, ours = (f"{one['name']}, {str(one[what])[:8]}" for one in (about, mine))
                 raise UserError(f"{path} was made with another {what} ({theirs}) than this one ({ours}); open it with "
                                 "the checkpoint, weights and max_seq_len that it was made with, or make it anew")
-        wanted = replace(layout_of(engine, layout.num_tokens, layout.length), dtype=layout.dtype)
-        if layout != wanted or not 0 <= max(reader.tokens, default=-1) < engine.vocab_size:
-            raise UserError(f"{path} is altered: its sizes or tokens are not those of its model; make it anew")
-        try:
-            datetime.fromisoformat(about["rendered_at"] or "2000-01-01")
-            if (about["messages"] is not None and not is_messages(about["messages"])
-                    or about["part_of"] is not None and about["part_of"] <= len(reader.tokens)):
-                raise ValueError
-        except ValueError:
-            raise UserError(f"{path} is altered: its messages, their time, or of what it is a part are none; make it "
-                            "anew") from None
+        sizes = replace(layout_of(engine, layout.num_tokens, layout.length), dtype=layout.dtype)
+        is_whole = about["part_of"] is None or about["part_of"] > len(reader.tokens)
+        if layout != sizes or not is_whole or max(reader.tokens, default=engine.vocab_size) >= engine.vocab_size:
+            raise altered
         yield reader
 
 
-KINDS = {"model": (str,), "tokenizer": (str, NoneType), "name": (str,), "messages": (list, NoneType),
-         "chat_template": (str, NoneType), "chat_template_kwargs": (dict, NoneType), "rendered_at": (str, NoneType),
-         "part_of": (int, NoneType)}  # of what a file says about its document; see `Prefix.about`
+def _is_one(value, kind: type) -> bool:
+    """Whether it is of that kind, or None."""
+    if kind is datetime and isinstance(value, str):
+        try:
+            return bool(datetime.fromisoformat(value))
+        except ValueError:
+            return False
+    return value is None or (type(value) is kind and (kind is not list or is_messages(value)))
 
 
 def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:
@@ -257,9 +240,7 @@ def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:
     if same != earlier or {**here, "content": None} != {**last, "content": None}:
         return False
     mine, content = here.get("content"), last.get("content")
-    if isinstance(content, str) and isinstance(mine, str):
-        return mine.startswith(content)
-    if isinstance(content, list) and isinstance(mine, list):
+    if type(mine) is type(content) and isinstance(content, (str, list)):
         return mine[: len(content)] == content
     return mine == content
 
@@ -272,11 +253,7 @@ def as_lists(value):
 
 
 def storable(**about) -> dict:
-    """What a file gives back of these.
-
-    Raises:
-        UserError: JSON cannot say one of them.
-    """
+    """What a file gives back of these. Raises UserError if JSON cannot say one of them."""
     for name, value in about.items():
         try:
             about[name] = json.loads(json.dumps(value))
@@ -287,11 +264,7 @@ def storable(**about) -> dict:
 
 
 def asked(messages: list[dict], question: str) -> list[dict]:
-    """Messages that end with a question of the user.
-
-    Raises:
-        UserError: the last message is the user's, and its content is neither a text nor a list of parts.
-    """
+    """Messages that end with a question of the user. Raises UserError for content that is no text or list of parts."""
     *before, last = messages
     if last.get("role") != "user":
         return [*messages, {"role": "user", "content": question}]
@@ -308,14 +281,11 @@ def asked(messages: list[dict], question: str) -> list[dict]:
 
 def common_length(*texts: Sequence[int]) -> int:
     """How many tokens these texts begin with in common."""
-    shortest = min(map(len, texts))
-    first = texts[0][:shortest]
-    if all(text[:shortest] == first for text in texts[1:]):
-        return shortest
-    low, high = 0, shortest  # slices compare at the speed of C
+    low, high = 0, min(map(len, texts)) + 1  # slices compare at the speed of C
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if all(text[:middle] == first[:middle] for text in texts[1:]) else (low, middle)
+        same = all(text[low:middle] == texts[0][low:middle] for text in texts[1:])
+        low, high = (middle, high) if same else (low, middle)
     return low
 
 
@@ -327,10 +297,8 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 def check_prefix(prefix, engine: "Engine", chat_template: str | None = None) -> None:
     """Raises UserError for what is no prefix of this engine's, and for a template that is given beside it."""
-    if not isinstance(prefix, Prefix):
-        raise UserError("prefix must be what this engine's `prefill` or `open` returned; give a text to `prefill`")
-    if prefix.engine is not engine:
-        raise UserError("this prefix is another engine's, which has its keys and values; ask that engine, or save the "
-                        "prefix, and open the file with this one")
+    if not isinstance(prefix, Prefix) or prefix.engine is not engine:
+        raise UserError("prefix must be what this engine's `prefill` or `open` returned; give a text to `prefill`. If "
+                        "it is another engine's, save the prefix, and open the file with this one")
     if chat_template is not None:
         raise UserError("a prefix keeps the template that it was made with; give the template to `prefill`")

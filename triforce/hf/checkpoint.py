@@ -4,6 +4,7 @@ It knows nothing of caches, sampling or text, and it never uses the network: `do
 is comes from its config.json, never from its name.
 """
 
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +26,14 @@ from .files import (
     check_file,
     guarded,
     number,
+    one_line,
     read_json,
     read_optional_json,
     several,
     shown,
     whole,
 )
-from .folders import SINGLE_FILES, find_weights
+from .folders import find_weights
 from .places import EMBEDDING, OUTPUT, SCALE, is_derived, places, put, scale_of, separate, usual_name
 from .tokenizer import Tokenizer
 
@@ -48,15 +50,19 @@ NOT_SUPPORTED = {"repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_r
 
 
 def read_config(folder: Path, max_seq_len: int | None = None, weights: str | None = None) -> ModelConfig:
-    """The model's shape and arithmetic, from config.json. max_seq_len: see `ModelConfig.within`; weights: see
+    """The model's shape and arithmetic, as config.json alone says. max_seq_len: see `ModelConfig.within`; weights: see
     `ModelConfig.quantized`."""
     path = Path(folder) / "config.json"
     hf = read_json(path)
     with about(path):
-        config = config_from_hf(hf).within(max_seq_len).quantized(weights)
-    if config.tie_word_embeddings and output_is_embedding(find_weights(Path(folder))) is False:
-        return replace(config, tie_word_embeddings=False)  # as transformers: what is stored counts
-    return config
+        return config_from_hf(hf).within(max_seq_len).quantized(weights)
+
+
+def as_stored(folder: Path, config: ModelConfig) -> ModelConfig:
+    """What is stored counts, as in transformers: an output layer that is not the embedding is not tied to it. It reads
+    both weights where config.json calls them tied and files have both."""
+    differ = config.tie_word_embeddings and output_is_embedding(find_weights(Path(folder))) is False
+    return replace(config, tie_word_embeddings=False) if differ else config
 
 
 def output_is_embedding(files: list[Path]) -> bool | None:
@@ -71,26 +77,19 @@ def output_is_embedding(files: list[Path]) -> bool | None:
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Every id that ends a text: generation_config.json's, else config.json's, else the tokenizer's own."""
-    folder = Path(folder)
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        content = read_optional_json(path)
-        one_id = whole(0, 2**31)
-        with about(path):
-            kind = several(one_id) if isinstance(content.get("eos_token_id"), list) else one_id
-            eos = Fields(content).get("eos_token_id", kind, None)
-        if eos is not None:
-            return eos if isinstance(eos, tuple) else (eos,)
+    for path in (Path(folder) / "generation_config.json", Path(folder) / "config.json"):
+        given = read_optional_json(path).get("eos_token_id")
+        if given is not None:
+            with about(path):
+                given = given if isinstance(given, list) else [given]
+                return Fields({"eos_token_id": given}).get("eos_token_id", several(whole(0, 2**31)))
     eos = Tokenizer(folder).eos_id
     return () if eos is None else (eos,)
 
 
 def generation_defaults(folder: str | Path) -> dict[str, float | int]:
     """What generation_config.json says of temperature, top_p, top_k and min_p: the values that are set. Empty where
-    `do_sample` is false, or there is no such file.
-
-    Raises:
-        UserError: a value is of the wrong kind or out of range.
-    """
+    `do_sample` is false, or there is no such file."""
     path = Path(folder) / "generation_config.json"
     fields = Fields(read_optional_json(path))
     with about(path):
@@ -115,15 +114,10 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="pt", device="cpu") as file:
                     return {name: file.get_tensor(name) for name in file.keys()}
-            try:
-                tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError as error:  # the format of torch before 1.6 cannot be mapped
-                if "mmap" not in str(error):
-                    raise
-                tensors = torch.load(path, map_location="cpu", weights_only=True)
+            mmap = zipfile.is_zipfile(path)  # the format of torch before 1.6 cannot be mapped
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"{path} is truncated or damaged ({reason}); download it again") from None
+            raise UserError(f"{path} is truncated or damaged ({one_line(error)}); download it again") from None
         tensors = tensors.get("state_dict", tensors)
         for name, tensor in tensors.items():  # one of fewer bytes than it says repeats them, without end
             plain = isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
@@ -143,79 +137,73 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 READERS = 4  # threads: one reads a mapped file at a third of what a disk or the page cache gives
 
 
-def put_number(path: Path, parameters: dict, parts: dict, name: str, tensor: Tensor, group: Group | None) -> None:
-    """`put`, of a tensor in fp8 whose bytes all stand for numbers, or of scales that are finite and not negative."""
-    if tensor.dtype == FP8 and has_nan(tensor):
-        raise UserError(f"{path}: tensor {name} holds nan; what rounded it divided by 0, or it is damaged: download it "
-                        "again")
-    if name.endswith(SCALE) and not (tensor.isfinite() & (tensor >= 0)).all():
-        raise UserError(f"{path}: tensor {name} holds scales that are negative, infinite or nan; it is damaged: "
-                        "download it again")
-    put(parameters, parts, name, tensor, group)
-
-
 @torch.no_grad()
 def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None,
                group: Group | None = None, max_seq_len: int | None = None,
-               weights: str | None = None) -> Transformer:
+               weights: str | None = None, tied: bool | None = None) -> Transformer:
     """Reads a checkpoint into a model: every tensor straight from the mapped file into its place.
 
     Args:
         dtype: of the parameters; None takes config.json's, or else the file's own.
         group: the ranks that share the model; each reads its own part.
-        max_seq_len: see `ModelConfig.within`.
-        weights: see `ModelConfig.quantized`.
+        max_seq_len: see `ModelConfig.within`. weights: see `ModelConfig.quantized`.
+        tied: what `as_stored` says, if it was asked already.
 
     Raises:
         UserError: a file is absent or truncated, or a tensor is missing, unknown or of another shape.
     """
-    folder = Path(folder)
-    config, files = read_config(folder, max_seq_len, None if weights == "wide" else weights), find_weights(folder)
-    if not files:
-        raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
+    config, files = read_config(folder, max_seq_len, None if weights == "wide" else weights), find_weights(Path(folder))
+    config = as_stored(folder, config) if tied is None else replace(config, tie_word_embeddings=tied)
     local = shard_config(config, group)
-    table, model, parameters = places(config, local.num_shards), None, {}
-    parts = places(local)
-    if dtype is not None or config.dtype is not None:
-        dtype = parse_dtype(dtype or config.dtype)
-    missing = dict.fromkeys(table)
-    stored = [name for path in files for name in open_tensors(path)] if config.tie_word_embeddings else []
+    table, parts = places(config, local.num_shards), places(local)
+    stored = {name: tensor.dtype for path in files for name, tensor in open_tensors(path).items()}
+    wide = [torch.bfloat16] if FP8 in stored.values() else [dtype for dtype in stored.values() if _is_wide(dtype)]
+    model = Transformer.empty(local, device, parse_dtype(dtype or config.dtype or [*wide, torch.bfloat16][0]))
+    parameters, missing = dict(model.named_parameters()), dict.fromkeys(table)
+
+    def check(path: Path, name: str, tensor: Tensor) -> None:
+        if name not in table:
+            raise UserError(f"{path} holds tensor {name}, which the {config.architecture} of config.json has no place "
+                            "for; the two do not belong together")
+        if tuple(tensor.shape) != table[name].shape:
+            raise UserError(f"{path}: tensor {name} has shape {tuple(tensor.shape)}, but config.json implies "
+                            f"{table[name].shape}; the two do not belong together")
+        in_fp8 = parameters[parts[name].parameter].dtype == FP8
+        from_fp8 = in_fp8 and not config.float8.made
+        if not (tensor.dtype == FP8 if from_fp8 else _is_wide(tensor.dtype)):
+            raise UserError(f"{path}: tensor {name} is {tensor.dtype}, but config.json implies "
+                            f"{FP8 if from_fp8 else 'a wider floating-point type'}; use a checkpoint in bf16 or "
+                            "fp16, or in fp8 with a quantization_config that fits")
+        if name not in missing:
+            raise UserError(f"{path}: tensor {name} is there twice, perhaps under two names; remove one, or "
+                            "download the checkpoint again")
+        missing.pop(name)
+        if in_fp8 and config.float8.made:
+            missing.pop(scale_of(name), None)
+
+    def read(path: Path, name: str, tensor: Tensor) -> None:
+        if tensor.dtype == FP8 and has_nan(tensor) or name.endswith(SCALE) and not _are_scales(tensor):
+            what = "scales that are negative, infinite or nan" if name.endswith(SCALE) else "nan"
+            raise UserError(f"{path}: tensor {name} holds {what}; it is damaged: download it again")
+        put(parameters, parts, name, tensor, group)
+
     for path in files:
-        work = []
-        tensors = [separate(name, tensor, table, config.float8) for name, tensor in open_tensors(path).items()
-                   if not is_derived(name, config, stored)]
-        for name, tensor in (one for parts in tensors for one in parts.items()):
-            place = table.get(name)
-            if place is None:
-                raise UserError(f"{path} holds tensor {name}, which the {config.architecture} of config.json has no "
-                                "place for; the two do not belong together")
-            if tuple(tensor.shape) != place.shape:
-                raise UserError(f"{path}: tensor {name} has shape {tuple(tensor.shape)}, but config.json implies "
-                                f"{place.shape}; the two do not belong together")
-            wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-            if model is None:
-                own = tensor.dtype if wide and not name.endswith(SCALE) else torch.bfloat16
-                model = Transformer.empty(local, device, dtype or own)
-                parameters = dict(model.named_parameters())
-            in_fp8 = parameters[parts[name].parameter].dtype == FP8
-            made = in_fp8 and config.float8.made
-            stored = in_fp8 and not made
-            if not (tensor.dtype == FP8 if stored else wide):
-                raise UserError(f"{path}: tensor {name} is {tensor.dtype}, but config.json implies "
-                                f"{FP8 if stored else 'a wider floating-point type'}; use a checkpoint in bf16 or "
-                                "fp16, or in fp8 with a quantization_config that fits")
-            work.append((path, parameters, parts, name, tensor, group))
-            if name not in missing:
-                raise UserError(f"{path}: tensor {name} is there twice, perhaps under two names; remove one, or "
-                                "download the checkpoint again")
-            missing.pop(name)
-            if made:
-                missing.pop(scale_of(name), None)
+        work = [one for name, tensor in open_tensors(path).items() if not is_derived(name, config, stored)
+                for one in separate(name, tensor, table, config.float8).items()]
+        for name, tensor in work:
+            check(path, name, tensor)
         with ThreadPoolExecutor(READERS, initializer=like_this_thread(device)) as readers:
-            list(readers.map(lambda args: put_number(*args), work))
+            list(readers.map(lambda one: read(path, *one), work))  # noqa: B023 all are done before the next file
     if missing:
-        first = next(iter(missing))
         raise UserError(f"{len(missing)} of {len(table)} tensors are missing from {folder} ({files[0].name} and its "
-                        f"shards), the first is {first}; download it again")
+                        f"shards), the first is {next(iter(missing))}; download it again")
     model = model.widen() if weights == "wide" else model
     return model if group is None else model.join(group)
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _are_scales(tensor: Tensor) -> bool:
+    return bool((tensor.isfinite() & (tensor >= 0)).all())

@@ -26,12 +26,8 @@ TEXTS, POSITIVE = several(TEXT), number(1e-3, 1e6)
 
 
 def config_from_hf(hf: dict) -> ModelConfig:
-    """Reads a config.json, in the spelling of any transformers version.
-
-    Raises:
-        UserError: a value is of the wrong kind or out of range, two values contradict each other, or the architecture,
-            activation, rope type or another feature is not one that `model.py` implements.
-    """
+    """Reads a config.json, in the spelling of any transformers version. Raises UserError for a value that is of the
+    wrong kind, out of range, contradicted by another, or not one that `model.py` implements."""
     fields = Fields(hf)
     _refuse_lacking(fields)
     architecture = _architecture(fields)
@@ -75,7 +71,10 @@ def config_from_hf(hf: dict) -> ModelConfig:
                       for key in ("dtype", "torch_dtype")}),
     )
     _check_shapes(config)
-    return _with_float8(config, fields)
+    quantization = fields.part("quantization_config").values
+    with guarded("quantization_config has a field of the wrong kind"):
+        float8 = Float8.from_hf(quantization, config.n_layer, config.tie_word_embeddings) if quantization else None
+    return replace(config, float8=float8)
 
 
 def agreed(spellings: dict):
@@ -89,7 +88,6 @@ def agreed(spellings: dict):
 
 
 def _refuse_lacking(fields: Fields) -> None:
-    """Raises UserError for what the model lacks, by the key and value of config.json."""
     for key in LACKING:
         if fields.values.get(key):
             raise UserError(f"{key} {shown(fields.values[key])} is not supported; choose a dense model with plain "
@@ -173,34 +171,26 @@ def _scaling(rope: Fields, fields: Fields) -> RopeScaling:
     slow, fast = rope.get("beta_slow", POSITIVE, 1.0), rope.get("beta_fast", POSITIVE, 32.0)
     rope.expect("high_freq_factor", high > low, f"above low_freq_factor, {low:g}")
     rope.expect("beta_fast", fast > slow, f"above beta_slow, {slow:g}")
+    longrope = kind == "longrope"
     return RopeScaling(
-        kind=kind,
-        factor=factor,
-        original_max_position_embeddings=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        beta_fast=fast,
-        beta_slow=slow,
+        kind, factor, original, low, high, beta_fast=fast, beta_slow=slow,
         attention_factor=_attention_factor(rope, factor, original, kind) if by_windows else 1.0,
         truncate=rope.get("truncate", FLAG, True),
-        short_factor=rope.get("short_factor", several(POSITIVE)) if kind == "longrope" else (),
-        long_factor=rope.get("long_factor", several(POSITIVE)) if kind == "longrope" else (),
-    )
+        **{name: rope.get(name, several(POSITIVE)) for name in ("short_factor", "long_factor") if longrope})
 
 
 def _attention_factor(rope: Fields, factor: float, original: int, kind: str) -> float:
     given = rope.get("attention_factor", POSITIVE, None)
     if given is not None:
         return given
+    if factor <= 1:
+        return 1.0
     if kind == "longrope":  # arXiv 2402.13753, as Phi-3 has it
-        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
-
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if original > 1 else 1.0
     # YaRN's temperature (arXiv 2309.00071, eq. 22), with DeepSeek's two-sided form where both mscales are given.
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     m, m_all = rope.get("mscale", number(0, 1e3), None), rope.get("mscale_all_dim", number(0, 1e3), None)
-    return mscale(m) / mscale(m_all) if m and m_all else mscale(1.0)
+    above, below = (0.1 * weight * math.log(factor) + 1.0 for weight in ((m, m_all) if m and m_all else (1.0, 0.0)))
+    return above / below
 
 
 def _check_shapes(config: ModelConfig) -> None:
@@ -219,11 +209,3 @@ def _check_shapes(config: ModelConfig) -> None:
         if count != pairs:
             raise UserError(f"{name} has {count} numbers, but {pairs} pairs of a head are rotated; download "
                             "config.json again")
-
-
-def _with_float8(config: ModelConfig, fields: Fields) -> ModelConfig:
-    given = fields.part("quantization_config").values
-    if not given:
-        return config
-    with guarded("quantization_config has a field of the wrong kind"):
-        return replace(config, float8=Float8.from_hf(given, config.n_layer, config.tie_word_embeddings))

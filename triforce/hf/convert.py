@@ -35,22 +35,15 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None, dtype
     Args:
         out_dir: None writes into checkpoint_dir itself, beside its .bin files.
         dtype: of all floating-point tensors; None keeps each tensor's own.
-
-    Raises:
-        UserError: the source is absent or damaged, or the result would overwrite it.
     """
     source = Path(checkpoint_dir)
     folder = Path(out_dir) if out_dir else source
-    if not source.is_dir():
-        raise UserError(f"no such folder: {source}; give --checkpoint-dir a folder with config.json and weights")
     config = read_json(source / "config.json")
-    dtype = parse_dtype(dtype) if dtype is not None else None
+    dtype = None if dtype is None else parse_dtype(dtype)
     if dtype is not None and config.get("quantization_config"):
         raise UserError(f"{source} is quantized, and no dtype can be given to weights without their scales; leave out "
                         "--dtype")
     files = find_weights(source)
-    if not files:
-        raise UserError(f"{source} has no weights to convert; download it again")
     if any(folder.glob("model*.safetensors*")):
         raise UserError(f"{folder} holds safetensors already; choose another --out-dir")
     # On the same disk, so that moving a file out of it is one atomic step.
@@ -59,15 +52,13 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None, dtype
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         tied = config.get("tie_word_embeddings") is True and output_is_embedding(files)
-        names = write_shards(files, work, dtype, tied, max_shard_bytes)
+        last = write_shards(files, work, dtype, tied, max_shard_bytes)
         if folder.resolve() != source.resolve():
             copy_texts(source, work)
         if dtype is not None:
             spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
             config.update(dict.fromkeys(spelled, str(dtype).removeprefix("torch.")))
-            (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        # What makes a folder loadable comes last: the only weight file, or else the index.
-        last = "model.safetensors" if len(names) == 1 else "model.safetensors.index.json"
+            write_json(work / "config.json", config)
         written = [path for path in work.rglob("*") if path.is_file()]
         for path in sorted(written, key=lambda path: path.name == last):
             (folder / path.relative_to(work)).parent.mkdir(exist_ok=True)
@@ -96,17 +87,15 @@ def copy_texts(source: Path, work: Path) -> None:
         shutil.copyfile(path, work / name)
 
 
-def write_shards(files: list[Path], work: Path, dtype: torch.dtype | None, tied: bool, limit: int) -> list[str]:
-    """Writes all tensors in shards of at most `limit` bytes, with an index if they are several; returns their names."""
-    shards: list[list[str]] = []  # names of the tensors of each shard
+def write_shards(files: list[Path], work: Path, dtype: torch.dtype | None, tied: bool, limit: int) -> str:
+    """Writes all tensors in shards of at most `limit` bytes, with an index if they are several. Returns the name of
+    what makes the folder loadable: the only weight file, or else the index."""
+    shards: list[dict[str, int]] = []  # bytes of each tensor of each shard
     shard: dict[str, Tensor] = {}
-    size = total = 0
 
     def write() -> None:
-        nonlocal size, total
         save_file(shard, work / f"shard-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(shard))
-        total, size = total + size, 0
+        shards.append({name: tensor.nbytes for name, tensor in shard.items()})
         shard.clear()
 
     for path in files:
@@ -115,25 +104,30 @@ def write_shards(files: list[Path], work: Path, dtype: torch.dtype | None, tied:
             if ".rotary_emb." in name or (tied and name == OUTPUT):
                 continue
             target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            num_bytes = tensor.numel() * target.itemsize
-            if shard and size + num_bytes > limit:
+            size = sum(other.nbytes for other in shard.values())
+            if shard and size + tensor.numel() * target.itemsize > limit:
                 write()
             # safetensors refuses tensors that share memory: whatever is a part of, or the same as, another is copied.
-            shared = tensor.untyped_storage().nbytes() != tensor.nbytes or any(
-                tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in shard.values())
+            storage = tensor.untyped_storage()
+            shared = storage.nbytes() != tensor.nbytes or any(
+                storage.data_ptr() == other.untyped_storage().data_ptr() for other in shard.values())
             shard[name] = tensor.to(target, copy=shared).contiguous()
-            size += num_bytes
     write()
     if len(shards) == 1:
-        names = ["model.safetensors"]
-    else:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-        weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for i, name in enumerate(names):
-        os.replace(work / f"shard-{i}", work / name)
-    return names
+        os.replace(work / "shard-0", work / "model.safetensors")
+        return "model.safetensors"
+    weight_map = {}
+    for i, sizes in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(work / f"shard-{i}", work / file)
+        weight_map.update(dict.fromkeys(sizes, file))
+    total = sum(sum(sizes.values()) for sizes in shards)
+    write_json(work / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return "model.safetensors.index.json"
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:

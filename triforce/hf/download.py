@@ -18,9 +18,8 @@ from pathlib import Path
 from ..errors import UserError
 from .folders import REPO_ID, UNFINISHED
 
-WEIGHTS = (r"model\.safetensors", r"model-\d+-of-\d+\.safetensors", r"pytorch_model\.bin",
-           r"pytorch_model-\d+-of-\d+\.bin")  # in order of preference
-INDEX_OF = {WEIGHTS[1]: "model.safetensors.index.json", WEIGHTS[3]: "pytorch_model.bin.index.json"}
+WEIGHTS = {r"model\.safetensors": None, r"model-\d+-of-\d+\.safetensors": "model.safetensors.index.json",
+           r"pytorch_model\.bin": None, r"pytorch_model-\d+-of-\d+\.bin": "pytorch_model.bin.index.json"}
 TEXTS = re.compile(r"tokenizer\.model|[^/]*\.json|(additional_chat_templates/)?[^/]*\.jinja|merges\.txt|vocab\.txt"
                    r"|LICENSE[^/]*|USE_POLICY[^/]*")
 AGAIN = "run the same command again: files that are whole are not fetched twice"
@@ -28,14 +27,10 @@ AGAIN = "run the same command again: files that are whole are not fetched twice"
 
 def needed(files: Iterable[str]) -> list[str]:
     """The files of a repository that loading it needs, of all that it lists; without weights, an empty list."""
-    files = sorted(files)
-    for pattern in WEIGHTS:
-        weights = [file for file in files if re.fullmatch(pattern, file)]
-        if weights:
-            index = INDEX_OF.get(pattern)
-            texts = [file for file in files if TEXTS.fullmatch(file)
-                     and (file == index or not file.endswith(".index.json"))]
-            return texts + weights
+    for pattern, index in WEIGHTS.items():
+        if weights := [file for file in files if re.fullmatch(pattern, file)]:
+            texts = [file for file in files if TEXTS.fullmatch(file) and not file.endswith(".index.json")]
+            return sorted(texts) + sorted(weights) + [file for file in files if file == index]
     return []
 
 
@@ -45,10 +40,8 @@ def download(repo_id: str, out_dir: str | Path | None = None, revision: str | No
     Until all are there, the folder says that it is unfinished, and `resolve` refuses it.
 
     Args:
-        repo_id: `owner/name`.
         out_dir: None is `checkpoints/<repo_id>`, where `--checkpoint <repo_id>` looks.
-        revision: branch, tag or commit.
-        token: of an account; None takes HF_TOKEN or what a login left on this machine.
+        revision: branch, tag or commit. token: None takes HF_TOKEN or what a login left on this machine.
         endpoint: of the hub; None takes HF_ENDPOINT or the public one.
 
     Raises:
@@ -108,29 +101,28 @@ def explain(error: Exception, repo_id: str, revision: str | None, folder: Path) 
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, errors.GatedRepoError) or status == 403:
-        return UserError(f"{repo_id} is gated: accept its terms on its model page, then give your token with "
-                         "HF_TOKEN")
-    if status == 401 and not isinstance(error, errors.RepositoryNotFoundError):
-        return UserError(f"the hub rejects the token for {repo_id} (401); give a valid one with HF_TOKEN, or "
-                         "log in again (hf auth login)")
-    if isinstance(error, errors.RevisionNotFoundError):
-        return UserError(f"{repo_id} has no revision {revision!r}; leave out --revision, or check its spelling")
-    if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
-        return UserError(f"{repo_id} does not exist on the hub, or is private ({status}); check the spelling, or give "
-                         "a token that may see it with HF_TOKEN")
     numbers, cause = set(), error
     while cause is not None:
         numbers.add(getattr(cause, "errno", None))
         cause = cause.__cause__ or cause.__context__
-    if numbers & {errno.ENOSPC, errno.EDQUOT}:
-        return UserError(f"the disk of {folder} is full; make room and {AGAIN}")
-    if numbers & {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}:
-        return UserError(f"cannot write to {folder} ({error}); choose another folder with --out-dir")
     reason = re.sub(r"Bearer .*|hf_\w+", "...", (str(error).strip() or type(error).__name__).splitlines()[0])
-    if status is not None:
-        return UserError(f"the hub answers {status} for {repo_id} ({reason}); try again later")
-    return UserError(f"cannot reach the hub for {repo_id} ({reason}); check the network, then {AGAIN}")
+    absent = isinstance(error, errors.RepositoryNotFoundError)
+    if isinstance(error, errors.GatedRepoError) or status == 403:
+        text = f"{repo_id} is gated: accept its terms on its model page, then give your token with HF_TOKEN"
+    elif status == 401 and not absent:
+        text = f"the hub rejects the token for {repo_id} (401); give a valid one with HF_TOKEN, or log in again"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        text = f"{repo_id} has no revision {revision!r}; leave out --revision, or check its spelling"
+    elif absent or status == 404:
+        text = (f"{repo_id} does not exist on the hub, or is private ({status}); check the spelling, or give a token "
+                "that may see it with HF_TOKEN")
+    elif numbers & {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}:
+        text = f"cannot write to {folder} ({reason}); make room, or choose another folder with --out-dir, and {AGAIN}"
+    elif status is not None:
+        text = f"the hub answers {status} for {repo_id} ({reason}); try again later"
+    else:
+        text = f"cannot reach the hub for {repo_id} ({reason}); check the network, then {AGAIN}"
+    return UserError(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,24 +133,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--token", "--hf-token", "--hf_token", help="of your account. Better by HF_TOKEN or "
                         "a login (hf auth login): others on this machine can see what a command is given")
     args = parser.parse_args(argv)
+
+    def interrupted(*_):
+        remove_parts(target(args.repo_id, args.out_dir))
+        print(f"\ninterrupted; {AGAIN}", file=sys.stderr, flush=True)
+        os._exit(130)  # the client's threads would first fetch what they have begun
+
+    before = signal.signal(signal.SIGINT, interrupted)
     try:
-        into = target(args.repo_id, args.out_dir)
-
-        def interrupted(*_):
-            remove_parts(into)
-            print(f"\ninterrupted; {AGAIN}", file=sys.stderr, flush=True)
-            os._exit(130)  # the client's threads would first fetch what they have begun
-
-        before = signal.signal(signal.SIGINT, interrupted)
-        try:
-            folder = download(args.repo_id, args.out_dir, args.revision, args.token)
-        finally:
-            signal.signal(signal.SIGINT, before)
+        folder = download(args.repo_id, args.out_dir, args.revision, args.token)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{folder} is complete. Next:\n")
-    print(f"    triforce --checkpoint {folder if args.out_dir else args.repo_id}")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    print(f"{folder} is complete. Next:\n\n    triforce --checkpoint {folder if args.out_dir else args.repo_id}")
     return 0
 
 

@@ -33,7 +33,6 @@ def check_file(path: Path, largest: float = math.inf) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; an absent or broken one is a `UserError`."""
     check_file(path, MAX_TEXT)
     with guarded(f"{path} cannot be read"):
         return path.read_text(encoding="utf-8")
@@ -44,8 +43,8 @@ def read_json(path: Path) -> dict:
     text = read_text(path)
     with guarded(f"{path} cannot be read"):
         content = json.loads(text, object_pairs_hook=_one_value_a_key)
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object; download it again")
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
     return content
 
 
@@ -55,10 +54,9 @@ def read_optional_json(path: Path) -> dict:
 
 def _one_value_a_key(pairs: list[tuple]) -> dict:
     found = dict(pairs)
-    if len(found) < len(pairs):
-        for key, value in pairs:
-            if found[key] != value:
-                raise ValueError(f"{shown(key)} is there twice, as {shown(value)} and {shown(found[key])}")
+    for key, value in pairs if len(found) < len(pairs) else ():
+        if found[key] != value:
+            raise ValueError(f"{shown(key)} is there twice, as {shown(value)} and {shown(found[key])}")
     return found
 
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import UserError
 from ..model import ModelConfig, Transformer
 from ..parallel import together
 from .checkpoint import open_tensors, read_config
-from .files import read_optional_json
-from .folders import SINGLE_FILES, find_weights
+from .files import guarded, read_optional_json
+from .folders import find_weights
 from .places import EMBEDDING, OUTPUT, is_derived, usual_name
 
 STRETCHES, STRETCH_BYTES = 4, 4096  # of each tensor in a file
@@ -42,22 +41,16 @@ def model_name(folder: Path | None, architecture: str, num_parameters: int) -> s
 def model_fingerprint(folder: str | Path, max_seq_len: int | None = None, weights: str | None = None) -> str:
     """Of a checkpoint: its config's shape and arithmetic, and of every weight name, shape, dtype and a sample of bytes.
 
-    The same whatever dtype it is loaded in, however many ranks share it, and however it is cut into files.
-
-    Args:
-        max_seq_len: see `ModelConfig.within`. weights: see `ModelConfig.quantized`.
-
-    Raises:
-        UserError: a file is missing or damaged.
+    The same whatever dtype it is loaded in, however many ranks share it, and however it is cut into files. Raises
+    UserError for files that are missing or damaged.
     """
-    folder = Path(folder)
-    config, files = read_config(folder, max_seq_len, weights), find_weights(folder)
-    if not files:
-        raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")
-    tensors = {name: tensor for path in files for name, tensor in open_tensors(path).items()}
+    config, files = read_config(folder, max_seq_len, weights), find_weights(Path(folder))
+    digests = {name: _digest(tensor) for path in files for name, tensor in open_tensors(path).items()}
+    ends = {digest for name, digest in digests.items() if usual_name(name) in (EMBEDDING, OUTPUT)}
+    config = replace(config, tie_word_embeddings=config.tie_word_embeddings and len(ends) < 2)
     alone = EMBEDDING if config.tie_word_embeddings else OUTPUT  # what an output layer is, if it is not derived
-    found = {alone if usual_name(name) == OUTPUT else name: _digest(tensor) for name, tensor in tensors.items()
-             if not is_derived(name, config, tensors)}
+    found = {alone if usual_name(name) == OUTPUT else name: digest for name, digest in digests.items()
+             if not is_derived(name, config, digests)}
     return _combine(config, sorted(found.items()))
 
 
@@ -93,20 +86,12 @@ def _combine(config: ModelConfig, samples: list) -> str:
 
 def tokenizer_fingerprint(folder: str | Path) -> str:
     """Of the files that say which text has which ids. The chat template, which says what is put around a text, is none,
-    nor is the length of a prompt.
-
-    Raises:
-        UserError: a file cannot be read, or there is none.
+    nor is the length of a prompt. Raises UserError if a file cannot be read.
     """
     folder, found = Path(folder), hashlib.sha256()
-    present = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
-    if not present:
-        raise UserError(f"{folder} has neither tokenizer.json nor tokenizer.model; download the checkpoint again")
-    for path in present:
-        try:
+    for path in [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]:
+        with guarded(f"{path} cannot be read"):
             found.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); download it again") from None
     config, model = (read_optional_json(folder / name) for name in ("tokenizer_config.json", "config.json"))
     for name in NO_IDS:
         config.pop(name, None)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ..errors import UserError
-from .files import read_json, read_text, shown
+from .files import one_line, read_json, read_text, shown
 
 TINY = Path(__file__).parents[1] / "tiny"  # the embedded pair: target/ and draft/
 REPO_ID = re.compile(r"(?a:[A-Za-z0-9][\w.-]{0,95}/\w[\w.-]{0,95})")
@@ -27,16 +27,13 @@ def resolve(checkpoint: str | Path) -> Path:
     """
     if checkpoint == "tiny":
         return TINY / "target"
-    if not isinstance(checkpoint, (str, Path)) or not str(checkpoint):
-        raise UserError(f"no such checkpoint: {checkpoint!r}; give a folder, a repository id (owner/name) or 'tiny'")
     try:
         path = Path(checkpoint).expanduser()
-        if path.is_dir():
-            return finished(path)
-        is_file = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, an unknown user
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{str(checkpoint)[:200]!r} cannot be opened ({reason}); give another folder") from None
+        is_folder, is_file = path.is_dir() and checkpoint != "", path.is_file()
+    except (OSError, RuntimeError, ValueError, TypeError) as error:  # a name that is too long, an unknown user
+        raise UserError(f"{shown(checkpoint)} cannot be opened ({one_line(error)}); give another folder") from None
+    if is_folder:
+        return finished(path)
     if is_file:
         raise UserError(f"{path} is a file; give the folder that holds config.json and the weights")
     if isinstance(checkpoint, Path) or not REPO_ID.fullmatch(checkpoint):
@@ -44,8 +41,7 @@ def resolve(checkpoint: str | Path) -> Path:
     local = Path("checkpoints") / checkpoint
     if local.is_dir():
         return finished(local)
-    cached = find_cached(checkpoint)
-    if cached is not None:
+    if (cached := find_cached(checkpoint)) is not None:
         return cached
     raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
                     f"download it: triforce download --repo-id {checkpoint}")
@@ -65,9 +61,10 @@ def find_cached(repo_id: str) -> Path | None:
 
     try:
         folder = Path(snapshot_download(repo_id, local_files_only=True, allow_patterns=list(LOADED)))
-    except errors.LocalEntryNotFoundError:
+        find_weights(folder)
+    except (errors.LocalEntryNotFoundError, UserError):
         return None
-    return folder if (folder / "config.json").exists() and find_weights(folder) else None
+    return folder if (folder / "config.json").exists() else None
 
 
 def tiny_draft() -> Path:
@@ -85,15 +82,15 @@ def find_draft(checkpoint: str | Path, draft) -> Path | None:
 
 
 def find_weights(folder: Path) -> list[Path]:
-    """The weight files of a folder, safetensors before .bin; empty if it has none.
+    """The weight files of a folder, safetensors before .bin.
 
     Raises:
-        UserError: an index names a file that is absent, or outside of the folder.
+        UserError: it has none, or an index names a file that is absent, or outside of the folder.
     """
     for name in SINGLE_FILES:
+        index = folder / f"{name}.index.json"
         if (folder / name).exists():
             return [folder / name]
-        index = folder / f"{name}.index.json"
         if index.exists():
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
@@ -104,4 +101,4 @@ def find_weights(folder: Path) -> list[Path]:
                     raise UserError(f"{index} places tensor {shown(tensor)} in {shown(file)}, which is no file of this "
                                     "folder; download it again")
             return [folder / file for file in sorted(set(weight_map.values()))]
-    return []
+    raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")

@@ -39,11 +39,8 @@ class Place:
 
 
 def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
-    """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter.
-
-    Args:
-        shards: ranks, between whose shares no block of weights that share a scale is to be cut.
-    """
+    """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter. shards:
+    ranks, between whose shares no block of weights that share a scale is to be cut."""
     dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     table = {EMBEDDING: Place("embedding.weight", 0, (config.vocab_rows, dim)),
              "model.norm.weight": Place("norm.weight", 0, (dim,))}
@@ -111,7 +108,7 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 
     name = usual_name(name)
     if name == OUTPUT and OUTPUT not in table:
         name = EMBEDDING
-    names, given = [name], name
+    names = [name]
     for ending in SCALES if float8 is not None else ():
         names = [name.removesuffix(ending) + SCALE] if name.endswith(ending) else names
     for fused, parts in FUSED.items():
@@ -122,11 +119,12 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 
     sizes = [table[part].shape[0] for part in names]
     if names[0].endswith(SCALE):
         place = table[names[0]]
-        found = f"{str(tensor.dtype).removeprefix('torch.')} tensor {given} has shape {list(tensor.shape)}"
-        tensor = float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
-        if tensor is None:
-            raise UserError(f"{found}, which is no scale for each {float8.scaled} of its "
-                            "weight, as config.json implies; the two do not belong together")
+        scale = float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
+        if scale is None:
+            raise UserError(f"{str(tensor.dtype).removeprefix('torch.')} tensor {name} has shape "
+                            f"{list(tensor.shape)}, which is no scale for each {float8.scaled} of its weight, as "
+                            "config.json implies; the two do not belong together")
+        tensor = scale
     if len(names) == 1:
         return {names[0]: tensor}
     if sum(sizes) != len(tensor):
@@ -137,12 +135,7 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 
 
 def is_derived(name: str, config: ModelConfig, stored: Iterable[str] = (EMBEDDING,)) -> bool:
     """Whether a tensor only repeats the config or another tensor: old checkpoints store RoPE's, tied ones the output
-    layer beside the embedding, or alone: then it is the embedding.
-
-    Args:
-        config: as `checkpoint.read_config` gives it, tied only where the two weights are the same.
-        stored: the names of all tensors of the checkpoint.
-    """
+    layer beside the embedding, or alone: then it is the embedding. stored: the names of all tensors."""
     name = usual_name(name)
     of_rope = ".rotary_emb." in name or ".rotary_pos_emb." in name
     # A scale for all inputs ever: inputs are scaled row by row, or not at all.
@@ -152,11 +145,8 @@ def is_derived(name: str, config: ModelConfig, stored: Iterable[str] = (EMBEDDIN
 
 
 def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
-    """This rank's part of a checkpoint's tensor.
-
-    Args:
-        shape: of the part. The dimension in which it differs is the one that is split; the last rank's may be shorter.
-    """
+    """This rank's part of a checkpoint's tensor, of this shape: the dimension in which it differs is the one that is
+    split; the last rank's may be shorter."""
     for dim, (whole, part) in enumerate(zip(tensor.shape, shape, strict=True)):
         if whole != part:
             start = min(group.rank * part, whole)

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from ..errors import UserError
@@ -24,9 +25,7 @@ class Tokenizer:
     U+FFFD. So text can be streamed, and a piece never has to be taken back. Only here transformers differs: it turns a
     whole run of byte pieces (such as `<0x0A>`) into U+FFFD if one of them is invalid, where we keep the valid ones.
 
-    Attributes:
-        bos_id, eos_id: ids, or None where the tokenizer names none.
-        vocab_size: the largest id that the tokenizer can name, plus 1; a model's may be padded beyond.
+    bos_id and eos_id are None where the tokenizer names none; a model's vocabulary may be padded beyond vocab_size.
     """
 
     def __init__(self, folder: str | Path):
@@ -40,8 +39,8 @@ class Tokenizer:
         self.vocab_size = max(self.token_of) + 1
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.bos_id = self._id_of("bos_token")
-        self.eos_id = self._id_of("eos_token")
+        self.bos_id, self.eos_id = (self.backend.token_to_id(self.special_tokens.get(name, ""))
+                                    for name in ("bos_token", "eos_token"))
         self._bytes: dict[int, bytes] = {}  # filled as ids are met
         decoder = json.loads(self.backend.decoder.__getstate__()) if self.backend.decoder else {}
         steps = {step["type"]: step for step in decoder.get("decoders", [decoder]) if "type" in step}
@@ -53,10 +52,6 @@ class Tokenizer:
                  and self.backend.decode([i]).strip(" \ufffd"))
         self._anchor = next(plain, None)
         self._anchor_text = "" if self._anchor is None else self.backend.decode([self._anchor])
-
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Ids of a text. `bos`: with what the tokenizer's own settings put around a text, which may be nothing."""
@@ -71,12 +66,8 @@ class Tokenizer:
                                 "it with errors='replace'") from None
 
     def decode(self, ids: Iterable[int], continues: bool = False) -> str:
-        """The text of ids; special tokens are left out.
-
-        Args:
-            continues: the ids continue a text, so that a leading space belongs to it; else it is dropped if encoding
-                put it there.
-        """
+        """The text of ids; special tokens are left out. continues: a leading space belongs to the text, which the ids
+        continue; else it is dropped if encoding put it there."""
         stream = self.stream(continues)
         return stream.push(ids) + stream.finish()
 
@@ -86,21 +77,18 @@ class Tokenizer:
 
     def token_bytes(self, i: int) -> bytes:
         """What an id adds to a text that it does not begin. Empty for special tokens and for ids without a name."""
-        found = self._bytes.get(i)
-        if found is None:
+        if i not in self._bytes:
             with guarded(f"the tokenizer of {self.folder} fails on id {i}"):
-                found = self._bytes[i] = self._find_bytes(i)
-        return found
+                self._bytes[i] = self._find_bytes(i)
+        return self._bytes[i]
 
     def _find_bytes(self, i: int) -> bytes:
         token = self.token_of.get(i)
         if token is None or i in self.special_ids:
             return b""
         if self._byte_of_char:
-            try:
-                return bytes(self._byte_of_char[char] for char in token)
-            except KeyError:  # an added token, spelled as it is
-                return token.encode()
+            known = all(char in self._byte_of_char for char in token)  # or it is an added token, spelled as it is
+            return bytes(self._byte_of_char[char] for char in token) if known else token.encode()
         if self._byte_fallback and (match := BYTE_PIECE.fullmatch(token)):
             return bytes([int(match[1], 16)])
         if self._anchor is None:
@@ -122,9 +110,6 @@ class Tokenizer:
             messages: dicts with "role" and "content", and whatever else the template reads, such as "tool_calls".
             template: Jinja text; None takes the folder's own.
             variables: what the template reads besides the messages, such as {"enable_thinking": False}.
-
-        Raises:
-            UserError: there is no template, or it rejects the messages.
         """
         if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
             raise UserError('messages must be a list of {"role": ..., "content": ...}, at least one')
@@ -164,25 +149,23 @@ class Tokenizer:
             if not all(isinstance(text, str) for text in found.values()):
                 raise UserError(f"{path} has a chat_template that is no text; download it again")
             if found:
-                break
+                return found
         return found
 
     def same_as(self, other: "Tokenizer") -> str | None:
-        """None if every id means the same to both, else one line with the first that does not.
-
-        Ids beyond the vocabulary of a tokenizer's own model do not count: the model can never give them.
-        """
+        """None if every id means the same to both, else one line with the first that does not."""
         mine, theirs = self._usable(), other._usable()
-        for i in sorted(mine.keys() | theirs.keys()):
-            if mine.get(i) != theirs.get(i):
-                names = " and ".join(repr(vocab[i]) if i in vocab else "nothing" for vocab in (mine, theirs))
-                return f"id {i} means {names} ({self.folder} names {len(mine)} tokens, {other.folder} {len(theirs)})"
-        return None
+        differ = [i for i in mine.keys() | theirs.keys() if mine.get(i) != theirs.get(i)]
+        if not differ:
+            return None
+        first = min(differ)
+        names = " and ".join(repr(vocab[first]) if first in vocab else "nothing" for vocab in (mine, theirs))
+        return f"id {first} means {names} ({self.folder} names {len(mine)} tokens, {other.folder} {len(theirs)})"
 
     def _usable(self) -> dict[int, str]:
+        """Ids beyond the vocabulary of a tokenizer's own model do not count: the model can never give them."""
         limit = Fields(read_optional_json(self.folder / "config.json")).get("vocab_size", whole(0, 2**32), 0)
-        limit = limit or self.vocab_size
-        return {i: token for i, token in self.token_of.items() if i < limit}
+        return {i: token for i, token in self.token_of.items() if i < (limit or self.vocab_size)}
 
 
 def is_messages(prompt) -> bool:
@@ -205,14 +188,11 @@ class TextStream:
 
     def push(self, ids: int | Iterable[int]) -> str:
         """The text that these ids complete; may be empty."""
-        ids = [ids] if isinstance(ids, int) else list(ids)
-        parts = []
-        if not self._begun:
-            while ids and not parts:
-                parts = [part for part in [self.tokenizer.first_bytes(ids.pop(0))] if part]
-            self._begun = bool(parts)
-        parts += [self.tokenizer.token_bytes(i) for i in ids]
-        return self._strip(self._utf8.decode(b"".join(parts)))
+        found = bytearray()
+        for i in [ids] if isinstance(ids, int) else ids:
+            found += self.tokenizer.token_bytes(i) if self._begun else self.tokenizer.first_bytes(i)
+            self._begun = self._begun or bool(found)
+        return self._strip(self._utf8.decode(found))
 
     def finish(self) -> str:
         """What is left of a character that was never completed: U+FFFD, or nothing."""
@@ -252,12 +232,9 @@ def chat_environment():
     def raise_exception(message: str):
         raise TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                 extensions=[Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment

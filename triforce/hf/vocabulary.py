@@ -5,6 +5,7 @@ files say alone: a LlamaTokenizer's spaces are handled by its class, whatever to
 chat, of streams, or of the model.
 """
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -21,11 +22,7 @@ CODE_LLAMA_DEFAULTS = {"prefix_token": "▁<PRE>", "middle_token": "▁<MID>", "
 
 
 def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The pipeline of a folder and its named special tokens, such as {"bos_token": "<s>", "eos_token": "</s>"}.
-
-    Raises:
-        UserError: the folder has no tokenizer, or one that cannot be read.
-    """
+    """The pipeline of a folder and its named special tokens, such as {"bos_token": "<s>", "eos_token": "</s>"}."""
     config = read_optional_json(folder / "tokenizer_config.json")
     model_config = read_optional_json(folder / "config.json")
     declared = (config.get("tokenizer_class") or model_config.get("tokenizer_class") or "").removesuffix("Fast")
@@ -67,10 +64,8 @@ def llama_pipeline(vocab: dict[str, int], merges: list[tuple], config: dict, cod
     token too."""
     backend = Tokenizer(BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True,
                             unk_token="<unk>" if code_llama else None))
-    prefix_space = config.get("add_prefix_space")
-    prefix_space = True if prefix_space is None else prefix_space
-    every_part = config.get("legacy", False) and not code_llama
-    scheme = ("always" if every_part else "first") if prefix_space else "never"
+    prefix_space = config.get("add_prefix_space") in (None, True)
+    scheme = "never" if not prefix_space else "always" if config.get("legacy") and not code_llama else "first"
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix_space or code_llama:
@@ -94,9 +89,8 @@ def add_tokens(backend: Tokenizer, folder: Path, config: dict, from_json: list, 
     Ids: a token that the vocabulary has keeps its id, others are numbered on from its end, in this order: those listed
     by id, the named ones, the rest.
     """
-    named = dict(LLAMA_DEFAULTS) if as_llama else {}
-    named.update(CODE_LLAMA_DEFAULTS if code_llama else {})
-    named.update(named_tokens(config))
+    named = {**(LLAMA_DEFAULTS if as_llama else {}), **(CODE_LLAMA_DEFAULTS if code_llama else {}),
+             **named_tokens(config)}
     listed: dict[int, AddedToken] = {}
     rest = config.get("extra_special_tokens")
     if not rest or isinstance(rest, dict):  # whose names are told above
@@ -133,10 +127,9 @@ def add_tokens(backend: Tokenizer, folder: Path, config: dict, from_json: list, 
 def named_tokens(config: dict) -> dict:
     """The special tokens that have a name: a usual one, another that ends in `_token`, or one of their own."""
     extra = config.get("extra_special_tokens")
-    own = {name: token for name, token in config.items() if name.endswith("_token")
-           and (isinstance(token, str) or (isinstance(token, dict) and "__type" in token))}
-    usual = {name: config[name] for name in SPECIAL_NAMES if name in config}
-    return {**usual, **own, **(extra if isinstance(extra, dict) else {})}
+    named = {name: token for name, token in config.items() if name in SPECIAL_NAMES or name.endswith("_token")
+             and (isinstance(token, str) or isinstance(token, dict) and "__type" in token)}
+    return named | (extra if isinstance(extra, dict) else {})
 
 
 def text_of(token) -> str:
@@ -156,9 +149,8 @@ def added_token(token) -> AddedToken:
 def surround(backend: Tokenizer, special: dict[str, str], add_bos: bool, add_eos: bool) -> None:
     """Makes encoding put bos before and eos after a text, where asked for."""
     around = [special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None]
-    before, after = (f"{token}:0" if token else "" for token in around)
     ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around) if token]
-    single = f"{before} $A:0 {after}".strip()
+    single = " $A:0 ".join(f"{token}:0" if token else "" for token in around).strip()
     backend.post_processor = processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=ids)
 
 
@@ -183,15 +175,12 @@ def read_sentencepiece(path: Path) -> tuple[dict[str, int], list[AddedToken]]:
 
 def _is_bpe(model) -> bool:
     """The package does not tell a model's kind. Of the four, BPE alone draws encodings and cannot list the best."""
-    try:
-        model.sample_encode_as_pieces("a", -1, 0.5)
-    except RuntimeError:
-        return False
-    try:
+    draws = False
+    with contextlib.suppress(RuntimeError):
+        draws = bool(model.sample_encode_as_pieces("a", -1, 0.5))
         model.nbest_encode_as_pieces("a", 2)
-    except RuntimeError:
-        return True
-    return False
+        return False
+    return draws
 
 
 def _is_whole(model, piece: str, i: int) -> bool:
