@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, traced
+from conftest import traced
 
 from triforce import attention
-from triforce.plan import AUTOREGRESSION, Plan
 
 
 def softmax_attention(q, k, v, visible):
@@ -153,38 +152,6 @@ def test_the_output_alone_is_that_of_a_state(keys, monkeypatch):
     torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("base", [0, 128])
-def test_only_a_view_before_the_tail_lets_it_be_alone(base, monkeypatch):
-    """Not where rows see something else besides, as the whole of a prefix, or a document that they share."""
-    seen, real = [], attention.masked
-    monkeypatch.setattr(attention, "masked", lambda *args, alone=False, **more: (
-        seen.append(alone), real(*args, alone=alone, **more))[1])
-    prompts = [random_prompt(200) + random_prompt(9, seed=seed) for seed in range(2 if base else 1)]
-    state = make_state(*random_pair(), prompts, base=base)
-    layers = state.target.config.n_layer
-    for plan, steps in ((Plan(2, None, True, 0, 2), 2), (AUTOREGRESSION, 0)):  # of the retrieval level
-        seen.clear()
-        state.round(plan)
-        assert state.hierarchy.view.joined and len(seen) >= (steps + 1) * layers
-        assert seen[: steps * layers] == [base == 0] * steps * layers and not any(seen[steps * layers :])
-
-
-def test_many_masked_keys_are_products_on_a_gpu(monkeypatch):
-    """The one kernel goes through all keys of a head in a row. What the compiler fuses has no need of it."""
-    def shapes(count):
-        return [torch.randn(1, 2, n, 8, dtype=torch.bfloat16) for n in (4, count, count)]
-
-    asked = []
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    monkeypatch.setattr(attention, "_efficient_cuda", lambda q, k, *more: asked.append(k.shape[2]) or (q, q[..., 0]))
-    monkeypatch.setattr(attention, "_plain", lambda q, k, *more: (q, q[..., 0]))
-    for count in (16, attention.AT_ONCE, attention.AT_ONCE + 8, 12):
-        attention.masked(*shapes(count), torch.zeros(1, 1, 4, count), True)
-    with traced():
-        attention.masked(*shapes(16), torch.zeros(1, 1, 4, 16), True)
-    assert asked == [16, attention.AT_ONCE]
-
-
 @pytest.mark.parametrize("hidden", [-torch.inf, attention.HIDDEN])
 @pytest.mark.parametrize("count, parted", [(1, False), (2, False), (2, True), (3, True), (4, False), (4, True)])
 def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, parted, hidden, monkeypatch):
@@ -213,14 +180,6 @@ def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, parted
     many = [(torch.cat([out] * 171, -2), torch.cat([lse] * 171, -1)) for out, lse in states]  # 513 rows
     torch.testing.assert_close(attention.join(many)[:, :, :3], expected)
     assert len(calls) == (count > 1)
-
-
-def test_many_sequences_are_given_to_the_kernel_in_parts_that_it_splits():
-    """132 processors: it splits the keys of up to 211 heads, and parts occupy each processor once."""
-    assert attention.sequences_a_call(26, 8, 16, 132) == 26
-    assert attention.sequences_a_call(27, 8, 16, 132) == 16
-    assert attention.sequences_a_call(64, 8, 65, 132) == 8  # two blocks of rows
-    assert attention.sequences_a_call(3, 200, 1, 132) == 1
 
 
 def test_keys_of_many_rows_come_in_powers_of_two(monkeypatch):

@@ -137,12 +137,6 @@ def test_fewer_words_than_are_asked_for():
     assert coupled.ranking(torch.ones(1, 2, 3), torch.tensor([1]), torch.arange(2)[None], 4).max() <= 2
 
 
-def test_draws_at_temperature_0_are_the_most_probable():
-    law = torch.zeros(2, 3, 40)
-    law[..., 17] = 1.0
-    assert (draw(law, torch.tensor([1, 2]), torch.arange(3).expand(2, -1)) == 17).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_runners_up_at_temperature_0_are_the_next_most_probable(dtype):
     """Nearly always: and whatever the noise, the winner is the most probable word."""

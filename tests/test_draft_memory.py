@@ -53,17 +53,6 @@ def test_a_used_window_drafts_as_a_fresh_one(pair, length):
     assert laws[0] == laws[1]
 
 
-def test_a_snapkv_drafts_view_takes_in_what_is_flushed(pair):
-    state = state_of(pair, random_prompt(400), "snapkv")
-    memory = state.hierarchy.sources["model"].memory
-    while state.num_flushes < 4:
-        state.round()
-        full, view = memory.cache.prefix, memory.choice
-        end = full.lens[0]
-        found = torch.cdist(view.k[0][0, :, : view.held].double(), full.k[0][0, :, :end].double()).argmin(-1)
-        assert all(set(range(end - view.window_size, end)) <= set(head) for head in found.tolist())
-
-
 def test_rows_are_taken_in_side_by_side(pair):
     """Those of the same stretches in one go; each then drafts as it does alone."""
     target, draft = pair

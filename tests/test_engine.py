@@ -12,7 +12,6 @@ from conftest import VOCAB, make_engine, random_pair, random_prompt, slow
 
 import triforce
 from triforce.errors import UserError
-from triforce.generation import RowOutput
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 
@@ -156,14 +155,6 @@ def test_bias_of_a_generation(tiny_engine):
     assert tiny_engine.generate(TEXT, 30, temperature=0.0, ignore_eos=True).tokens == free.tokens
 
 
-def test_bias_of_a_batch_is_each_rows_own(pair):
-    engine = make_engine(*pair, flush_interval=16, chunk_size=4, budget=64, max_batch_size=2)
-    prompts = [random_prompt(40), random_prompt(30, seed=1), random_prompt(20, seed=2)]
-    outs = engine.generate(prompts, 10, seed=0, logit_bias=[{1: 1e6}, None, {3: 1e6}])
-    assert outs[0].tokens == [1] * 10 and outs[2].tokens == [3] * 10
-    assert outs[1].tokens == engine.generate(prompts[1], 10, seed=1).tokens
-
-
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_ids_that_end_a_text(tiny_engine, ignore_eos):
     """As an eos does, of which there may be one too: the token is told, and is no text."""
@@ -175,12 +166,6 @@ def test_ids_that_end_a_text(tiny_engine, ignore_eos):
         assert out.text == "".join(whole.pieces[:end]) and len(out.levels) == end + 1
     first = tiny_engine.generate(TEXT, 40, temperature=0.0, ignore_eos=True, stop_token_ids=whole.tokens[3:6])
     assert len(first.tokens) == 1 + min(whole.tokens.index(one) for one in whole.tokens[3:6])
-
-
-def test_an_end_of_text_token_ends_it_beside_stop_ids(monkeypatch, tiny_engine):
-    whole = tiny_engine.generate(TEXT, 20, temperature=0.0, ignore_eos=True)
-    monkeypatch.setattr(tiny_engine, "eos_ids", (whole.tokens[4],))
-    assert len(tiny_engine.generate(TEXT, 20, temperature=0.0, stop_token_ids=[4000]).tokens) <= 5
 
 
 def test_forms_of_a_prompt(tiny_engine):
@@ -251,13 +236,6 @@ def test_use_inside_and_outside_of_inference_mode(pair):
         inside = engine.generate(prompt, 40, seed=0).tokens
     assert engine.generate(prompt, 40, seed=0).tokens == inside
     assert engine.generate(random_prompt(90), 40, seed=0).stats.new_tokens == 40
-
-
-def test_old_buffers_are_gone_before_new_ones_are_made(pair, states):
-    engine = make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, budget=64)
-    engine.generate(random_prompt(100), 4)
-    engine.generate(random_prompt(3000), 4)
-    assert [state() is None for state in states] == [True, False]
 
 
 @pytest.mark.parametrize("pieces", [3, 1000])
@@ -464,19 +442,6 @@ def test_half_precision_on_a_cpu(dtype):
     assert on.tokens == engine.generate(TEXT, 24, temperature=0.0, speculate=False).tokens
 
 
-def test_memory_is_planned_before_it_is_taken(pair, monkeypatch):
-    from triforce import memory
-
-    monkeypatch.setattr(memory, "available", lambda device: 2**21)
-    engine = make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, budget=64)
-    with pytest.raises(triforce.UserError) as error:
-        engine.generate(random_prompt(7000), 100)
-    for word in ("KV cache", "--max-seq-len", "free"):
-        assert word in str(error.value)
-    monkeypatch.setattr(memory, "available", lambda device: 2**40)
-    assert len(engine.generate(random_prompt(50), 10).tokens) == 10
-
-
 @pytest.mark.parametrize("settings", [{}, {"retrieval": False}, {"retrieval": False, "draft_cache": "full"},
                                       {"retrieval": False, "draft_cache": "snapkv"}])
 def test_planned_bytes_are_those_allocated(pair, settings):
@@ -515,37 +480,6 @@ def test_mistakes_are_found_before_anything_is_loaded(monkeypatch):
                           ({"stop": ""}, "stop")):
         with pytest.raises(triforce.UserError, match=text):
             triforce.generate("a", **options)
-
-
-def test_release_in_mid_stream_is_said(tiny_engine):
-    stream = tiny_engine.stream(TEXT, 60, temperature=0.0, ignore_eos=True)
-    next(stream)
-    tiny_engine.release()
-    with pytest.raises(triforce.UserError, match="freed while it was under way, by release"):
-        list(stream)
-
-
-def test_state_grows_with_the_prompt_and_is_kept(states):
-    engine = triforce.load("tiny", device="cpu")
-    engine.generate("short", 4)
-    capacity = states[0]().capacity
-    engine.generate("short again", 4)
-    assert len(states) == 1
-    engine.generate(TEXT * 5, 4)
-    assert len(states) == 2 and states[1]().capacity > capacity
-
-
-@pytest.mark.parametrize("options,message", [
-    ({"gamma": "Auto"}, "gamma ('Auto') must be a whole number, at least 1, or 'auto'"),
-    ({"recent": 1.0}, "recent (1.0) must be a share"), ({"recent": "x"}, "recent ('x') must be a share"),
-    ({"draft_cache": "full"}, "draft_cache ('full') with a retrieval level must be one of retrieval, snapkv"),
-    ({"draft_cache": "retrieval", "retrieval": False}, "without a retrieval level must be one of streaming, snapkv"),
-    ({"draft_cache": "streaming", "retrieval": False, "draft": False}, "has no effect"),
-    ({"auto": True}, "auto is not a known setting"), ({"ngram": True}, "ngram is not a known setting")])
-def test_settings_that_do_not_fit(options, message):
-    with pytest.raises(triforce.UserError) as error:
-        triforce.load("tiny", device="cpu", **options)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("options,sources", [
@@ -592,18 +526,6 @@ def test_auto_in_all_its_combinations(pair, options, eager_to_draft):
     assert mixed[0].tokens == plain[0].tokens
 
 
-def test_levels_can_be_left_out():
-    prompt = TEXT
-    greedy = {"max_new_tokens": 32, "temperature": 0.0}
-    whole = triforce.load("tiny", device="cpu", gamma=6).generate(prompt, **greedy)
-    no_draft = triforce.load("tiny", device="cpu", gamma=6, draft=False).generate(prompt, **greedy)
-    classic = triforce.load("tiny", device="cpu", gamma=6, retrieval=False).generate(prompt, **greedy)
-    plain = triforce.load("tiny", device="cpu", draft=False, retrieval=False)
-    assert plain.settings.block_size == 1
-    assert whole.tokens == no_draft.tokens == classic.tokens == plain.generate(prompt, **greedy).tokens
-    assert set(no_draft.stats.acceptance_rate) == {"full"} == set(classic.stats.acceptance_rate)
-
-
 def test_all_in_one_call(states):
     triforce.unload()
     first = triforce.generate(TEXT, max_new_tokens=8, temperature=0.0, device="cpu")
@@ -613,13 +535,6 @@ def test_all_in_one_call(states):
     assert [state() is None for state in states] == [True, False]
     triforce.unload()
     assert states[1]() is None
-
-
-def test_row_output_without_a_tokenizer():
-    row = RowOutput(None, (9,), [], 5)
-    assert row.push([1, 2]) == "" and row.finish_reason is None
-    row.push([3, 9, 4])
-    assert row.tokens == [1, 2, 3, 9] and row.finish_reason == "stop"
 
 
 def test_threads_that_share_an_engine_wait_for_each_other():

@@ -13,7 +13,7 @@ from reference import dense_logits
 from safetensors.torch import load_file, save_file
 
 import triforce
-from triforce import cli, float8, memory
+from triforce import float8, memory
 from triforce.errors import UserError
 from triforce.float8 import FP8, ScaledLinear, quantize
 from triforce.hf.checkpoint import load_model, read_config
@@ -161,43 +161,6 @@ def test_loaded_with_the_embedded_pair(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda device: 2**20)
     with pytest.raises(UserError, match=r"target weights 0.01 GiB \(--dtype\)"):
         triforce.load("tiny", device="cpu", weights="fp8")
-
-
-def test_what_layers_hold_besides_is_planned():
-    """A layer's weight widened, or the products of a long prompt's parts."""
-    config = read_config(TINY / "target")
-    settings = triforce.config.Settings(gamma=6, prefill_chunk_size=64).resolve()
-    sizes = {"batch": 1, "capacity": 1024, "budget": 256, "vocab_size": 4096, "device": torch.device("cpu")}
-    rows, columns = 2 * 704, 256
-    for dtype in (torch.float32, torch.bfloat16):
-        plain, scaled = ({part.name: part.bytes for part in
-                          memory.state_parts(one, None, settings, dtype=dtype, **sizes)}
-                         for one in (config, config.quantized("fp8")))
-        assert scaled.pop("prefill activations") == (
-            plain.pop("prefill activations") + rows * columns * (2 + dtype.itemsize))
-        assert plain == scaled
-    assert float8.work_bytes((64, 32), 8192, 2) == 8192 * 64 * 2 + 1024 * (8 * 64 + 5 * 32)
-
-
-def test_planned_by_the_command(tmp_path, capsys):
-    shape = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
-             "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "torch_dtype": "bfloat16",
-             "max_position_embeddings": 131072}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    flags = ["plan", "--checkpoint", str(tmp_path), "--prompt-len", "60000", "--memory", "24GiB", "--json"]
-    told = []
-    for more in ([], ["--weights", "fp8"]):
-        cli.main([*flags, *more])
-        told.append(json.loads(capsys.readouterr().out))
-    (tmp_path / "config.json").write_text(json.dumps({**shape, "quantization_config": COMPRESSED}))
-    cli.main(flags)
-    told.append(json.loads(capsys.readouterr().out))
-    sizes = [one["ways"][0]["parts"]["target weights"] for one in told]
-    linears = 32 * (4096 * (6144 + 4096) + 3 * 4096 * 14336)
-    assert sizes[1] == sizes[2] == sizes[0] - linears + 4 * 32 * (6144 + 4096 + 2 * 14336 + 4096)
-    assert told[1]["chosen"] == 0 != told[0]["chosen"]
-    assert cli.main([*flags, "--draft-dtype", "fp8"]) == 2
-    assert "this target's are fp8 already" in capsys.readouterr().err
 
 
 # -- promises ---------------------------------------------------------------------------------------------------------

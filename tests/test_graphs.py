@@ -12,16 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce import graphs
 from triforce.errors import UserError
-from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, preparations, put
-
-
-@pytest.mark.parametrize("left, emptied", [(graphs.SPARE - 1, 1), (graphs.SPARE, 0)])
-def test_a_recording_gets_back_what_the_allocator_keeps(monkeypatch, left, emptied):
-    calls = []
-    monkeypatch.setattr(graphs, "unreserved", lambda device: left)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    graphs.make_room(torch.device("cuda"))
-    assert len(calls) == emptied
+from triforce.graphs import KEPT_GRAPHS, Compiler, Graphed, put
 
 
 def test_no_thread_lets_garbage_be_collected_beside_another_s_recording():
@@ -191,15 +182,6 @@ def test_where_compiled_kernels_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path / "file" / "below"))
     with pytest.raises(UserError, match="TRIFORCE_CACHE"):
         graphs.cache_folder()
-
-
-def test_what_is_no_graph_needs_no_preparation():
-    step = Noting()
-    assert list(preparations(print, 5)) == []
-    [prepare] = preparations(step, 5)
-    assert step.what() == []
-    prepare()
-    assert step.what() == ["record"]
 
 
 def test_within_another_graph_it_runs(capturing):

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_engine
 
 from triforce import cli, free_memory, memory
 from triforce.config import Settings
-from triforce.drafting.ngram import NgramDrafter
 from triforce.errors import UserError
-from triforce.graphs import Compiler
 from triforce.memory import Part, check, layer_bytes, layers_within, state_parts
 from triforce.model import ModelConfig
 
@@ -148,10 +145,6 @@ def group(folder: str, granted, used: int, prefix: str = "", limit: str = "max",
             f"{folder}/memory.stat": stat}
 
 
-def test_a_machine_that_says_nothing(tmp_path):
-    assert free_memory.of_host(tmp_path) is None
-
-
 @pytest.mark.parametrize("of_process", ["0::/\n", "0::/user.slice/a/b\n", "0::/not/mounted/here\n"])
 def test_a_container_has_what_it_is_granted_and_what_files_fill(machine, of_process):
     """Its group is the mounted one, or lies below that. Or its path is the machine's, and is not here."""
@@ -191,31 +184,10 @@ def test_limits_of_a_process(machine, monkeypatch, limit, pages):
     assert machine(**{"proc/self/statm": "300 200 10 1 0 50 0\n"}) == GIB - pages * resource.getpagesize()
 
 
-def test_a_cpu_has_what_the_host_gives(monkeypatch):
-    monkeypatch.setattr(free_memory, "of_host", lambda: 5)
-    assert memory.available(CPU) == 5
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_the_peak_is_in_bytes():
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     assert memory.peak(CPU) == pytest.approx(int(line.split()[1]) * 1024, rel=0.1)
-
-
-def test_the_same_caches_are_planned_for_once(pair, monkeypatch):
-    """By an engine, also where a drafter of the user's cannot be hashed."""
-    made, on_meta = [], memory._on_meta
-    monkeypatch.setattr(memory, "_on_meta", lambda *args, **sizes: made.append(sizes) or on_meta(*args, **sizes))
-
-    class Unhashable:
-        __hash__ = None
-
-        def __call__(self, tape):
-            return NgramDrafter(tape, max_drafted=3, compiler=Compiler(CPU))
-
-    caches = make_engine(*pair, draft=Unhashable()).caches
-    first = [caches._parts(caches.settings, batch, 0, 4096, 256) for batch in (1, 2, 1)]
-    assert first[0] == first[2] != first[1] and len(made) == 2
 
 
 def test_tied_weights_are_planned_once():
@@ -223,27 +195,11 @@ def test_tied_weights_are_planned_once():
     assert memory.weight_parts(TARGET, None, torch.float16)[0].bytes - tied == 64 * 32 * 2
 
 
-def test_what_streams_is_planned_for_the_device_that_is_meant():
-    gpu = parts(num_resident_layers=1, device=torch.device("cuda"))
-    assert gpu["staging buffers"] > 0 and "staging buffers" not in parts(num_resident_layers=1)
-
-
 @pytest.mark.parametrize("device, free, expected", [("cuda", 5 * 2**30, 5 * 2**30 - memory.SPARE), ("cuda:1", 1, 0),
                                                     ("cpu", 5 * 2**30, 5 * 2**30), ("cuda", None, None)])
 def test_a_gpu_keeps_room_for_recorded_steps_where_there_is_a_choice(monkeypatch, device, free, expected):
     monkeypatch.setattr(memory, "available", lambda device: free)
     assert memory.comfortable(torch.device(device)) == expected
-
-
-def test_who_runs_out_is_told_how_much_was_asked_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 79 * 2**30)
-    monkeypatch.setattr(memory, "available", lambda device: 2**29)
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.88 GiB. GPU 0 has a capacity of 1 GiB")
-    assert memory.shortage(error, torch.device("cuda")) == (
-        " when 1.88 GiB more were asked for: 79.00 GiB are in use, and 0.50 GiB are free, in pieces or in other pools")
-    refused = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 96 bytes. Error code 12")
-    assert memory.shortage(refused, CPU) == " when 96 bytes more were asked for"
-    assert memory.shortage(MemoryError(), CPU) == ""
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, run_rounds, traced
+from conftest import make_state, random_pair, random_prompt, run_rounds
 
 from triforce import nucleus, sampling
 from triforce.nucleus import nearly_kept, ranked, searched
@@ -47,23 +47,6 @@ def test_both_ways_find_what_survives(words, top_k):
         assert [[set(one.nonzero().flatten().tolist()) for one in row] for row in mask] == expected
 
 
-def test_many_words_on_a_gpu_are_searched_where_that_is_compiled(monkeypatch):
-    asked = []
-    for name in ("ranked", "searched"):
-        monkeypatch.setattr(nucleus, name, lambda *args, name=name: asked.append(name))
-    many = 2**22
-
-    def ask(words=many, dtype=torch.float32):
-        nucleus.smallest_kept(torch.empty(1, 1, words, device="meta", dtype=dtype), None, torch.ones(1))
-
-    with traced():
-        ask()
-        monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-        ask(), ask(many - 1), ask(dtype=torch.float64)
-    ask()
-    assert asked == ["ranked", "searched", "ranked", "ranked", "ranked"]
-
-
 @pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 40, 0]], ids=str)
 def test_borders_are_found_nearly(top_k, monkeypatch):
     """All that survives does, and next to nothing else; every word, where every word survives."""
@@ -76,18 +59,6 @@ def test_borders_are_found_nearly(top_k, monkeypatch):
     more = torch.where((probs >= near) & (probs < exact), probs, 0.0).sum(-1)
     assert (more < torch.tensor([0.07, 0.02, 0.02, 0.02])).all()  # the first laws are flat
     assert (near[exact == 0] == 0).all() and (near[exact > 1e-4] > 0.8 * exact[exact > 1e-4]).all()
-
-
-def test_compiled_code_looks_for_borders_of_more_words_than_code_as_written(monkeypatch):
-    """There a pass that tries all borders at once is one kernel."""
-    asked = []
-    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(nucleus, "smallest_kept", lambda probs, *more: asked.append(probs.shape[-1]))
-    for words in (2**15, 2**15 + 1):
-        nearly_kept(torch.ones(1, 1, words) / words, None, torch.ones(1))
-        with traced():
-            nearly_kept(torch.ones(1, 1, words) / words, None, torch.ones(1))
-    assert asked == [2**15 + 1]
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 5000), (1, 3, 5000), (2, 1, 5000), (3, 4, 1024)], ids=str)

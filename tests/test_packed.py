@@ -6,7 +6,6 @@ from conftest import random_prompt
 
 import triforce
 from triforce import attention, memory
-from triforce.caches import Caches
 from triforce.kv.blocks import over_shared
 from triforce.kv.prefix import PrefixStore
 from triforce.model import Linear
@@ -83,16 +82,6 @@ def test_a_document_is_packed_when_it_is_computed(packed, monkeypatch):
         for _ in range(2):
             engine.generate([random_prompt(9), random_prompt(12)], 4, prefix=document)
         assert packed == [document.num_shared]
-
-
-def test_what_prompts_share_is_packed_after_the_plan(packed, monkeypatch):
-    """Which does not count it: where it was made before, rows that were planned for did not fit."""
-    engine = triforce.load("tiny", device="cpu", gamma=3)
-    planned, plan = [], Caches._plan
-    monkeypatch.setattr(Caches, "_plan", lambda *args: planned.append(len(packed)) or plan(*args))
-    common = random_prompt(600)
-    engine.generate([common + [5, 6], common + [7]], 4)
-    assert planned == [0] and len(packed) == 1
 
 
 @pytest.mark.parametrize("rows,prefills,expected", [(2, False, 0), (3, False, 1), (399, True, 1), (400, True, 0),

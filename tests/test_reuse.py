@@ -8,15 +8,13 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random_pair, random_prompt
+from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random_prompt
 
 import triforce
 from triforce import UserError, caches, prefix_file
 from triforce.caches import Caches
-from triforce.config import Settings
 from triforce.drafting.memory import LongMemory
 from triforce.drafting.model import ModelDrafter
-from triforce.drafting.ngram import NgramMeter
 from triforce.kv.offload import Passage
 from triforce.kv.target import TargetCache
 from triforce.model import Transformer
@@ -79,29 +77,6 @@ def test_prompts_of_a_call_share_what_they_begin_with(engine, twin, computed):
     assert same(again, results[:2]) and [one.stats.reused_tokens for one in again] == [288] * 2
 
 
-def test_what_a_call_has_computed_was_not_held_before_it(engine):
-    """Nor do rows that are answered again hold less than all of their own prompts."""
-    prompts = [DOCUMENT + random_prompt(n, seed=n) for n in range(1, caches.MOST_ROWS + 3)]
-    results = engine.generate(prompts, **GREEDY)
-    assert {one.stats.shared_tokens for one in results} == {288} and {one.stats.reused_tokens for one in results} == {0}
-    few = engine.generate(prompts[:3], **GREEDY)
-    assert [one.stats.reused_tokens for one in few] == [288] * 3
-    assert [one.stats.reused_tokens for one in engine.generate(prompts[:3], **GREEDY)] == [300, 301, 302]
-    alone = engine.generate([random_prompt(50, seed=1), random_prompt(50, seed=1) + [1]], **GREEDY)
-    assert [one.stats.reused_tokens for one in alone] == [0, 0]  # one after the other
-    one = random_prompt(50, seed=1) + [1, 2]
-    assert engine.generate(one, **GREEDY).stats.reused_tokens > 40
-    more = engine.generate([one + random_prompt(n, seed=n) for n in (5, 6, 7)] + [DOCUMENT[:9]], **GREEDY)
-    assert [result.stats.reused_tokens > 40 for result in more] == [True, True, True, False]
-
-
-def test_what_is_computed_from_its_first_token_on_was_not_reused(engine):
-    """Although its beginning was held: it is not worth a shared prefix of its own."""
-    engine.generate(DOCUMENT[:80], **GREEDY)
-    results = engine.generate([DOCUMENT + [n] for n in range(3)], **GREEDY)
-    assert [(one.stats.shared_tokens, one.stats.reused_tokens) for one in results] == [(288, 0)] * 3
-
-
 def test_what_a_part_of_a_call_computed_was_not_held_before_it(pair, monkeypatch):
     """Some of its prompts share more than others do."""
     monkeypatch.setattr(caches, "SHARED_FROM", 64)
@@ -119,14 +94,6 @@ def test_questions_about_a_short_document_run_side_by_side(pair, twin, monkeypat
     results = engine.generate(questions, prefix=book, **GREEDY)
     assert engine.caches.state.batch == 5 and [one.stats.shared_tokens for one in results] == [32] * 5
     assert same(results, [twin.generate(book.ids(question), **GREEDY) for question in questions])
-
-
-def test_few_tokens_in_common_are_not_shared(engine, twin, monkeypatch):
-    monkeypatch.setattr(caches, "SHARED_FROM", 512)
-    prompts = [DOCUMENT + random_prompt(n, seed=n) for n in (3, 20)]
-    results = engine.generate(prompts, **GREEDY)
-    assert [one.stats.shared_tokens for one in results] == [0, 0]
-    assert same(results, [twin.generate(prompt, **GREEDY) for prompt in prompts])
 
 
 def test_a_prompt_that_goes_on_computes_only_the_rest(engine, twin, computed):
@@ -286,21 +253,6 @@ def test_nothing_is_gathered_from_behind_a_shared_prefix(pair, monkeypatch):
             assert_view_holds_its_selection(state.hierarchy.view.shared)
 
 
-def test_rows_over_a_shared_prefix_have_blocks_of_their_own(pair, monkeypatch):
-    """However many rows the placement has, and whoever found what they share."""
-    monkeypatch.setattr(caches, "SHARED_FROM", 64)
-    monkeypatch.setattr(Settings, "_usual_block", lambda self, cuda, offload, rows, each, shared: 4 if shared else 8)
-    questions, alone = [random_prompt(n, seed=n) for n in (2, 25)], [random_prompt(100, seed=n) for n in (1, 2)]
-    for rows in (1, 2):
-        engine = make_engine(*pair, draft_window=32, chunk_size=8, budget=96, flush_interval=32, max_batch_size=rows,
-                             block_size=None, gamma=3)
-        book, found = engine.prefill(DOCUMENT), []
-        for prompts, prefix in ((questions, book), ([DOCUMENT + one for one in questions], None), (alone, None)):
-            engine.generate(prompts, 4, prefix=prefix)
-            found.append(engine.caches.state.settings.block_size)
-        assert found == [4, 4, 8]
-
-
 @pytest.mark.parametrize("budget", [None, 96], ids=["open", "given"])
 def test_fewer_rows_where_memory_does_not_suffice(pair, monkeypatch, caplog, budget):
     """Views are as small as they may be where that is left open, and otherwise what was asked for."""
@@ -318,57 +270,6 @@ def test_fewer_rows_where_memory_does_not_suffice(pair, monkeypatch, caplog, bud
     monkeypatch.setattr(caches.memory, "comfortable", lambda device: need(2) + 1000)  # what a GPU has to spare
     assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 2
     assert len(engine.generate(questions[1:], prefix=book, **GREEDY)) == 4  # two at a time
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_a_state_would_give_back(pair, monkeypatch, device):
-    """Of a GPU, what it has there: what is offloaded lies on the host."""
-    engine = make_engine(*pair, **SETTINGS, offload=True, num_resident_layers=1)
-    assert engine.caches._releasable() == 0
-    engine.generate(DOCUMENT, **GREEDY)
-    state = engine.caches.state
-    on_host = state.cache.prefix.offload.nbytes
-    monkeypatch.setattr(engine.caches, "device", torch.device(device))
-    assert on_host > 0 and engine.caches._releasable() == state.nbytes - (on_host if device == "cuda" else 0)
-
-
-def test_several_rows_read_a_larger_view_of_what_they_share(pair):
-    engine = make_engine(*pair, draft_window=32, chunk_size=8, flush_interval=32, block_size=4, gamma=3,
-                         max_batch_size=2)
-    book, found = engine.prefill(random_prompt(5000)), []
-    for prompts, prefix in (([[1, 2, 3]], book), ([[1, 2, 3], [4, 5]], book), ([[1, 2, 3]] * 3, book),
-                            ([random_prompt(2000), random_prompt(2000, seed=1)], None)):
-        engine.generate(prompts, 4, prefix=prefix)
-        found.append(engine.caches.state.budget)
-        before = engine.caches.state
-        engine.generate([[prompt[0] + 1, *prompt[1:]] for prompt in prompts], 4, prefix=prefix)
-        assert engine.caches.state is before
-    assert found == [1024, 2048, 2048, 1024]
-
-
-def test_a_document_is_looked_through_once(pair, monkeypatch):
-    """For n-grams: however many rows ask about it, and also where they share a part of it."""
-    seen, made = [], NgramMeter.__init__
-    monkeypatch.setattr(NgramMeter, "__init__", lambda meter, tokens, *more: seen.append(len(tokens))
-                        or made(meter, tokens, *more))
-    engine = make_engine(*pair, draft="ngram", gamma="auto", flush_interval=32, chunk_size=8, budget=96)
-    book = engine.prefill(DOCUMENT)
-    for count in (2, 1, 3):
-        questions = [random_prompt(5, seed=count + i) for i in range(count)]
-        engine.generate(questions if count > 1 else questions[0], 4, prefix=book)
-        meters = [meter for meter in engine.caches.state.pilot.meters if meter is not None]
-        assert engine.caches.state.base == 288 and all(meter.shared is book.meter().follows for meter in meters)
-    assert [count for count in seen if count > 100] == [288]
-
-
-def test_a_view_is_as_large_as_memory_allows(pair, monkeypatch):
-    engine = make_engine(*pair, draft_window=32, chunk_size=8, flush_interval=32, block_size=4, gamma=3)
-    needs = lambda budget: sum(part.bytes for part in engine.caches._parts(  # noqa: E731
-        engine.caches.settings, 2, 6144, 8192, budget))
-    for least in (512, 1536, 3072):
-        monkeypatch.setattr(caches.memory, "comfortable", lambda device, least=least: needs(least + 256) + 1000)
-        assert engine.caches._plan(engine.caches.settings, 2, 6144, 8192, 4096) == (least, None)
-    assert engine.caches._plan(engine.caches.settings, 2, 6144, 8192, 1024)[0] == 1024
 
 
 @pytest.mark.parametrize("way", ["shared", "prefill", "open", "release"])
@@ -412,13 +313,6 @@ def test_buffers_are_freed_before_others_are_planned(engine, states, monkeypatch
     engine.generate(random_prompt(300, seed=1), **GREEDY)
     assert alive == [[], [False], [False, False]][: 2 + left_behind] and len(states) == len(alive)
     assert stream is None or stream.result.tokens
-
-
-def test_a_stream_without_a_tokenizer_is_broken_off(engine, twin):
-    """It gives a piece a token, with no text."""
-    result = begun(engine.stream(DOCUMENT, **GREEDY), 2)
-    assert result.finish_reason == "interrupted" and 2 <= len(result.tokens) < GREEDY["max_new_tokens"]
-    assert result.tokens == twin.generate(DOCUMENT, **GREEDY).tokens[: len(result.tokens)]
 
 
 def test_an_interrupt_in_the_middle_of_a_prefill(engine, twin, monkeypatch):
@@ -789,19 +683,6 @@ def test_nobody_answers_while_a_conversation_is_saved(tiny, monkeypatch, tmp_pat
     assert not threads[0].is_alive() and tiny.open(tmp_path / "talk.prefix").num_shared > 128
 
 
-@pytest.mark.slow
-def test_the_time_of_a_turn_does_not_grow(tiny, computed):
-    """Ten turns about a document: none goes through the model with more than what was said since the last one."""
-    chat = tiny.chat(tiny.prefill("Call me Ishmael. Some years ago, never mind how long. " * 100), **LAW)
-    states, turns = [], []
-    for i in range(10):
-        computed.clear()
-        chat.send(f"And then, number {i}?")
-        turns.append(sum(computed))
-        states.append(tiny.caches.state)
-    assert max(turns[1:]) < 40 and len({id(state) for state in states}) <= 3
-
-
 # -- prefixes in files
 
 
@@ -881,38 +762,6 @@ def test_a_document_of_another_model_is_refused(pair, engine, tmp_path):
     path.write_bytes(data)
     with pytest.raises(UserError, match="checksum"):
         engine.open(path)
-
-
-def test_messages_are_saved_with_their_document(tiny, tmp_path):
-    messages = [{"role": "user", "content": "Call me Ishmael. " * 60}]
-    book = tiny.prefill(messages, chat_template=TEMPLATE)
-    book.save(tmp_path / "book.prefix")
-    opened = tiny.open(tmp_path / "book.prefix")
-    assert opened.messages == messages and opened.chat_template == TEMPLATE
-    assert same(*(tiny.generate("Who?", prefix=one, **LAW) for one in (book, opened)))
-
-
-def test_a_view_is_no_larger_than_a_row_has_room_for():
-    engine = make_engine(*random_pair(), **{**SETTINGS, "budget": 40_000})
-    for _ in range(2):
-        engine.generate(random_prompt(300), 8)
-        assert engine.caches.state.budget == 1024 == engine.caches.state.capacity
-        state = engine.caches.state
-    engine.generate(random_prompt(300, seed=5), 8)
-    assert engine.caches.state is state  # and is used again
-
-
-def test_garbage_is_looked_for_once_before_buffers_are_made(engine, monkeypatch):
-    """That takes 0.1 s: not before the first question about a document, where nothing was made since."""
-    looks = []
-    monkeypatch.setattr(caches.gc, "collect", lambda: looks.append(1))
-    book = engine.prefill(DOCUMENT)
-    assert len(looks) == 1
-    for count, prompts in enumerate(([[1, 2]], [[1, 2], [3]], [[4], [5], [6]]), 1):  # each needs buffers of its own
-        engine.generate(prompts, prefix=book, **GREEDY)
-        assert len(looks) == count
-    engine.release()
-    assert len(looks) == 4
 
 
 def test_what_another_engine_has_left_is_collected_where_memory_is_short(engine, monkeypatch):

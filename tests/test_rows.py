@@ -13,7 +13,6 @@ import torch
 from conftest import bits, in_fp8, make_engine, make_state, random_pair, random_prompt, slow
 from torch import nn
 
-import triforce.rows
 from triforce import attention, model
 from triforce.float8 import ScaledLinear
 from triforce.model import Linear, ModelConfig, RMSNorm, Transformer, gated
@@ -211,13 +210,3 @@ def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
     target.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
     engine.generate(random_prompt(60), 12, temperature=0.0, speculate=False)
     assert set(rows) == {8}
-
-
-def test_what_is_tried_is_tried_once(monkeypatch):
-    tried = []
-    monkeypatch.setattr(triforce.rows, "_functions", lambda *args: tried.append(args[1:]) or [])
-    engine = make_engine(*random_pair(), budget=64, flush_interval=16, chunk_size=4, max_batch_size=2)
-    for prompts in ([random_prompt(40)], [random_prompt(4000)], [random_prompt(40)] * 2, [random_prompt(50)]):
-        engine.generate(prompts, 4)
-        engine.release()
-    assert tried == [(1, 8), (2, 8)]

@@ -3,26 +3,20 @@
 A promise of the whole library, not of one module.
 """
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, slow
 
-import triforce
 from triforce import UserError
 from triforce.config import Settings
 from triforce.controller import Controller
 from triforce.costs import Costs
-from triforce.hf.folders import TINY
 from triforce.plan import AUTOREGRESSION, Plan
-from triforce.tape import ACCEPTED, MISSED, Tape
+from triforce.tape import ACCEPTED, MISSED
 from triforce.tree import Chances, likeliest
 
 CONTEXT, NEW = 500, 64  # flushes after 12 and 44 tokens
@@ -226,13 +220,6 @@ def test_rows_on_trees_say_what_each_says_alone(models, base):
     assert [[token for token, _ in row] for row in on] == alone
 
 
-def test_logprobs_on_trees(models):
-    engine = make_engine(*models, sampling="coupled", flush_interval=32, budget=256, **TREE)
-    law = {"temperature": 1.0, "top_p": 0.95, "max_new_tokens": 60, "seed": SEED, "logprobs": 2}
-    on, off = (engine.generate(random_prompt(CONTEXT), speculate=speculate, **law) for speculate in (True, False))
-    assert on.tokens == off.tokens and on.logprobs == off.logprobs and on.stats.target_forwards < 30
-
-
 def test_greedy_is_the_case_without_noise(models, plain):
     """The same tokens as by the other rule, whatever the seed."""
     state = make_state(*models, [random_prompt(CONTEXT)], sampling={"temperature": 0.0, "seed": [8]},
@@ -383,18 +370,6 @@ def test_views_are_chosen_by_the_queries_of_what_was_emitted(models):
         torch.testing.assert_close(mine[0, :, chosen[-1]], other[0, :, 0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how,expected", [
-    ({"sampling": "coupled", "device": "cuda"}, (1, 3)), ({"sampling": "coupled", "device": "cpu"}, (0, 0)),
-    ({"device": "cuda"}, (0, 0)), ({"sampling": "coupled", "device": "cuda", "max_batch_size": 3}, (0, 0)),
-    ({"sampling": "coupled", "device": "cpu", "leaves": 2}, (2, 0)),
-    ({"sampling": "coupled", "device": "cuda", "retrieval": False, "has_model": False, "draft": False}, (0, 0))])
-def test_leaves_are_for_coupled_draws_where_rows_cost_little(how, expected):
-    more = {name: how[name] for name in ("device", "max_batch_size", "has_model") if name in how}
-    given = {name: value for name, value in how.items() if name not in more}
-    made = Settings(**given).resolve(**more)
-    assert (made.leaves, made.leaves_inner) == expected
-
-
 def test_leaves_count_as_rows_of_a_block():
     """On a GPU the usual block of a verify has at most 64 queries of a KV head."""
     def rows(group: int, **settings) -> tuple[int, int]:
@@ -416,41 +391,3 @@ def test_blocks_with_leaves_have_a_limit(more):
 def test_leaves_by_rejection_are_refused(name):
     with pytest.raises(UserError, match="need sampling 'coupled', and it is 'rejection'"):
         Settings(**{name: 1}).resolve()
-
-
-@pytest.mark.slow
-def test_another_process_says_the_same():
-    flags = ["--max-new-tokens", "24", "--prompt", "It was the best of times,", "--temperature", "1", "--seed", "5",
-             "--sampling", "coupled", "--device", "cpu"]
-    root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "generate.py", *flags], cwd=root, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(root)}, timeout=120)
-    engine = triforce.load(TINY / "target", draft=False, device="cpu", sampling="coupled", block_size=8)
-    alone = engine.generate("It was the best of times,", 24, temperature=1.0, seed=5, speculate=False)
-    assert done.returncode == 0 and done.stdout.rstrip("\n") == alone.text.rstrip("\n") != ""
-
-
-@pytest.mark.parametrize("wrong", ["level", "row"])
-def test_noise_that_depends_on_more_is_noticed(models, plain, monkeypatch, wrong):
-    """The tests above can fail: here the noise depends on the level, or on the place in the block."""
-    exact, right = Tape.draw, plain("own")[0]
-
-    def other(self, law, position, level):
-        shift = level if wrong == "level" else torch.arange(position.shape[1])
-        return exact(self, law, position + 1000 * shift, level)
-
-    monkeypatch.setattr(Tape, "draw", other)
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **COMMON)
-    if wrong == "level":  # the text is another, and next to nothing is accepted
-        assert bits(state, NEW)[0] != right
-        kept, drafted, _ = state.hierarchy.outer.totals[0].tolist()
-        assert kept < 0.2 * drafted
-    else:
-        assert bits(state, NEW)[0] != bits(make_state(
-            models[0], None, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **COMMON,
-            retrieval=False), NEW)[0]
-
-
-def test_an_unknown_rule_is_refused(models):
-    with pytest.raises(UserError, match="sampling .'gumbel'. must be 'rejection' or 'coupled'"):
-        make_engine(*models, sampling="gumbel")

@@ -1,15 +1,13 @@
 """What a State keeps of its rounds, rows that end, rewinding, plans; and when a selection is renewed."""
 
-import statistics
 
 import pytest
 import torch
 from conftest import make_engine, make_state, random_pair, random_prompt, run_rounds
 
-from triforce.controller import INNER_LEAVES, LEAVES, Controller
-from triforce.drafting.ngram import NgramMeter
+from triforce.controller import INNER_LEAVES, LEAVES
 from triforce.kv.store import runs
-from triforce.pilot import Pilot, RebuildPolicy, Tally
+from triforce.pilot import RebuildPolicy, Tally
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.speculator import RowRound, Speculator
 from triforce.tape import ACCEPTED, BONUS, FULL, LEAF, MISSED
@@ -97,17 +95,6 @@ def test_a_selection_is_renewed_every_so_many_tokens():
     assert due == [i % 6 == 5 for i in range(20)]
 
 
-def test_a_selection_of_several_rows_goes_by_all_of_them_that_go_on():
-    policy = RebuildPolicy(16)
-    for _ in range(3):  # a mean of four tokens a round; the row that has ended does not count
-        assert not policy.update([brought(5, 4, 6), brought(3, 2, 6), brought(0, 0, 6)])
-    assert policy.average == pytest.approx(6 / 8)
-    assert policy.update([brought(5, 4, 6), brought(3, 2, 6), brought(0, 0, 6)])
-    policy.rebuilt()
-    assert not policy.update([brought(16, 0, 0), brought(10, 0, 0)]) and policy.average == pytest.approx(6 / 8)
-    assert not RebuildPolicy(1).update([brought(0, 0, 6)] * 2)
-
-
 def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
     target, draft = pair
     for due in (True, False):
@@ -116,24 +103,6 @@ def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
         for _ in range(5):
             state.round()
         assert state.hierarchy.view.num_rebuilds == (5 if due else 0)
-
-
-def test_the_controller_is_told_what_looking_up_is_good_for(pair, monkeypatch):
-    """By all of each row's text so far, prompt and output, in the mean of the rows that go on."""
-    told, choose = [], Controller.choose
-    monkeypatch.setattr(Pilot, "SELDOM", 1)  # a choice after each round
-    monkeypatch.setattr(Controller, "choose", lambda self, **known: told.append(known) or choose(self, **known))
-    texts = [random_prompt(20) * 4, random_prompt(70, seed=1)]
-    state = make_state(*pair, texts, auto=True, ngram=True, gamma=7, gamma_inner=3, sampling={"temperature": 0.3})
-    expected = []
-    for turn in range(40):
-        if turn == 30:
-            state.close_row(1)
-        # Before each round its plan is chosen. The first one's is plain.
-        expected.append(statistics.fmean(NgramMeter(text).rate for text in texts[: 1 if turn >= 30 else 2]))
-        for row, tokens in enumerate(state.round()):
-            texts[row] = texts[row] + tokens
-    assert [known["ngram"] for known in told] == expected[1:] and len(set(expected)) > 10
 
 
 @pytest.mark.parametrize("retrieval", [True, False])
@@ -185,51 +154,12 @@ def test_acceptance_is_that_of_the_level_that_checked(pair):
     assert rates["full"] > 0.99 > 0.9 > rates["retrieval"] > 0
 
 
-@pytest.mark.parametrize("gamma_inner", [1, 2, 3])
-def test_a_plan_says_how_many_tokens_are_drafted(pair, gamma_inner):
-    """One forward pass of the draft for each, in each round of the retrieval level."""
-    target, draft = pair
-    state = make_state(target, draft, [random_prompt(100)], gamma=6, gamma_inner=3)
-    state.pilot.controller = Steady(Plan(6, "model", True, gamma_inner, 4))
-    calls = []
-    hook = draft.register_forward_pre_hook(lambda *_: calls.append(1))
-    for _ in range(10):
-        calls.clear()
-        state.round()
-        assert len(calls) == 4 * gamma_inner
-    hook.remove()
-
-
-def test_the_tally_ends_at_the_first_rejection():
-    tally = Tally(Plan(4, "model"))
-    tally.add(brought(3, 2, 4))  # two kept, one rejected; the fourth was not tested
-    tally.add(brought(5, 4, 4))
-    assert tally.counts == {"model": (6, 7), LEAVES: (0, 1)} and tally.tokens_a_row == 4
-
-
-def test_the_tally_leaves_out_what_was_discarded():
-    tally = Tally(Plan(4, "model", True, 2, 2))
-    tally.add(RowRound([5] * 3, [ACCEPTED, MISSED, ACCEPTED, ACCEPTED], 2, 4, False))
-    tally.add(RowRound([5], [ACCEPTED, ACCEPTED, BONUS, ACCEPTED], 0, 4, False))
-    assert tally.counts == {"retrieval": (2, 4), "model": (1, 2), LEAVES: (0, 2), INNER_LEAVES: (0, 1)}
-
-
 def test_the_tally_counts_leaves_where_the_drafted_token_was_rejected():
     """At the full level and, in what the retrieval level proposed and was kept, at that."""
     tally = Tally(Plan(6, "model", True, 3, 2))
     tally.add(RowRound([5] * 6, [ACCEPTED, LEAF, BONUS, MISSED, LEAF, BONUS], 4, 6, False, beside=True))
     tally.add(RowRound([5] * 7, [ACCEPTED] * 3 + [BONUS] + [ACCEPTED] * 2, 6, 6, False))
     assert tally.counts == {"retrieval": (10, 11), "model": (6, 8), LEAVES: (1, 1), INNER_LEAVES: (1, 2)}
-
-
-def test_auto_learns_from_what_is_said(pair, monkeypatch):
-    heard, update = [], NgramMeter.update
-    monkeypatch.setattr(NgramMeter, "update", lambda self, tokens: heard.append(list(tokens)) or update(self, tokens))
-    state = make_state(*pair, [random_prompt(100)], auto=True, ngram=True, gamma=7)
-    state.round()  # plain; the steps are timed after it
-    for _ in range(10):
-        (tokens,) = state.round()
-        assert heard[-1] == tokens
 
 
 @pytest.mark.parametrize("plan, words", [
@@ -242,15 +172,6 @@ def test_a_plan_that_cannot_be_followed_is_refused(pair, plan, words):
     with pytest.raises(ValueError, match=words):
         state.round(plan)
     assert state.lens == [59] and state.round(Plan(7, "model", True, 2, 4))[0]
-
-
-def test_rounds_that_nobody_chose_teach_nothing(pair):
-    state = make_state(*pair, [random_prompt(60)])
-    state.pilot.controller = Steady(Plan(6, "model", True, 2, 2))
-    for turn in range(1, 5):
-        state.round()
-        state.round(Plan(3, "model"))
-        assert state.pilot.controller.rounds == turn - 1  # it learns of a round in the next one
 
 
 @pytest.mark.parametrize("draft_cache", ["streaming", "full"])
@@ -282,27 +203,5 @@ def test_a_draft_reads_what_is_new(pair, draft_cache):
         del draft.prefill
 
 
-def test_the_pilot_is_told_what_a_round_brought(pair, monkeypatch):
-    """A token more than were accepted, or, cut at a flush, as many as there is room for."""
-    told, observe = [], Pilot.observe
-    monkeypatch.setattr(Pilot, "observe", lambda self, result, *more: (
-        told.append(result.rows), observe(self, result, *more))[1])
-    state = make_state(*pair, [random_prompt(100), random_prompt(70, seed=1)], retrieval=False, gamma=3,
-                       sampling={"temperature": 0.8})
-    accepted = set()
-    for _ in range(30):
-        rooms = [16 - length % 16 for length in state.lens]
-        emitted = state.round()
-        for row, tokens, room in zip(told[-1], emitted, rooms, strict=True):
-            assert row.tokens == tokens and not row.diverged
-            if row.num_accepted < len(tokens):
-                assert (row.num_accepted, row.num_drafted) == (len(tokens) - 1, 3)
-            else:
-                assert row.num_accepted == row.num_drafted == len(tokens) == room
-            accepted.add(row.num_accepted)
-    assert len(accepted) >= 3
-
-
 def test_numbers_of_rows_as_runs():
     assert runs([0, 1, 4, 6, 7, 8]) == [slice(0, 2), slice(4, 5), slice(6, 9)] and runs([3]) == [slice(3, 4)]
-

@@ -3,18 +3,15 @@
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import make_engine, random_pair, random_prompt
 
 import triforce
-from triforce import caches, loading, parallel, prefix_file, streams, warm_up
+from triforce import prefix_file, streams
 from triforce.caches import Caches
-from triforce.hf import checkpoint
 from triforce.hierarchy import Hierarchy
-from triforce.kit import check
 from triforce.model import Output, Transformer
 from triforce.streams import ComputeStream, like_this_thread, on_new_stream, use_one_stream
 
@@ -76,15 +73,6 @@ def gpu(monkeypatch):
     return made
 
 
-def test_streams_are_used_again_when_their_owners_are_gone(gpu):
-    first, second = ComputeStream(GPU), ComputeStream(GPU)
-    assert first.cuda is not second.cuda and first.lock is not second.lock  # they may record at once
-    was = first.cuda
-    del first
-    assert ComputeStream(OTHER).cuda not in (was, second.cuda)
-    assert ComputeStream(GPU).cuda is was
-
-
 def test_a_stream_belongs_to_the_gpu_that_its_maker_used(gpu):
     gpu.set_device(OTHER)
     own = ComputeStream(torch.device("cuda"))
@@ -132,12 +120,6 @@ def test_the_stream_takes_its_turn_with_the_one_before(gpu):
     with pytest.raises(ZeroDivisionError), own.used():
         raise ZeroDivisionError
     assert gpu.log[2:] == gpu.log[:2] and gpu.current_stream(GPU) is gpu.defaults[0]
-
-
-def test_memory_of_what_is_handed_out_waits_for_who_gets_it(gpu):
-    own, users = ComputeStream(GPU), []
-    x = SimpleNamespace(record_stream=users.append)
-    assert own.hand_out(x) is x and users == [gpu.defaults[0]]
 
 
 def in_a_thread(function):
@@ -232,44 +214,6 @@ def test_all_that_an_engine_computes_is_on_its_stream(spied, tmp_path):
     assert all(within for _, within in found + kept)
 
 
-def test_steps_are_recorded_on_it(monkeypatch):
-    engine, recorders = make_engine(*random_pair()), []
-    engine.compute_stream.cuda = marker = object()
-    monkeypatch.setattr(ComputeStream, "used", contextlib.nullcontext)
-    real = caches.find_compiler
-    monkeypatch.setattr(caches, "find_compiler", lambda *args, **more: recorders.append(args[7]) or
-                        real(*args[:7], None, *args[8:], **more))
-    engine.generate(random_prompt(20), 2)
-    assert recorders == [marker]
-
-
-def test_weights_are_read_on_it(monkeypatch):
-    spy, warmed, begun = Spy(torch.device("cpu")), [], []
-    monkeypatch.setattr(loading, "ComputeStream", lambda device: spy)
-    monkeypatch.setattr(loading.warm_up, "begin", lambda *args: warmed.append(args[4]))
-    monkeypatch.setattr(checkpoint, "like_this_thread", lambda device: lambda: begun.append(
-        (threading.current_thread().name, depth)))
-    real = loading.ckpt.load_model
-
-    def load_model(*args):
-        nonlocal depth
-        depth = spy.depth
-        return real(*args)
-
-    depth = 0
-    monkeypatch.setattr(loading.ckpt, "load_model", load_model)
-    engine = triforce.load("tiny", device="cpu")
-    assert engine.compute_stream is spy and warmed == [spy] and spy.depth == 0
-    assert begun and all(depth == 1 and name != "MainThread" for name, depth in begun)
-
-
-def test_a_warm_up_is_on_it(monkeypatch):
-    spy, seen = Spy(torch.device("cpu")), []
-    monkeypatch.setattr(warm_up, "warm_up", lambda *args: seen.append(spy.depth))
-    warm_up._quietly(spy)
-    assert seen == [1] and spy.depth == 0
-
-
 def test_a_document_is_read_on_it_and_written_apart_from_it(monkeypatch, tmp_path):
     """Another thread may record a step while this one saves."""
     engine, begun = make_engine(*random_pair()), []
@@ -280,24 +224,3 @@ def test_a_document_is_read_on_it_and_written_apart_from_it(monkeypatch, tmp_pat
     begun.clear()
     engine.open(tmp_path / "book")
     assert set(begun) == {"like_this_thread"}
-
-
-def test_ranks_and_the_check_use_one_stream_for_all(monkeypatch):
-    used = []
-    monkeypatch.setattr(parallel, "use_one_stream", used.append)
-    monkeypatch.setattr(parallel, "_shared_buffer", lambda *args: None)
-    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(parallel.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(parallel.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(group_name="all")))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append(device))
-    for name, value in (("WORLD_SIZE", 2), ("RANK", 1), ("LOCAL_RANK", 1), ("MASTER_ADDR", 0), ("MASTER_PORT", 0)):
-        monkeypatch.setenv(name, str(value))
-    parallel.from_environment("cuda")
-    assert used == [1, OTHER]
-    monkeypatch.setattr(check, "use_one_stream", used.append)
-    monkeypatch.setattr(check, "estimate", lambda *args: 1 / 0)  # the first that works on a GPU
-    monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(ZeroDivisionError):
-        check.main(["--checkpoint", "tiny", "--device", "cpu"])
-    assert used[2:] == [torch.device("cpu")]

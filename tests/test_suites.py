@@ -39,12 +39,6 @@ def test_narrativeqa(read):
     assert "Edda left the lamp" in third and three.scored("it was Edda") == 0.5
 
 
-def test_narrativeqa_of_its_authors(read):
-    [(text, sample)] = read("narrativeqa", "narrativeqa")
-    assert "The clerk kept the key in his boot." in text and "Question: Who, in the end, kept the key?" in text
-    assert sample.answers == ["The clerk", "Mr. Abel the clerk"]
-
-
 def test_triforces_summaries(read):
     """A book once, without its first three characters, and nothing to score."""
     (text, sample), (other, _) = read("narrativeqa-lwm", "narrativeqa.jsonl")
@@ -81,12 +75,6 @@ def test_infinitebench(task, ends, right, wrong, read):
     assert text.endswith(ends)
     assert sample.task == f"infinitebench/{task}"
     assert sample.scored(right) == 1.0 and sample.scored(wrong) == 0.0
-
-
-def test_infinitebench_names_what_is_asked_for_before_the_context(read):
-    for task, begins in (("math_find", "What is the largest number in the following list?\n\n[3"),
-                         ("code_run", "There is a function called func_1 in the")):
-        assert read("infinitebench", f"infinitebench/{task}.jsonl")[0][0].startswith(begins)
 
 
 def test_every_task_of_infinitebench_has_a_sample():
@@ -129,13 +117,6 @@ def test_pg19(read, tokenizer, monkeypatch):
     assert len(samples) == (len(book) - 40) // 100
     assert samples[1] == [tokenizer.bos_id, *book[141:240]]
     assert len(read("pg19-magicdec", "pg19/books.jsonl", length=356, count=2)) == 2
-
-
-def test_pg19_of_text_files(tmp_path, tokenizer):
-    for name in ("b.txt", "a.txt"):
-        (tmp_path / name).write_text(f"The book {name} begins, and goes on and on. " * 20)
-    first, second = suites.read("pg19", tmp_path, tokenizer, length=300, count=9)
-    assert [tokenizer.decode(sample.prompt)[:14] for sample in (first, second)] == ["The book a.txt", "The book b.txt"]
 
 
 def test_a_document_is_cut_in_its_middle_and_nothing_else_is(read, tmp_path):

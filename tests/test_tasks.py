@@ -1,11 +1,9 @@
 """Tasks that are made of a text and a seed, and their answers in every way: benchmarks/ruler.py and tasks.py."""
 
-import json
 import random
 import re
 import sys
 from argparse import Namespace
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -85,15 +83,6 @@ def test_needles(task, source, tokenizer):
         assert len(found) == len(answers) == 1
 
 
-def test_needles_lie_everywhere(source, tokenizer):
-    depths = []
-    for number in range(12):
-        sample = made("niah_single_2", source, tokenizer, length=1500, number=number)
-        text = tokenizer.decode(sample.prompt)
-        depths.append(text.index(sample.answers[0]) / len(text))
-    assert min(depths) < 0.35 and max(depths) > 0.65
-
-
 def test_variables(source, tokenizer):
     sample = made("vt", source, tokenizer)
     *_, example, text = tokenizer.decode(sample.prompt).split("Memorize and track")
@@ -103,27 +92,6 @@ def test_variables(source, tokenizer):
     assert assigned == list(zip(sample.answers[1:], sample.answers[:-1], strict=True))  # in the order of their use
     shown = re.search(r"they are: (.+)\n", example)[1].split()
     assert len(shown) == 5 and not set(shown) & set(sample.answers)
-
-
-@pytest.mark.parametrize(("length", "often", "seldom"), [(LENGTH, 6, 1), (6000, 30, 3)])
-def test_common_words(length, often, seldom, source, tokenizer):
-    sample = made("cwe", source, tokenizer, length=length)
-    *_, text = tokenizer.decode(sample.prompt).split("Below is a numbered list")
-    listed = re.findall(r"(\d+)\. (\w+)", text.split("\nQuestion")[0])
-    assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
-    counts = Counter(word for _, word in listed)
-    assert {word for word, count in counts.items() if count == often} == set(sample.answers)
-    assert {count for word, count in counts.items() if word not in sample.answers} == {seldom}
-
-
-def test_frequent_words(source, tokenizer):
-    sample = made("fwe", source, tokenizer)
-    counts = Counter(tokenizer.decode(sample.prompt).split("coded words. ")[1].split("\nQuestion")[0].split())
-    dots, *others = counts.most_common(5)
-    assert dots[0] == "...." and [word for word, _ in others[:3]] == sample.answers
-    first, second, third, fourth = (count for _, count in others)
-    assert first > second > third > fourth
-    assert dots[1] == pytest.approx(4 * first, rel=0.1)  # the ranks' squares
 
 
 def test_questions(source, tokenizer):
@@ -211,23 +179,6 @@ def test_the_table():
         ["drawn", "full cache", "", "1.00", "-", "1 of 1", "9.0", "1.0"]]
 
 
-def test_a_mean_score_weighs_tasks_alike():
-    assert tasks.mean_score([row("full cache", score, 1.0, task=task) for score, task in
-                             ((1.0, "vt"), (0.0, "qa"), (0.0, "qa"), (None, "pg19"))]) == 0.5
-
-
-def test_the_plot(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in ROWS))
-    tasks.plot(str(path))
-    assert path.with_suffix(".png").stat().st_size > 10_000
-    assert "| greedy | triforce |" in capsys.readouterr().out
-    path.write_text(json.dumps(ROWS[5]) + "\n")
-    with pytest.raises(SystemExit, match="scores at none"):
-        tasks.plot(str(path))
-
-
 def test_names_that_are_not_known_are_refused(embedded_engine, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A word or two. " * 30)
@@ -241,12 +192,3 @@ def test_names_that_are_not_known_are_refused(embedded_engine, tmp_path):
         tasks.gather(args_of(text=str(text)), embedded_engine.tokenizer)
     with pytest.raises(UserError, match="names no task"):
         tasks.gather(args_of(tasks=[]), embedded_engine.tokenizer)
-
-
-def test_rows_are_appended(tmp_path):
-    path = tmp_path / "new" / "rows.jsonl"
-    for rows in ([], ROWS[:1], ROWS[1:2]):
-        tasks.write(str(path), rows)
-    assert tasks.read_rows(str(path)) == ROWS[:2]
-    with pytest.raises(UserError, match="Is a directory; name a file"):
-        tasks.write(str(tmp_path), [])

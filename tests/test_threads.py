@@ -48,23 +48,6 @@ def test_as_many_threads_as_others_leave_cores(four):
         assert torch.get_num_threads() == 2
 
 
-def test_it_looks_again_in_the_midst_of_long_work_and_not_too_often(four):
-    world, told = World(), []
-    chosen = world.threads()
-    with chosen.working():
-        between = chosen.between(told.append)
-        world.pass_by(0.1, 3.0)
-        between(0.1)
-        assert torch.get_num_threads() == 4  # too soon to say
-        world.pass_by(0.3, 3.0)
-        between(0.2)
-        assert torch.get_num_threads() == 1
-        world.pass_by(1.0, 0.0)
-        between(0.3)
-        assert torch.get_num_threads() == 4
-    assert told == [0.1, 0.2, 0.3]
-
-
 def test_what_was_before_comes_back_after_an_error(four):
     world = World()
     chosen = world.threads()
@@ -169,19 +152,6 @@ def test_a_thread_that_began_meanwhile_has_the_usual_number(four):
     assert got == [1, 4, 4] and torch.get_num_threads() == 4
     torch.set_num_threads(1)  # by the user, in a thread that knows what it does
     with chosen.working():
-        assert torch.get_num_threads() == 1
-
-
-def test_what_was_long_ago_says_nothing(four):
-    world = World()
-    chosen = world.threads()
-    with chosen.working():
-        pass
-    world.pass_by(3600.0, 3.0)  # busy as long as nobody asked
-    with chosen.working():
-        assert torch.get_num_threads() == 4
-        world.pass_by(0.3, 3.0)
-        chosen.review()
         assert torch.get_num_threads() == 1
 
 

@@ -145,12 +145,6 @@ def test_a_few_layers_scored_at_a_time_choose_alike(prompts, pair, monkeypatch):
     assert chunks() == expected and expected[0][0] != expected[0][1]
 
 
-def held(view, full, row: int = 0) -> list[set[int]]:
-    """Positions whose keys a row's view holds, by head of the first layer."""
-    found = torch.cdist(view.k[0][row, :, : view.lens[row]].double(), full.k[0][row, :, : full.lens[row]].double())
-    return [set(head) for head in found.argmin(-1).tolist()]
-
-
 @pytest.mark.parametrize("kind", ["retrieval", "snapkv", "streaming"])
 @pytest.mark.parametrize("prefix, whole", [(48, True), (64, True), (80, False)])
 def test_a_prefix_no_longer_than_the_budget_is_taken_whole(pair, kind, prefix, whole):

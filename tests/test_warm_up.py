@@ -17,8 +17,7 @@ from triforce import warm_up
 from triforce.config import Settings
 from triforce.float8 import Float8
 from triforce.graphs import SPARE
-from triforce.model import ModelConfig, Transformer
-from triforce.parallel import Group, shard_config
+from triforce.model import ModelConfig
 from triforce.state import State
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -48,33 +47,6 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
     assert gone() is None  # at once: the weights need the memory
 
 
-def test_it_goes_through_every_step_of_a_draft(monkeypatch):
-    """Its first token's, which takes in what is new, and a further one's; and those of the level between."""
-    settings, seen, real = Settings().resolve(CPU, query_group=2), set(), Transformer.forward
-    monkeypatch.setattr(Transformer, "forward", lambda model, tokens, *more, **how: (
-        seen.add((model.config.dim, tokens.shape[1])), real(model, tokens, *more, **how))[1])
-    state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, 2**30, length=2000)
-    assert settings.gamma_inner > 1 and {rows for dim, rows in seen if dim == DRAFT.dim} >= {1, 4}
-    assert {rows for dim, rows in seen if dim == TARGET.dim} >= {state.hierarchy.outer.rows, state.hierarchy.inner.rows}
-
-
-@pytest.mark.parametrize("options", BLANK, ids=str)
-def test_of_large_weights_it_goes_through_questions_side_by_side(monkeypatch, options):
-    """Over what they share, by every plan."""
-    settings = Settings(**options).resolve(CPU, has_model=True, query_group=2)
-    rounds, real = [], State.round
-    monkeypatch.setattr(State, "round", lambda state, plan: rounds.append((state.batch, plan)) or real(state, plan))
-    state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, 2**30, 2, length=2000)
-    alone, beside = ([plan for count, plan in rounds if count == rows] for rows in (1, 2))
-    assert alone == beside and len(alone) >= 4
-    assert not settings.retrieval or state.hierarchy.view.num_rebuilds == state.hierarchy.view.kind.renews
-    assert state.base >= 1900 and state.batch == 2 and state.cache.prefix.shared.lens == [state.base]
-    assert all(now >= end + len(beside) for now, end in zip(state.lens, state.prompt_end, strict=True))
-    gone = weakref.ref(state)
-    del state
-    assert gone() is None
-
-
 def stream_of(device):
     return SimpleNamespace(device=device, used=contextlib.nullcontext)
 
@@ -97,18 +69,6 @@ def test_it_begins_on_a_gpu(monkeypatch):
     fp8 = replace(TARGET, float8=Float8(0, 0))
     for other in ({"device": CPU}, {"target": fp8}, {"draft": fp8}):
         assert not started(monkeypatch, **other)
-
-
-def test_a_rank_goes_through_its_own_share(monkeypatch):
-    """Without the others, which may not have come so far."""
-    made, real = [], warm_up._blank
-    monkeypatch.setattr(warm_up, "_blank", lambda *args: made.append(real(*args)) or made[-1])
-    shares = [shard_config(config, Group(1, 2, "")) for config in (TARGET, DRAFT)]
-    settings = Settings().resolve(CPU, query_group=2)
-    assert warm_up.warm_up(*shares, settings, torch.float32, CPU, 2**30, length=2000) is not None
-    for model, share in zip(made, shares, strict=True):
-        assert model.group is None and model.layers[0].attention.qkv.weight.shape[0] == 16 * (share.n_head + 2)
-        assert model.output.weight.shape[0] == share.vocab_size // 2 and share.n_kv_head == 1
 
 
 def test_it_leaves_the_weights_their_memory(monkeypatch):
@@ -144,12 +104,6 @@ def test_a_process_that_ends_meanwhile_ends_as_it_would(pause):
             f"time.sleep({pause})\nassert thread.is_alive()\nsys.exit(3)\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 3 and not done.stderr
-
-
-def test_what_goes_wrong_in_it_is_nobody_s_trouble(monkeypatch, capsys, caplog):
-    monkeypatch.setattr(warm_up, "warm_up", lambda *args: 1 / 0)
-    warm_up._quietly(stream_of(CPU))
-    assert not caplog.records and not any(capsys.readouterr())
 
 
 def test_the_first_call_waits_for_it(monkeypatch):
