@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, slow
 
-from triforce import UserError
 from triforce.config import Settings
 from triforce.controller import Controller
 from triforce.costs import Costs
@@ -379,15 +378,3 @@ def test_leaves_count_as_rows_of_a_block():
     assert [rows(group) for group in (1, 4, 8)] == [(16, 32), (8, 16), (8, 8)]  # no leaves where they left too little
     assert [rows(group, leaves=0) for group in (1, 4, 8)] == [(16, 16), (16, 16), (8, 8)]
     assert rows(4, leaves=3) == (4, 16) and rows(4, gamma=9) == (10, 20)
-
-
-@pytest.mark.parametrize("more", [{"leaves": 200}, {"leaves_inner": 300}])
-def test_blocks_with_leaves_have_a_limit(more):
-    with pytest.raises(UserError, match="make blocks of [0-9]* rows, and 512 are the most"):
-        Settings(sampling="coupled", **more).resolve()
-
-
-@pytest.mark.parametrize("name", ["leaves", "leaves_inner"])
-def test_leaves_by_rejection_are_refused(name):
-    with pytest.raises(UserError, match="need sampling 'coupled', and it is 'rejection'"):
-        Settings(**{name: 1}).resolve()
