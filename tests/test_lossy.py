@@ -30,11 +30,11 @@ def full(base, number: int = 0, law: dict | None = None) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_view_of_all_tokens_loses_nothing(base, kind):
-    engine = ViewEngine(base, kind, 256)
-    for number in range(2):
-        result = engine.generate(random_prompt(PROMPT, number), NEW, temperature=0.0)
-        assert result.tokens == full(base, number)
-        assert result.stats.flushes >= 2 and result.stats.retrieval_rebuilds == 0
+    whole, small = ([ViewEngine(base, kind, budget).generate(random_prompt(PROMPT, number), NEW, temperature=0.0)
+                     for number in range(2)] for budget in (256, 64))
+    assert [one.tokens for one in whole] == [full(base, number) for number in range(2)]
+    assert [one.tokens for one in small] != [one.tokens for one in whole]
+    assert all(one.stats.flushes >= 2 and one.stats.retrieval_rebuilds == 0 for one in whole)
 
 
 def test_where_the_law_is_the_same_a_seed_draws_the_same(base):

@@ -58,16 +58,6 @@ def test_what_was_before_comes_back_after_an_error(four):
     assert torch.get_num_threads() == 4
 
 
-def test_nothing_is_chosen_for_a_gpu_or_where_nobody_says_what_others_take(four, monkeypatch, tmp_path):
-    world = World()
-    gpu = world.threads(torch.device("cuda"))
-    monkeypatch.setattr(threads, "STAT", tmp_path / "absent")
-    for chosen in (gpu, Threads(CPU)):
-        world.pass_by(9.0, 4.0)
-        with chosen.working():
-            assert torch.get_num_threads() == 4
-
-
 def test_what_others_take(monkeypatch, tmp_path):
     """User, nice, system, irq, softirq and stolen time of the cores of this process, less what it took itself."""
     stat = tmp_path / "stat"

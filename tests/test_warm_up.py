@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_engine, random_pair, random_prompt
+from conftest import make_engine, random_pair, random_prompt, slow
 
 import triforce
 from triforce import warm_up
@@ -22,75 +22,61 @@ from triforce.state import State
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TARGET, DRAFT = ModelConfig(512, 64, 4, 4, 2, 16, 128), ModelConfig(480, 32, 2, 2, 2, 16, 64)
-BLANK = [{}, {"retrieval": False}, {"sampling": "coupled"}, {"sampling": "coupled", "tree_size": 16}, {"gamma": 4},
-         {"draft_cache": "snapkv"}, {"draft": "ngram"}]
-
-
 @pytest.mark.parametrize("draft", [DRAFT, None], ids=["draft", "no-draft"])
-@pytest.mark.parametrize("options", BLANK, ids=str)
+@pytest.mark.parametrize("options", [{}, {"retrieval": False}, *slow({"sampling": "coupled", "tree_size": 16}),
+                                     {"draft": "ngram"}, *slow({"draft_cache": "snapkv"})], ids=str)
 def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, draft):
+    """Of large weights, also through questions side by side."""
     settings = Settings(**options).resolve(CPU, has_model=draft is not None, query_group=2)
     rounds, real = [], State.round
-    monkeypatch.setattr(State, "round", lambda state, plan: rounds.append(plan) or real(state, plan))
-    state = warm_up.warm_up(TARGET, draft, settings, torch.float32, CPU, 2**30, length=2000)
-    assert state.lens[0] >= state.prompt_end[0] + len(rounds) and state.target.config.n_layer == 1
-    drafters = {plan.drafter for plan in rounds}
+    monkeypatch.setattr(State, "round", lambda state, plan: rounds.append((state.batch, plan)) or real(state, plan))
+    state = warm_up.warm_up(TARGET, draft, settings, torch.float32, CPU, 2**30, 2, length=2000)
+    alone, beside = ([plan for count, plan in rounds if count == rows] for rows in (1, 2))
     expected = {"model": draft is not None, "ngram": settings.ngram, "retrieval": settings.retrieval}
-    assert drafters == {None, *(name for name, drafts in expected.items() if drafts)}
-    # More rounds of the retrieval level, and more than two drafted tokens, run nothing else.
-    for plan in rounds:
-        if plan.retrieval:
-            assert plan.rounds == 1 and plan.gamma_inner == (0 if plan.source is None else min(settings.gamma_inner, 2))
+    assert {plan.drafter for plan in alone} == {None, *(name for name, drafts in expected.items() if drafts)}
+    assert alone == beside and state.base >= 1900 and state.target.config.n_layer == 1
     assert not settings.retrieval or state.hierarchy.view.num_rebuilds == state.hierarchy.view.kind.renews
     gone = weakref.ref(state)
     del state
     assert gone() is None  # at once: the weights need the memory
 
 
-def stream_of(device):
-    return SimpleNamespace(device=device, used=contextlib.nullcontext)
-
-
-def started(monkeypatch, target=TARGET, draft=DRAFT, device=GPU, weight_bytes=2**30):
-    """Whether it begins; with how many free bytes, and rows of questions."""
-    ran = []
+def test_it_begins_on_a_gpu(monkeypatch):
+    ran, fp8 = [], replace(TARGET, float8=Float8(0, 0))
     monkeypatch.setattr(warm_up.memory, "available", lambda device: 20 * 2**30)
     monkeypatch.setattr(warm_up, "warm_up", lambda *args: ran.append(args[-2:]))
-    thread = warm_up.begin(target, draft, Settings().resolve(CPU), torch.float16, stream_of(device), weight_bytes)
-    if thread is not None:
-        thread.join()
-        assert not thread.daemon  # or else Python would end it in a call of PyTorch's, and the process with it
-    return ran
 
+    def begin(target=TARGET, draft=DRAFT, device=GPU, weight_bytes=2**30) -> bool:
+        stream = SimpleNamespace(device=device, used=contextlib.nullcontext)
+        thread = warm_up.begin(target, draft, Settings().resolve(CPU), torch.float16, stream, weight_bytes)
+        if thread is not None:
+            thread.join()
+            assert not thread.daemon  # or else Python would end it in a call of PyTorch's, and the process with it
+        return thread is not None
 
-def test_it_begins_on_a_gpu(monkeypatch):
-    assert started(monkeypatch) == [(19 * 2**30 - SPARE, 0)] == started(monkeypatch, draft=None)
-    assert started(monkeypatch, weight_bytes=10 * 2**30) == [(10 * 2**30 - SPARE, 2)]
-    fp8 = replace(TARGET, float8=Float8(0, 0))
-    for other in ({"device": CPU}, {"target": fp8}, {"draft": fp8}):
-        assert not started(monkeypatch, **other)
+    assert begin() and begin(draft=None) and begin(weight_bytes=10 * 2**30)
+    assert ran == [(19 * 2**30 - SPARE, 0)] * 2 + [(10 * 2**30 - SPARE, 2)]  # free bytes, and rows of questions
+    assert not begin(device=CPU) and not begin(target=fp8) and not begin(draft=fp8)
 
 
 def test_it_leaves_the_weights_their_memory(monkeypatch):
     """What it needs is what a plan of the same says, which is what it holds."""
-    settings, made = Settings().resolve(CPU, query_group=2), []
-    real = warm_up._blank
-    monkeypatch.setattr(warm_up, "_blank", lambda *args: made.append(real(*args)) or made[-1])
-    needed, free = [], 0
-    check = warm_up.memory.state_parts
+    settings, needed, check = Settings().resolve(CPU, query_group=2), [], warm_up.memory.state_parts
     monkeypatch.setattr(warm_up.memory, "state_parts", lambda *args, **more: needed.append(check(*args, **more)) or
                         needed[-1])
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, length=2000) is None and not made
+
+    def rows(free: int, most: int = 0) -> int:
+        state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, most, length=2000)
+        return 0 if state is None else state.batch
+
     weights = warm_up.memory.weight_parts(replace(TARGET, n_layer=1), replace(DRAFT, n_layer=1), torch.float32)
+    assert rows(0) == 0
     free = sum(part.bytes for part in [*weights, *needed[0]])
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free - 1, length=2000) is None and not made
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, length=2000) is not None
-    assert [model.config.n_layer for model in made] == [1, 1]
-    made.clear(), needed.clear()
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2, length=2000).batch == 1
+    assert (rows(free - 1), rows(free)) == (0, 1)
+    needed.clear()
+    assert rows(free, 2) == 1
     free = sum(part.bytes for part in [*weights, *needed[0], *needed[1]])
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free - 1, 2, length=2000).batch == 1
-    assert warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, 2, length=2000).batch == 2
+    assert (rows(free - 1, 2), rows(free, 2)) == (1, 2)
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.2])
