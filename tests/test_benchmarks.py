@@ -30,16 +30,3 @@ def test_it_writes_its_rows(command, key, expected, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row.get(key) for row in rows} == expected
-
-
-@pytest.mark.slow
-def test_of_several_ranks_the_first_one_writes(tmp_path):
-    out = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "benchmarks/coupled.py",
-               "--context", "600", "--gammas", "4", "--ways", "coupled", "--seeds", "1", "--max-new-tokens", "12",
-               "--same", "8", "--no-draws", "--device", "cpu", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["temperature"] for row in rows] == [0.6, 1.0] and all(row["same_as_without"] for row in rows)
-    assert done.stdout.count("--- coupled") == 2

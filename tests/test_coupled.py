@@ -129,14 +129,6 @@ def test_the_winner_and_those_after_it(monkeypatch, traced, words):
     assert (agree > (0.9 if traced else 0.999)).all(), agree
 
 
-def test_fewer_words_than_are_asked_for():
-    law = torch.zeros(1, 2, 300)
-    law[..., 7] = 1.0
-    found = coupled.ranking(law, torch.tensor([1]), torch.arange(2)[None], 4)
-    assert found.shape == (1, 2, 4) and (found[..., 0] == 7).all() and ((found >= 0) & (found < 300)).all()
-    assert coupled.ranking(torch.ones(1, 2, 3), torch.tensor([1]), torch.arange(2)[None], 4).max() <= 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_runners_up_at_temperature_0_are_the_next_most_probable(dtype):
     """Nearly always: and whatever the noise, the winner is the most probable word."""

@@ -13,7 +13,6 @@ from conftest import VOCAB, make_engine, random_pair, random_prompt, slow
 import triforce
 from triforce.errors import UserError
 from triforce.hf.folders import TINY
-from triforce.hf.tokenizer import Tokenizer
 
 SMALL = {"flush_interval": 16, "chunk_size": 4, "prefill_chunk_size": 64}
 
@@ -349,7 +348,12 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"draft_cache": "streaming", "retrieval": False, "draft": False}, "has no effect"),
     ({"sampling": "gumbel"}, "sampling ('gumbel') must be 'rejection' or 'coupled'"),
     ({"leaves": 1}, "need sampling 'coupled', and it is 'rejection'"),
-    ({"sampling": "coupled", "leaves_inner": 300}, "rows, and 512 are the most")])
+    ({"sampling": "coupled", "leaves_inner": 300}, "rows, and 512 are the most"),
+    ({"offload": "all"}, "'auto'"), ({"num_resident_layers": 2}, "offload=True"),
+    ({"offload": True, "num_resident_layers": 9}, "8 layers"),
+    ({"offload": True, "num_resident_layers": -1}, "at least 0"),
+    ({"offload": True, "num_resident_layers": 1, "resident_memory": "1GB"}, "give one"),
+    ({"offload": True, "resident_memory": "9" * 400}, "20GiB"), ({"offload": True, "piece_tokens": 0}, "at least 1")])
 def test_mistakes_in_loading(options, text):
     with pytest.raises(triforce.UserError) as error:
         triforce.load("tiny", **{"device": "cpu", **options})
@@ -430,18 +434,24 @@ def test_half_precision_on_a_cpu(dtype):
     assert on.tokens == engine.generate(TEXT, 24, temperature=0.0, speculate=False).tokens
 
 
-@pytest.mark.parametrize("settings", [{}, {"retrieval": False}, {"retrieval": False, "draft_cache": "full"},
+@pytest.mark.parametrize("settings", [{}, {"offload": True, "num_resident_layers": 1}, {"retrieval": False},
+                                      {"retrieval": False, "draft_cache": "full"},
                                       {"retrieval": False, "draft_cache": "snapkv"}])
 def test_planned_bytes_are_those_allocated(pair, settings):
     from triforce import memory
 
     target, draft = pair
-    engine = make_engine(target, draft, flush_interval=16, chunk_size=4, **settings, budget=64)
+    engine, resident = make_engine(*pair, flush_interval=16, chunk_size=4, **settings, budget=64), None
     state = engine.prepare([random_prompt(500)], 100, temperature=0.0, top_p=1.0, top_k=None, min_p=None, seed=[0])
+    caches, how = {"KV cache", "tail", "chunk keys", "retrieval view", "draft cache"}, {"dtype": torch.float32}
+    host = 0
+    if "offload" in settings:
+        resident, caches = 1, caches | {"KV cache of 1 resident layers"}
+        host = memory.host_part(target.config, 1, batch=1, capacity=state.capacity, **how).bytes
+        assert state.cache.prefix.offload.nbytes == host
     parts = memory.state_parts(target.config, draft.config, engine.settings, batch=1, capacity=state.capacity,
-                               budget=64, vocab_size=VOCAB, dtype=torch.float32, device=engine.device)
-    assert state.nbytes == sum(part.bytes for part in parts if part.name in ("KV cache", "tail", "chunk keys",
-                                                                             "retrieval view", "draft cache"))
+                               budget=64, vocab_size=VOCAB, device=engine.device, num_resident_layers=resident, **how)
+    assert state.nbytes == host + sum(part.bytes for part in parts if part.name in caches)
 
 
 def test_settings_may_be_of_numpy():
@@ -450,13 +460,6 @@ def test_settings_may_be_of_numpy():
     assert engine.placement.num_resident_layers == 2 and engine.settings.flush_interval == 64
     assert all(type(value) is int for value in (engine.placement.max_seq_len, engine.settings.gamma))
     assert len(engine.generate(TEXT, 8, temperature=0.0, ignore_eos=True).tokens) == 8
-
-
-def test_an_engine_says_what_it_is(embedded_engine):
-    assert repr(embedded_engine) == ("<triforce.Engine: LlamaForCausalLM, 7.5M parameters, float32 on cpu; drafts by a "
-                                 "model of 0.9M parameters, a retrieval view>")
-    bare = triforce.load("tiny", device="cpu", draft=False, retrieval=False, dtype="bfloat16")
-    assert "bfloat16 on cpu; drafts by nothing" in repr(bare)
 
 
 def test_mistakes_are_found_before_anything_is_loaded(monkeypatch):
@@ -531,16 +534,6 @@ def test_threads_that_share_an_engine_wait_for_each_other():
         list(stream)
 
 
-def test_a_prompt_is_encoded_once_for_all_of_its_samples(tiny_engine, monkeypatch):
-    encoded, encode = [], Tokenizer.encode
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: encoded.append(text) or encode(self, text))
-    results = tiny_engine.generate(["Once", "Twice"], 4, num_samples=3, seed=5)
-    assert encoded == ["Once", "Twice"] and [len(samples) for samples in results] == [3, 3]
-    assert [one.stats.seed for samples in results for one in samples] == [5, 6, 7, 8, 9, 10]
-    with pytest.raises(UserError, match="^the prompt is empty"):
-        tiny_engine.generate("", num_samples=2)
-
-
 def test_a_generation_within_on_prefill():
     """It takes over the caches: the first one is an error, and what comes after is right."""
     engine, (a, b), inner = make_engine(*random_pair(), **SMALL), (random_prompt(300), random_prompt(300, seed=5)), []
@@ -555,18 +548,3 @@ def test_a_generation_within_on_prefill():
     assert len(inner[0].tokens) == 5
     for speculate in (True, False):
         assert engine.generate(a, 20, temperature=0.0, speculate=speculate).tokens == expected
-
-
-def test_a_stream_that_is_left_behind_keeps_its_statistics():
-    engine = make_engine(*random_pair(), **SMALL)
-    stream = engine.stream(random_prompt(300), 40, temperature=0.0)
-    for _ in range(2):
-        next(stream)
-    before = stream.result.stats
-    for _ in range(2):
-        engine.generate(random_prompt(300, seed=5), 30, temperature=0.0)
-    after = stream.result.stats
-    stream.close()
-    assert stream.result.stats == after and before.target_forwards > 0
-    assert (after.target_forwards, after.flushes, after.new_tokens, after.reused_tokens) == (
-        before.target_forwards, before.flushes, before.new_tokens, before.reused_tokens)

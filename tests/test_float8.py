@@ -18,7 +18,7 @@ from triforce.errors import UserError
 from triforce.float8 import FP8, ScaledLinear, quantize
 from triforce.hf.checkpoint import load_model, read_config
 from triforce.hf.convert import convert
-from triforce.hf.fingerprint import model_fingerprint, weights_fingerprint
+from triforce.hf.fingerprint import weights_fingerprint
 from triforce.hf.folders import TINY
 from triforce.hf.places import shard
 from triforce.model import Linear
@@ -74,28 +74,6 @@ def test_weights_and_logits_are_those_of_the_reference(family, layout, tmp_path)
         torch.testing.assert_close(dense_logits(ours, TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=0)
     held = sum(x.nbytes for x in ours.parameters())
     assert memory.weight_parts(read_config(folder), None, torch.float32)[0].bytes == held
-
-
-def test_without_a_word_what_is_not_in_fp8_is_bf16(tmp_path):
-    folder, _, _ = made("Llama 3", "blocks", tmp_path)
-    edit(folder, torch_dtype=None)
-    tensors, index = load_file(folder / "model.safetensors"), {}
-    for word in ("_proj", ""):  # what is in fp8 is read first
-        part = {key: tensors.pop(key) for key in list(tensors) if word in key}
-        index.update(dict.fromkeys(part, f"part{len(index)}.safetensors"))
-        save_file(part, folder / index[next(iter(part))])
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert load_model(folder).dtype == torch.bfloat16
-
-
-def test_the_same_in_another_file(blocks):
-    before, model = model_fingerprint(blocks), load_model(blocks)
-    torch.save(load_file(blocks / "model.safetensors"), blocks / "pytorch_model.bin")
-    (blocks / "model.safetensors").unlink()
-    assert model_fingerprint(blocks) == before
-    for found, expected in zip(load_model(blocks).parameters(), model.parameters(), strict=True):
-        assert torch.equal(found.float(), expected.float())
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 import resource
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from triforce import cli, free_memory, memory
+from triforce import free_memory, memory
 from triforce.config import Settings
 from triforce.errors import UserError
 from triforce.memory import Part, check, layer_bytes, layers_within, state_parts
@@ -78,24 +77,6 @@ print([name for name in ("sympy", "torch._inductor", "torch._dynamo") if name in
 def test_a_plan_does_not_import_the_compiler():
     found = subprocess.run([sys.executable, "-c", PLANS], capture_output=True, text=True, check=True, timeout=120)
     assert found.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("settings", [Settings(gamma=6), Settings(gamma=6, retrieval=False),
-                                      Settings(gamma=6, retrieval=False, draft_cache="full"),
-                                      Settings(gamma=6, retrieval=False, draft_cache="snapkv")])
-def test_what_every_row_needs_is_planned_for_every_row(settings):
-    one, three = parts(settings), parts(settings, batch=3)
-    assert one.keys() == three.keys()
-    for name in one.keys() - {"prefill activations", "choice of the SnapKV view", "choice of the retrieval view"}:
-        assert three[name] == 3 * one[name], name
-
-
-def test_a_prompt_is_prefilled_at_a_time():
-    for batch in (1, 4):
-        planned = parts(batch=batch, num_resident_layers=1)
-        assert planned["a layer's KV during prefill"] == TOKEN * 4096
-        assert planned["KV cache of 1 resident layers"] == batch * TOKEN * 4096
-        assert planned["prefill activations"] == parts()["prefill activations"]
 
 
 def test_some_of_a_device_is_left_free():
@@ -190,18 +171,6 @@ def test_the_peak_is_in_bytes():
     assert memory.peak(CPU) == pytest.approx(int(line.split()[1]) * 1024, rel=0.1)
 
 
-def test_tied_weights_are_planned_once():
-    tied = memory.weight_parts(replace(TARGET, tie_word_embeddings=True), None, torch.float16)[0].bytes
-    assert memory.weight_parts(TARGET, None, torch.float16)[0].bytes - tied == 64 * 32 * 2
-
-
-@pytest.mark.parametrize("device, free, expected", [("cuda", 5 * 2**30, 5 * 2**30 - memory.SPARE), ("cuda:1", 1, 0),
-                                                    ("cpu", 5 * 2**30, 5 * 2**30), ("cuda", None, None)])
-def test_a_gpu_keeps_room_for_recorded_steps_where_there_is_a_choice(monkeypatch, device, free, expected):
-    monkeypatch.setattr(memory, "available", lambda device: free)
-    assert memory.comfortable(torch.device(device)) == expected
-
-
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_what_a_gpu_has_left_of_this_process_s_share(monkeypatch, device):
     """A device may be named without its number, and a process may be granted less than there is."""
@@ -221,10 +190,3 @@ def test_more_answers_than_there_is_memory_for_are_refused_at_once(monkeypatch, 
     with pytest.raises(UserError, match=told):
         tiny_engine.generate(["Once", "Twice"], 4, num_samples=50_000_000)
     assert len(tiny_engine.generate("Once", 4, num_samples=2)) == 2
-
-
-@pytest.mark.parametrize("command", [[], ["plan"]])
-def test_a_command_refuses_them_before_anything_is_loaded(monkeypatch, capsys, command):
-    monkeypatch.setattr("triforce.loading.load", lambda *args, **more: pytest.fail("loaded"))
-    argv = [*command, "--device", "cpu", "--prompt", "Once", "--num-samples", "100000000"]
-    assert cli.main(argv) == 2 and "--num-samples" in capsys.readouterr().err

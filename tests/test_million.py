@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import VOCAB, bits, make_state, random_prompt
 
-from triforce import attention, memory
+from triforce import attention
 from triforce.drafting.ngram import NgramDrafter
 from triforce.graphs import Compiler
 from triforce.model import ModelConfig, RotaryEmbedding, Transformer
@@ -107,9 +107,3 @@ def test_a_look_up_finds_the_latest_match_of_a_million():
     expected = tape.tokens[0, MILLION - 496 : MILLION - 492].tolist()
     assert drafter.propose(torch.tensor([end]), Plan(4, "ngram"), None).tolist() == [4]
     assert tape.read(torch.tensor([end + 1]), TokenTree(4))[0].tolist() == expected
-
-
-def test_bytes_of_a_million():
-    """137 GB of keys and values of Llama-3.1-8B."""
-    config = ModelConfig(128_256, 4096, 32, 32, 8, 128, 14_336, max_position_embeddings=MILLION)
-    assert 32 * memory.layer_bytes(config, batch=1, capacity=MILLION, dtype=torch.bfloat16) == 137_438_953_472

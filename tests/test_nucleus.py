@@ -61,25 +61,6 @@ def test_borders_are_found_nearly(top_k, monkeypatch):
     assert (near[exact == 0] == 0).all() and (near[exact > 1e-4] > 0.8 * exact[exact > 1e-4]).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 5000), (1, 3, 5000), (2, 1, 5000), (3, 4, 1024)], ids=str)
-def test_running_sums_of_several_rows_are_taken_in_stretches(shape, monkeypatch):
-    """On a GPU. Of one row its scan takes all of the device."""
-    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-    x, split, in_stretches = torch.randint(0, 2**50, shape), [], nucleus.in_stretches
-    monkeypatch.setattr(nucleus, "in_stretches", lambda x: split.append(x.shape) or in_stretches(x))
-    assert torch.equal(nucleus.running_sum(x), x.cumsum(-1))
-    assert split == ([shape] if shape[-1] == 5000 and shape[:2] != (1, 1) else [])
-
-
-def test_the_laws_of_a_cpu_have_exact_borders(monkeypatch):
-    asked = []
-    monkeypatch.setattr(nucleus, "smallest_kept", lambda probs, *more: asked.append(probs.shape[-1]))
-    nearly_kept(torch.ones(1, 1, 9), None, torch.ones(1))
-    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-    nearly_kept(torch.ones(1, 1, 8) / 8, None, torch.ones(1))
-    assert asked == [9]
-
-
 @pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 400, 0]], ids=str)
 def test_of_many_rows_the_most_probable_words_are_ranked(top_k, monkeypatch):
     """Exactly, and what needs more of them is cut there. Where every word survives, every word does. Of more words than

@@ -84,14 +84,6 @@ def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
     assert plain >= 2 and state.num_flushes >= 1
 
 
-def test_pieces_give_the_logits_of_a_resident_prefix(models):
-    states = [state_of(models), state_of(models, num_resident_layers=0, piece_tokens=64)]
-    for state in states:
-        run_rounds(state, 3, plan=AUTOREGRESSION)
-    logits = [state.hierarchy.outer.logits for state in states]
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-
-
 def test_ragged_rows_are_said_as_if_resident(models):
     prompts = [random_prompt(300), random_prompt(33, seed=1), [7], random_prompt(1000, seed=2)]
     expected = run_rounds(state_of(models, prompts), 100)
@@ -203,21 +195,6 @@ def test_sizes_and_plans():
     assert list(offload.layers) == [1, 2, 3] and offload.nbytes == 3 * 512 * 2 * 2 * 8 * 4
 
 
-def test_parts_of_the_plan_are_what_is_allocated(models):
-    for resident in (0, 1):
-        state = state_of(models, num_resident_layers=resident)
-        config = models[0].config
-        host = memory.host_part(config, 2 - resident, batch=1, capacity=2048, dtype=torch.float32)
-        assert state.cache.prefix.offload.nbytes == host.bytes
-        parts = memory.state_parts(config, models[1].config, state.settings, batch=1, capacity=2048, budget=256,
-                                   vocab_size=64, dtype=torch.float32, device=torch.device("cpu"),
-                                   num_resident_layers=resident)
-        planned = {part.name: part.bytes for part in parts}
-        assert planned.get("KV cache of 1 resident layers", 0) == resident * host.bytes // (2 - resident)
-        caches = ("KV cache of 1 resident layers", "tail", "chunk keys", "retrieval view", "draft cache")
-        assert state.nbytes == host.bytes + sum(planned.get(name, 0) for name in caches)
-
-
 def test_load_offloads(caplog):
     ids = random_prompt(1300, vocab_size=4096)  # a view holds 1,024 of them
     caplog.set_level("INFO", logger="triforce")
@@ -230,18 +207,6 @@ def test_load_offloads(caplog):
         caplog.clear()
     triforce.load("tiny", device="cpu", offload="auto").generate(ids, **options)
     assert "KV cache: 8 of 8 layers on cpu, 0.00 GiB in host memory" in caplog.text
-
-
-@pytest.mark.parametrize("options,words", [
-    ({"offload": "all"}, "'auto'"), ({"num_resident_layers": 2}, "offload=True"),
-    ({"offload": True, "num_resident_layers": 9}, "8 layers"),
-    ({"offload": True, "num_resident_layers": -1}, "at least 0"),
-    ({"offload": True, "num_resident_layers": 1, "resident_memory": "1GB"}, "give one"),
-    ({"offload": True, "resident_memory": "some"}, "20GiB"), ({"offload": True, "resident_memory": "9" * 400}, "20GiB"),
-    ({"offload": True, "piece_tokens": 0}, "at least 1")])
-def test_bad_settings_are_named(options, words):
-    with pytest.raises(UserError, match=words):
-        triforce.load("tiny", device="cpu", **options)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(
@@ -319,14 +284,3 @@ def test_short_rows_of_a_batch_are_taken_whole(pair):
         run_rounds(state, 50)
         assert all(rates["full"] > 0.99 for rates in state.hierarchy.acceptance_rates())
         state.rewind(512)
-
-
-def test_a_prefill_of_what_streams_fills_the_view_with_keys_and_values(models):
-    """As one of what is resident: what a view takes while the layer is on the device."""
-    states = [state_of((models[0], None), [random_prompt(900)], num_resident_layers=layers) for layers in (None, 0)]
-    resident, streamed = (state.hierarchy.view for state in states)
-    assert resident.selected[0] and streamed.selected[0]
-    resident.catch_up([0])
-    for i in range(len(resident.k)):
-        assert torch.equal(streamed.k[i], resident.k[i]) and torch.equal(streamed.v[i], resident.v[i])
-        assert not torch.equal(streamed.k[i], streamed.v[i])

@@ -6,12 +6,10 @@ from conftest import random_prompt
 
 import triforce
 from triforce import attention, memory
-from triforce.kv.blocks import over_shared
 from triforce.kv.prefix import PrefixStore
 from triforce.model import Linear
 from triforce.packed import PackedPrefix, multiply, packs
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="no oneDNN")
 LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0]}
 
@@ -82,21 +80,6 @@ def test_a_document_is_packed_when_it_is_computed(packed, monkeypatch):
         for _ in range(2):
             engine.generate([random_prompt(9), random_prompt(12)], 4, prefix=document)
         assert packed == [document.num_shared]
-
-
-@pytest.mark.parametrize("rows,prefills,expected", [(2, False, 0), (3, False, 1), (399, True, 1), (400, True, 0),
-                                                    (400, False, 1)])
-def test_few_queries_go_over_what_is_packed(rows, prefills, expected, monkeypatch):
-    """In a round any number from 3 on: or rows that end would change the bits of others."""
-    seen, partial = [], PackedPrefix.partial
-    monkeypatch.setattr(PackedPrefix, "partial", lambda prefix, q: seen.append(1) or partial(prefix, q))
-    engine = triforce.load("tiny", device="cpu")
-    store = PrefixStore.blank(engine.target.config, 4096, CPU, torch.float32)
-    store.pack()
-    prefix = PrefixStore(engine.target.config, 1, 4096 + 128, CPU, torch.float32, shared=store)
-    q = torch.randn(1, engine.target.config.n_kv_head, rows, engine.target.config.head_dim)
-    over_shared(prefix, 0, q, prefills=prefills)
-    assert len(seen) == expected
 
 
 def test_prompts_of_any_length_make_few_shapes(monkeypatch):

@@ -159,15 +159,6 @@ def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
         assert common.positions(0, 0)[0].sort().values.tolist() == expected
 
 
-def test_a_short_document_is_read_whole(pair):
-    state = make_state(*pair, PROMPTS, base=32)
-    common = state.hierarchy.view.shared
-    state.round(Plan(4, "model", True, 2, 2))
-    assert common.selected == [False] and common.lens == [32] and state.hierarchy.view.base == 32
-    for i in range(2):
-        assert torch.equal(common.load(i, 0, 0, 32), state.cache.prefix.load(i, 0, 0, 32))
-
-
 def test_what_rows_share_is_chosen_anew_once_for_all(pair, monkeypatch):
     made, choose = [], RetrievalView._select_and_copy
     monkeypatch.setattr(RetrievalView, "_select_and_copy", lambda view: made.append(view) or choose(view))
@@ -232,35 +223,6 @@ def test_over_shared_is_attention_of_each_row():
         expected = partial(q[row, None], k, v)
         torch.testing.assert_close(out[row, None], expected[0])
         torch.testing.assert_close(lse[row, None], expected[1])
-
-
-def as_cudnn(q, k, v, is_causal):
-    """Plain attention, whose output lies in memory as that of a GPU's kernel does."""
-    out, lse = attention._plain_causal(q, k, v, is_causal)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse
-
-
-def test_keys_are_split_for_the_rows_that_there_are(monkeypatch):
-    """Few parts are enough for many rows, and few rows need no parts. The kernel is given whole tiles, or half of one:
-    a plan serves all numbers of rows that are filled up alike."""
-    asked = []
-
-    def kernel(q, k, v, is_causal):
-        asked.append([(x.shape, x.stride()) for x in (q, k, v)])
-        assert q.shape[2] % attention.TILE == 0 or q.shape[2] == attention.HALF
-        return as_cudnn(q, k, v, is_causal)
-
-    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
-    monkeypatch.setattr(attention, "_cudnn", kernel)
-    q, k, v = torch.randn(16, 8, 32, 8), torch.randn(1, 8, 4096, 8), torch.randn(1, 8, 4096, 8)
-    expected = [partial(one[None], k, v)[0][0] for one in q]
-    for rows in (16, 8, 7, 5, 4, 1):
-        out, lse = attention.over_shared(q[:rows], k, v, attention.for_join)  # [P, B, K, R, D]
-        if out.ndim == 5:
-            out = attention.merge_parts(out.flatten(1, 2), lse.flatten(1, 2))[0].view(q[:rows].shape)
-        for one, row in zip(out, expected, strict=False):
-            torch.testing.assert_close(one, row)
-    assert [q[0][0] for q, _, _ in asked] == [4, 8, 8, 8, 16] and asked[1] == asked[2] == asked[3]
 
 
 def test_common_length():

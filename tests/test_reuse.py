@@ -83,25 +83,6 @@ def test_prompts_of_a_call_share_what_they_begin_with(engine, twin, computed, he
     assert same(again, results[:2]) and [one.stats.reused_tokens for one in again] == [288] * 2
 
 
-def test_what_a_part_of_a_call_computed_was_not_held_before_it(pair, monkeypatch):
-    """Some of its prompts share more than others do."""
-    monkeypatch.setattr(caches, "SHARED_FROM", 64)
-    engine, other = make_engine(*pair, **SETTINGS, max_batch_size=2), random_prompt(60, seed=8)
-    prompts = [start + random_prompt(9, seed=n) for n, start in
-               enumerate((DOCUMENT, DOCUMENT, DOCUMENT[:180], DOCUMENT[:180], other, other))]
-    first = engine.generate(prompts, **GREEDY)
-    assert {one.stats.shared_tokens for one in first} > {0} and [one.stats.reused_tokens for one in first] == [0] * 6
-
-
-def test_questions_about_a_short_document_run_side_by_side(pair, twin, monkeypatch):
-    monkeypatch.setattr(caches, "SHARED_FROM", 512)
-    engine = make_engine(*pair, **SETTINGS)
-    book, questions = engine.prefill(DOCUMENT[:40]), [random_prompt(n, seed=n) for n in range(1, 6)]
-    results = engine.generate(questions, prefix=book, **GREEDY)
-    assert engine.caches.state.batch == 5 and [one.stats.shared_tokens for one in results] == [32] * 5
-    assert same(results, [twin.generate(book.ids(question), **GREEDY) for question in questions])
-
-
 def test_a_prompt_that_goes_on_computes_only_the_rest(engine, twin, computed):
     first = engine.generate(DOCUMENT, **GREEDY)
     computed.clear()
@@ -544,17 +525,6 @@ def test_turns_from_several_threads_wait_for_each_other(tiny):
     assert 0 < len(chat.turns[3][1].tokens) <= 400
 
 
-def test_a_conversation_with_a_template(tiny, computed):
-    chat = tiny.chat(system="You are brief.", chat_template=TEMPLATE)
-    first = chat.send("Who are you? " * 30, **LAW)
-    rendered = ("<system>You are brief.</system>\n<user>" + "Who are you? " * 30 + "</user>\n<assistant>")
-    assert first.stats.prompt_len == len(tiny.tokenizer.encode(rendered, bos=False))
-    computed.clear()
-    second = chat.send("And now?", **LAW)
-    assert second.stats.reused_tokens > 100 and computed[0] < 60
-    assert chat.messages[0] == {"role": "system", "content": "You are brief."} and len(chat.messages) == 5
-
-
 def test_what_a_template_reads_besides_the_messages(tiny, tmp_path):
     """The same for prompts, conversations, and questions about a document, which may bring their own."""
     template, short = TEMPLATE + "{% if terse %}!{% endif %}", {"chat_template_kwargs": {"terse": True}}
@@ -733,23 +703,3 @@ def test_a_document_of_another_model_is_refused(pair, engine, tmp_path):
     path.write_bytes(data)
     with pytest.raises(UserError, match="checksum"):
         engine.open(path)
-
-
-def test_what_another_engine_has_left_is_collected_where_memory_is_short(engine, monkeypatch):
-    """Once: a call whose buffers do not fit afterwards is refused, and so is one before which garbage was collected."""
-    looks, tried, plan, fits = [], [], Caches._plan, [False, True]
-
-    def planned(self, *args):
-        tried.append(len(looks))
-        if not (fits and fits.pop(0)):
-            raise UserError("too little memory")
-        return plan(self, *args)
-
-    book = engine.prefill(DOCUMENT)
-    monkeypatch.setattr(caches.gc, "collect", lambda: looks.append(1))
-    monkeypatch.setattr(Caches, "_plan", planned)
-    assert engine.generate([1, 2], prefix=book, **GREEDY).tokens
-    assert tried == [0, 1]
-    with pytest.raises(UserError, match="too little"):
-        engine.generate([[1], [2]], prefix=book, **GREEDY)
-    assert tried == [0, 1, 2]

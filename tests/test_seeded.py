@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, slow
 
-from triforce.config import Settings
 from triforce.controller import Controller
 from triforce.costs import Costs
 from triforce.plan import AUTOREGRESSION, Plan
@@ -367,14 +366,3 @@ def test_views_are_chosen_by_the_queries_of_what_was_emitted(models):
     fresh.round(AUTOREGRESSION)  # whose first row is the leaf's
     for mine, other in zip(state.cache.queries, fresh.cache.queries, strict=True):
         torch.testing.assert_close(mine[0, :, chosen[-1]], other[0, :, 0], rtol=1e-4, atol=1e-4)
-
-
-def test_leaves_count_as_rows_of_a_block():
-    """On a GPU the usual block of a verify has at most 64 queries of a KV head."""
-    def rows(group: int, **settings) -> tuple[int, int]:
-        made = Settings(sampling="coupled", **settings).resolve("cuda", query_group=group)
-        return made.block_size, made.tree.rows
-
-    assert [rows(group) for group in (1, 4, 8)] == [(16, 32), (8, 16), (8, 8)]  # no leaves where they left too little
-    assert [rows(group, leaves=0) for group in (1, 4, 8)] == [(16, 16), (16, 16), (8, 8)]
-    assert rows(4, leaves=3) == (4, 16) and rows(4, gamma=9) == (10, 20)

@@ -5,12 +5,11 @@ import pytest
 import torch
 from conftest import make_engine, make_state, random_pair, random_prompt, run_rounds
 
-from triforce.controller import INNER_LEAVES, LEAVES
 from triforce.kv.store import runs
-from triforce.pilot import RebuildPolicy, Tally
+from triforce.pilot import RebuildPolicy
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.speculator import RowRound, Speculator
-from triforce.tape import ACCEPTED, BONUS, FULL, LEAF, MISSED
+from triforce.tape import FULL
 
 
 def assert_queries_are_of_the_newest_tokens(state, model, row: int, count: int, text: list[int]) -> None:
@@ -86,15 +85,6 @@ def test_a_selection_that_has_begun_to_fail_is_renewed():
     assert not any(policy.update([brought(1, 0, 0)]) for _ in range(100))  # nothing was drafted
 
 
-def test_a_selection_is_renewed_every_so_many_tokens():
-    policy, due = RebuildPolicy(16), []
-    for _ in range(20):
-        due.append(policy.update([brought(3, 2, 2)]))
-        if due[-1]:
-            policy.rebuilt()
-    assert due == [i % 6 == 5 for i in range(20)]
-
-
 def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
     target, draft = pair
     for due in (True, False):
@@ -152,14 +142,6 @@ def test_acceptance_is_that_of_the_level_that_checked(pair):
     run_rounds(state, 60)
     rates = state.hierarchy.acceptance_rates()[0]
     assert rates["full"] > 0.99 > 0.9 > rates["retrieval"] > 0
-
-
-def test_the_tally_counts_leaves_where_the_drafted_token_was_rejected():
-    """At the full level and, in what the retrieval level proposed and was kept, at that."""
-    tally = Tally(Plan(6, "model", True, 3, 2))
-    tally.add(RowRound([5] * 6, [ACCEPTED, LEAF, BONUS, MISSED, LEAF, BONUS], 4, 6, False, beside=True))
-    tally.add(RowRound([5] * 7, [ACCEPTED] * 3 + [BONUS] + [ACCEPTED] * 2, 6, 6, False))
-    assert tally.counts == {"retrieval": (10, 11), "model": (6, 8), LEAVES: (1, 1), INNER_LEAVES: (1, 2)}
 
 
 @pytest.mark.parametrize("plan, words", [

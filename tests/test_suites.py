@@ -30,76 +30,44 @@ def read(tokenizer):
     return reading
 
 
-def test_narrativeqa(read):
-    (first, one), (_, two), (third, three) = read("narrativeqa", "narrativeqa.jsonl")
-    assert first.endswith("stood still on Sundays.\n\nQuestion: What was the cat called?\nAnswer:")
-    assert one.answers == ["Ottilie", "The miller's cat was called Ottilie"] and one.scored("Ottilie") == 1.0
-    assert two.answers == ["On Sundays"] and two.number == 2
-    assert "Edda left the lamp" in third and three.scored("it was Edda") == 0.5
-
-
-def test_triforces_summaries(read):
-    """A book once, without its first three characters, and nothing to score."""
-    (text, sample), (other, _) = read("narrativeqa-lwm", "narrativeqa.jsonl")
-    assert text.startswith("You are a helpful assistant. USER: Please read a part of the book below")
-    assert "[start of the book]\nThe miller's cat" in text
-    assert text.endswith("tell the story in 500 words.\n\nASSISTANT: ")
-    assert "a left the lamp" in other
-    assert sample.new_tokens == 256 and sample.scored("anything") is None
-
-
-def test_longbench_v2(read):
-    (text, one), (_, two) = read("longbench-v2", "longbench_v2.json")
-    assert "<text>\nThe ferry carried bells, and rang all night.\n</text>\n\n" in text
-    assert "Choices:\n(A) Coal\n(B) Salt\n(C) Bells\n(D) Nothing\n\nFormat your response" in text
-    assert one.scored("The correct answer is (C)") == 1.0 and one.scored("The correct answer is (A)") == 0.0
-    assert (one.number, two.number) == (2, 16)  # lines of the file
-    assert two.answers == ["A"]
-
-
-@pytest.mark.parametrize(("task", "ends", "right", "wrong"), [
-    ("passkey", "What is the pass key?\n\nThe pass key is", " 40711.", " 4071."),
-    ("number_string", "\n\nThe sequence of digits is", "2233441100", "223344110"),
-    ("kv_retrieval", "The value associated with the specified key is: ", '"77b0-fe"', '"90d2-ee"'),
-    ("longbook_qa_eng", "Question: What was in the bucket?\nAnswer:", "Ash", "Water"),
-    ("longbook_choice_eng", "B. To the well\nC. To the sea\nD. Home\n\nThe letter of the correct answer is", "B", "A"),
-    ("longdialogue_qa_eng", "replaced with $$MASK$$ is likely", " Berta", " Ivo"),
-    ("math_find", "]\n\nThe largest number of the list is:", " 91", " 17"),
-    ("math_calc", "Expression: 2 + 5 - 3\nValues:", "[2, 7, 4]", "[7, 2, 4]"),
-    ("code_run", "compute the exact value of func_1(3). The value of func_1(3) is", " 7", " 8"),
-    ("code_debug", "C. add\nD. div\n\nThe correct option is:", "C. add", "A. sub"),
-])
-def test_infinitebench(task, ends, right, wrong, read):
-    [(text, sample)] = read("infinitebench", f"infinitebench/{task}.jsonl", new_tokens=10)
-    assert text.endswith(ends)
-    assert sample.task == f"infinitebench/{task}"
-    assert sample.scored(right) == 1.0 and sample.scored(wrong) == 0.0
-
-
-def test_helmets_recall(read):
-    [(text, sample)] = read("helmet-json-kv", "helmet/json_kv.jsonl")
-    assert text.endswith("Key: k-1\nCorresponding value: v-1\n\nKey: k-3\nCorresponding value: v-3\n\nKey: k-2\n"
-                         "Corresponding value:")
-    assert sample.scored(" v-2") == 1.0 and sample.scored(" v-1") == 0.0
-    (more, four), (single, one) = read("helmet-ruler", "helmet/niah_mv.jsonl")
-    assert more.startswith("Some special magic numbers are hidden") and more.endswith("in the provided text are")
-    assert four.scored("4455667 and 7") == 0.5
-    assert single.startswith("A special magic uuid is hidden") and one.answers == ["3b-44"]
-    assert (four.new_tokens, one.new_tokens) == (50, 100)  # a uuid is longer
-
-
-def test_helmets_questions(read):
-    [(text, sample)] = read("helmet-qa", "helmet/nq.jsonl")
-    assert "Document (Title: Pier): The long pier was built by Joan Ferris.\n\nDocument (Title: Harbour): The" in text
-    assert text.endswith("\n\nQuestion: Who built the long pier?\nAnswer:") and sample.scored("A Ms. Ferris") == 1.0
-
-
-def test_rulers_own_files(read):
-    [(text, needle)] = read("ruler", "ruler/niah_single_1/validation.jsonl")
-    [(other, question)] = read("ruler", "ruler/qa_1/validation.jsonl")
-    assert text.endswith("The number is") and (needle.task, needle.new_tokens) == ("ruler/niah_single_1", 128)
-    assert other.endswith("What was red? Answer:") and (question.task, question.new_tokens) == ("ruler/qa_1", 32)
-    assert question.scored("THE SKY") == 1.0  # one of the answers is enough
+@pytest.mark.parametrize(("kind", "path", "number", "begins", "ends", "right", "wrong"), [
+    ("narrativeqa", "narrativeqa.jsonl", 0, "", "on Sundays.\n\nQuestion: What was the cat called?\nAnswer:",
+     "Ottilie", "Edda"),
+    ("narrativeqa", "narrativeqa", 0, "", "Question: Who, in the end, kept the key?\nAnswer:", "The clerk", "Nobody"),
+    ("narrativeqa-lwm", "narrativeqa.jsonl", 0, "You are a helpful assistant. USER: Please read a part",
+     "tell the story in 500 words.\n\nASSISTANT: ", None, None),
+    ("longbench-v2", "longbench_v2.json", 0, "", None, "The correct answer is (C)", "The correct answer is (A)"),
+    ("infinitebench", "infinitebench/passkey.jsonl", 0, "", "What is the pass key?\n\nThe pass key is", " 40711.",
+     " 4071."),
+    ("infinitebench", "infinitebench/number_string.jsonl", 0, "", "\n\nThe sequence of digits is", "2233441100",
+     "223344110"),
+    ("infinitebench", "infinitebench/kv_retrieval.jsonl", 0, "", "associated with the specified key is: ", '"77b0-fe"',
+     '"90d2-ee"'),
+    ("infinitebench", "infinitebench/longbook_qa_eng.jsonl", 0, "", "Question: What was in the bucket?\nAnswer:", "Ash",
+     "Water"),
+    ("infinitebench", "infinitebench/longbook_choice_eng.jsonl", 0, "",
+     "B. To the well\nC. To the sea\nD. Home\n\nThe letter of the correct answer is", "B", "A"),
+    ("infinitebench", "infinitebench/longdialogue_qa_eng.jsonl", 0, "", "replaced with $$MASK$$ is likely", " Berta",
+     " Ivo"),
+    ("infinitebench", "infinitebench/math_find.jsonl", 0, "What is the largest number in the following list?\n\n[3",
+     "]\n\nThe largest number of the list is:", " 91", " 17"),
+    ("infinitebench", "infinitebench/math_calc.jsonl", 0, "", "Expression: 2 + 5 - 3\nValues:", "[2, 7, 4]",
+     "[7, 2, 4]"),
+    ("infinitebench", "infinitebench/code_run.jsonl", 0, "There is a function called func_1 in the",
+     "compute the exact value of func_1(3). The value of func_1(3) is", " 7", " 8"),
+    ("infinitebench", "infinitebench/code_debug.jsonl", 0, "", "C. add\nD. div\n\nThe correct option is:", "C. add",
+     "A. sub"),
+    ("helmet-json-kv", "helmet/json_kv.jsonl", 0, "",
+     "Key: k-3\nCorresponding value: v-3\n\nKey: k-2\nCorresponding value:", " v-2", " v-1"),
+    ("helmet-ruler", "helmet/niah_mv.jsonl", 1, "A special magic uuid is hidden", None, "3b-44", "3b"),
+    ("helmet-qa", "helmet/nq.jsonl", 0, "", "Question: Who built the long pier?\nAnswer:", "A Ms. Ferris", "Nobody"),
+    ("ruler", "ruler/niah_single_1/validation.jsonl", 0, "", "The number is", None, "none"),
+    ("ruler", "ruler/qa_1/validation.jsonl", 0, "", "What was red? Answer:", "THE SKY", "none")])
+def test_a_sample_of_each_kind(kind, path, number, begins, ends, right, wrong, read):
+    text, sample = read(kind, path, new_tokens=10)[number]
+    assert text.startswith(begins) and text.endswith(ends or "")
+    assert right is None or sample.scored(right) == 1.0
+    assert sample.scored(wrong) == 0.0 if wrong is not None else sample.scored("anything") is None
 
 
 def test_pg19(read, tokenizer, monkeypatch):
@@ -108,10 +76,8 @@ def test_pg19(read, tokenizer, monkeypatch):
     [(_, sample)] = read("pg19", "pg19/books.jsonl", length=356)
     assert sample.prompt == book[:100] and sample.new_tokens == 256 and sample.scored("so") is None
     monkeypatch.setattr(suites, "SKIPPED", 40)
-    samples = [sample.prompt for _, sample in read("pg19-magicdec", "pg19/books.jsonl", length=356)]
-    assert len(samples) == (len(book) - 40) // 100
-    assert samples[1] == [tokenizer.bos_id, *book[141:240]]
-    assert len(read("pg19-magicdec", "pg19/books.jsonl", length=356, count=2)) == 2
+    samples = [sample.prompt for _, sample in read("pg19-magicdec", "pg19/books.jsonl", length=356, count=2)]
+    assert len(samples) == 2 and samples[1] == [tokenizer.bos_id, *book[141:240]]
 
 
 def test_a_document_is_cut_in_its_middle_and_nothing_else_is(read, tmp_path):

@@ -75,17 +75,6 @@ def test_needles(task, source, tokenizer):
         assert (len(asked), len(answers), len(found)) == wanted.get(task, (1, 1, 1))
 
 
-def test_variables(source, tokenizer):
-    sample = made("vt", source, tokenizer)
-    *_, example, text = tokenizer.decode(sample.prompt).split("Memorize and track")
-    value = re.search(r"assigned the value (\d+) in", text)[1]
-    assert re.findall(rf"VAR (\w+) = {value}\n", text) == sample.answers[:1]
-    assigned = re.findall(r"VAR (\w+) = VAR (\w+)\n", text)
-    assert assigned == list(zip(sample.answers[1:], sample.answers[:-1], strict=True))  # in the order of their use
-    shown = re.search(r"they are: (.+)\n", example)[1].split()
-    assert len(shown) == 5 and not set(shown) & set(sample.answers)
-
-
 def test_questions(source, tokenizer):
     sample = made("qa", source, tokenizer)
     text, [town] = tokenizer.decode(sample.prompt), sample.answers
@@ -103,15 +92,6 @@ def test_facts(source, tokenizer):
     assert len(lines) == len(set(lines)) == 40
     [key] = [key for key, held in lines if held == value]
     assert text.count(value) == 1 and text.endswith(f"\nRemember: {key}")
-
-
-def test_what_does_not_fit_is_refused(source, tokenizer):
-    with pytest.raises(UserError, match="--length 100 leaves no room beside 128 new tokens"):
-        made("niah_single_1", source, tokenizer, length=100)
-    with pytest.raises(UserError, match="tokens with the least .* room for 172; give a larger --length"):
-        made("vt", source, tokenizer, length=202)
-    with pytest.raises(UserError, match="3 sentences and 0 different words"):
-        ruler.Text("Oh. No! Yes.")
 
 
 def args_of(**how) -> Namespace:

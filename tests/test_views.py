@@ -157,18 +157,3 @@ def test_a_prefix_no_longer_than_the_budget_is_taken_whole(pair, kind, prefix, w
         assert torch.equal(view.k[i][:, :, :prefix], full.k[i][:, :, :prefix])
         assert torch.equal(view.v[i][:, :, :prefix], full.v[i][:, :, :prefix])
     assert view.num_rebuilds == 0 and (whole or view.lens[0] <= 64)
-
-
-def test_rows_that_stream_past_are_gathered_each_for_itself(pair):
-    state = make_state(*pair, [random_prompt(400), random_prompt(300, seed=1)], num_resident_layers=0, piece_tokens=64,
-                       rebuild_interval=10**6, sampling={"temperature": 0.9})
-    gathered = 0
-    while gathered < 5:
-        flushes = state.num_flushes
-        for row in range(2):
-            state.hierarchy.view.rebuild(row, at_once=False)
-        state.round()
-        if state.num_flushes == flushes and not state.hierarchy.view.awaiting:  # nothing has moved on since
-            gathered += 1
-            for row in range(2):
-                assert_view_holds_its_selection(state.hierarchy.view, row)

@@ -1,8 +1,6 @@
 """What runs beside the reading of weights: it goes through all that an answer runs, and nothing depends on it."""
 
 import contextlib
-import subprocess
-import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -12,7 +10,6 @@ import pytest
 import torch
 from conftest import make_engine, random_pair, random_prompt, slow
 
-import triforce
 from triforce import warm_up
 from triforce.config import Settings
 from triforce.float8 import Float8
@@ -77,35 +74,6 @@ def test_it_leaves_the_weights_their_memory(monkeypatch):
     assert rows(free, 2) == 1
     free = sum(part.bytes for part in [*weights, *needed[0], *needed[1]])
     assert (rows(free - 1, 2), rows(free, 2)) == (1, 2)
-
-
-@pytest.mark.parametrize("pause", [0.0, 0.2])
-def test_a_process_that_ends_meanwhile_ends_as_it_would(pause):
-    code = ("import sys, threading, time, torch\nfrom triforce import warm_up\nfrom triforce.config import Settings\n"
-            "from triforce.model import ModelConfig\nfrom triforce.streams import ComputeStream\n"
-            "warm_up.ROUNDS, cpu = 100000, torch.device('cpu')\n"
-            "args = (ComputeStream(cpu), ModelConfig(512, 64, 4, 4, 2, 16, 128), None,\n"
-            "        Settings().resolve('cpu', query_group=2), torch.float32, cpu, 2**30, 0, 2000)\n"
-            "thread = threading.Thread(target=warm_up._quietly, args=args)\nthread.start()\n"
-            f"time.sleep({pause})\nassert thread.is_alive()\nsys.exit(3)\n")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 3 and not done.stderr
-
-
-def test_the_first_call_waits_for_it(monkeypatch):
-    goes_on, begun = threading.Event(), []
-    thread = threading.Thread(target=goes_on.wait, args=(20,), daemon=True)
-    monkeypatch.setattr(warm_up, "begin", lambda *args: thread.start() or thread)
-    for name in ("prefill", "prefill_all"):
-        real = getattr(State, name)
-        monkeypatch.setattr(State, name, lambda state, *args, real=real, **more: begun.append(thread.is_alive()) or
-                            real(state, *args, **more))
-    engine = triforce.load("tiny", device="cpu")
-    assert thread.is_alive()
-    timer = threading.Timer(0.5, goes_on.set)
-    timer.start()
-    engine.generate("It was a dark night", 4)
-    assert begun and not any(begun) and engine.caches.warming is None
 
 
 @pytest.mark.parametrize("what", ["prefill", "open", "logits", "rows"])
