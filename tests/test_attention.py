@@ -182,52 +182,33 @@ def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, parted
     assert len(calls) == (count > 1)
 
 
-def test_keys_of_many_rows_come_in_powers_of_two(monkeypatch):
+@pytest.mark.parametrize("name, lengths", [("_cudnn", [32, 16, 8]), ("_flash_cuda", [61])])
+def test_keys_of_many_rows_come_in_powers_of_two(name, lengths, monkeypatch):
     """As on a GPU, by the kernel of this machine: a process plans few kernels, and no key is missing."""
     torch.manual_seed(0)
-    plans, odd = [], []
-
-    def cudnn(q, k, v, is_causal):
-        plans.append(k.shape[2])
-        return attention._plain(q, k, v, None)
-
-    def flash(q, k, v, is_causal):
-        odd.append(k.shape[2])
-        return attention._plain(q, k, v, None)
-
-    monkeypatch.setattr(attention, "_cudnn", cudnn)
-    monkeypatch.setattr(attention, "_flash_cuda", flash)
+    seen = []
+    for one in ("_cudnn", "_flash_cuda"):
+        monkeypatch.setattr(attention, one, lambda q, k, v, causal, one=one: (seen.append((one, k.shape[2])),
+                                                                             attention._plain(q, k, v, None))[1])
     monkeypatch.setattr(attention, "LONG", 8)
-    k, v = torch.randn(1, 2, 61, 16), torch.randn(1, 2, 61, 16)
-    for rows, kernel, expected in ((16, cudnn, ([32, 16, 8], [5])), (16, flash, ([], [61]))):
-        monkeypatch.setattr(attention, "_kernel", lambda q, kernel=kernel: kernel)
-        plans.clear(), odd.clear()
-        q = torch.randn(1, 2, rows, 16)
-        state, *others = attention.by_powers(q, k, v)
-        for other in others:
-            state = attention.merge(state, other)
-        for one, whole in zip(state, attention._plain(q, k, v, None), strict=True):
-            torch.testing.assert_close(one, whole)
-        assert (plans, odd) == expected
+    monkeypatch.setattr(attention, "_kernel", lambda q: getattr(attention, name))
+    q, k, v = torch.randn(1, 2, 16, 16), torch.randn(1, 2, 61, 16), torch.randn(1, 2, 61, 16)
+    found = reduce(attention.merge, attention.by_powers(q, k, v))
+    for one, whole in zip(found, attention._plain(q, k, v, None), strict=True):
+        torch.testing.assert_close(one, whole)
+    assert [length for kernel, length in seen if kernel == name] == lengths
 
 
 def test_parts_of_a_batch_are_put_together_in_order(monkeypatch):
     """As on a GPU of 8 processors, by the kernel of this machine."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(11, 2, 3, 16), torch.randn(11, 2, 20, 16), torch.randn(11, 2, 20, 16)
-    calls = []
-
-    def kernel(q, k, v, is_causal):
-        calls.append(len(q))
-        return attention._plain(q, k, v, None)
-
-    monkeypatch.setattr(attention, "_flash_cuda", kernel)
-    monkeypatch.setattr(attention, "_kernel", lambda q: kernel)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
+    (q, k, v), calls = (torch.randn(11, 2, n, 16) for n in (3, 20, 20)), []
     whole = attention.partial(q, k, v)
-    assert calls == [11]  # short keys are not worth it
+    monkeypatch.setattr(attention, "_flash_cuda", lambda q, k, v, causal: (calls.append(len(q)),
+                                                                          attention._plain(q, k, v, None))[1])
+    monkeypatch.setattr(attention, "_kernel", lambda q: attention._flash_cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
     monkeypatch.setattr(attention, "LONG", 20)
-    parts = attention.partial(q, k, v)
-    assert calls[1:] == [4, 4, 3]
-    for one, other in zip(whole, parts, strict=True):
+    for one, other in zip(whole, attention.partial(q, k, v), strict=True):
         torch.testing.assert_close(one, other)
+    assert calls == [4, 4, 3]
