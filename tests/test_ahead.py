@@ -90,27 +90,3 @@ def test_a_step_over_few_pieces_from_the_host_is_recorded(pair, gpu):
         assert_view_holds_its_selection(state.hierarchy.view)
     plain = make_state(*pair, [prompt], **settings, num_resident_layers=0, piece_tokens=160)
     assert said == [[plain.round() for _ in range(18)]] * 3 and plain.hierarchy.view.num_rebuilds > 4
-
-
-def test_a_view_of_what_rows_share_is_gathered_by_what_was_recorded_ahead(pair, gpu):
-    document = random_prompt(300)
-    prompts = [document[:288] + random_prompt(20, seed=row) for row in (1, 2)]
-    how = BLOCKS | {"flush_interval": 32, "budget": 64, "base": 288, "num_resident_layers": 0, "piece_tokens": 160}
-    state, plain = recording_state(pair, prompts, **how), make_state(*pair, prompts, **how)
-    [(key, _)] = state.hierarchy.outer.step.graphs.items()
-    assert key[5] is True and key in state.hierarchy.outer.step._unplayed
-    assert state.round() == plain.round()
-    assert not state.hierarchy.outer.step._unplayed and not state.hierarchy.view.shared.awaiting
-    assert [state.round() for _ in range(6)] == [plain.round() for _ in range(6)]
-
-
-def test_a_step_that_gathers_for_some_rows_is_not_recorded(pair, gpu):
-    """There are too many such sets of rows."""
-    prompts = [random_prompt(n, seed=n) for n in (300, 310, 290)]
-    how = BLOCKS | {"flush_interval": 32, "budget": 64, "rebuild_interval": 8, "num_resident_layers": 0}
-    state, plain = recording_state(pair, prompts, **how), make_state(*pair, prompts, **how)
-    some = 0
-    for _ in range(30):
-        some += len(state.hierarchy.view.awaiting) in (1, 2)
-        assert state.round() == plain.round()
-    assert some > 5 and state.hierarchy.outer.step.graphs

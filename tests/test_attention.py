@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import traced
 
 from triforce import attention
 
@@ -132,26 +131,6 @@ def test_masked_keys_go_to_one_kernel_of_a_gpu(function, dtype, monkeypatch):
     assert all(torch.equal(one[0], mine[0].float()) for one, mine in zip(attention.merge(own, found), own, strict=True))
 
 
-@pytest.mark.parametrize("keys", [40, 2048])
-def test_the_output_alone_is_that_of_a_state(keys, monkeypatch):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.bfloat16) for n in (4, keys, keys))
-    seen = torch.rand(2, 4, keys) < 0.5
-    seen[..., 3] = True
-    bias = attention.fold_mask(seen, 1)
-    expected, _ = attention._plain(q.double(), k.double(), v.double(), bias.double())
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    monkeypatch.setattr(attention, "_matmul", lambda a, b, dtype: a.to(dtype) @ b.to(dtype))
-    with traced():  # where no number of keys has a kernel of its own
-        out, lse = attention.masked(q, k, v, bias, True, alone=True)
-        for whole in (attention.masked(q, k, v, bias, True), attention.masked(q, k, v, bias, alone=True)):
-            torch.testing.assert_close(whole[0], out, rtol=0.02, atol=0.02)
-            assert whole[1] is not None
-    assert lse is None and out.dtype == torch.float32
-    monkeypatch.undo()
-    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
-
-
 @pytest.mark.parametrize("hidden", [-torch.inf, attention.HIDDEN])
 @pytest.mark.parametrize("count, parted", [(1, False), (2, False), (2, True), (3, True), (4, False), (4, True)])
 def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, parted, hidden, monkeypatch):
@@ -180,23 +159,6 @@ def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, parted
     many = [(torch.cat([out] * 171, -2), torch.cat([lse] * 171, -1)) for out, lse in states]  # 513 rows
     torch.testing.assert_close(attention.join(many)[:, :, :3], expected)
     assert len(calls) == (count > 1)
-
-
-@pytest.mark.parametrize("name, lengths", [("_cudnn", [32, 16, 8]), ("_flash_cuda", [61])])
-def test_keys_of_many_rows_come_in_powers_of_two(name, lengths, monkeypatch):
-    """As on a GPU, by the kernel of this machine: a process plans few kernels, and no key is missing."""
-    torch.manual_seed(0)
-    seen = []
-    for one in ("_cudnn", "_flash_cuda"):
-        monkeypatch.setattr(attention, one, lambda q, k, v, causal, one=one: (seen.append((one, k.shape[2])),
-                                                                             attention._plain(q, k, v, None))[1])
-    monkeypatch.setattr(attention, "LONG", 8)
-    monkeypatch.setattr(attention, "_kernel", lambda q: getattr(attention, name))
-    q, k, v = torch.randn(1, 2, 16, 16), torch.randn(1, 2, 61, 16), torch.randn(1, 2, 61, 16)
-    found = reduce(attention.merge, attention.by_powers(q, k, v))
-    for one, whole in zip(found, attention._plain(q, k, v, None), strict=True):
-        torch.testing.assert_close(one, whole)
-    assert [length for kernel, length in seen if kernel == name] == lengths
 
 
 def test_parts_of_a_batch_are_put_together_in_order(monkeypatch):

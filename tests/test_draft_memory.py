@@ -23,17 +23,6 @@ def test_a_snapkv_draft_chooses_by_the_prompts_end(pair):
     assert views[0] != views[1] and views[0][0] != views[0][1]
 
 
-@pytest.mark.parametrize("kind", ["full", "snapkv"])
-def test_at_a_flush_no_more_than_the_interval_is_computed_anew(pair, kind):
-    state = state_of(pair, random_prompt(400), kind)
-    sizes = []
-    hook = pair[1].embedding.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
-    while state.num_flushes < 4:
-        state.round()
-    hook.remove()
-    assert sizes.count(16) == 4 and max(sizes) == 16
-
-
 @pytest.mark.parametrize("length", [20, 250])
 def test_a_used_window_drafts_as_a_fresh_one(pair, length):
     """Where the new prompt is shorter than what the window held; and where a draft of many layers would look back

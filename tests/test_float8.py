@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import triforce
 from triforce import float8, memory
 from triforce.errors import UserError
-from triforce.float8 import FP8, ScaledLinear, quantize
+from triforce.float8 import FP8, ScaledLinear
 from triforce.hf.checkpoint import load_model, read_config
 from triforce.hf.convert import convert
 from triforce.hf.fingerprint import weights_fingerprint
@@ -117,11 +117,6 @@ def test_every_number_of_e4m3_is_widened_exactly(dtype):
     if dtype == torch.float64:
         expected = numbers.double() * layer.scale.double()
     assert torch.equal(layer.widened(dtype), expected.to(dtype)) and len(numbers.float().unique()) == 253
-
-
-def test_a_layer_of_zeros():
-    quantized, scale = quantize(torch.zeros(4, 8), torch.device("cpu"))
-    assert quantized.float().eq(0).all() and scale.gt(0).all()
 
 
 def test_loaded_with_the_embedded_pair(monkeypatch):

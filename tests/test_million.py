@@ -71,20 +71,6 @@ def long_state():
     return state
 
 
-def test_the_chunk_that_is_looked_for_is_found(long_state):
-    """Of 131,072, the one before the window, and others."""
-    cache, view = long_state.cache, long_state.hierarchy.view
-    query = torch.randn(8, generator=torch.Generator().manual_seed(2))
-    last = (MILLION - view.window_size) // 8 - 1
-    for chunk in (1, 65_536, last):
-        cache.prefix.chunk_keys[0][0, 0, chunk] = 20 * query
-        cache.queries[0][0], cache.query_weight[0] = query, 1.0
-        view.rebuild(0)
-        here = view.positions(0, 0)[0]
-        assert {*range(8 * chunk, 8 * chunk + 8), MILLION - 1} <= set(here.tolist()) and len(here) <= 256
-        assert torch.equal(view.k[0][0, 0, : len(here)], cache.prefix.k[0][0, 0, here])
-
-
 @pytest.mark.slow
 def test_rounds_cross_the_millionth_token(long_state):
     """Speculation says what its absence says, over a flush, and the length is told on."""

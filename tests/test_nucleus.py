@@ -61,24 +61,6 @@ def test_borders_are_found_nearly(top_k, monkeypatch):
     assert (near[exact == 0] == 0).all() and (near[exact > 1e-4] > 0.8 * exact[exact > 1e-4]).all()
 
 
-@pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 400, 0]], ids=str)
-def test_of_many_rows_the_most_probable_words_are_ranked(top_k, monkeypatch):
-    """Exactly, and what needs more of them is cut there. Where every word survives, every word does. Of more words than
-    are ranked, top-p is a share of those that are."""
-    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(nucleus, "NEARLY_AS_WRITTEN", 100)
-    monkeypatch.setattr(nucleus, "RANKED", 200)
-    probs, top_p = laws(700), torch.tensor([0.9, 1.0, 0.37], dtype=torch.float64)
-    given = None if top_k is None else torch.tensor(top_k)
-    exact = ranked(probs, None if given is None else given[:, None, None], top_p[:, None, None])
-    near = nearly_kept(probs, given, top_p)
-    least = probs.topk(200).values[..., -1:]
-    assert torch.equal(near, torch.where(exact == 0, 0.0, torch.maximum(exact, least)))
-    assert (exact > least).any() and ((exact > 0) & (exact < least)).any()
-    more, half = (nearly_kept(probs, torch.full((3,), count), torch.full((3,), 0.5).double()) for count in (400, 200))
-    assert torch.equal(more, half)
-
-
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_a_border_is_inexact_only_where_a_law_only_drafts(rule, monkeypatch):
     """What is drafted changes with it, and nothing that is emitted."""

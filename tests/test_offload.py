@@ -129,25 +129,15 @@ def test_gathering_takes_what_was_selected(models, piece):
         assert state.hierarchy.view.k[1][0].abs().sum(-1).min() > 0
 
 
-def test_rows_are_gathered_a_few_rows_at_a_time(models, monkeypatch):
-    """So that what is picked takes little memory."""
-    prompts = [random_prompt(900), random_prompt(710, seed=1), random_prompt(840, seed=2)]
-    state = state_of(models, prompts, rebuild_interval=10**6, num_resident_layers=1, piece_tokens=192)
-    view = state.hierarchy.view
-    monkeypatch.setattr(views, "GATHERED", 2 * view.k[1][0, :, : view.held].numel())
-    for row in range(3):
-        state.hierarchy.view.rebuild(row, at_once=False)
-    state.round()
-    for row in range(3):
-        assert_view_holds_its_selection(state.hierarchy.view, row)
-
-
-@pytest.mark.parametrize("piece", [64, 192])
-def test_each_row_of_a_batch_gathers_its_own(models, piece):
-    """Those that await it, from their own tokens; the others' views stay as they are."""
+@pytest.mark.parametrize("piece,rows_at_a_time", [(64, None), (192, 2)])
+def test_each_row_of_a_batch_gathers_its_own(models, piece, rows_at_a_time, monkeypatch):
+    """Those that await it, from their own tokens; the others' views stay as they are. A few rows of the view are picked
+    at a time, so that it takes little memory."""
     prompts = [random_prompt(900), random_prompt(710, seed=1), random_prompt(840, seed=2)]
     state = state_of(models, prompts, rebuild_interval=10**6, num_resident_layers=1, piece_tokens=piece)
     view = state.hierarchy.view
+    if rows_at_a_time:
+        monkeypatch.setattr(views, "GATHERED", rows_at_a_time * view.k[1][0, :, : view.held].numel())
     for rows in ([0, 1, 2], [1], [0, 2]):
         for kv in (view.k[1], view.v[1]):
             kv.fill_(7.0)
@@ -171,26 +161,23 @@ def same_views(state, resident):
 
 
 def test_sizes_and_plans():
-    config = ModelConfig(64, 32, 4, 4, 2, 8, 48)
+    config, cpu = ModelConfig(64, 32, 4, 4, 2, 8, 48), torch.device("cpu")
     assert piece_tokens(16384, 128, 10**6) * 16384 == PIECE_BYTES
     assert piece_tokens(10**9, 128, 10**6) == 128 and piece_tokens(1, 128, 1000) == 1000
-    for capacity, buffers in ((128, 3), (512, 5), (4096, 8)):  # of a layer in pieces of 128 tokens
-        on_gpu = Offload(config, 1, batch=1, capacity=capacity, interval=128, piece=128, device="meta",
-                         dtype=torch.float32, runs_on=torch.device("cuda"))
-        assert len(on_gpu.staging) == buffers
-    layer = memory.host_part(config, 1, batch=1, capacity=1000, dtype=torch.float32).bytes
-    assert layer == 1000 * 2 * 2 * 8 * 4
     fit = {"batch": 1, "capacity": 1000, "dtype": torch.float32}
-    cpu = torch.device("cpu")
-    assert memory.layers_within(config, [], 10**12, cpu, 2 * layer + 1, **fit) == 2
-    assert memory.layers_within(config, [], 10**12, cpu, None, **fit) == 4
-    assert memory.layers_within(config, [memory.Part("all there is", 10**15)], 10**12, cpu, None, **fit) == 0
-    with pytest.raises(UserError, match="write '24.5GiB'"):
-        parse_size(24.5, "x")
+    layer = memory.host_part(config, 1, **fit).bytes
+    assert layer == 1000 * 2 * 2 * 8 * 4
+    other = memory.Part("other", 2 * layer)
+    for parts, free, device, most, fits in (
+            ([], 10**12, cpu, 2 * layer + 1, 2), ([], 10**12, cpu, None, 4), ([], 4 * layer, cpu, None, 3),
+            ([other], 4 * layer, cpu, None, 1), ([memory.Part("all there is", 10**15)], 10**12, cpu, None, 0),
+            ([], memory.SPARE + 3 * layer, torch.device("cuda"), None, 3)):  # steps are recorded there, too
+        assert memory.layers_within(config, parts, free, device, most, **fit) == fits
     assert [parse_size(size, "x") for size in ("20GiB", "1.5 kB", 7, "8M")] == [20 * 2**30, 1500, 7, 8 * 10**6]
-    for size in ("much", "-3GB", -1, None):
-        with pytest.raises(UserError, match="20GiB"):
-            parse_size(size, "resident_memory")
+    for size, words in (("much", "20GiB"), ("-3GB", "20GiB"), (-1, "20GiB"), (None, "20GiB"),
+                        (24.5, "write '24.5GiB'")):
+        with pytest.raises(UserError, match=words):
+            parse_size(size, "x")
     offload = Offload(config, 1, batch=1, capacity=512, interval=128, device="cpu", dtype=torch.float32)
     assert list(offload.layers) == [1, 2, 3] and offload.nbytes == 3 * 512 * 2 * 2 * 8 * 4
 

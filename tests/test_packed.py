@@ -11,7 +11,6 @@ from triforce.model import Linear
 from triforce.packed import PackedPrefix, multiply, packs
 
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="no oneDNN")
-LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0]}
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 12])
@@ -41,18 +40,6 @@ def test_a_loaded_models_large_weights_are_packed():
     assert all(layer.mlp.gate_up.packed is not None for layer in engine.target.layers)
     engine = triforce.load("tiny", device="cpu", dtype="bfloat16")
     assert not any(layer.packed is not None for layer in engine.target.modules() if isinstance(layer, Linear))
-
-
-def test_a_long_prompt_is_packed_if_that_takes_little_of_what_is_free(monkeypatch):
-    monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 200)
-    for free, packed in ((2**40, True), (2**20, False)):
-        monkeypatch.setattr(memory, "available", lambda device, free=free: free)
-        monkeypatch.setattr(memory, "check", lambda *args: None)
-        engine = triforce.load("tiny", device="cpu", gamma=3)
-        state = engine.prepare([random_prompt(400)], 8, **LAW)
-        assert (state.cache.prefix.packed is not None) == packed
-        state = engine.prepare([random_prompt(100)], 8, **LAW)
-        assert state.cache.prefix.packed is None
 
 
 @pytest.fixture

@@ -99,13 +99,6 @@ def test_a_prompt_that_goes_on_computes_only_the_rest(engine, twin, computed):
     assert longer.tokens[:12] == third.tokens
 
 
-def test_speculation_makes_no_difference_after_reuse(engine):
-    """Greedy output is the same bits on and off, whatever was held before."""
-    engine.generate(DOCUMENT, **GREEDY)
-    prompt = DOCUMENT[:250] + random_prompt(20, seed=3)
-    assert same(engine.generate(prompt, **GREEDY), engine.generate(prompt, speculate=False, **GREEDY))
-
-
 def test_reuse_can_be_switched_off(pair, computed, monkeypatch):
     """Side by side, too."""
     monkeypatch.setattr(caches, "SHARED_FROM", 64)
@@ -262,17 +255,6 @@ def test_a_stream_that_is_left_behind_lets_go_of_its_buffers(engine, states, mon
     assert stream.result.tokens
     with pytest.raises(UserError, match="were freed while|taken over"):
         list(stream)
-
-
-def test_buffers_are_freed_before_others_are_planned(engine, states, monkeypatch):
-    """A call that needs others would find half of the memory taken."""
-    alive, plan = [], Caches._plan
-    monkeypatch.setattr(Caches, "_plan", lambda *args: alive.append([made() is not None for made in states])
-                        or plan(*args))
-    book = engine.prefill(DOCUMENT)
-    engine.generate([random_prompt(n, seed=n) for n in (20, 30)], prefix=book, **GREEDY)
-    engine.generate(random_prompt(300, seed=1), **GREEDY)
-    assert alive == [[], [False]] and len(states) == 2
 
 
 def test_an_interrupt_in_the_middle_of_a_prefill(engine, twin, monkeypatch):

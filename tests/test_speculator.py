@@ -5,7 +5,7 @@ import copy
 import pytest
 from conftest import make_state, random_prompt, run_rounds
 
-from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
+from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding
 
 
 def rows_of_passes(model, rounds) -> list[int]:
@@ -53,22 +53,3 @@ def test_where_rows_cost_steps_have_those_that_are_needed(pair):
         state.rewind(500, padding=PADDED)
         for plan, rows in ((None, 4 if gamma == 3 else 8), (AUTOREGRESSION, 4), (ONE_ROW, 1)):
             assert rows_of_passes(target, lambda state=state, plan=plan: state.round(plan)) == [rows]
-
-
-@pytest.mark.parametrize("outer,inner", [(True, True), (True, False), (False, True), (False, False)])
-def test_a_plan_says_which_levels_pad_their_steps(pair, outer, inner):
-    drafting = copy.deepcopy(pair[0])
-    state = make_state(*pair, [random_prompt(100)], drafting=drafting, gamma=6, gamma_inner=3)
-    for model, rows in ((drafting, [4, 4] if inner else [2, 2]), (pair[0], [8] if outer else [5])):
-        plan = Plan(4, "model", True, 1, 2, padded=outer, padded_inner=inner)
-        assert rows_of_passes(model, lambda plan=plan: state.round(plan)) == rows
-
-
-def test_where_rows_cost_what_was_not_found_has_none(pair):
-    """A verify has as many rows as were looked up, which settled tokens decide."""
-    state = make_state(pair[0], None, [random_prompt(20) * 5], retrieval=False, ngram=True, gamma=6,
-                       sampling={"temperature": 0.8})
-    for padding, expected in ((Padding(plain=False, drafts=False), {1, 7}), (PADDED, {4, 8})):
-        state.rewind(500, padding=padding)
-        rows = rows_of_passes(pair[0], lambda: run_rounds(state, 60))
-        assert expected <= set(rows) and (padding != PADDED or expected == set(rows))

@@ -8,7 +8,7 @@ from conftest import make_engine, make_state, random_pair, random_prompt, run_ro
 from triforce.kv.store import runs
 from triforce.pilot import RebuildPolicy
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
-from triforce.speculator import RowRound, Speculator
+from triforce.speculator import Speculator
 from triforce.tape import FULL
 
 
@@ -69,20 +69,6 @@ def test_levels_of_one_law_reject_nothing(temperature, top_p):
     assert told["retrieval"][0] == told["retrieval"][1] >= 80
     # Of 5 tokens the draft made 4: one is the bonus of the first of the two rounds in between.
     assert told["model"][0] == told["model"][1] > 3.5 * state.pilot.controller.rounds
-
-
-def brought(num_emitted: int, num_accepted: int, num_drafted: int) -> RowRound:
-    return RowRound([5] * num_emitted, [], num_accepted, num_drafted, False)
-
-
-def test_a_selection_that_has_begun_to_fail_is_renewed():
-    policy = RebuildPolicy(10**6)
-    assert not any(policy.update([brought(7, 6, 6)]) for _ in range(20))
-    policy.rebuilt()
-    assert [policy.update([brought(1, 0, 6)]) for _ in range(9)] == [False] * 7 + [True] * 2
-    policy.rebuilt()
-    assert not any(policy.update([brought(2, 1, 6)]) for _ in range(100))  # no better, and no worse: it can do no more
-    assert not any(policy.update([brought(1, 0, 0)]) for _ in range(100))  # nothing was drafted
 
 
 def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):

@@ -1,10 +1,8 @@
 """What runs beside the reading of weights: it goes through all that an answer runs, and nothing depends on it."""
 
-import contextlib
 import threading
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +10,10 @@ from conftest import make_engine, random_pair, random_prompt, slow
 
 from triforce import warm_up
 from triforce.config import Settings
-from triforce.float8 import Float8
-from triforce.graphs import SPARE
 from triforce.model import ModelConfig
 from triforce.state import State
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 TARGET, DRAFT = ModelConfig(512, 64, 4, 4, 2, 16, 128), ModelConfig(480, 32, 2, 2, 2, 16, 64)
 @pytest.mark.parametrize("draft", [DRAFT, None], ids=["draft", "no-draft"])
 @pytest.mark.parametrize("options", [{}, {"retrieval": False}, *slow({"sampling": "coupled", "tree_size": 16}),
@@ -36,24 +32,6 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
     gone = weakref.ref(state)
     del state
     assert gone() is None  # at once: the weights need the memory
-
-
-def test_it_begins_on_a_gpu(monkeypatch):
-    ran, fp8 = [], replace(TARGET, float8=Float8(0, 0))
-    monkeypatch.setattr(warm_up.memory, "available", lambda device: 20 * 2**30)
-    monkeypatch.setattr(warm_up, "warm_up", lambda *args: ran.append(args[-2:]))
-
-    def begin(target=TARGET, draft=DRAFT, device=GPU, weight_bytes=2**30) -> bool:
-        stream = SimpleNamespace(device=device, used=contextlib.nullcontext)
-        thread = warm_up.begin(target, draft, Settings().resolve(CPU), torch.float16, stream, weight_bytes)
-        if thread is not None:
-            thread.join()
-            assert not thread.daemon  # or else Python would end it in a call of PyTorch's, and the process with it
-        return thread is not None
-
-    assert begin() and begin(draft=None) and begin(weight_bytes=10 * 2**30)
-    assert ran == [(19 * 2**30 - SPARE, 0)] * 2 + [(10 * 2**30 - SPARE, 2)]  # free bytes, and rows of questions
-    assert not begin(device=CPU) and not begin(target=fp8) and not begin(draft=fp8)
 
 
 def test_it_leaves_the_weights_their_memory(monkeypatch):
