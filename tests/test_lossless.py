@@ -181,9 +181,7 @@ def test_a_target_in_fp8_is_followed_exactly(models, monkeypatch, multiplied):
     assert max(found) < 1e-6
 
 
-@pytest.mark.parametrize("shared", [{}, {"prompts": SHARED, "base": 8, "batch": 2, "horizon": 2, "together": True}],
-                         ids=["one", "shared"])
-@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("leaks,shared", [(False, False), (True, False), (False, True), *slow((True, True))])
 def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, leaks, shared):
     """What is selected, a verify late, may follow from kept tokens' queries only: if it follows from all that the last
     verify computed, enumeration sees it."""
@@ -197,13 +195,15 @@ def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, lea
     if leaks:
         monkeypatch.setattr(views, "chunk_scores", lambda queries, keys, weight, *more: scores(
             queries, keys, torch.ones_like(weight), *more))
+
     def at_once(state):  # its first round drafts, whatever from: so the second follows a choice
         if shared:
             state.hierarchy.view.shared.is_stale = False
 
     found, _, _ = distances(models, gamma=3, gamma_inner=1, num_resident_layers=1, piece_tokens=4, rebuild_interval=1,
                             prepare=at_once, sampling={"top_k": 2, "temperature": 2.0},
-                            **shared or {"prompts": [[0, 2, 2, 1, 2, 0, 1, 0, 2, 0, 1, 0, 1, 2, 0, 0, 2]]})
+                            **{"prompts": SHARED, "base": 8, "batch": 2, "horizon": 2, "together": True} if shared else
+                            {"prompts": [[0, 2, 2, 1, 2, 0, 1, 0, 2, 0, 1, 0, 1, 2, 0, 0, 2]]})
     assert len(gathered) > 50 and all(gathered)
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
@@ -260,8 +260,8 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
-@pytest.mark.parametrize("leaks", [False, *slow(True)])
-def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
+@pytest.mark.parametrize("leaks,horizon", [(False, 3), *slow((False, 4), (True, 3))])
+def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks, horizon):
     """Each count that the controller is told changes its mind. How the draft fared with tokens that were then discarded
     must not be counted: if it is, enumeration sees it."""
     plans, add = [Plan(3, "model", True, 1, 2), Plan(2, "model"), Plan(3, "model", True, 2, 2)], Tally.add
@@ -279,8 +279,8 @@ def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
         monkeypatch.setattr(Tally, "add", added)
     monkeypatch.setattr(Controller, "update", told)
     steer, seen = steered(monkeypatch, lambda self, **known: plans[getattr(self, "turn", 0) % 3], 2)
-    found, _, _ = distances(models, gamma=3, gamma_inner=2, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=4,
-                            sampling={"top_k": 2})
+    found, _, _ = distances(models, gamma=3, gamma_inner=2, batch=1, prompts=PROMPTS[1:], prepare=steer,
+                            horizon=horizon, sampling={"top_k": 2})
     assert len(seen) == 3
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
