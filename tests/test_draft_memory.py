@@ -10,19 +10,6 @@ from conftest import VOCAB, make_state, random_prompt
 from triforce.model import ModelConfig, Transformer
 
 
-def state_of(pair, prompt, kind, budget=64):
-    return make_state(*pair, [prompt], retrieval=False, draft_cache=kind, budget=budget, gamma=3)
-
-
-def test_a_snapkv_draft_chooses_by_the_prompts_end(pair):
-    """Another choice for another end, and for each head."""
-    prompt = random_prompt(400)
-    ends = [prompt, prompt[:-9] + random_prompt(9, seed=5)]
-    memories = [state_of(pair, text, "snapkv").hierarchy.sources["model"].memory for text in ends]
-    views = [memory.view.positions(0, 0).sort().values.tolist() for memory in memories]
-    assert views[0] != views[1] and views[0][0] != views[0][1]
-
-
 @pytest.mark.parametrize("length", [20, 250])
 def test_a_used_window_drafts_as_a_fresh_one(pair, length):
     """Where the new prompt is shorter than what the window held; and where a draft of many layers would look back

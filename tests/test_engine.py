@@ -14,8 +14,6 @@ import triforce
 from triforce.errors import UserError
 from triforce.hf.folders import TINY
 
-SMALL = {"flush_interval": 16, "chunk_size": 4, "prefill_chunk_size": 64}
-
 TEXT = "The old man looked at the sea and said nothing. " * 40
 
 
@@ -532,19 +530,3 @@ def test_threads_that_share_an_engine_wait_for_each_other():
         assert threads.submit(call, 1).result() == expected[1]
     with pytest.raises(UserError, match="another generation has begun"):
         list(stream)
-
-
-def test_a_generation_within_on_prefill():
-    """It takes over the caches: the first one is an error, and what comes after is right."""
-    engine, (a, b), inner = make_engine(*random_pair(), **SMALL), (random_prompt(300), random_prompt(300, seed=5)), []
-    expected = make_engine(*random_pair(), **SMALL).generate(a, 20, temperature=0.0).tokens
-
-    def on_prefill(share: float) -> None:
-        if not inner:
-            inner.append(engine.generate(b, 5, temperature=0.0))
-
-    with pytest.raises(UserError, match="within on_prefill"):
-        engine.generate(a, 20, temperature=0.0, on_prefill=on_prefill)
-    assert len(inner[0].tokens) == 5
-    for speculate in (True, False):
-        assert engine.generate(a, 20, temperature=0.0, speculate=speculate).tokens == expected

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from triforce.errors import UserError
 from triforce.hf.config import config_from_hf
-from triforce.kv.blocks import chunk_edges, prefill_blocks
+from triforce.kv.blocks import prefill_blocks
 from triforce.model import (
     ModelConfig,
     RMSNorm,
@@ -206,17 +206,6 @@ def test_the_number_of_parameters(more):
     config = replace(SMALL, **more)
     model = Transformer.empty(config, "meta", torch.float32)
     assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("start, stop, least, expected", [
-    (0, 103, 1, [0, 32, 64, 96, 100, 103]), (0, 103, 3, [0, 32, 64, 96, 100, 103]), (0, 103, 4, [0, 32, 64, 96, 103]),
-    (7, 63, 1, [7, 39, 63]), (7, 62, 1, [7, 39, 59, 62]), (7, 62, 4, [7, 39, 55, 62]), (0, 96, 16, [0, 32, 64, 96]),
-    (0, 3, 1, [0, 3])])
-def test_a_prefill_ends_in_whole_tiles_and_what_is_left(start, stop, least, expected):
-    """What is left has the queries that a view is chosen by."""
-    assert chunk_edges(start, stop, 32, 4, least) == expected
-    assert chunk_edges(start, stop, 32, 1, least) == [*range(start, stop, 32), stop]  # on a CPU
-    assert chunk_edges(0, 60, 30, 4, 1) == [0, 30, 60]  # as when the prefill goes on from there
 
 
 def test_a_prefills_progress_goes_from_0_to_1_with_its_work():

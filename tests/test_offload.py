@@ -240,14 +240,14 @@ def test_memory_that_the_system_refuses_is_no_traceback():
 
 def test_a_prefill_that_is_broken_off_leaves_nothing_behind():
     engine = triforce.load("tiny", device="cpu", offload=True, gamma=3)
-    prompt = random_prompt(3000)
+    prompt = random_prompt(1500)
     whole = engine.generate(prompt, max_new_tokens=20, temperature=0).tokens
 
     def interrupt(share):
         if share > 0.3:
             raise KeyboardInterrupt
 
-    other = random_prompt(2900, seed=5)
+    other = random_prompt(1400, seed=5)
     with pytest.raises(KeyboardInterrupt):
         list(engine.stream(other, 20, on_prefill=interrupt))
     assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole

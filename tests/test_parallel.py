@@ -82,6 +82,7 @@ def read(path: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others():
     command = [*TORCHRUN, "2", "generate.py", "--device", "cpu", "--max-new-tokens", "4000"]
     launcher = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL,

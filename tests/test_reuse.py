@@ -160,15 +160,6 @@ def test_samples_of_one_prompt(engine):
         engine.generate(prompts, num_samples=2, seed=[1, 2, 3], **drawn)
 
 
-def test_rows_outgrow_the_flush_interval_many_times(engine, twin):
-    book = engine.prefill(DOCUMENT)
-    long = {**GREEDY, "max_new_tokens": 100}
-    questions = [random_prompt(n, seed=n) for n in (2, 25)]
-    results = engine.generate(questions, prefix=book, **long)
-    assert min(one.stats.flushes for one in results) >= 12
-    assert same(results, [twin.generate(DOCUMENT + question, **long) for question in questions])
-
-
 def test_a_conversation_outgrows_its_buffers(engine, twin, computed, states):
     """What was said moves to larger ones, and is not computed again, but for the tokens whose queries choose a view."""
     book, question = engine.prefill(DOCUMENT), random_prompt(9, seed=1)
@@ -180,18 +171,6 @@ def test_a_conversation_outgrows_its_buffers(engine, twin, computed, states):
     newest = engine.caches.state.cache.newest
     assert answer.stats.reused_tokens == len(DOCUMENT) + 9 + 60 - newest and computed == [newest]
     assert answer.tokens[:12] == twin.generate(DOCUMENT + more, **GREEDY).tokens
-
-
-def test_an_offloaded_document(pair, twin, monkeypatch, computed):
-    monkeypatch.setattr(caches, "SHARED_FROM", 64)
-    engine = make_engine(*pair, **SETTINGS, offload=True, num_resident_layers=1, piece_tokens=48)
-    book = engine.prefill(DOCUMENT)
-    assert list(book.store.offload.host) == [1]
-    questions = [random_prompt(n, seed=n) for n in (2, 25)]
-    expected = [twin.generate(DOCUMENT + question, **GREEDY) for question in questions]
-    assert same(engine.generate(questions, prefix=book, **GREEDY), expected)
-    assert same(engine.generate([DOCUMENT + question for question in questions], **GREEDY), expected)
-    assert same(engine.generate(questions, prefix=book, speculate=False, **GREEDY), expected)
 
 
 def test_nothing_is_gathered_from_behind_a_shared_prefix(pair, monkeypatch):

@@ -3,13 +3,11 @@
 
 import pytest
 import torch
-from conftest import make_engine, make_state, random_pair, random_prompt, run_rounds
+from conftest import make_state, random_pair, random_prompt, run_rounds
 
 from triforce.kv.store import runs
 from triforce.pilot import RebuildPolicy
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
-from triforce.speculator import Speculator
-from triforce.tape import FULL
 
 
 def assert_queries_are_of_the_newest_tokens(state, model, row: int, count: int, text: list[int]) -> None:
@@ -79,23 +77,6 @@ def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
         for _ in range(5):
             state.round()
         assert state.hierarchy.view.num_rebuilds == (5 if due else 0)
-
-
-@pytest.mark.parametrize("retrieval", [True, False])
-@pytest.mark.parametrize("temperature,rows,plain", [([0.0, 0.8], 8, 4), ([0.8, 0.0], 8, 4), (0.0, 8, 4), (0.8, 6, 1)])
-def test_a_greedy_row_pads_every_step(pair, monkeypatch, retrieval, temperature, rows, plain):
-    """Also those that it shares with a drawn one: only then are its bits those of any other run. On a CPU, they have a
-    multiple of four rows."""
-    steps, step = set(), Speculator._step
-    monkeypatch.setattr(Speculator, "_step", lambda self, *args: (
-        self.level == FULL and steps.add(args[3]), step(self, *args))[1])
-    engine = make_engine(*pair, budget=64, max_batch_size=2, flush_interval=16, chunk_size=4, gamma=5,
-                         retrieval=retrieval)
-    prompts = [random_prompt(100), random_prompt(60, seed=1)]
-    for speculate, expected in ((True, rows), (False, plain)):
-        steps.clear()
-        engine.generate(prompts, 20, temperature=temperature, seed=0, speculate=speculate)
-        assert steps == {expected}
 
 
 def test_rewinding_a_batch_repeats_it(pair):

@@ -118,21 +118,6 @@ def test_scores_are_those_of_kept_rows():
     assert torch.equal(chunk_scores(queries, keys, weight, mask), found)
 
 
-def test_a_view_goes_by_what_was_kept_and_holds_what_it_chose(pair):
-    """In rounds that reject: as many queries count as tokens were emitted."""
-    state = make_state(*pair, [random_prompt(300), random_prompt(250, seed=1)], sampling={"temperature": 0.9},
-                       rebuild_interval=10**6)
-    counts = set()
-    for _ in range(30):
-        emitted = state.round()
-        assert state.cache.query_weight.sum(1).tolist() == [len(tokens) for tokens in emitted]
-        counts |= {len(tokens) for tokens in emitted}
-        for row in range(2):
-            state.hierarchy.view.rebuild(row)
-            assert_view_holds_its_selection(state.hierarchy.view, row)
-    assert len(counts) > 2
-
-
 @pytest.mark.parametrize("prompts", [[300], [300, 250]], ids=["one", "several"])
 def test_a_few_layers_scored_at_a_time_choose_alike(prompts, pair, monkeypatch):
     def chunks() -> list:
