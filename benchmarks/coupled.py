@@ -123,8 +123,8 @@ def expected(engine) -> dict:
     row = {"plan": str(replace(plan, shape=None))}
     if not plan.branches:
         return row
-    chances = [controller.rates["retrieval"].value, *(one.value for one in controller.followers.values())]
-    return {**row, "rows": plan.shape.rows, "chances": chances, "expected_tokens_a_verify": controller.tree_tokens}
+    chances = [controller.rates[name].value for name in ("retrieval", "leaves")]
+    return {**row, "rows": plan.shape.rows, "chances": chances, "expected_tokens_a_verify": controller.tokens}
 
 
 def draws(engine, ids: list[int]) -> dict:

@@ -85,7 +85,7 @@ class Rounds:
 
         def choosing(controller, **known):
             plan = choose(controller, **known)
-            self.add(plan, controller.learned.now())
+            self.add(plan, controller.costs)
             return plan
 
         def updating(controller, num_tokens, **observed):
@@ -102,10 +102,9 @@ class Rounds:
 
     def add(self, plan: Plan, costs) -> None:
         self.count += 1
-        parts = costs.parts()
         self.parts["verify"] += costs.milliseconds(plan)[1]
-        for part, count in costs.drafting(plan).items():
-            self.parts["retrieval" if part[0] == "retrieval" else "draft"] += count * parts[part]
+        for (what, _), took in zip(costs.number, costs.drafting(plan) * costs.values, strict=True):
+            self.parts["retrieval" if what == "retrieval" else "draft"] += took
 
     def row(self) -> dict[str, float]:
         """Of a mean round; and the chance that a level keeps a token whose predecessors it kept."""

@@ -27,7 +27,7 @@ import float8_folders  # noqa: E402
 from conftest import VOCAB, make_engine, random_pair, random_prompt  # noqa: E402
 
 import triforce  # noqa: E402
-from triforce import cli  # noqa: E402
+from triforce import cli, host  # noqa: E402
 from triforce.engine import Engine  # noqa: E402
 from triforce.hf.checkpoint import load_model  # noqa: E402
 from triforce.hf.folders import TINY  # noqa: E402
@@ -254,6 +254,7 @@ def forked(rank: int, count: int, port: int, flags: list[str]) -> None:
                       MASTER_PORT=str(port))
     # PyTorch makes its pool of threads anew after a fork, and fails where two threads find that out at once.
     torch.set_num_threads(1)
+    host._home = None  # the parent computed with one thread, so nothing waits here for threads that are not there
     if flags:
         sys.exit(cli.main(flags))
     group, _ = from_environment("cpu")

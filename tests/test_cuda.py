@@ -774,7 +774,7 @@ def test_a_graph_gets_memory_that_the_allocator_keeps():
     torch.cuda.empty_cache()
     limit = torch.cuda.memory_reserved() + 3 * size + 2**25
     out = torch.zeros(size, dtype=torch.uint8, device=device)
-    level = Compiler(device, recorder=torch.cuda.Stream()).level("some")
+    level = Compiler(device, recorder=torch.cuda.Stream()).level()
     step = level.step(lambda: out.copy_(torch.ones_like(out) + 1))
     try:
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
@@ -808,7 +808,7 @@ def test_recordings_share_a_workspace():
     x, out = (torch.rand(512, 512, device="cuda", dtype=torch.float16) for _ in range(2))
     compiler, steps, held = Compiler(x.device, recorder=torch.cuda.Stream()), [], []
     for _ in range(6):
-        steps.append(compiler.level("some").step(lambda: torch.matmul(x, x, out=out)))
+        steps.append(compiler.level().step(lambda: torch.matmul(x, x, out=out)))
         steps[-1]()
         steps[-1]()
         held.append(torch.cuda.memory_allocated())

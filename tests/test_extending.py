@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import triforce
+from triforce.controller import Rate
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "extending.md"
 
@@ -23,5 +24,5 @@ def test_the_documents_drafter(capsys, states):
     engine = triforce.load("tiny", draft=names["PeriodDrafter"], device="cpu")
     assert engine.generate(names["text"], 64, temperature=0.0).tokens == on.tokens[:64]
     controller = states[-1]().pilot.controller
-    assert "custom" in controller.learned.now().sources
-    assert controller.rates["custom"].tests != 10  # observed, or forgotten
+    assert "custom" in controller.costs.sources
+    assert controller.rates["custom"].tests != Rate.WEIGHT  # observed, or forgotten

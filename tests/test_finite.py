@@ -8,12 +8,11 @@ import pytest
 import torch
 from conftest import make_engine, random_pair, random_prompt
 from safetensors.torch import load_file, save_file
+from test_parallel import torchrun
 
-import triforce
 from triforce import cli
 from triforce.errors import UserError
 from triforce.hf.folders import TINY
-from triforce.kit import agreement
 
 NAN, INF = float("nan"), float("inf")
 SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "prefill_chunk_size": 32}
@@ -51,6 +50,20 @@ def test_where_it_arises():
     assert len(engine.generate(prompt[:70], 1, speculate=False, temperature=0.0).tokens) == 1
     with pytest.raises(UserError, match="from embedding on, at position 70 of 90 tokens"):
         engine.generate(prompt, 8)
+
+
+def test_positions_count_from_the_beginning_of_the_text(pair):
+    """A prefill goes through a layer in chunks of 32 tokens: the last of 90 begins at 64."""
+    engine = make_engine(*pair, **SIZES)
+
+    def spoil(part, args, out):
+        if out.shape[1] == 26:
+            out[0, 6] = NAN
+
+    hook = engine.target.layers[1].mlp.down.register_forward_hook(spoil)
+    found = engine.explain_not_finite(random_prompt(90))
+    hook.remove()
+    assert "from layers.1.mlp.down on, at position 70 of 90 tokens" in str(found)
 
 
 def test_what_float16_does_not_reach_is_no_fault_of_a_weight():
@@ -93,8 +106,35 @@ def test_a_command_ends_with_that_line(folder, capsys, flags):
     assert "not finite from layers.1.mlp.down on, at position 0 of" in said.err and "identical" not in said.out
 
 
-def test_a_check_names_it(folder):
-    engine = triforce.load(folder, device="cpu", draft=False)
-    text = agreement.Text("short", [5, 6, 7], 2, False, logits=torch.zeros(2, engine.vocab_size))
-    with pytest.raises(UserError, match="not finite from layers.1.mlp.down on"):
-        agreement.compare(engine, text)
+RANKS = """
+import sys
+sys.path.insert(0, "tests")
+from conftest import make_engine, random_pair, random_prompt
+from triforce.errors import UserError
+from triforce.hf.places import shard
+from triforce.parallel import from_environment, leave
+group, _ = from_environment("cpu")
+engine = make_engine(shard(random_pair()[0], group), None, gamma=2, flush_interval=16, chunk_size=4)
+weight = engine.target.layers[1].mlp.down.weight.data
+before = weight[0, 0].item()
+weight[0, 0] = float("nan") if group.rank == 1 else before
+try:
+    engine.generate(random_prompt(90), 8, temperature=0.0)
+except UserError as error:
+    print(f"rank {group.rank}: {error}\\n", end="", flush=True)
+weight[0, 0] = before
+print(f"tokens {len(engine.generate(random_prompt(90), 8).tokens)}\\n", end="", flush=True)
+del engine
+leave()
+"""
+
+
+def test_all_ranks_say_so_where_one_has_the_weight(tmp_path):
+    """Each tells what it sees first: the others see the sum."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    done = torchrun(2, str(tmp_path / "ranks.py"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = sorted(done.stdout.splitlines())
+    assert lines[2:] == ["tokens 8"] * 2, lines
+    assert re.search(r"rank 0: .* not finite from \S+ on, at position 0 of 90 tokens", lines[0])
+    assert "rank 1" in lines[1] and "not finite from layers.1.mlp.down on, at position 0 of 90 tokens" in lines[1]

@@ -99,8 +99,8 @@ def test_auto_measures_and_keeps_the_bits(models, plain, eager_to_draft):
                        auto=True, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
     tokens, hashes, rejected, _ = bits(state, NEW)
     assert (tokens, hashes) == plain
-    costs = state.pilot.controller.learned.now()
-    assert costs.verify and set(costs.sources) == {"model", "ngram"}
+    costs = state.pilot.controller.costs
+    assert costs.seen.all() and set(costs.sources) == {"model", "ngram"}
     assert sum(plan.gamma > 0 for plan in eager_to_draft) >= 20 and rejected["full"] >= 20
     state.rewind(1000)
     tokens, hashes, rejected, _ = bits(state, NEW)  # the controller is there from the first round on

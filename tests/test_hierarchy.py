@@ -56,8 +56,7 @@ def test_ranks_learn_from_the_first_ones_times_and_only_of_the_same_generation()
         for _ in range(12):
             state.round()
         assert told[0] == 0 and all(told[1:])  # nothing is told of the round before the first
-        costs = state.pilot.controller.learned.now()
-        assert max(costs.verify.values()) > 5_000  # seven seconds, by the first rank's clock
+        assert state.pilot.controller.costs.values.max() > 5_000  # seven seconds, by the first rank's clock
 
 
 def test_ranks_begin_with_the_first_ones_guess():
@@ -68,10 +67,11 @@ def test_ranks_begin_with_the_first_ones_guess():
     def agree(value):
         if value is None:
             return None
-        costs, seen, priors = value
-        first["costs"] = costs.having({part: 2 * cost for part, cost in costs.parts().items()})
-        return first["costs"], seen, priors
+        costs, rates = value
+        costs.values *= 2
+        first["costs"] = costs
+        return costs, rates
 
     target.group = SimpleNamespace(rank=1, size=2, all_gather=lambda own: torch.cat([own, own]), agree=agree)
     state = make_state(target, draft, [random_prompt(100)], auto=True)
-    assert state.pilot.controller.learned.now() == first["costs"]
+    assert state.pilot.controller.costs is first["costs"]

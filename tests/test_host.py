@@ -157,12 +157,12 @@ def child(name, function):
             told = f"{type(error).__name__}: {error}"
         print(name, told, flush=True)
         os._exit(0)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 10
     while not os.waitpid(pid, os.WNOHANG)[0]:
         if time.monotonic() > until:
             os.kill(pid, signal.SIGKILL)
             print(name, "hangs", flush=True)
-            until = time.monotonic() + 30
+            until = time.monotonic() + 10
         time.sleep(0.02)
 
 
@@ -195,21 +195,19 @@ def test_a_forked_process_is_told_instead_of_hanging():
 
 
 def test_a_forked_process_has_locks_of_its_own(monkeypatch):
-    lock, held, leave = ProcessLock(), threading.Event(), threading.Event()
-
-    def other() -> None:
-        with lock:
-            held.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=other)
+    lock = ProcessLock()
+    thread = threading.Thread(target=lock.__enter__)  # which never lets go of it
     thread.start()
-    held.wait(60)
-    monkeypatch.setattr(host.os, "getpid", lambda: -1)
-    with lock, lock:  # nobody waits
-        pass
-    leave.set()
     thread.join()
+    monkeypatch.setattr(host.os, "getpid", lambda: -1)
+    entered = threading.Event()
+
+    def enter() -> None:
+        with lock, lock:
+            entered.set()
+
+    threading.Thread(target=enter, daemon=True).start()
+    assert entered.wait(10)
 
 
 def test_what_cannot_be_pickled_says_what_to_do():

@@ -376,29 +376,26 @@ def test_the_position_where_logits_part(folders, last, monkeypatch):
     monkeypatch.setattr(check, "LAST", last)
     engine, ids = triforce.load(made / "word", device="cpu"), first_ids(300)
     theirs = check.ask_transformers(made / "good", ids, torch.float32, CPU)
-    told = check.compare(engine, ids, theirs, made / "word")
+    told = check.compare(engine, ids, theirs)
     assert theirs.shape[0] == last and not told["passed"]
     assert f"at position {max(word, 300 - last)};" in told["why"]
     theirs = check.ask_transformers(made / "word", ids, torch.float32, CPU)
-    assert check.compare(engine, ids, theirs, made / "word")["passed"]
+    assert check.compare(engine, ids, theirs)["passed"]
 
 
 @pytest.mark.parametrize("damaged,dtype,where,cause", [
-    ("nan", "float32", "behind layer 1, at position 0;", "; model.layers.1.mlp.down_proj.weight of the"),
-    ("large", "float32", "behind the embedding, at position WORD;", "model.embed_tokens.weight of"),
-    ("nan output", "float32", "behind the output layer, at position 0;", "; lm_head.weight of the"),
-    ("overflow", "float16", "behind layer 2, at position 0;", "float16 overflows: try --dtype bfloat16")])
+    ("nan", "float32", "from layers.1.mlp.down on, at position 0 of", "weights of it are not finite"),
+    ("large", "float32", "from embedding on, at position WORD of", "weights of it are not finite"),
+    ("nan output", "float32", "from output on, at position 0 of", "weights of it are not finite"),
+    ("overflow", "float16", "from layers.2.mlp.down on, at position 0 of", "")])
 def test_the_first_value_that_is_not_finite_is_named(folders, brief, damaged, dtype, where, cause, capsys, tmp_path):
-    """With transformers or without it; and nothing is timed that says nothing."""
+    """And nothing is timed that says nothing."""
     made, word = folders
     status, told, page = checked(capsys, tmp_path, "--checkpoint", str(made / damaged), "--dtype", dtype, "--lengths",
                                  "200", "--quick", "--new", "8")
     [record] = told["records"]
     assert status == 1 and where.replace("WORD", str(word)) in record["why"] and cause in record["why"]
-    assert "**1 failed, 0 passed.**" in page and "model.norm" not in page
-    engine = triforce.load(made / damaged, device="cpu", dtype=dtype)  # of a longer text
-    where = where.replace("WORD", str(word)).replace("output layer, at position 0", "output layer, at position 44")
-    assert where in check.compare(engine, first_ids(300), None, made / damaged)["why"]
+    assert "**1 failed, 0 passed.**" in page
 
 
 def test_inexact_output_is_a_failure(brief, capsys, tmp_path, monkeypatch):

@@ -220,7 +220,7 @@ def steered(monkeypatch, choose=None, max_inner: int = 1, costs: Costs | None = 
 
 def test_choosing_plans_does_not_bias(models, monkeypatch):
     """The controller, made so nervous that single tokens change its mind, and both kinds of drafter to choose from."""
-    monkeypatch.setattr(Rate, "PRIOR_WEIGHT", 0.5)
+    monkeypatch.setattr(Rate, "WEIGHT", 0.5)
     costs = Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2), "ngram": (0.4, 0.0)})
     steer, seen = steered(monkeypatch, None, 2, costs)
 

@@ -6,7 +6,6 @@ import pytest
 from conftest import make_state, random_prompt
 
 from triforce.controller import Controller
-from triforce.costs import Shelf
 from triforce.pilot import Pilot
 from triforce.plan import AUTOREGRESSION, Padding, Plan
 from triforce.speculator import Speculator
@@ -26,7 +25,7 @@ def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(
         state.round()
         assert state.last_round.plan is chosen or state.last_round.plan == AUTOREGRESSION
     assert order == ["check", "think", "read"] * 6
-    assert sum(state.pilot.controller.learned.seen) > 0
+    assert state.pilot.controller.costs.seen.any()
 
 
 def test_on_a_cpu_a_choice_knows_the_last_round(pair, monkeypatch):
@@ -42,8 +41,8 @@ def test_on_a_cpu_a_choice_knows_the_last_round(pair, monkeypatch):
 @pytest.mark.parametrize("is_recorded,drafts", [(True, True), (True, False), (False, True)])
 def test_where_steps_are_recorded_the_first_round_takes_the_step_that_checks_drafts(pair, is_recorded, drafts,
                                                                                     monkeypatch):
-    """It drafts nothing. What that takes is not taken for the time of a round without speculation. Where no drafts are
-    to come, it takes the step of such rounds."""
+    """It drafts nothing. What that takes is taken for the time of a verify. Where no drafts are to come, it takes the
+    step of such rounds."""
     monkeypatch.setattr(Speculator, "is_recorded", is_recorded)
     state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)
     state.rewind(60, None, Padding(plain=False))
@@ -55,7 +54,9 @@ def test_where_steps_are_recorded_the_first_round_takes_the_step_that_checks_dra
     assert state.last_round.plan == Plan(padded=padded)
     assert outer.num_rows == (outer.row_unit if padded else 1)
     state.pilot.keep()
-    assert state.pilot.controller.learned.seen.any() != padded
+    costs = state.pilot.controller.costs
+    [shown] = [part for part, seen in zip(costs.number, costs.seen, strict=True) if seen]
+    assert shown == (("verify", outer.num_rows) if padded else ("plain", 1))
     state.round()
     assert state.last_round.plan == plans[drafts]
 
@@ -81,26 +82,6 @@ def test_what_the_first_rounds_follow_is_known_before_them(pair, monkeypatch):
         assert state.pilot.ahead() == [plan]
 
 
-def test_where_nothing_drafts_few_rounds_are_followed_by_a_choice(pair, monkeypatch):
-    """On a CPU, which does nothing beside: after a quarter as many rounds as none has drafted for. All rounds are
-    learned from, and a choice comes at once after a draft. A try does not make them frequent again."""
-    state, chosen, learned = make_state(*pair, [random_prompt(100)], auto=True, gamma=3, max_new_tokens=400), [], []
-    plain, drafts = Plan(padded=state.pilot.padding.plain), Plan(1, "model", padded=state.pilot.padding.drafts)
-    update = Controller.update
-    monkeypatch.setattr(Controller, "choose", lambda self, **known: chosen.append(len(rounds)) or
-                        (drafts if len(rounds) == 62 or 82 <= len(rounds) < 86 else plain))
-    monkeypatch.setattr(Controller, "update", lambda *args, **seen: learned.append(1) or update(*args, **seen))
-    rounds = []
-    for _ in range(90):
-        state.round()
-        rounds.append(state.last_round.plan)
-    waits = {later: later - earlier for earlier, later in zip(chosen, chosen[1:], strict=False)}
-    assert [i for i, plan in enumerate(rounds) if plan.gamma] == [62, 82, 83, 84, 85] and len(learned) >= 88
-    assert list(waits.values())[:12] == [1, 1, 1, 1, 1, 1, 2, 2, 3, 4, 5, 7]  # up to the 30th
-    assert list(waits.items())[12:20] == [(38, 8), (46, 8), (54, 8), (62, 8), (63, 1), (68, 5), (74, 6), (82, 8)]
-    assert set(list(waits.values())[20:]) == {1}
-
-
 def test_a_new_text_begins_with_a_plan_of_its_own(pair):
     """And learns nothing from the last round of the text before."""
     state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)
@@ -114,27 +95,20 @@ def test_a_new_text_begins_with_a_plan_of_its_own(pair):
 
 
 def test_the_last_round_of_a_text_is_learned_from(pair):
-    kept = []
-
-    class Listening(Shelf):
-        def put(self, name, learned):
-            kept.append(learned.seen.copy())
-
     state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)
-    state.pilot.shelf = Listening(None)
     state.round()
-    assert not state.pilot.controller.learned.seen.any()
+    assert not state.pilot.controller.costs.seen.any()
     state.pilot.keep()
-    assert kept[0].any()
+    assert state.pilot.controller.costs.seen.any()
 
 
-def test_the_controller_is_told_what_is_recorded_and_what_may_come(pair, monkeypatch):
-    """Rounds that draft are counted over the texts of a State, whose graphs stay; the tokens that may come are each
-    text's own, and as many more as the texts before it had."""
+def test_the_controller_is_told_what_may_come(pair, monkeypatch):
+    """The tokens that may come are each text's own, and as many more as the texts before it had. What others learned
+    counts for texts of the same settings only, whose recorded steps are the same."""
     state, told = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), []
     monkeypatch.setattr(Controller, "choose", lambda self, remaining, **known: (
-        told.append((remaining, state.known[0], dict(self.rounds_with))), Plan(3, "model"))[1])
-    counted = earlier = 0
+        told.append((remaining, state.known[0])), Plan(3, "model"))[1])
+    earlier = 0
     for max_new_tokens in (512, 300, 40):
         told.clear()
         if max_new_tokens < 512:
@@ -142,19 +116,18 @@ def test_the_controller_is_told_what_is_recorded_and_what_may_come(pair, monkeyp
         first = state.known[0]
         for _ in range(8):
             state.round()
-        assert all(remaining == max_new_tokens - (known - first) + earlier for remaining, known, _ in told)
-        assert told[0][2].get("drafts", 0) == counted
+        assert told and all(remaining == max_new_tokens - (known - first) + earlier for remaining, known in told)
         state.pilot.keep()
-        counted, earlier = state.pilot._rounds_with["drafts"], earlier + state.known[0] - first
+        earlier += state.known[0] - first
+    assert earlier >= 24 and state.pilot.controller.costs.seen.any()
     state.params.set(temperature=0.5, top_p=0.9, top_k=None, min_p=None, seed=[0])
     state.rewind(20)
-    assert not state.pilot._rounds_with  # its steps are others
-    assert counted > 0 and earlier >= 24
+    assert not state.pilot.controller.costs.seen.any()
 
 
 def test_thinking_does_not_count_as_the_rounds_time(pair, monkeypatch):
-    state, think = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), Pilot._learn_and_choose
-    monkeypatch.setattr(Pilot, "_learn_and_choose", lambda self: (time.sleep(0.3), think(self))[1])
+    state, learn = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), Pilot._learn
+    monkeypatch.setattr(Pilot, "_learn", lambda self: (time.sleep(0.3), learn(self))[1])
     for _ in range(2):
         state.round()
         assert state.last_round.timing.checking < 250

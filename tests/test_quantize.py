@@ -8,9 +8,9 @@ from conftest import VOCAB, make_state, random_prompt, run_rounds
 
 import triforce
 from triforce.errors import UserError
-from triforce.float8 import FP8
+from triforce.float8 import FP8, ScaledLinear
 from triforce.model import ModelConfig, Transformer
-from triforce.quantize import Float8Linear, fp8_bytes, fp8_copy
+from triforce.quantize import fp8_bytes, fp8_copy
 
 
 def test_weights_are_near_and_the_rest_is_shared():
@@ -18,16 +18,14 @@ def test_weights_are_near_and_the_rest_is_shared():
     target = Transformer.random(config, std=0.3)
     copy = fp8_copy(target)
     assert copy.embedding is target.embedding and copy.output is target.output and copy.norm is target.norm
-    assert fp8_bytes(config) == sum(x.nbytes for x in copy.buffers() if x.dtype == FP8)
+    assert fp8_bytes(config) == sum(x.nbytes for x in copy.parameters() if x.dtype == FP8)
     for mine, theirs in zip(copy.layers, target.layers, strict=True):
         assert mine.attention.q_norm is theirs.attention.q_norm and mine.attention.k_norm is theirs.attention.k_norm
         assert mine.attention_norm is theirs.attention_norm and mine.attention.qkv.bias is theirs.attention.qkv.bias
         for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
             quantized, linear = mine.get_submodule(name), theirs.get_submodule(name)
-            assert isinstance(quantized, Float8Linear)
-            restored = quantized.weight.float() * quantized.scale
-            assert (restored - linear.weight).norm() / linear.weight.norm() < 0.04
-            assert (quantized.scale_x is None) == (name in ("attention.out", "mlp.down"))
+            assert isinstance(quantized, ScaledLinear)
+            assert (quantized.widened(torch.float32) - linear.weight).norm() / linear.weight.norm() < 0.04
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -38,7 +36,7 @@ def test_what_is_drafted_in_fp8_is_accepted(dtype):
     for linear in (target.layers[1].attention.out, target.layers[1].mlp.down):
         linear.weight.zero_()
     copy = fp8_copy(target)
-    assert all(x.float().isfinite().all() for x in copy.buffers())
+    assert all(x.float().isfinite().all() for x in copy.parameters())
     rates = []
     for drafting in (None, copy):
         state = make_state(target, None, [random_prompt(200)], budget=512, drafting=drafting, gamma=4,
@@ -68,7 +66,7 @@ def test_a_layer_with_a_scale_for_each_row(bias, size):
     linear = torch.nn.Linear(64, 48, bias)
     x = size * torch.randn(2, 5, 64) * torch.tensor([1.0, 0.01, 3.0, 0.3, 10.0])[:, None]
     with torch.no_grad():
-        found, expected = Float8Linear(linear, None)(x), linear(x)
+        found, expected = ScaledLinear.of(linear)(x), linear(x)
         for row in range(5):
             assert off(found[:, row], expected[:, row]) < 0.05
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .prefix import Prefix
 
 __all__ = ["Chat", "Engine", "Generation", "Prefix", "Stats", "Stream", "UserError", "generate", "load", "unload"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {"generate": "api", "unload": "api", "Engine": "engine", "Stream": "engine", "UserError": "errors",
             "Chat": "chat", "Prefix": "prefix",

@@ -22,7 +22,6 @@ import torch
 
 from . import memory
 from .config import Placement, Settings
-from .costs import Shelf
 from .errors import UserError
 from .graphs import Compiler
 from .kv.blocks import prefill_blocks
@@ -101,7 +100,7 @@ class Caches:
         self._held_before: list[list[int]] = []  # token sequences that were held when the present call began
         self._is_released = False  # by `release`, and no State was made since
         self.warming: threading.Thread | None = None  # what warms up kernels, see warm_up.py
-        self._shelf = Shelf()
+        self._shelf: dict = {}  # see `Pilot`
         self._row_units: dict[tuple[int, int], int] = {}  # by sequences of a batch, and rows of each
         self._planned: dict[tuple, tuple[memory.Part, ...]] = {}  # by what `_parts` was asked
 

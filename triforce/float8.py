@@ -156,21 +156,16 @@ def has_nan(weight: Tensor) -> bool:
 
 
 @torch.no_grad()
-def quantize(weight: Tensor, device: torch.device, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> (e4m3 [N, K], scale), on a device.
-
-    Args:
-        scale: of the whole matrix. None: a scale a row, [N, 1].
-    """
+def quantize(weight: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> (e4m3 [N, K], a scale a row [N, 1]), on a device."""
     quantized = torch.empty(weight.shape, dtype=FP8, device=device)
-    scales = torch.empty(len(weight), 1, device=device) if scale is None else scale.expand(len(weight), 1)
+    scales = torch.empty(len(weight), 1, device=device)
     # Divided in float32, where no scale rounds to zero: in float16 that of a matrix of zeros does, and 0 / 0 is nan.
     for rows, own, given in zip(*(x.split(STEP) for x in (quantized, scales, weight)), strict=True):
         given = given.to(device).float()
-        if scale is None:
-            own.copy_(row_scales(given))
+        own.copy_(row_scales(given))
         rows.copy_((given / own).clamp(-LARGEST, LARGEST))
-    return quantized, scales if scale is None else scale
+    return quantized, scales
 
 
 def row_scales(x: Tensor) -> Tensor:
@@ -182,18 +177,6 @@ def row_scales(x: Tensor) -> Tensor:
 def multiplies(device: torch.device) -> bool:
     """Whether a device multiplies in fp8."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def product(x: Tensor, scale_x: Tensor, weight: Tensor, scale: Tensor, one: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [..., K] times the transpose of weight [N, K] e4m3, both in fp8: [..., N] float32, of a product in `dtype`.
-
-    Args:
-        scale_x: [..., 1]. The rows' scales multiply the product: itself it takes one scale a tensor at full speed.
-        scale: of the whole weight.
-    """
-    rows = (x.float() / scale_x).clamp(-LARGEST, LARGEST).to(FP8).flatten(0, -2)
-    y = torch._scaled_mm(rows, weight.t(), scale_a=one, scale_b=scale, out_dtype=dtype)
-    return y.unflatten(0, x.shape[:-1]) * scale_x
 
 
 class ScaledLinear(nn.Module):
@@ -211,6 +194,15 @@ class ScaledLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.register_buffer("one", torch.ones(()), persistent=False)
 
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "ScaledLinear":
+        """A linear layer, rounded, with a scale for each output channel. They share the bias."""
+        layer = cls(linear.in_features, linear.out_features, False, (1, linear.in_features))
+        quantized = quantize(linear.weight.detach(), linear.weight.device)
+        layer.weight, layer.scale = (nn.Parameter(x, requires_grad=False) for x in quantized)
+        layer.bias, layer.one = linear.bias, torch.ones((), device=linear.weight.device)
+        return layer
+
     def forward(self, x: Tensor) -> Tensor:
         if not (multiplies(x.device) and self.fits_products):
             return F.linear(x, self.widened(x.dtype), self.bias)
@@ -225,8 +217,12 @@ class ScaledLinear(nn.Module):
         return self.scale.shape == (len(self.weight), 1) and not any(size % 16 for size in self.weight.shape)
 
     def multiplied(self, x: Tensor) -> Tensor:
-        y = product(x, row_scales(x), self.weight, self.one, self.one, torch.float32)
-        return (y * self.scale.t()).to(x.dtype)
+        """x [R, K] -> [R, N], both in fp8. The scales of rows and channels multiply the product: itself it takes one
+        scale a tensor at full speed."""
+        scale = row_scales(x)
+        rows = (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
+        y = torch._scaled_mm(rows, self.weight.t(), scale_a=self.one, scale_b=self.one, out_dtype=torch.float32)
+        return (y * scale * self.scale.t()).to(x.dtype)
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         """The weight as the scales make it, rounded once: [N, K]."""

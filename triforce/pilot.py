@@ -1,47 +1,44 @@
-"""Chooses each round's plan, and says when to choose a view anew.
+"""Asks the controller for each round's plan, tells it what rounds brought, and says when to choose a view anew.
 
-It learns from kept tokens, first rejections, and times that do not depend on discarded tokens. So its decisions cannot
-bias the output.
+The controller is told of kept tokens, first rejections, and times that do not depend on discarded tokens. So its
+decisions cannot bias the output.
 """
 
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .config import Settings
-from .controller import FOLLOWER, INNER_LEAVES, LEAVES, Controller
-from .costs import Shelf, guess
+from .controller import INNER_LEAVES, LEAVES, Controller, Rate
+from .costs import Costs, guess
 from .drafting.ngram import NgramMeter
 from .kv.views import COMMON
 from .plan import PADDED, Padding, Plan
 from .speculator import RowRound
 from .tape import ACCEPTED, LEAF, MISSED
-from .tree import Shape, likeliest
-
-BRANCHES = 8  # where the length of branches is not chosen
+from .tree import best_tree
 
 if TYPE_CHECKING:
     from .hierarchy import Hierarchy, Round
     from .parallel import Group
+
+BRANCHES = 8  # where the length of branches is not chosen
+STRIDE = 4096  # tokens: what was learned at one length counts for all that are as near as this
 
 
 class Pilot:
     """See the module.
 
     Args:
-        shelf: of costs that were learned before.
+        shelf: what earlier texts showed, by their circumstances. A text begins with it, and adds to it.
         group: the ranks that must choose alike, or None.
         rebuild_interval: tokens between two choices of a row's view. common_interval: of the one that rows share.
         meter: gives that of what all rows share. None: it is made here.
     """
 
-    # On a CPU a choice takes 3% of a short round. Where nothing was drafted for a while, the next one comes after a
-    # quarter as many rounds more, at most so many.
-    SELDOM = 8
-
-    def __init__(self, hierarchy: "Hierarchy", settings: Settings, *, shelf: Shelf, group: "Group | None",
+    def __init__(self, hierarchy: "Hierarchy", settings: Settings, *,
+                 shelf: dict[tuple, tuple[Costs, dict[str, Rate]]], group: "Group | None",
                  rebuild_interval: int, common_interval: int, meter: Callable[[], NgramMeter] | None = None):
         self.hierarchy, self.shelf, self.group = hierarchy, shelf, group
         self.auto = settings.auto and bool(hierarchy.drafters)
@@ -54,17 +51,13 @@ class Pilot:
         self.rebuilds: dict[int, RebuildPolicy] = {}  # by row, and of COMMON where rows share one; none without views
         self._shared_meter = meter
         self._begins = self.auto  # no round has been chosen yet
-        # By what the recorded steps are made of, since they outlive a text. See `Controller`.
-        self._all_rounds_with: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
-        self._rounds_with: Counter[str] = Counter()  # those of the present text
-        self._remaining = 0.0  # tokens of a row that this text may have yet
-        self._earlier, self._emitted = 0.0, 0.0  # tokens of a row in the texts before it, and in it
-        self._name: tuple = ()  # of the costs on the shelf
+        # Tokens of a row: that this text may have yet, and that texts have had. Later texts are expected to have as
+        # many as earlier ones: so recording a step may pay although each text is short.
+        self._remaining, self._emitted = 0.0, 0.0
         self._fixed: Plan | None = None
         self._planned: list[Plan] = []  # of the rounds to come, as far as that is known
         self._on_cpu = hierarchy.outer.length.device.type == "cpu"
-        self._calm = 0  # rounds without drafts of late
-        self._unseen: list[Round] = []  # that followed what was chosen, and have not been learned from yet
+        self._unseen: Round | None = None  # followed what was chosen, and has not been learned from yet
 
     def open(self, plan: Plan | None, padding: Padding, lengths: list[int], max_new_tokens: int,
              texts: Callable[[int], list[list[int]]]) -> None:
@@ -76,32 +69,39 @@ class Pilot:
             lengths: settled tokens of each row. max_new_tokens: of a row, at most.
             texts: gives each row's tokens from a position on, the pending one among them.
         """
-        self._fixed, self.padding, self._remaining = plan, padding, max_new_tokens
-        self._earlier, self._emitted = self._earlier + self._emitted, 0.0
-        self._planned, self._unseen, self._calm = [], [], 0
+        self._fixed, self.padding, self._planned, self._unseen = plan, padding, [], None
+        self._remaining = max_new_tokens + self._emitted
         self.controller, self.meters = None, []
-        self._rounds_with = self._all_rounds_with[self.hierarchy.compiler.settings]
-        has_views = self.hierarchy.view is not None
+        has_views, base = self.hierarchy.view is not None, self.hierarchy.cache.prefix.base
         self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths)) if has_views}
-        if has_views and self.hierarchy.cache.prefix.base:
+        if has_views and base:
             self.rebuilds[COMMON] = RebuildPolicy(self.common_interval)
         if plan is None and self.auto:
-            self._name = self.shelf.name(padding, lengths, self.hierarchy)
-            guessed = guess(self.hierarchy, padding, lengths)
-            costs, seen = self.shelf.find(self._name, guessed) or (guessed, [0] * len(guessed.parts()))
-            priors = self.shelf.find_rates(self._name)
-            if self.group is not None:  # a guess, too: a rank without the draft does not know what it reads
-                costs, seen, priors = self.group.agree((costs, seen, priors))
-            inner = self.hierarchy.inner
-            leaves = self.hierarchy.outer.tree.leaves > 0, inner is not None and inner.tree.leaves > 0
-            self.controller = Controller(costs, self.hierarchy.outer.rows - 1, inner.rows - 1 if inner else 0, padding,
-                                         seen, leaves, self._trees, self._rounds_with, priors)
+            self.controller = self._controller(lengths)
             if "ngram" in self.hierarchy.sources:
-                self.meters = self._meters(texts)
+                self.meters = self._meters(texts, base)
 
-    def _meters(self, texts: Callable[[int], list[list[int]]]) -> list[NgramMeter | None]:
-        """One a row. What all rows share is gone through once."""
-        base = self.hierarchy.cache.prefix.base
+    def _controller(self, lengths: list[int]) -> Controller:
+        """Of one text. It goes on where the last one under such circumstances ended."""
+        outer, inner, view, prefix = (self.hierarchy.outer, self.hierarchy.inner, self.hierarchy.view,
+                                      self.hierarchy.cache.prefix)
+        guessed = guess(self.hierarchy, self.padding, lengths)
+        longest, shortest = (-(-length // STRIDE) for length in (max(lengths), min(lengths)))
+        name = (*self.padding, longest, shortest, len(lengths), prefix.base > 0, view and view.budget,
+                self.hierarchy.compiler.settings, *guessed.number)
+        costs, rates = self.shelf.get(name, (guessed, {}))
+        if self.group is not None:  # a guess, too: a rank without the draft does not know what it reads
+            costs, rates = self.group.agree((costs, rates))
+        for rate in rates.values():
+            rate.begin()
+        leaves = outer.tree.leaves > 0, inner is not None and inner.tree.leaves > 0
+        controller = Controller(costs, outer.rows - 1, inner.rows - 1 if inner else 0, self.padding, leaves,
+                                self._trees, rates)
+        self.shelf[name] = costs, controller.rates
+        return controller
+
+    def _meters(self, texts: Callable[[int], list[list[int]]], base: int) -> list[NgramMeter | None]:
+        """One a row. What all rows share, so many tokens, is gone through once."""
         if base == 0:
             return [NgramMeter(text) for text in texts(0)]
         shared = NgramMeter(texts(0)[0][:base]) if self._shared_meter is None else self._shared_meter()
@@ -110,7 +110,7 @@ class Pilot:
     def choose(self) -> Plan:
         """The next round's plan."""
         if self._on_cpu:
-            self._learn_and_choose()
+            self._learn()
         self.ahead()
         self._begins = self._begins and self.controller is None
         return self._planned.pop(0)
@@ -143,44 +143,32 @@ class Pilot:
         return [Plan(padded=self.padding.plain or second.gamma > 0), second]
 
     def _best(self) -> Plan:
-        """What the controller would have the next round follow. Later texts are expected to have as many tokens as
-        earlier ones had: so recording a step may pay although each text is short."""
         rates = [meter.rate for meter in self.meters if meter is not None]
-        return self.controller.choose(remaining=self._remaining + self._earlier, ngram=statistics.fmean(rates or [0.0]))
+        return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
 
     def think(self) -> None:
         """While the device works. On a CPU nothing goes on beside: there a choice waits for what the round shows."""
         if not self._on_cpu:
-            self._learn_and_choose()
-
-    def _learn_and_choose(self) -> None:
-        """Takes in what the rounds before showed, and chooses what the next one follows."""
-        is_calm = self._on_cpu and self._unseen and self._unseen[-1].plan.gamma == 0
-        if is_calm and len(self._unseen) < min(self._calm // 4, self.SELDOM):
-            self._planned = [self.controller.plans[0]]
-            return
-        self._learn()
-        self.ahead()
+            self._learn()
+            self.ahead()
 
     def _learn(self) -> None:
-        for result in self._unseen:
-            if result.timing is not None:
-                self.controller.timed(result.timing.plan, result.timing.drafting, result.timing.checking)
-            seen = Tally(result.plan)
-            for row in result.rows:
-                seen.add(row)
-            self.controller.update(seen.tokens_a_row, **seen.counts)
-            self._remaining -= seen.tokens_a_row
-            self._emitted += seen.tokens_a_row
-            self._rounds_with.update(drafts=result.plan.gamma > 0, retrieval=result.plan.retrieval)
-        self._unseen = []
+        """Takes in what the round before showed."""
+        result, self._unseen = self._unseen, None
+        if result is None:
+            return
+        if result.timing is not None:
+            self.controller.timed(result.timing.plan, result.timing.drafting, result.timing.checking)
+        seen = Tally(result.plan)
+        for row in result.rows:
+            seen.add(row)
+        self.controller.update(seen.tokens_a_row, **seen.counts)
+        self._remaining -= seen.tokens_a_row
+        self._emitted += seen.tokens_a_row
 
     def keep(self) -> None:
-        """The generation has ended: what it showed of costs and acceptance is kept."""
+        """The generation has ended: what its last round showed is learned from."""
         self._learn()
-        if self.controller is not None and (self.group is None or self.group.rank == 0):
-            self.shelf.put(self._name, self.controller.learned)
-            self.shelf.put_rates(self._name, self.controller.lasting_rates())
 
     def close_row(self, row: int) -> None:
         """The row is finished."""
@@ -194,8 +182,7 @@ class Pilot:
             was_chosen: it followed what `choose` gave.
         """
         if self.controller is not None and was_chosen:
-            self._unseen.append(result)
-            self._calm = min(self._calm + 1, 4 * self.SELDOM) if result.plan.gamma == 0 else self._calm // 2
+            self._unseen = result
         for i, meter in enumerate(self.meters):
             if meter is not None:
                 meter.update(result.rows[i].tokens)
@@ -217,8 +204,8 @@ def default_plan(settings: Settings, hierarchy: "Hierarchy") -> Plan:
     plan = Plan(settings.gamma, source, True, inner, rounds)
     if not settings.tree_size:
         return plan
-    shape, _ = likeliest(Controller.FOLLOWERS, settings.gamma, BRANCHES, rows=settings.tree.rows,
-                         depth=settings.block_size - 1, width=settings.tree_width)
+    shape, _ = best_tree(0.9, 1.0, settings.gamma, BRANCHES, settings.block_size - 1, settings.tree.rows,
+                         settings.tree_width)
     return replace(plan, branches=shape.length, shape=shape) if shape.parents else plan
 
 
@@ -242,32 +229,17 @@ class Tally:
             return
         self.tokens += len(row.tokens)
         self.rows += 1
-        if self.plan.branches:
-            self._walk(self.plan.shape, row)
         checked = self.plan.drafter
         if checked is not None and checked != "ngram":  # whose rates are kept by its meter
             # A drafter that proposed nothing has missed: or one that seldom proposes would keep the rate it began with.
             missed = row.num_accepted < max(row.num_drafted, 1)
             self.observe(checked, row.num_accepted, row.num_accepted + missed)
-        if row.num_accepted < row.num_drafted and not self.plan.branches:
-            self.observe(LEAVES, row.beside, 1)
+        if row.num_accepted < row.num_drafted:
+            self.observe(LEAVES, row.beside > 0, 1)
         if self.plan.retrieval and self.plan.source not in (None, "ngram"):
             hits, misses, leaves = (row.origins[: row.num_accepted].count(kind) for kind in (ACCEPTED, MISSED, LEAF))
             self.observe(self.plan.source, hits, hits + misses + leaves)
             self.observe(INNER_LEAVES, leaves, misses + leaves)
-
-
-    def _walk(self, shape: Shape, row: RowRound) -> None:
-        """Down a tree: at each row that was kept, which of those that follow it beside the first was kept, too."""
-        path = list(row.path[: row.num_accepted + row.beside + 1])
-        # Cut off by a limit, the last may have had another that was kept.
-        ends = [] if row.num_accepted + row.beside == len(row.tokens) else [None]
-        followers = shape.followers
-        for here, kept in zip(path, path[1:] + ends, strict=False):
-            if here < row.num_drafted or here > shape.spine:  # beyond the end of a spine nothing is known
-                for follower in followers[here]:
-                    if (rank := shape.rank(follower)) > 0:
-                        self.observe(FOLLOWER[rank], int(follower == kept), 1)
 
 
 class RebuildPolicy:

@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from .tree import Shape
 
+# How many tokens, or rounds of the retrieval level, plans of a controller have; and as many as fit.
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+
 
 class Padding(NamedTuple):
     """Which steps of the target have more rows than they need, for the sake of bits: all, or on a CPU a multiple of

@@ -1,47 +1,14 @@
 """A copy of the target in fp8, for the retrieval level alone: it only drafts, so what is said stays exact.
 
-Knows nothing of levels or caches. Weights are e4m3 with one scale a matrix, activations with one a row (tensor cores of
-compute capability 8.9 and later are fast with one scale a tensor, so the rows' are applied to the product). Embedding,
-output layer, norms and attention stay as they are, and are shared with the target.
+Knows nothing of levels or caches. Embedding, output layer, norms and attention stay as they are, and are shared with
+the target.
 """
 
 import torch
-from torch import Tensor, nn
 
 from .errors import UserError
-from .float8 import LARGEST, multiplies, product, quantize, row_scales
-from .model import Linear, ModelConfig, Transformer
-
-OUTLIERS = 32.0  # an RMSNorm's output has a root mean square of 1 before its weight: clamp at 32 of these
-
-
-class Float8Linear(nn.Module):
-    """y = x @ weight.T with both operands in fp8.
-
-    Args:
-        norm_weight: of the RMSNorm whose output is x: it bounds x, so that its scale is known beforehand. None: each
-            row has a scale of its own, by its largest element. (One for the whole block would let a drafted token
-            change the law that it is checked by.)
-    """
-
-    def __init__(self, linear: Linear, norm_weight: Tensor | None):
-        super().__init__()
-        weight = linear.weight.detach()
-        scale = (weight.abs().amax().float() / LARGEST).clamp(min=1e-12)
-        self.register_buffer("weight", quantize(weight, weight.device, scale)[0])
-        self.register_buffer("scale", scale)
-        self.bias = linear.bias
-        largest_x = None if norm_weight is None else OUTLIERS * norm_weight.detach().abs().amax().float()
-        self.register_buffer("scale_x", None if largest_x is None else (largest_x / LARGEST).clamp(min=1e-12))
-        self.register_buffer("one", torch.ones_like(scale))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale_x = self.scale_x
-        if scale_x is None:
-            scale_x = row_scales(x)
-        wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        y = product(x, scale_x, self.weight, self.scale, self.one, wide).to(x.dtype)
-        return y if self.bias is None else y + self.bias
+from .float8 import LAYERS, ScaledLinear, multiplies
+from .model import ModelConfig, Transformer
 
 
 def check_fp8(config: ModelConfig, device: torch.device) -> None:
@@ -70,10 +37,9 @@ def fp8_copy(target: Transformer) -> Transformer:
     for mine, theirs in zip(copy.layers, target.layers, strict=True):
         mine.attention_norm, mine.mlp_norm = theirs.attention_norm, theirs.mlp_norm
         mine.attention.q_norm, mine.attention.k_norm = theirs.attention.q_norm, theirs.attention.k_norm
-        mine.attention.qkv = Float8Linear(theirs.attention.qkv, theirs.attention_norm.weight)
-        mine.attention.out = Float8Linear(theirs.attention.out, None)
-        mine.mlp.gate_up = Float8Linear(theirs.mlp.gate_up, theirs.mlp_norm.weight)
-        mine.mlp.down = Float8Linear(theirs.mlp.down, None)
+        for name in LAYERS:
+            owner, _, attribute = name.partition(".")
+            setattr(mine.get_submodule(owner), attribute, ScaledLinear.of(theirs.get_submodule(name)))
     return (copy if target.group is None else copy.join(target.group)).eval()
 
 

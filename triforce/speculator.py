@@ -39,9 +39,9 @@ class RowRound(NamedTuple):
     num_accepted: int
     num_drafted: int
     diverged: bool  # the ranks disagree on it
-    is_finite: bool  # the logits behind the pending token are
     beside: int = 0  # accepted after those, beside the chain: a leaf, or rows of a branch
     path: Sequence[int] = ()  # rows of the block that the tokens were drawn from, the pending one's first
+    is_finite: bool = True  # the logits behind the pending token are
 
 
 class Outbox:
@@ -89,7 +89,7 @@ class Outbox:
             if num_accepted >= num_emitted:  # cut at the limit: what was checked beyond will be drafted again
                 num_accepted = num_drafted = num_emitted
             rounds.append(RowRound(box[:num_emitted], box[2 * self.rows : -8], num_accepted, num_drafted,
-                                   bool(diverged), bool(finite), beside, box[self.rows : self.rows + num_emitted]))
+                                   bool(diverged), beside, box[self.rows : self.rows + num_emitted], bool(finite)))
         return rounds, [micros / 1e3 for micros in boxes[0][-2:]]
 
 

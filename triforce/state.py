@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from .config import Settings
-from .costs import Shelf
 from .drafting.ngram import NgramMeter
 from .finite import NotFinite
 from .graphs import Compiler
@@ -47,7 +46,7 @@ class State:
         shared: the prefix that all rows have in common: their prompts begin with its tokens.
         meter: of what they share, see `Pilot`.
         draft_ranks: of the target's group, those that hold the draft; draft is None on the others. None: all of them.
-        shelf: of costs that were learned before. None: an empty one.
+        shelf: what earlier texts showed, see `Pilot`. None: nothing.
         row_unit: of padded steps of the full level, see `rows.py`. None: they have all rows.
         runs_on: the device that it is meant for, if it is not the one that the target is on: to plan its memory, it is
             built on the meta device.
@@ -57,7 +56,7 @@ class State:
                  budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None,
                  num_resident_layers: int | None = None, pack: bool = False, shared: PrefixStore | None = None,
                  meter: Callable[[], NgramMeter] | None = None,
-                 draft_ranks: Sequence[int] | None = None, shelf: Shelf | None = None, row_unit: int | None = None,
+                 draft_ranks: Sequence[int] | None = None, shelf: dict | None = None, row_unit: int | None = None,
                  runs_on: torch.device | None = None):
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
         config, device, dtype = target.config, target.device, target.dtype
@@ -88,7 +87,7 @@ class State:
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, own=own, common=common,
                                    sources=sources, drafting=drafting, row_unit=row_unit, compiler=compiler)
         self.pilot = Pilot(self.hierarchy, settings, group=target.group,
-                           shelf=Shelf() if shelf is None else shelf,
+                           shelf={} if shelf is None else shelf,
                            rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval(offload),
                            common_interval=settings.rebuild_interval or self._usual_rebuild_interval(
                                self.cache.prefix.streams, for_all=True), meter=meter)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FOLLOWERS = 4  # of a row of a tree of any shape, at most
+SHARES = (0.8, 0.15, 0.05)  # of what is kept beside the draft's first choice, by rank
 
 
 class Layout(NamedTuple):
@@ -143,9 +144,8 @@ class Chances(NamedTuple):
         return self.others[rank - 1] if rank else self.first
 
 
-@lru_cache(maxsize=128)
-def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: int, width: int,
-              drafted: tuple[float, ...] | None = None) -> tuple[Shape, float]:
+def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: int,
+              width: int) -> tuple[Shape, float]:
     """The tree of which the most tokens are kept, and how many that is, the one of the level that checks included.
 
     A path is kept with the product of the chances of its rows, and the best tree has the rows of the likeliest paths.
@@ -158,17 +158,13 @@ def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: in
             takes a step of drafting.
         rows: of all, at most, with the pending token's. depth: how far behind that a row may stand.
         width: rows that a step can draft after, at most.
-        drafted: the chances that 0, 1, ..., `spine` rows of the spine, or more, are drafted at all. None: all are.
     """
-    drafted = drafted or (1.0,) * (spine + 1)
-    kept = [chances.first**row * drafted[row] for row in range(spine + 1)]  # the chance of each row's path
+    kept = [chances.first**row for row in range(spine + 1)]  # the chance of each row's path
     depths = list(range(spine + 1))
     distances, followers = [0] * len(depths), [0] * len(depths)  # from the spine; how many rows follow each
     parents, ranks = [], []
     drafting = [0] * (length + 1)  # rows of each distance that a step drafts after
-    # Beside a row of the spine only where that was drafted. (chance, what it follows, rank)
-    besides = [chances.first**row * drafted[row + 1] for row in range(spine)]
-    waiting = [(-besides[row] * chances.of(1), row, 1) for row in range(spine)]
+    waiting = [(-kept[row] * chances.of(1), row, 1) for row in range(spine)]  # (chance, what it follows, rank)
     heapq.heapify(waiting)
     while waiting and len(kept) < rows:
         chance, parent, rank = heapq.heappop(waiting)
@@ -186,6 +182,25 @@ def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: in
         followers[parent] += 1
         heapq.heappush(waiting, (chance * chances.of(0), row, 0))
         if rank < len(chances.others):
-            before = besides[parent] if parent < spine else kept[parent]
-            heapq.heappush(waiting, (-before * chances.of(rank + 1), parent, rank + 1))
+            heapq.heappush(waiting, (-kept[parent] * chances.of(rank + 1), parent, rank + 1))
     return Shape(spine, tuple(parents), tuple(ranks)), sum(kept)
+
+
+def chances_of(kept: float, beside: float) -> Chances:
+    """kept: the chance of the draft's first choice. beside: where that is not kept, of one of the next best."""
+    return Chances(kept, tuple(round((1 - kept) * beside * share, 4) for share in SHARES))
+
+
+@lru_cache(maxsize=4096)
+def shape_for(kept: int, beside: int, spine: int, length: int, depth: int, rows: int,
+              width: int) -> tuple[Shape, float]:
+    """The table of shapes: by chances in steps of 0.02 and of 0.2, the length of the spine and of branches. The tree,
+    and how many times as many tokens are kept of it as of its spine. Other arguments: see `likeliest`."""
+    known = chances_of(kept / 50, beside / 5)
+    shape, tokens = likeliest(known, spine, length, rows=rows, depth=depth, width=width)
+    return shape, tokens / sum(known.first**row for row in range(spine + 1))
+
+
+def best_tree(kept: float, beside: float, *more: int) -> tuple[Shape, float]:
+    """What `shape_for` says of the nearest chances."""
+    return shape_for(round(50 * kept), round(5 * beside), *more)

@@ -168,16 +168,6 @@ def arg(function: str, which: int | str, expression: str, nth: int = 1) -> Hook:
                       f"call of {function}")
 
 
-def swap(function: str, nth: int = 1) -> Hook:
-    """The first two arguments of a call change places."""
-    def change(call: ast.Call) -> ast.Call:
-        call.args[:2] = reversed(call.args[:2])
-        return call
-
-    return _replacing(lambda node: isinstance(node, ast.Call) and _called(node) == function and len(node.args) > 1,
-                      change, nth, f"call of {function} with two arguments")
-
-
 def cond(mentions: str, outcome: bool, nth: int = 1) -> Hook:
     """A condition that mentions a name is always so, or never: of an `if`, or a part of it beside `and` and `or`."""
     def change(_) -> ast.expr:

@@ -4,7 +4,6 @@ Each finding is a record; the page is made of them, and a file of JSON has the s
 """
 
 import argparse
-import contextlib
 import gc
 import importlib.util
 import json
@@ -22,8 +21,8 @@ from .. import __version__, cli, memory, request
 from ..config import Placement, Sampling, Settings, find_device, whole
 from ..engine import Engine
 from ..errors import UserError
-from ..hf.checkpoint import open_tensors, read_config
-from ..hf.folders import find_weights, resolve
+from ..hf.checkpoint import read_config
+from ..hf.folders import resolve
 from ..hf.tokenizer import Tokenizer
 from ..loading import find_dtype, load
 from ..model import ModelConfig
@@ -106,16 +105,13 @@ def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device
     return torch.cat(logits)
 
 
-def compare(engine: Engine, tokens: list[int], theirs: Tensor | None, folder: Path) -> dict:
+def compare(engine: Engine, tokens: list[int], theirs: Tensor | None) -> dict:
     """A record: whether all is finite, and how far the last logits are from those of transformers, beside what the
-    dtype allows. folder: of the checkpoint."""
+    dtype allows."""
     target, told, last = engine.target, {"name": "logits", "tokens": len(tokens)}, min(LAST, len(tokens))
-    with watching([target.embedding, *target.layers]) as finite:
-        logits = engine.logits([tokens], last=last)[0].cpu()
-    finite.append(logits.isfinite().all(1))
-    if not all(bool(one.all()) for one in finite):
-        why = not_finite(folder, target.dtype, finite, len(tokens) - last)
-        return told | {"name": "finite values", "passed": False, "why": why}
+    logits = engine.logits([tokens], last=last)[0].cpu()
+    if not bool(logits.isfinite().all()):
+        return told | {"name": "finite values", "passed": False, "why": str(engine.explain_not_finite(tokens))}
     if theirs is None:
         return told | {"name": "finite values", "passed": True}
     width = min(logits.shape[1], theirs.shape[1])
@@ -132,36 +128,6 @@ def compare(engine: Engine, tokens: list[int], theirs: Tensor | None, folder: Pa
         told["why"] = (f"logits part from those of transformers at position {position}; download or convert the "
                        "checkpoint again. If a short --far passes, see rope_theta and rope_scaling of config.json")
     return told
-
-
-@contextlib.contextmanager
-def watching(modules: list[torch.nn.Module]) -> Iterator[list[Tensor]]:
-    """Within, a model computes a text. Then of each of its modules: where its output was finite, [S]."""
-    parts, found = [[] for _ in modules], []
-    hooks = [module.register_forward_hook(lambda module, args, out, part=part: part.append(out[0].isfinite().all(1)))
-             for module, part in zip(modules, parts, strict=True)]
-    try:
-        yield found
-        found += [torch.cat(part).cpu() for part in parts]
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def not_finite(folder: Path, dtype: torch.dtype, finite: list[Tensor], offset: int) -> str:
-    """Where the first value that is not finite comes from. finite: [S] of the embedding and of each layer, and [last]
-    of the logits, `offset` positions later."""
-    index = next(i for i, one in enumerate(finite) if not bool(one.all()))
-    position, is_last = int((~finite[index]).float().argmax()), index == len(finite) - 1
-    where, read = (f"layer {index - 1}", f"model.layers.{index - 1}.") if index else ("the embedding", "model.embed_")
-    if is_last:
-        where, position, read = "the output layer", position + offset, ("model.norm.", "lm_head.", "model.embed_")
-    bad = [name for path in find_weights(folder) for name, tensor in open_tensors(path).items()
-           if name.startswith(read) and not bool(tensor.float().isfinite().all())]
-    cause = (f"{', '.join(bad)} of the checkpoint holds such values: download or convert it again" if bad else
-             f"the tensors that it reads are finite, so {str(dtype).removeprefix('torch.')} overflows: try --dtype "
-             "bfloat16 or float32")
-    return f"the first value that is not finite stands behind {where}, at position {position}; {cause}"
 
 
 # -- speculation on and off --------------------------------------------------------------------------------------------
@@ -350,7 +316,7 @@ def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.d
     engine = load(args.checkpoint, **request.given(args, Settings, Placement))
     try:
         say(f"logits of {len(far or prompts[-1]):,} tokens")
-        record = compare(engine, far or prompts[-1], None if isinstance(theirs, str) else theirs, folder)
+        record = compare(engine, far or prompts[-1], None if isinstance(theirs, str) else theirs)
         yield record
         if record["name"] == "finite values" and not record["passed"]:  # nothing else says anything then
             return
