@@ -8,6 +8,7 @@ from conftest import make_state, random_pair, random_prompt, run_rounds
 from triforce.kv.store import runs
 from triforce.pilot import RebuildPolicy
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
+from triforce.speculator import RowRound
 
 
 def assert_queries_are_of_the_newest_tokens(state, model, row: int, count: int, text: list[int]) -> None:
@@ -67,6 +68,25 @@ def test_levels_of_one_law_reject_nothing(temperature, top_p):
     assert told["retrieval"][0] == told["retrieval"][1] >= 80
     # Of 5 tokens the draft made 4: one is the bonus of the first of the two rounds in between.
     assert told["model"][0] == told["model"][1] > 3.5 * state.pilot.controller.rounds
+
+
+def test_a_selection_is_renewed_every_so_many_tokens_and_once_it_has_begun_to_fail():
+    def brought(num_emitted: int, num_drafted: int) -> list[RowRound]:
+        return [RowRound([5] * num_emitted, [], num_emitted - 1, num_drafted, False, True)]
+
+    policy, due = RebuildPolicy(16), []
+    for _ in range(20):
+        due.append(policy.update(brought(3, 2)))
+        if due[-1]:
+            policy.rebuilt()
+    assert due == [i % 6 == 5 for i in range(20)]
+    policy = RebuildPolicy(10**6)
+    assert not any(policy.update(brought(7, 6)) for _ in range(20))
+    policy.rebuilt()
+    assert [policy.update(brought(1, 6)) for _ in range(9)] == [False] * 7 + [True] * 2
+    policy.rebuilt()
+    assert not any(policy.update(brought(2, 6)) for _ in range(100))  # no better, and no worse: it can do no more
+    assert not any(policy.update(brought(1, 0)) for _ in range(100))  # nothing was drafted
 
 
 def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
