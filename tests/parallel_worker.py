@@ -16,7 +16,6 @@ import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -26,15 +25,12 @@ from safetensors.torch import load_file
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
 import float8_folders  # noqa: E402
 from conftest import VOCAB, make_engine, random_pair, random_prompt  # noqa: E402
-from on_chip import widened_draft  # noqa: E402
-from shares import first_ranks, holds_whole  # noqa: E402
-from widen import SHAPES, widen  # noqa: E402
 
 import triforce  # noqa: E402
 from triforce import cli, host  # noqa: E402
 from triforce.engine import Engine  # noqa: E402
 from triforce.hf.checkpoint import load_model  # noqa: E402
-from triforce.hf.folders import TINY, tiny_draft  # noqa: E402
+from triforce.hf.folders import TINY  # noqa: E402
 from triforce.hf.places import shard  # noqa: E402
 from triforce.model import ModelConfig, Transformer  # noqa: E402
 from triforce.parallel import from_environment, subgroup  # noqa: E402
@@ -253,44 +249,6 @@ def draft_on_half(group) -> None:
     assert engine.target.config.n_kv_head == 8 // group.size
 
 
-@cache
-def widened_alone():
-    """(ids, (the embedded target, its logits), (the draft, its))."""
-    ids = [random_prompt(200, vocab_size=4096)]
-    models = [load_model(folder, "cpu", torch.float32) for folder in (TINY / "target", tiny_draft())]
-    return ids, *((model, logits_of(model, ids)) for model in models)
-
-
-def widened(group) -> None:
-    """The benchmarks' large model, made share by share; and with half of the shares left out."""
-    ids, (small, expected), (model, expected_of_draft) = widened_alone()
-    shape = replace(SHAPES["llama-3.1-8b"], vocab_size=4999, dim=384, n_layer=9, n_head=16, n_kv_head=8, ffn_dim=704)
-    part = widen(small, shape, dtype=torch.float32, group=group)
-    assert len(part.layers) == 9 and part.layers[8].attention.qkv.weight.shape == (32 // group.size * 128, 384)
-    found = logits_of(part, ids)
-    torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
-
-    first = first_ranks(group, 2 * group.size)
-    wide = replace(shape, vocab_size=9000, n_head=32, n_kv_head=16, ffn_dim=1408)
-    part = widen(small, wide, dtype=torch.float32, group=first)
-    assert part.config.n_kv_head == 16 // first.size and holds_whole(small.config, part.config, group.size)
-    assert not holds_whole(small.config, replace(part.config, n_kv_head=0), group.size)
-    found = logits_of(part, ids)
-    assert found.shape[-1] == 9000 and (found[..., 4096:] < -200).all()
-    torch.testing.assert_close(found[..., :4096], expected, rtol=1e-2, atol=2e-2)
-
-    how = {"vocab_size": 9000, "device": "cpu", "dtype": torch.float32}
-    args = SimpleNamespace(draft_shape="llama-68m", draft_ranks=draft_ranks(group))
-    draft = widened_draft(model, args, group, **how)
-    assert (draft is not None) == (group.rank in args.draft_ranks)
-    assert draft is None or draft.config.n_head == 12 // len(args.draft_ranks)
-    args.draft_ranks = [*range(3 * group.size // 2)]
-    draft = widened_draft(model, args, first, **how)
-    assert draft.config.n_head == 12 // len(args.draft_ranks)
-    found = logits_of(draft, ids)
-    torch.testing.assert_close(found[..., :4096], expected_of_draft, rtol=1e-2, atol=2e-2)
-
-
 def forked(rank: int, count: int, port: int, flags: list[str]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
@@ -317,7 +275,7 @@ def checks(count: int) -> list:
     if count != 8:  # the embedded target has four
         found += [(checkpoint, checkpoint_alone)]
     if count == 2:
-        found += [(widened, widened_alone), (weights_in_fp8, in_fp8_alone)]
+        found += [(weights_in_fp8, in_fp8_alone)]
     return found
 
 

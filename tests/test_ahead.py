@@ -1,6 +1,5 @@
 """Steps that are recorded before they run: graphs of a CPU, which run the function when they are replayed."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from conftest import assert_view_holds_its_selection, make_state, random_prompt
 
 from triforce import graphs
-from triforce.drafting.protocol import Drafter
 from triforce.graphs import Compiler, Graphed
 from triforce.plan import AUTOREGRESSION
 from triforce.sampling import Uses
@@ -73,25 +71,6 @@ def test_a_text_with_other_settings_has_steps_of_its_own(pair, gpu):
                                                   Uses(False, True, False, False, False, False)}
 
 
-DRAFT, LEVELS = {"model 4", "model 1"}, {"full", "retrieval"}
-KINDS = {"triforce": ({}, LEVELS | DRAFT), "one token of the draft": ({"gamma_inner": 1}, LEVELS | {"model 4"}),
-         "draft alone": ({"retrieval": False}, {"full"} | DRAFT), "coupled": ({"rule": "coupled"}, LEVELS | DRAFT),
-         "ngram": ({"ngram": True}, LEVELS | {"ngram"}), "retrieval alone": ({}, LEVELS)}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_recorded_ahead_is_what_the_first_rounds_run(pair, gpu, kind):
-    settings, expected = KINDS[kind]
-    pair = (pair[0], None) if kind in ("ngram", "retrieval alone") else pair
-    state, plain = recording_state(pair, **settings), make_state(*pair, [PROMPT], **(BLOCKS | settings))
-    assert prepared(state) == expected
-    for _ in range(3):
-        assert state.round() == plain.round()
-    assert prepared(state) == expected
-    for name, step in steps_of(state).items():
-        assert len(step.graphs) == (len(expected & DRAFT) if name == "model" else 1) and not step._unplayed
-
-
 def test_a_step_over_few_pieces_from_the_host_is_recorded(pair, gpu):
     """Once for what gathers, and once for what does not. Where there are many pieces, none is."""
     prompt, settings, said = random_prompt(300), BLOCKS | {"flush_interval": 32, "rebuild_interval": 1}, []
@@ -111,97 +90,3 @@ def test_a_step_over_few_pieces_from_the_host_is_recorded(pair, gpu):
         assert_view_holds_its_selection(state.hierarchy.view)
     plain = make_state(*pair, [prompt], **settings, num_resident_layers=0, piece_tokens=160)
     assert said == [[plain.round() for _ in range(18)]] * 3 and plain.hierarchy.view.num_rebuilds > 4
-
-
-def test_a_view_of_what_rows_share_is_gathered_by_what_was_recorded_ahead(pair, gpu):
-    document = random_prompt(300)
-    prompts = [document[:288] + random_prompt(20, seed=row) for row in (1, 2)]
-    how = BLOCKS | {"flush_interval": 32, "budget": 64, "base": 288, "num_resident_layers": 0, "piece_tokens": 160}
-    state, plain = recording_state(pair, prompts, **how), make_state(*pair, prompts, **how)
-    [(key, _)] = state.hierarchy.outer.step.graphs.items()
-    assert key[5] is True and key in state.hierarchy.outer.step._unplayed
-    assert state.round() == plain.round()
-    assert not state.hierarchy.outer.step._unplayed and not state.hierarchy.view.shared.awaiting
-    assert [state.round() for _ in range(6)] == [plain.round() for _ in range(6)]
-
-
-def test_a_step_that_gathers_for_some_rows_is_not_recorded(pair, gpu, monkeypatch):
-    """There are too many such sets of rows."""
-    prompts = [random_prompt(n, seed=n) for n in (300, 310, 290)]
-    how = BLOCKS | {"flush_interval": 32, "budget": 64, "rebuild_interval": 8, "num_resident_layers": 0}
-    state, plain = recording_state(pair, prompts, **how), make_state(*pair, prompts, **how)
-    outer, view, real, some, recorded = state.hierarchy.outer, state.hierarchy.view, graphs.recorded, 0, []
-
-    def noted(function, args, compiler):
-        recorded.extend([len(view.awaiting)] * (function == outer.step.function))
-        return real(function, args, compiler)
-
-    monkeypatch.setattr(graphs, "recorded", noted)
-    for _ in range(30):
-        some += len(view.awaiting) in (1, 2)
-        assert state.round() == plain.round()
-    assert some > 5 and outer.step.graphs and set(recorded) <= {0, 3}
-
-
-def test_nothing_is_recorded_ahead_once_the_device_is_done(pair, gpu, monkeypatch):
-    gpu.works = False
-    state = recording_state(pair)
-    assert prepared(state) == set()
-    monkeypatch.setattr(state.target, "group", object())  # ranks record the same, whichever of them is done
-    state._record_ahead()
-    assert prepared(state) == LEVELS | DRAFT
-
-
-def test_what_the_next_round_runs_is_recorded_beside_a_round(pair, gpu):
-    """While the device works on it, too; and the times of such a round are not believed."""
-    gpu.works = False
-    state, plain = recording_state(pair, retrieval=False), make_state(*pair, [PROMPT], **BLOCKS, retrieval=False)
-    gpu.works, seconds, times = True, [], []
-    for _ in range(4):
-        assert state.round() == plain.round()
-        assert prepared(state) == {"full"} | DRAFT
-        seconds.append(state.recording)
-        times.append(state.last_round.timing is not None)
-    assert seconds[0] > 0 and len(set(seconds)) == 1  # nothing more ran as it is written
-    assert times == [False, False, True, True]  # the first replay takes longer
-
-
-@pytest.mark.parametrize("tokens", [1, 4, 5])
-def test_nothing_is_recorded_beside_a_round_that_may_be_the_last(pair, gpu, tokens):
-    """It would hold up the last tokens. A round of three drafted ones may bring four."""
-    gpu.works = False
-    state = recording_state(pair, retrieval=False, max_new_tokens=tokens)
-    gpu.works = True
-    state.round()
-    assert prepared(state) == ({"model 1"} if tokens < 5 else {"full"} | DRAFT)  # which ran twice
-
-
-def test_what_streams_past_is_not_recorded_beside_a_round(pair, gpu):
-    """For which rows the next verify gathers follows from what this round brings."""
-    state = recording_state(pair, num_resident_layers=0)
-    state.hierarchy.outer.step.graphs.clear()
-    state._think(AUTOREGRESSION)
-    assert not state.hierarchy.outer.step.graphs
-
-
-def test_a_users_drafter_runs_before_it_is_recorded(pair, gpu):
-    """It may choose its kernels by trying, and make what it needs in `open`."""
-    gpu.works = False
-    state = recording_state(pair)
-    gpu.works, state.hierarchy.sources["custom"] = True, Drafter()
-    state._record_ahead()
-    assert prepared(state) == set()
-    del state.hierarchy.sources["custom"]
-    state._record_ahead()
-    assert prepared(state) == LEVELS | DRAFT
-
-
-def test_rows_that_nobody_knows_yet_are_not_recorded(pair, gpu):
-    """Of a plan without padding: as many as will have been drafted."""
-    gpu.works = False
-    state = recording_state(pair, retrieval=False)
-    [plan] = state.pilot.ahead()
-    for padded in (False, True):
-        for prepare in state.hierarchy.outer.preparations_of_round(replace(plan, padded=padded)):
-            prepare()
-        assert prepared(state) == ({"full"} if padded else set()) | DRAFT

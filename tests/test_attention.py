@@ -5,10 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, traced
 
 from triforce import attention
-from triforce.plan import AUTOREGRESSION, Plan
 
 
 def softmax_attention(q, k, v, visible):
@@ -133,58 +131,6 @@ def test_masked_keys_go_to_one_kernel_of_a_gpu(function, dtype, monkeypatch):
     assert all(torch.equal(one[0], mine[0].float()) for one, mine in zip(attention.merge(own, found), own, strict=True))
 
 
-@pytest.mark.parametrize("keys", [40, 2048])
-def test_the_output_alone_is_that_of_a_state(keys, monkeypatch):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.bfloat16) for n in (4, keys, keys))
-    seen = torch.rand(2, 4, keys) < 0.5
-    seen[..., 3] = True
-    bias = attention.fold_mask(seen, 1)
-    expected, _ = attention._plain(q.double(), k.double(), v.double(), bias.double())
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    monkeypatch.setattr(attention, "_matmul", lambda a, b, dtype: a.to(dtype) @ b.to(dtype))
-    with traced():  # where no number of keys has a kernel of its own
-        out, lse = attention.masked(q, k, v, bias, True, alone=True)
-        for whole in (attention.masked(q, k, v, bias, True), attention.masked(q, k, v, bias, alone=True)):
-            torch.testing.assert_close(whole[0], out, rtol=0.02, atol=0.02)
-            assert whole[1] is not None
-    assert lse is None and out.dtype == torch.float32
-    monkeypatch.undo()
-    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("base", [0, 128])
-def test_only_a_view_before_the_tail_lets_it_be_alone(base, monkeypatch):
-    """Not where rows see something else besides, as the whole of a prefix, or a document that they share."""
-    seen, real = [], attention.masked
-    monkeypatch.setattr(attention, "masked", lambda *args, alone=False, **more: (
-        seen.append(alone), real(*args, alone=alone, **more))[1])
-    prompts = [random_prompt(200) + random_prompt(9, seed=seed) for seed in range(2 if base else 1)]
-    state = make_state(*random_pair(), prompts, base=base)
-    layers = state.target.config.n_layer
-    for plan, steps in ((Plan(2, None, True, 0, 2), 2), (AUTOREGRESSION, 0)):  # of the retrieval level
-        seen.clear()
-        state.round(plan)
-        assert state.hierarchy.view.joined and len(seen) >= (steps + 1) * layers
-        assert seen[: steps * layers] == [base == 0] * steps * layers and not any(seen[steps * layers :])
-
-
-def test_many_masked_keys_are_products_on_a_gpu(monkeypatch):
-    """The one kernel goes through all keys of a head in a row. What the compiler fuses has no need of it."""
-    def shapes(count):
-        return [torch.randn(1, 2, n, 8, dtype=torch.bfloat16) for n in (4, count, count)]
-
-    asked = []
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    monkeypatch.setattr(attention, "_efficient_cuda", lambda q, k, *more: asked.append(k.shape[2]) or (q, q[..., 0]))
-    monkeypatch.setattr(attention, "_plain", lambda q, k, *more: (q, q[..., 0]))
-    for count in (16, attention.AT_ONCE, attention.AT_ONCE + 8, 12):
-        attention.masked(*shapes(count), torch.zeros(1, 1, 4, count), True)
-    with traced():
-        attention.masked(*shapes(16), torch.zeros(1, 1, 4, 16), True)
-    assert asked == [16, attention.AT_ONCE]
-
-
 @pytest.mark.parametrize("hidden", [-torch.inf, attention.HIDDEN])
 @pytest.mark.parametrize("count, parted", [(1, False), (2, False), (2, True), (3, True), (4, False), (4, True)])
 def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, parted, hidden, monkeypatch):
@@ -215,60 +161,16 @@ def test_states_that_are_joined_on_a_gpu_are_those_that_are_merged(count, parted
     assert len(calls) == (count > 1)
 
 
-def test_many_sequences_are_given_to_the_kernel_in_parts_that_it_splits():
-    """132 processors: it splits the keys of up to 211 heads, and parts occupy each processor once."""
-    assert attention.sequences_a_call(26, 8, 16, 132) == 26
-    assert attention.sequences_a_call(27, 8, 16, 132) == 16
-    assert attention.sequences_a_call(64, 8, 65, 132) == 8  # two blocks of rows
-    assert attention.sequences_a_call(3, 200, 1, 132) == 1
-
-
-def test_keys_of_many_rows_come_in_powers_of_two(monkeypatch):
-    """As on a GPU, by the kernel of this machine: a process plans few kernels, and no key is missing."""
-    torch.manual_seed(0)
-    plans, odd = [], []
-
-    def cudnn(q, k, v, is_causal):
-        plans.append(k.shape[2])
-        return attention._plain(q, k, v, None)
-
-    def flash(q, k, v, is_causal):
-        odd.append(k.shape[2])
-        return attention._plain(q, k, v, None)
-
-    monkeypatch.setattr(attention, "_cudnn", cudnn)
-    monkeypatch.setattr(attention, "_flash_cuda", flash)
-    monkeypatch.setattr(attention, "LONG", 8)
-    k, v = torch.randn(1, 2, 61, 16), torch.randn(1, 2, 61, 16)
-    for rows, kernel, expected in ((16, cudnn, ([32, 16, 8], [5])), (16, flash, ([], [61]))):
-        monkeypatch.setattr(attention, "_kernel", lambda q, kernel=kernel: kernel)
-        plans.clear(), odd.clear()
-        q = torch.randn(1, 2, rows, 16)
-        state, *others = attention.by_powers(q, k, v)
-        for other in others:
-            state = attention.merge(state, other)
-        for one, whole in zip(state, attention._plain(q, k, v, None), strict=True):
-            torch.testing.assert_close(one, whole)
-        assert (plans, odd) == expected
-
-
 def test_parts_of_a_batch_are_put_together_in_order(monkeypatch):
     """As on a GPU of 8 processors, by the kernel of this machine."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(11, 2, 3, 16), torch.randn(11, 2, 20, 16), torch.randn(11, 2, 20, 16)
-    calls = []
-
-    def kernel(q, k, v, is_causal):
-        calls.append(len(q))
-        return attention._plain(q, k, v, None)
-
-    monkeypatch.setattr(attention, "_flash_cuda", kernel)
-    monkeypatch.setattr(attention, "_kernel", lambda q: kernel)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
+    (q, k, v), calls = (torch.randn(11, 2, n, 16) for n in (3, 20, 20)), []
     whole = attention.partial(q, k, v)
-    assert calls == [11]  # short keys are not worth it
+    monkeypatch.setattr(attention, "_flash_cuda", lambda q, k, v, causal: (calls.append(len(q)),
+                                                                          attention._plain(q, k, v, None))[1])
+    monkeypatch.setattr(attention, "_kernel", lambda q: attention._flash_cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
     monkeypatch.setattr(attention, "LONG", 20)
-    parts = attention.partial(q, k, v)
-    assert calls[1:] == [4, 4, 3]
-    for one, other in zip(whole, parts, strict=True):
+    for one, other in zip(whole, attention.partial(q, k, v), strict=True):
         torch.testing.assert_close(one, other)
+    assert calls == [4, 4, 3]

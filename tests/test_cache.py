@@ -19,12 +19,9 @@ from reference import DenseKV
 
 from triforce import attention
 from triforce.attention import partial
-from triforce.config import split_view
-from triforce.errors import UserError
 from triforce.kv import prefix as prefix_module
 from triforce.kv.streaming import StreamingBlock, StreamingCache
 from triforce.model import rotate
-from triforce.packed import PackedPrefix
 from triforce.pilot import RebuildPolicy
 from triforce.plan import AUTOREGRESSION, Plan
 
@@ -115,28 +112,6 @@ def test_of_rows_that_have_ended_one_key_is_read(pair, lengths_on_device):
         assert all(max(lens) > 1 for lens, _ in lengths_on_device)
     state.rewind(60)
     assert bits_of_rows(state, 40) == whole
-
-
-@pytest.mark.parametrize("base", [0, 96])
-def test_a_batch_reads_no_more_than_its_rows_will_flush(pair, base):
-    """The longest row may flush less often than another. What is read beyond that is masked, and takes time. The same
-    of a draft that reads all."""
-    prompts = [random_prompt(96) + random_prompt(n, seed=n) for n in (33, 40, 33)]  # of which 32 are flushed, for all
-    texts = run_rounds(make_state(*pair, prompts, base=base), 30)
-    for tokens, grown in ((8, 0), (9, 16), (24, 16), (25, 32)):
-        state = make_state(*pair, prompts, base=base, max_new_tokens=tokens)
-        assert state.cache.prefix.extent == (128 - base, 128 - base + grown, ())
-        assert [text[:tokens] for text in run_rounds(state, tokens)] == [text[:tokens] for text in texts]
-    prompts[2] = prompts[2] + random_prompt(16, seed=3)
-    texts = run_rounds(make_state(*pair, prompts, base=base), 30)
-    for tokens, grown in ((8, 0), (9, 16), (16, 16)):  # of 9 more, the longest row flushes none
-        state = make_state(*pair, prompts, base=base, max_new_tokens=tokens, draft_cache="full",
-                           retrieval=False)
-        starts = tuple(length - base for length in (128, 128, 144))
-        assert state.cache.prefix.extent == (128 - base, 128 - base + grown, starts)
-        memory = state.hierarchy.sources["model"].memory
-        assert memory.cache.prefix.extent == (128, 128 + grown, (128, 128, 144))
-        assert [text[:tokens] for text in run_rounds(state, tokens)] == [text[:tokens] for text in texts]
 
 
 def test_views_share_what_was_verified(pair):
@@ -250,18 +225,6 @@ def test_short_prefix_is_taken_whole_and_outgrows_the_budget(pair):
     assert {16, 32, 48, 64} <= sizes and state.hierarchy.view.selected == [True]
 
 
-@pytest.mark.parametrize("budget,chunk,interval,text", [
-    (4100, 8, 128, "budget (4100) must be a multiple of chunk_size (8); try 4096"),
-    (64, 8, 128, "budget (64) must be at least 144"),
-    (100, 8, 128, "budget (100) must be at least 144"),
-    (4096, 7, 128, "chunk_size (7) must divide flush_interval (128)"),
-])
-def test_budgets_that_do_not_fit(budget, chunk, interval, text):
-    with pytest.raises(UserError) as error:
-        split_view(budget, chunk, interval)
-    assert text in str(error.value)
-
-
 def test_streaming_cache_equals_a_loop_over_positions():
     """Each query sees the sinks and the last `window` tokens, with rotary angles by rank among them."""
     draft = random_pair(torch.float64)[1]
@@ -289,20 +252,6 @@ def test_streaming_cache_equals_a_loop_over_positions():
                 expected = sum(w[:, None] * values[b, :, p] for w, p in zip(weights, seen, strict=True))
                 torch.testing.assert_close(out[b, :, i], expected, rtol=1e-6, atol=1e-6)
         done = [d + max(rows - a, 0) for d, a in zip(done, ahead, strict=True)]
-
-
-def test_what_is_drafted_depends_on_the_tape_alone(pair):
-    """A used state, prefilled again, drafts what a fresh one does."""
-    target, draft = pair
-    sampling = {"temperature": 0.9}
-    fresh = run_rounds(make_state(target, draft, [random_prompt(120)], sampling=sampling), 40)
-    used = make_state(target, draft, [random_prompt(333, seed=5)], sampling=sampling)
-    run_rounds(used, 50)
-    used.reset()
-    used.prefill(0, random_prompt(120))
-    used.begin(100)
-    assert run_rounds(used, 40) == fresh
-    assert used.hierarchy.acceptance_rates()[0].keys() == {"retrieval", "full"}
 
 
 def test_a_draft_that_was_left_out_catches_up(pair):
@@ -394,12 +343,6 @@ def test_the_view_of_a_draft_takes_in_what_is_flushed(pair, left_out):
             for now, then in zip(held(row), chosen[row], strict=True):
                 assert now == then | newest and len(now) == 128
     assert state.num_flushes >= 4
-
-
-def test_a_packed_prefix_gives_the_same_states():
-    q, k, v = torch.randn(1, 3, 5, 16), torch.randn(3, 700, 16), torch.randn(3, 700, 16)
-    for mine, plain in zip(PackedPrefix(k, v).partial(q), partial(q, k[None], v[None]), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_a_packed_prefix_changes_nothing(monkeypatch, pair):

@@ -83,18 +83,6 @@ def test_draws_follow_the_law(probs):
     assert (counts[torch.tensor(probs) == 0] == 0).all()
 
 
-def test_laws_that_are_alike_draw_alike():
-    """Of two laws, at least (1 - TV) / (1 + TV) of the draws are the same word; of one law, all."""
-    generator = torch.Generator().manual_seed(0)
-    one = (2 * torch.randn(1, 1, 300, generator=generator)).softmax(-1)
-    other = (one.log() + 0.3 * torch.randn(1, 1, 300, generator=generator)).softmax(-1)
-    seed, position = torch.tensor([3]), torch.arange(4000)[None]
-    drawn, again, near = (draw(law.expand(1, 4000, -1), seed, position) for law in (one, 7 * one, other))
-    distance = float((one - other).abs().sum() / 2)
-    assert torch.equal(drawn, again) and 0.05 < distance < 0.3
-    assert float((drawn == near).double().mean()) > (1 - distance) / (1 + distance) - 0.03
-
-
 @pytest.mark.parametrize("words", [1, 63, 64, 65, 1000])
 def test_the_short_race_and_the_long_one(words, monkeypatch):
     """On a CPU, where few words are possible, only they run; elsewhere, all, in lanes."""
@@ -127,20 +115,6 @@ def test_the_winner_and_those_after_it(monkeypatch, traced, words):
     assert all(len(set(row)) == 4 for row in found[0].tolist())
     agree = (found == expected).double().mean((0, 1))
     assert (agree > (0.9 if traced else 0.999)).all(), agree
-
-
-def test_fewer_words_than_are_asked_for():
-    law = torch.zeros(1, 2, 300)
-    law[..., 7] = 1.0
-    found = coupled.ranking(law, torch.tensor([1]), torch.arange(2)[None], 4)
-    assert found.shape == (1, 2, 4) and (found[..., 0] == 7).all() and ((found >= 0) & (found < 300)).all()
-    assert coupled.ranking(torch.ones(1, 2, 3), torch.tensor([1]), torch.arange(2)[None], 4).max() <= 2
-
-
-def test_draws_at_temperature_0_are_the_most_probable():
-    law = torch.zeros(2, 3, 40)
-    law[..., 17] = 1.0
-    assert (draw(law, torch.tensor([1, 2]), torch.arange(3).expand(2, -1)) == 17).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,30 +10,6 @@ from conftest import VOCAB, make_state, random_prompt
 from triforce.model import ModelConfig, Transformer
 
 
-def state_of(pair, prompt, kind, budget=64):
-    return make_state(*pair, [prompt], retrieval=False, draft_cache=kind, budget=budget, gamma=3)
-
-
-def test_a_snapkv_draft_chooses_by_the_prompts_end(pair):
-    """Another choice for another end, and for each head."""
-    prompt = random_prompt(400)
-    ends = [prompt, prompt[:-9] + random_prompt(9, seed=5)]
-    memories = [state_of(pair, text, "snapkv").hierarchy.sources["model"].memory for text in ends]
-    views = [memory.view.positions(0, 0).sort().values.tolist() for memory in memories]
-    assert views[0] != views[1] and views[0][0] != views[0][1]
-
-
-@pytest.mark.parametrize("kind", ["full", "snapkv"])
-def test_at_a_flush_no_more_than_the_interval_is_computed_anew(pair, kind):
-    state = state_of(pair, random_prompt(400), kind)
-    sizes = []
-    hook = pair[1].embedding.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
-    while state.num_flushes < 4:
-        state.round()
-    hook.remove()
-    assert sizes.count(16) == 4 and max(sizes) == 16
-
-
 @pytest.mark.parametrize("length", [20, 250])
 def test_a_used_window_drafts_as_a_fresh_one(pair, length):
     """Where the new prompt is shorter than what the window held; and where a draft of many layers would look back
@@ -51,17 +27,6 @@ def test_a_used_window_drafts_as_a_fresh_one(pair, length):
         state.round()
         laws.append(state.hierarchy.outer.draft_probs[:, :3].tolist())
     assert laws[0] == laws[1]
-
-
-def test_a_snapkv_drafts_view_takes_in_what_is_flushed(pair):
-    state = state_of(pair, random_prompt(400), "snapkv")
-    memory = state.hierarchy.sources["model"].memory
-    while state.num_flushes < 4:
-        state.round()
-        full, view = memory.cache.prefix, memory.choice
-        end = full.lens[0]
-        found = torch.cdist(view.k[0][0, :, : view.held].double(), full.k[0][0, :, :end].double()).argmin(-1)
-        assert all(set(range(end - view.window_size, end)) <= set(head) for head in found.tolist())
 
 
 def test_rows_are_taken_in_side_by_side(pair):

@@ -11,8 +11,6 @@ from triforce.engine import Engine
 from triforce.errors import UserError
 from triforce.model import ModelConfig, Transformer
 
-LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None}
-
 
 def engine_of(pair, **more) -> Engine:
     return make_engine(pair[0], pair[1], flush_interval=16, chunk_size=4, **more)
@@ -42,13 +40,6 @@ def test_budgets_that_are_given(pair):
         assert settings.view_tokens(5000, room=1001) == -(-1001 // chunk) * chunk < settings.view_tokens(5000)
 
 
-def test_buffers_are_those_of_the_budget(pair):
-    engine = engine_of(pair, budget=0.25, max_seq_len=2000)
-    for length in (200, 1000, 400):
-        state = engine.prepare([random_prompt(length)], 20, seed=[0], **LAW)
-        assert state.budget == engine.resolve_budget(length) == length // 4 + -(length // 4) % 4
-
-
 def test_only_the_same_prompt_is_taken_over(pair):
     prompts = [random_prompt(100, seed=seed) for seed in range(2)]
     fresh = [engine_of(pair, budget=64).generate(prompt, 20, temperature=0.0).tokens for prompt in prompts]
@@ -72,16 +63,3 @@ def test_the_progress_of_a_batch(pair):
     shares = []
     engine.generate([random_prompt(100), random_prompt(200)], 4, on_prefill=shares.append)
     assert shares == sorted(set(shares)) and shares[-1] == 1 and 0.5 in shares and 0 < shares[0] <= 0.5
-
-
-def test_tokens_are_counted_over_all_rows(pair):
-    engine, counts = engine_of(pair, budget=64, max_batch_size=2), []
-    engine.generate([random_prompt(100), random_prompt(60)], 20, temperature=0.0, on_decode=counts.append)
-    assert counts == sorted(counts) and counts[-1] == 40 and len(set(counts)) > 3
-
-
-def test_the_same_prompt_is_prefilled_once(pair):
-    engine, shares = engine_of(pair, budget=64), []
-    for _ in range(2):
-        engine.generate(random_prompt(100), 10, on_prefill=shares.append)
-        assert shares.count(1) == 1

@@ -51,21 +51,6 @@ def test_a_saved_cache_is_loaded_whole(pair, settings):
             assert torch.equal(*kv) and kv[0].shape[2] == length and kv[0].abs().sum() > 0
 
 
-def test_the_length_on_the_device_is_loaded_with_the_cache(pair):
-    first, second = used(pair), make_state(*pair, [[5], [5]])
-    second.cache.load_state_dict(first.cache.state_dict())
-    assert second.cache.prefix.len.tolist() == second.cache.lens == first.cache.lens
-
-
-def test_what_is_saved_is_all_that_is_kept(pair):
-    """Of a cache that is partly offloaded as well: prefix, tail, and what retrieval scores."""
-    for settings, prefix in (({}, {"k.0", "v.0", "k.1", "v.1"}), (KINDS[1], {"k.0", "v.0", "host.1"})):
-        state = make_state(*pair, [PROMPTS[0]], **settings)
-        assert set(state.cache.state_dict()) == prefix | {
-            "tail.0", "tail.1", "chunk_keys.0", "chunk_keys.1", "queries.0", "queries.1", "query_weight", "lens"}
-        assert state.cache.nbytes == sum(tensor.nbytes for _, tensor in state.cache.tensors())
-
-
 @pytest.mark.parametrize("which, more, words", [
     (0, {"capacity": 2048}, "k.0 must have the shape"), (1, {"capacity": 2048}, "k.0 must have the shape"),
     (0, {"block_size": 4, "gamma": 3}, "queries.0 must"), (0, {"chunk_size": 8}, "chunk_keys.0 must"),
@@ -75,14 +60,6 @@ def test_another_shape_is_refused(pair, which, more, words):
     first, second = (make_state(*pair, [[5]] * settings.pop("prompts", 2), **settings) for settings in ({}, dict(more)))
     with pytest.raises(ValueError, match=words):
         stores(second)[which].load_state_dict(stores(first)[which].state_dict())
-
-
-def test_what_is_missing_is_named(pair):
-    first, second = (make_state(*pair, [[5]]) for _ in range(2))
-    saved = first.cache.state_dict()
-    del saved["tail.1"]
-    with pytest.raises(ValueError, match="tail.1 must have the shape .* missing"):
-        second.cache.load_state_dict(saved)
 
 
 def test_a_draft_s_ring_is_saved(pair):
@@ -95,19 +72,6 @@ def test_a_draft_s_ring_is_saved(pair):
         assert torch.equal(tensor, other), name
     with pytest.raises(ValueError, match=r"k.0 must have the shape \(3, 2, 16, 8\), and is \(2, 2, 16, 8\)"):
         caches[2].load_state_dict(caches[0].state_dict())
-
-
-def test_slots_of_the_tail_are_moved_in_all_layers(pair):
-    cache = used(pair).cache
-    before = cache.tail.whole.clone()
-    source, target = torch.tensor([9, 5]), torch.tensor([4, 5])  # the second stays where it is
-    cache.tail.move(source[:, None], target[:, None])
-    for i, kv in enumerate(cache.tail.kv):
-        old = before[i][:, :, :, cache.tail.room :]
-        assert torch.equal(kv[:, 0, :, 4], old[:, 0, :, 9]) and not torch.equal(kv[:, 0, :, 4], old[:, 0, :, 4])
-        old[:, 0, :, 4] = old[:, 0, :, 9]
-        assert torch.equal(kv, old)
-    assert torch.equal(cache.tail.whole[..., : cache.tail.room, :], before[..., : cache.tail.room, :])
 
 
 def test_slots_of_the_tail_are_moved_several_at_once(pair):

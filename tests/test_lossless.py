@@ -73,6 +73,10 @@ def distances(models, *, levels="triforce", sampling=None, batch=64, prompts=PRO
     return [total_variation(law, other) for law, other in zip(laws, exact, strict=True)], count, laws
 
 
+def name_of(case: dict) -> str:
+    return "-".join(f"{name}={value}" for name, value in case.items() if name != "prompts")
+
+
 # The two that branch most have one prompt each; rows of different lengths side by side are met by the others.
 CASES = [
     {"gamma": 3, "gamma_inner": 1, "prompts": PROMPTS[:1]},
@@ -101,9 +105,9 @@ SHARED = [PROMPTS[0][:8] + PROMPTS[1][:7], PROMPTS[0][:8] + PROMPTS[1][3:14]]  #
 
 @pytest.mark.parametrize("case", [
     *slow({"gamma": 3, "gamma_inner": 1, "sampling": {"top_k": 2}}), {"levels": "draft", "gamma": 3},
-    {"levels": "retrieval", "gamma": 2},
+    {"levels": "retrieval", "gamma": 2, "sampling": {"top_k": 2}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}, "num_resident_layers": 1, "piece_tokens": 4},
-], ids=lambda case: "-".join(f"{name}={value}" for name, value in case.items()))
+], ids=name_of)
 def test_joint_law_of_rows_that_share_a_prefix(models, case, monkeypatch):
     """Where they have a view in common, what one of them says may decide what the other drafts from."""
     flushed, flush = set(), State._flush
@@ -114,10 +118,6 @@ def test_joint_law_of_rows_that_share_a_prefix(models, case, monkeypatch):
         prepare=lambda state: lengths.extend(state.cache.prefix.own_lens[:2]))
     assert lengths == [4, 8] and flushed  # rows with own prefixes of different lengths; one of them grew
     assert max(found) < 1e-6, f"total variation {found} over {branches} branches"
-
-
-def name_of(case: dict) -> str:
-    return "-".join(f"{name}={value}" for name, value in case.items() if name != "prompts")
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -181,9 +181,7 @@ def test_a_target_in_fp8_is_followed_exactly(models, monkeypatch, multiplied):
     assert max(found) < 1e-6
 
 
-@pytest.mark.parametrize("shared", [{}, {"prompts": SHARED, "base": 8, "batch": 2, "horizon": 2, "together": True}],
-                         ids=["one", "shared"])
-@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("leaks,shared", [(False, False), (True, False), (False, True), *slow((True, True))])
 def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, leaks, shared):
     """What is selected, a verify late, may follow from kept tokens' queries only: if it follows from all that the last
     verify computed, enumeration sees it."""
@@ -197,31 +195,40 @@ def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, lea
     if leaks:
         monkeypatch.setattr(views, "chunk_scores", lambda queries, keys, weight, *more: scores(
             queries, keys, torch.ones_like(weight), *more))
+
     def at_once(state):  # its first round drafts, whatever from: so the second follows a choice
         if shared:
             state.hierarchy.view.shared.is_stale = False
 
     found, _, _ = distances(models, gamma=3, gamma_inner=1, num_resident_layers=1, piece_tokens=4, rebuild_interval=1,
                             prepare=at_once, sampling={"top_k": 2, "temperature": 2.0},
-                            **shared or {"prompts": [[0, 2, 2, 1, 2, 0, 1, 0, 2, 0, 1, 0, 1, 2, 0, 0, 2]]})
+                            **{"prompts": SHARED, "base": 8, "batch": 2, "horizon": 2, "together": True} if shared else
+                            {"prompts": [[0, 2, 2, 1, 2, 0, 1, 0, 2, 0, 1, 0, 1, 2, 0, 0, 2]]})
     assert len(gathered) > 50 and all(gathered)
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
+
+
+def steered(monkeypatch, choose=None, max_inner: int = 1, costs: Costs | None = None):
+    """(a function that gives a State a controller, the set of plans that are chosen). choose: in place of its own.
+    Times that vary would lead each run elsewhere: it is told none."""
+    choose, seen = choose or Controller.choose, set()
+    monkeypatch.setattr(Controller, "choose", lambda self, **known: seen.add(plan := choose(self, **known)) or plan)
+    monkeypatch.setattr(Controller, "timed", lambda *args: None)
+    costs = costs or Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}, plain=2.0)
+    return lambda state: setattr(state.pilot, "controller", Controller(costs, max_gamma=3, max_inner=max_inner)), seen
 
 
 def test_choosing_plans_does_not_bias(models, monkeypatch):
     """The controller, made so nervous that single tokens change its mind, and both kinds of drafter to choose from."""
     monkeypatch.setattr(Rate, "WEIGHT", 0.5)
-    seen = set()
-    choose = Controller.choose
-    monkeypatch.setattr(Controller, "choose", lambda self, **known: seen.add(plan := choose(self, **known)) or plan)
-    monkeypatch.setattr(Controller, "timed", lambda *args: None)  # times that vary would lead each run elsewhere
+    costs = Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2), "ngram": (0.4, 0.0)})
+    steer, seen = steered(monkeypatch, None, 2, costs)
 
-    def steer(state):
-        costs = Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2), "ngram": (0.4, 0.0)})
-        state.pilot.controller = Controller(costs, max_gamma=3, max_inner=2)
+    def prepare(state):
+        steer(state)
         state.pilot.meters = [NgramMeter(state.tape.tokens[0, : state.known[0]].tolist())]
 
-    found, _, _ = distances(models, gamma=3, gamma_inner=2, ngram=True, batch=1, prompts=PROMPTS[:1], prepare=steer,
+    found, _, _ = distances(models, gamma=3, gamma_inner=2, ngram=True, batch=1, prompts=PROMPTS[:1], prepare=prepare,
                             horizon=4, sampling={"top_k": 2})
     assert max(found) < 1e-6
     assert len(seen) >= 3, seen  # it did change its mind
@@ -235,34 +242,29 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     monkeypatch.setattr(Speculator, "_step", lambda self, *args: (work.append(args[3]), step(self, *args))[1])
     if leaks:
         monkeypatch.setattr(Speculator, "rows_of", lambda self, plan, num_drafted: 1 + int(num_drafted.max()))
-    plans, seen = [Plan(3, "model", True, 1, 2, False, False), Plan(1, "model", padded=False),
-                   Plan(2, None, True, 0, 2, False, False)], set()
+    plans = [Plan(3, "model", True, 1, 2, False, False), Plan(1, "model", padded=False),
+             Plan(2, None, True, 0, 2, False, False)]
 
     def timed(self, plan, drafting, checking):
         self.turn = getattr(self, "turn", 0) + sum(work)
 
     def chosen(self, **known):
         work.clear()
-        seen.add(plan := plans[getattr(self, "turn", 0) % 3])
-        return plan
+        return plans[getattr(self, "turn", 0) % 3]
 
+    steer, seen = steered(monkeypatch, chosen)
     monkeypatch.setattr(Controller, "timed", timed)
-    monkeypatch.setattr(Controller, "choose", chosen)
-
-    def steer(state):
-        state.pilot.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=1)
-
     found, _, _ = distances(models, gamma=3, gamma_inner=1, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=3,
                             sampling={"top_k": 2})
     assert len(seen) == 3
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
-@pytest.mark.parametrize("leaks", [False, *slow(True)])
-def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
+@pytest.mark.parametrize("leaks,horizon", [(False, 3), *slow((False, 4), (True, 3))])
+def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks, horizon):
     """Each count that the controller is told changes its mind. How the draft fared with tokens that were then discarded
     must not be counted: if it is, enumeration sees it."""
-    plans, seen, add = [Plan(3, "model", True, 1, 2), Plan(2, "model"), Plan(3, "model", True, 2, 2)], set(), Tally.add
+    plans, add = [Plan(3, "model", True, 1, 2), Plan(2, "model"), Plan(3, "model", True, 2, 2)], Tally.add
 
     def added(self, row):
         add(self, row)
@@ -273,21 +275,12 @@ def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks):
     def told(self, num_tokens, **observed):
         self.turn = getattr(self, "turn", 0) + sum(hits + tests for hits, tests in observed.values())
 
-    def chosen(self, **known):
-        seen.add(plan := plans[getattr(self, "turn", 0) % 3])
-        return plan
-
     if leaks:
         monkeypatch.setattr(Tally, "add", added)
     monkeypatch.setattr(Controller, "update", told)
-    monkeypatch.setattr(Controller, "choose", chosen)
-    monkeypatch.setattr(Controller, "timed", lambda *args: None)
-
-    def steer(state):
-        state.pilot.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}), max_gamma=3, max_inner=2)
-
-    found, _, _ = distances(models, gamma=3, gamma_inner=2, batch=1, prompts=PROMPTS[1:], prepare=steer, horizon=4,
-                            sampling={"top_k": 2})
+    steer, seen = steered(monkeypatch, lambda self, **known: plans[getattr(self, "turn", 0) % 3], 2)
+    found, _, _ = distances(models, gamma=3, gamma_inner=2, batch=1, prompts=PROMPTS[1:], prepare=steer,
+                            horizon=horizon, sampling={"top_k": 2})
     assert len(seen) == 3
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
@@ -298,13 +291,7 @@ def test_rounds_of_one_row_do_not_bias(models, monkeypatch):
         self.turn = getattr(self, "turn", 0) + 1
         return ONE_ROW if self.turn % 2 == 0 else Plan(2, "model", True, 1, 1)
 
-    monkeypatch.setattr(Controller, "choose", chosen)
-    monkeypatch.setattr(Controller, "timed", lambda *args: None)
-
-    def steer(state):
-        state.pilot.controller = Controller(Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2)}, plain=2.0), max_gamma=3,
-                                            max_inner=1)
-
+    steer, _ = steered(monkeypatch, chosen)
     found, _, _ = distances(models, gamma=3, gamma_inner=1, batch=1, prompts=PROMPTS[:1], prepare=steer, horizon=3,
                             rebuild_interval=1)
     assert max(found) < 1e-6

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import VOCAB, bits, make_state, random_prompt
 
-from triforce import attention, memory
+from triforce import attention
 from triforce.drafting.ngram import NgramDrafter
 from triforce.graphs import Compiler
 from triforce.model import ModelConfig, RotaryEmbedding, Transformer
@@ -71,20 +71,6 @@ def long_state():
     return state
 
 
-def test_the_chunk_that_is_looked_for_is_found(long_state):
-    """Of 131,072, the one before the window, and others."""
-    cache, view = long_state.cache, long_state.hierarchy.view
-    query = torch.randn(8, generator=torch.Generator().manual_seed(2))
-    last = (MILLION - view.window_size) // 8 - 1
-    for chunk in (1, 65_536, last):
-        cache.prefix.chunk_keys[0][0, 0, chunk] = 20 * query
-        cache.queries[0][0], cache.query_weight[0] = query, 1.0
-        view.rebuild(0)
-        here = view.positions(0, 0)[0]
-        assert {*range(8 * chunk, 8 * chunk + 8), MILLION - 1} <= set(here.tolist()) and len(here) <= 256
-        assert torch.equal(view.k[0][0, 0, : len(here)], cache.prefix.k[0][0, 0, here])
-
-
 @pytest.mark.slow
 def test_rounds_cross_the_millionth_token(long_state):
     """Speculation says what its absence says, over a flush, and the length is told on."""
@@ -107,9 +93,3 @@ def test_a_look_up_finds_the_latest_match_of_a_million():
     expected = tape.tokens[0, MILLION - 496 : MILLION - 492].tolist()
     assert drafter.propose(torch.tensor([end]), Plan(4, "ngram"), None).tolist() == [4]
     assert tape.read(torch.tensor([end + 1]), TokenTree(4))[0].tolist() == expected
-
-
-def test_bytes_of_a_million():
-    """137 GB of keys and values of Llama-3.1-8B."""
-    config = ModelConfig(128_256, 4096, 32, 32, 8, 128, 14_336, max_position_embeddings=MILLION)
-    assert 32 * memory.layer_bytes(config, batch=1, capacity=MILLION, dtype=torch.bfloat16) == 137_438_953_472

@@ -1,19 +1,16 @@
 """What config.json says and the model does with it, where loading whole checkpoints does not show it."""
 
-import contextlib
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_engine, traced
-from torch._subclasses.fake_tensor import FakeTensorMode
+from conftest import make_engine
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce.errors import UserError
 from triforce.hf.config import config_from_hf
-from triforce.kv.blocks import chunk_edges, prefill_blocks
+from triforce.kv.blocks import prefill_blocks
 from triforce.model import (
     ModelConfig,
     RMSNorm,
@@ -67,13 +64,12 @@ def test_a_key_without_a_value_says_nothing():
 def test_the_names_of_longrope():
     """Older configs of Phi-3 call it otherwise; its original window stands beside the scaling, or in it."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    window = {"original_max_position_embeddings": 64}
     configs = [config_from_hf({**HF, "architectures": ["Phi3ForCausalLM"], **more, "rope_scaling": {
         **factors, **inside}}) for more, inside in (
-            ({"original_max_position_embeddings": 64}, {"type": "su"}),
-            ({"original_max_position_embeddings": 64}, {"type": "yarn"}),
-            ({"original_max_position_embeddings": 64}, {"rope_type": "longrope"}),
-            ({"original_max_position_embeddings": 64}, {"type": "su", "original_max_position_embeddings": 256}),
-            ({}, {"rope_type": "longrope", "original_max_position_embeddings": 64}))]
+            (window, {"type": "su"}), (window, {"type": "yarn"}), (window, {"rope_type": "longrope"}),
+            (window, {"type": "su", "original_max_position_embeddings": 256}),
+            ({}, {"rope_type": "longrope", **window}))]
     assert len(set(configs)) == 1
     scaling = configs[0].rope_scaling
     assert scaling.kind == "longrope" and scaling.attention_factor == pytest.approx((1 + 1 / 3) ** 0.5)  # 64 ** (1 / 3)
@@ -119,74 +115,52 @@ def test_two_spellings_of_a_scaling_are_one(fields):
 
 
 @pytest.mark.parametrize("fields, words", [
+    # two values of a fact
     ({"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 2.0}}, "rope_scaling says .*factor=4.0.*, and "
      "rope_parameters says .*factor=2.0"),
-    ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "'yarn'.*'linear'"),
     ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_type says 'yarn', and type says 'linear'"),
     ({"rope_theta": 1e6, "rope_parameters": DEFAULT}, "says 1000000.0, and rope_theta in rope_parameters says 500.0"),
-    ({"rope_scaling": YARN, "original_max_position_embeddings": 64}, "in the scaling says 256, .* beside it says 64"),
+    ({"rope_scaling": YARN, "original_max_position_embeddings": 64, "max_position_embeddings": 1024},
+     "in the scaling says 256, .* beside it says 64"),
     ({"dtype": "float32", "torch_dtype": "float16"}, "dtype says 'float32', and torch_dtype says 'float16'"),
     ({"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}}, "says 1.0, .* says 0.5"),
-    ({"model_type": "qwen2"}, "architectures says 'LlamaForCausalLM', and model_type qwen2 says 'Qwen2ForCausalLM'")])
-def test_two_values_of_a_fact_are_refused(fields, words):
-    if "original_max_position_embeddings" in fields:
-        fields = {**fields, "max_position_embeddings": 1024}
-    with pytest.raises(UserError, match=words):
-        config_from_hf({**HF, **fields})
-
-
-def test_two_spellings_of_a_dtype():
-    for fields in ({"dtype": "float16"}, {"torch_dtype": "float16"},
-                   {"dtype": "torch.float16", "torch_dtype": "float16"}):
-        assert config_from_hf({**HF, **fields}).dtype == "float16"
-
-
-@pytest.mark.parametrize("fields, words", [
+    ({"model_type": "qwen2"}, "architectures says 'LlamaForCausalLM', and model_type qwen2 says 'Qwen2ForCausalLM'"),
+    # of the wrong kind, or out of range
     *(({key: value}, f"{key} is .*must be") for key, values in {
-        "rms_norm_eps": (math.nan, -1e-6, "1e-5"), "rope_theta": (-1, 0, math.inf, []), "vocab_size": (0, 2**40, 1.5),
-        "num_hidden_layers": (10**12, 0, True), "head_dim": (10**9, -2), "hidden_size": (10**9, [64], "64"),
+        "rms_norm_eps": (math.nan, -1e-6, "1e-5"), "rope_theta": (-1, math.inf, []), "vocab_size": (0, 2**40, 1.5),
+        "num_hidden_layers": (10**12, True), "head_dim": (10**9, -2), "hidden_size": (10**9, [64], "64"),
         "num_attention_heads": (0, 10**6), "num_key_value_heads": (5, -1), "max_position_embeddings": (0, 10**12),
         "intermediate_size": (-1, 10**12), "sliding_window": (-1, "9"), "attention_bias": ("no",), "mlp_bias": (2,),
         "tie_word_embeddings": ("true",), "architectures": ("LlamaForCausalLM", [1]), "layer_types": (3,),
         "torch_dtype": (16,), "rope_scaling": ([], "yarn"), "rope_parameters": (1,), "quantization_config": ("fp8",),
         "dual_chunk_attention_config": ([],), "model_type": (1,), "hidden_act": (1,)}.items() for value in values),
     *(({"rope_scaling": {**YARN, key: value}}, f"{key} is .*must be") for key, values in {
-        "factor": (0, -1, math.nan, "4"), "original_max_position_embeddings": (0, 10**12), "beta_fast": (0.5,),
+        "factor": (0, math.nan, "4"), "original_max_position_embeddings": (0, 10**12), "beta_fast": (0.5,),
         "beta_slow": (0,), "attention_factor": (0, math.inf), "mscale": ("1",), "rope_type": (1,), "truncate": (3,),
         "rope_theta": (math.nan,)}.items() for value in values),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
     ({"hidden_size": None}, "hidden_size is missing, and must be a whole number"),
     ({"num_key_value_heads": 3}, "no multiple of"), ({"head_dim": 15}, "must be even"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}}, "above low_freq_factor"),
-    ({"rope_parameters": {"full_attention": DEFAULT}}, "full_attention .* is not supported")])
-def test_values_of_the_wrong_kind_or_range(fields, words):
-    with pytest.raises(UserError, match=words) as caught:
-        config_from_hf({**HF, **fields})
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("fields, words", [
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    # what would be computed wrongly
+    *(({key: value}, f"{key} {value!r} is not supported") for key, value in {
+        "hidden_act": "gelu", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "num_experts": 128,
+        "num_local_experts": 8, "n_routed_experts": 64, "kv_lora_rank": 512}.items()),
+    *(({"architectures": [name]}, f"architecture '{name}' is not supported")
+      for name in ("GPT2LMHeadModel", "Glm4ForCausalLM")),  # the latter has norms of its own
+    ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts 128 is not supported"),  # says why
     ({"quantization_config": {"bits": 4}}, "quantization_config has quant_method None, which is not"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
-    ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
-    ({"architectures": ["Glm4ForCausalLM"]}, "architecture 'Glm4ForCausalLM' is not supported"),  # norms of its own
-    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
-    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
-    ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts 128 is not supported"),  # says why
-    ({"num_experts": 128}, "num_experts 128 is not supported"),
-    ({"num_local_experts": 8}, "num_local_experts 8 is not supported"),
-    ({"n_routed_experts": 64}, "n_routed_experts 64 is not supported"),
     ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
      "long_factor has 7 numbers, but 8 pairs of a head are rotated"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
     ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta 0.1 is not supported"),
-    ({"kv_lora_rank": 512}, "kv_lora_rank 512 is not supported"),
-    ({"layer_types": ["linear_attention", "full_attention"]}, r"layer_types \['linear_attention'\] are not supported"),
-])
-def test_what_would_be_computed_wrongly_is_refused(fields, words):
-    with pytest.raises(UserError, match=words):
+    ({"rope_parameters": {"full_attention": DEFAULT}}, "full_attention .* is not supported"),
+    ({"layer_types": ["linear_attention", "full_attention"]}, r"layer_types \['linear_attention'\] are not supported")])
+def test_configs_that_are_refused(fields, words):
+    with pytest.raises(UserError, match=words) as caught:
         config_from_hf({**HF, **fields})
+    assert "\n" not in str(caught.value)
 
 
 def test_llama3_frequencies_by_their_wavelengths():
@@ -234,17 +208,6 @@ def test_the_number_of_parameters(more):
     assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("start, stop, least, expected", [
-    (0, 103, 1, [0, 32, 64, 96, 100, 103]), (0, 103, 3, [0, 32, 64, 96, 100, 103]), (0, 103, 4, [0, 32, 64, 96, 103]),
-    (7, 63, 1, [7, 39, 63]), (7, 62, 1, [7, 39, 59, 62]), (7, 62, 4, [7, 39, 55, 62]), (0, 96, 16, [0, 32, 64, 96]),
-    (0, 3, 1, [0, 3])])
-def test_a_prefill_ends_in_whole_tiles_and_what_is_left(start, stop, least, expected):
-    """What is left has the queries that a view is chosen by."""
-    assert chunk_edges(start, stop, 32, 4, least) == expected
-    assert chunk_edges(start, stop, 32, 1, least) == [*range(start, stop, 32), stop]  # on a CPU
-    assert chunk_edges(0, 60, 30, 4, 1) == [0, 30, 60]  # as when the prefill goes on from there
-
-
 def test_a_prefills_progress_goes_from_0_to_1_with_its_work():
     from triforce.kv.target import TargetCache
 
@@ -273,23 +236,3 @@ def test_heads_are_turned_in_three_kernels(dtype):
     torch.testing.assert_close(place.double(), exact, **near)
     torch.testing.assert_close(few.double(), exact, **near)
     assert few.dtype == dtype
-
-
-@pytest.mark.parametrize("device,how,rows,operations", [
-    ("cuda", contextlib.nullcontext, 3, ["mul", "addcmul"]), ("cuda", traced, 3, ["mul", "roll", "mul", "add"]),
-    ("cuda", contextlib.nullcontext, 2000, ["mul", "addcmul", "addcmul"]),
-    ("cpu", contextlib.nullcontext, 3, ["mul", "roll", "mul", "add"])])
-def test_where_heads_are_turned_in_three_kernels(device, how, rows, operations):
-    """On a GPU, but not where the compiler notes the operations down, which makes one kernel of them."""
-    seen = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(function.overloadpacket._qualified_op_name.split("::")[1])
-            return function(*args, **(kwargs or {}))
-
-    with FakeTensorMode():
-        x, cos, sin = (torch.empty(shape, device=device) for shape in ((1, 4, rows, 64), (rows, 64), (rows, 64)))
-        with how(), Seen():
-            out = rotate(x, cos, sin)
-    assert out.shape == x.shape and [name for name in seen if name in ("mul", "roll", "add", "addcmul")] == operations

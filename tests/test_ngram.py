@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 import torch
 
 from triforce.drafting.ngram import NgramDrafter, NgramMeter
@@ -70,15 +69,3 @@ def test_repeated_text_is_copied(embedded_engine):
     assert 0 < out.stats.acceptance_rate["full"] <= 1
     hot = engine.generate(prompt, 32, temperature=1.0, seed=0, ignore_eos=True)
     assert hot.tokens == engine.generate(prompt, 32, temperature=1.0, seed=0, ignore_eos=True).tokens
-
-
-def test_what_was_just_said_may_be_quoted():
-    rng = random.Random(0)
-    meter = NgramMeter([rng.randrange(1000) for _ in range(500)])
-    said = [rng.randrange(1000) for _ in range(200)]
-    meter.update(said)
-    assert meter.rate < 0.1
-    meter.update(said[50:80])
-    assert meter.rate > 0.8
-    meter.update([1000])
-    assert meter.rate == pytest.approx(meter.rates[0].value)

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import make_state, random_pair, random_prompt, run_rounds, traced
+from conftest import make_state, random_pair, random_prompt, run_rounds
 
 from triforce import nucleus, sampling
 from triforce.nucleus import nearly_kept, ranked, searched
@@ -47,23 +47,6 @@ def test_both_ways_find_what_survives(words, top_k):
         assert [[set(one.nonzero().flatten().tolist()) for one in row] for row in mask] == expected
 
 
-def test_many_words_on_a_gpu_are_searched_where_that_is_compiled(monkeypatch):
-    asked = []
-    for name in ("ranked", "searched"):
-        monkeypatch.setattr(nucleus, name, lambda *args, name=name: asked.append(name))
-    many = 2**22
-
-    def ask(words=many, dtype=torch.float32):
-        nucleus.smallest_kept(torch.empty(1, 1, words, device="meta", dtype=dtype), None, torch.ones(1))
-
-    with traced():
-        ask()
-        monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-        ask(), ask(many - 1), ask(dtype=torch.float64)
-    ask()
-    assert asked == ["ranked", "searched", "ranked", "ranked", "ranked"]
-
-
 @pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 40, 0]], ids=str)
 def test_borders_are_found_nearly(top_k, monkeypatch):
     """All that survives does, and next to nothing else; every word, where every word survives."""
@@ -76,55 +59,6 @@ def test_borders_are_found_nearly(top_k, monkeypatch):
     more = torch.where((probs >= near) & (probs < exact), probs, 0.0).sum(-1)
     assert (more < torch.tensor([0.07, 0.02, 0.02, 0.02])).all()  # the first laws are flat
     assert (near[exact == 0] == 0).all() and (near[exact > 1e-4] > 0.8 * exact[exact > 1e-4]).all()
-
-
-def test_compiled_code_looks_for_borders_of_more_words_than_code_as_written(monkeypatch):
-    """There a pass that tries all borders at once is one kernel."""
-    asked = []
-    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(nucleus, "smallest_kept", lambda probs, *more: asked.append(probs.shape[-1]))
-    for words in (2**15, 2**15 + 1):
-        nearly_kept(torch.ones(1, 1, words) / words, None, torch.ones(1))
-        with traced():
-            nearly_kept(torch.ones(1, 1, words) / words, None, torch.ones(1))
-    assert asked == [2**15 + 1]
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 5000), (1, 3, 5000), (2, 1, 5000), (3, 4, 1024)], ids=str)
-def test_running_sums_of_several_rows_are_taken_in_stretches(shape, monkeypatch):
-    """On a GPU. Of one row its scan takes all of the device."""
-    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-    x, split, in_stretches = torch.randint(0, 2**50, shape), [], nucleus.in_stretches
-    monkeypatch.setattr(nucleus, "in_stretches", lambda x: split.append(x.shape) or in_stretches(x))
-    assert torch.equal(nucleus.running_sum(x), x.cumsum(-1))
-    assert split == ([shape] if shape[-1] == 5000 and shape[:2] != (1, 1) else [])
-
-
-def test_the_laws_of_a_cpu_have_exact_borders(monkeypatch):
-    asked = []
-    monkeypatch.setattr(nucleus, "smallest_kept", lambda probs, *more: asked.append(probs.shape[-1]))
-    nearly_kept(torch.ones(1, 1, 9), None, torch.ones(1))
-    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-    nearly_kept(torch.ones(1, 1, 8) / 8, None, torch.ones(1))
-    assert asked == [9]
-
-
-@pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 400, 0]], ids=str)
-def test_of_many_rows_the_most_probable_words_are_ranked(top_k, monkeypatch):
-    """Exactly, and what needs more of them is cut there. Where every word survives, every word does. Of more words than
-    are ranked, top-p is a share of those that are."""
-    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(nucleus, "NEARLY_AS_WRITTEN", 100)
-    monkeypatch.setattr(nucleus, "RANKED", 200)
-    probs, top_p = laws(700), torch.tensor([0.9, 1.0, 0.37], dtype=torch.float64)
-    given = None if top_k is None else torch.tensor(top_k)
-    exact = ranked(probs, None if given is None else given[:, None, None], top_p[:, None, None])
-    near = nearly_kept(probs, given, top_p)
-    least = probs.topk(200).values[..., -1:]
-    assert torch.equal(near, torch.where(exact == 0, 0.0, torch.maximum(exact, least)))
-    assert (exact > least).any() and ((exact > 0) & (exact < least)).any()
-    more, half = (nearly_kept(probs, torch.full((3,), count), torch.full((3,), 0.5).double()) for count in (400, 200))
-    assert torch.equal(more, half)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])

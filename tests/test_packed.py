@@ -6,15 +6,11 @@ from conftest import random_prompt
 
 import triforce
 from triforce import attention, memory
-from triforce.caches import Caches
-from triforce.kv.blocks import over_shared
 from triforce.kv.prefix import PrefixStore
 from triforce.model import Linear
 from triforce.packed import PackedPrefix, multiply, packs
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="no oneDNN")
-LAW = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": [0]}
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 12])
@@ -46,18 +42,6 @@ def test_a_loaded_models_large_weights_are_packed():
     assert not any(layer.packed is not None for layer in engine.target.modules() if isinstance(layer, Linear))
 
 
-def test_a_long_prompt_is_packed_if_that_takes_little_of_what_is_free(monkeypatch):
-    monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 200)
-    for free, packed in ((2**40, True), (2**20, False)):
-        monkeypatch.setattr(memory, "available", lambda device, free=free: free)
-        monkeypatch.setattr(memory, "check", lambda *args: None)
-        engine = triforce.load("tiny", device="cpu", gamma=3)
-        state = engine.prepare([random_prompt(400)], 8, **LAW)
-        assert (state.cache.prefix.packed is not None) == packed
-        state = engine.prepare([random_prompt(100)], 8, **LAW)
-        assert state.cache.prefix.packed is None
-
-
 @pytest.fixture
 def packed(monkeypatch):
     """The lengths of what is packed."""
@@ -83,31 +67,6 @@ def test_a_document_is_packed_when_it_is_computed(packed, monkeypatch):
         for _ in range(2):
             engine.generate([random_prompt(9), random_prompt(12)], 4, prefix=document)
         assert packed == [document.num_shared]
-
-
-def test_what_prompts_share_is_packed_after_the_plan(packed, monkeypatch):
-    """Which does not count it: where it was made before, rows that were planned for did not fit."""
-    engine = triforce.load("tiny", device="cpu", gamma=3)
-    planned, plan = [], Caches._plan
-    monkeypatch.setattr(Caches, "_plan", lambda *args: planned.append(len(packed)) or plan(*args))
-    common = random_prompt(600)
-    engine.generate([common + [5, 6], common + [7]], 4)
-    assert planned == [0] and len(packed) == 1
-
-
-@pytest.mark.parametrize("rows,prefills,expected", [(2, False, 0), (3, False, 1), (399, True, 1), (400, True, 0),
-                                                    (400, False, 1)])
-def test_few_queries_go_over_what_is_packed(rows, prefills, expected, monkeypatch):
-    """In a round any number from 3 on: or rows that end would change the bits of others."""
-    seen, partial = [], PackedPrefix.partial
-    monkeypatch.setattr(PackedPrefix, "partial", lambda prefix, q: seen.append(1) or partial(prefix, q))
-    engine = triforce.load("tiny", device="cpu")
-    store = PrefixStore.blank(engine.target.config, 4096, CPU, torch.float32)
-    store.pack()
-    prefix = PrefixStore(engine.target.config, 1, 4096 + 128, CPU, torch.float32, shared=store)
-    q = torch.randn(1, engine.target.config.n_kv_head, rows, engine.target.config.head_dim)
-    over_shared(prefix, 0, q, prefills=prefills)
-    assert len(seen) == expected
 
 
 def test_prompts_of_any_length_make_few_shapes(monkeypatch):

@@ -3,7 +3,6 @@
 Most of it is a promise of the whole library, not of parallel.py alone; `parallel_worker.py` is what each rank runs.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -11,13 +10,11 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from conftest import slow, traced
+from conftest import slow
 
-from triforce import cli, parallel
+from triforce import cli
 from triforce.errors import UserError
 from triforce.loading import check_draft_ranks
 from triforce.model import ModelConfig
@@ -54,39 +51,6 @@ def test_the_command_line_speaks_once(capsys):
     assert shared.stderr.count("time per token") == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_small_sums_meet_the_compiler_only_where_it_is(dtype, monkeypatch):
-    """To call an operator of one's own imports it, which takes seconds of the first answer. Large sums stay on the
-    stream of the thread."""
-    calls = []
-    for name in ("_one_shot", "one_shot_all_reduce"):
-        monkeypatch.setattr(parallel, name, lambda x, buffer, group, name=name: calls.append((name, x.dtype)) or x + 1)
-    monkeypatch.setattr(parallel, "_resolve", lambda name: f"processes of {name}")
-    monkeypatch.setattr(parallel.dist, "all_reduce", lambda x, group: calls.append(("all_reduce", group)) or x.add_(2))
-    group, x = Group(0, 2, "some", torch.empty(0)), torch.ones(2, 3, dtype=dtype).T
-    wide = torch.float32 if dtype == torch.float16 else dtype
-    assert torch.equal(group.all_reduce(x), x + 1) and group.all_reduce(x).dtype == dtype
-    with traced():
-        group.all_reduce(x)
-    assert calls == [("_one_shot", wide)] * 2 + [("one_shot_all_reduce", wide)]
-    large = torch.ones(parallel.ONE_SHOT_BYTES // wide.itemsize + 1, dtype=dtype)
-    assert torch.equal(group.all_reduce(large.clone()), large + 2)
-    assert calls[3:] == [("all_reduce", "processes of some")]
-
-
-def test_exchanges_that_are_not_compiled_stay_on_the_stream(monkeypatch):
-    def gather_into(parts, x, group):
-        parts.copy_(torch.cat([x, 2 * x]))
-
-    monkeypatch.setattr(parallel, "_resolve", lambda name: SimpleNamespace(size=lambda: 2, name=name))
-    monkeypatch.setattr(parallel, "_gather_into", gather_into)
-    monkeypatch.setattr(parallel.dist, "broadcast", lambda x, source, group: x.fill_(source))
-    monkeypatch.setattr(parallel, "collectives", None)
-    group, x = Group(0, 8, "some"), torch.arange(6).view(3, 2)  # a share of 8 ranks, of which 2 run
-    assert torch.equal(group.all_gather(x.T), torch.cat([x.T, 2 * x.T]))
-    assert torch.equal(group.broadcast(x.T, 5), torch.full((2, 3), 5))
-
-
 def test_uneven_shares_are_refused():
     config = ModelConfig(64, 32, 2, 12, 6, 8, 48)
     assert shard_config(config, Group(0, 3, "")).n_kv_head == 2
@@ -118,6 +82,7 @@ def read(path: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others():
     command = [*TORCHRUN, "2", "generate.py", "--device", "cpu", "--max-new-tokens", "4000"]
     launcher = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL,
@@ -194,26 +159,6 @@ def test_where_one_rank_is_fuller_all_say_so_and_go_on(tmp_path):
     lines = sorted(done.stdout.splitlines())
     assert lines[2:] == ["same True"] * 2
     assert lines[0].startswith("rank 0: ") and lines[0][8:] == lines[1][8:] and "needs" in lines[0], lines
-
-
-@pytest.mark.quick
-def test_what_rank_0_reads_is_read_where_all_learn_of_its_mistakes(monkeypatch):
-    within, read = [], []
-
-    @contextlib.contextmanager
-    def together(group):
-        def do(work):
-            within.append(group)
-            results = ["of rank 0", work()]
-            within.pop()
-            return results
-
-        yield do
-
-    monkeypatch.setattr(parallel, "together", together)
-    for rank in (0, 1):
-        assert parallel.read_first(Group(rank, 2, ""), lambda: read.append(within[0].rank)) == "of rank 0"
-    assert read == [0]
 
 
 def test_a_mistake_that_rank_0_finds_is_told_once():

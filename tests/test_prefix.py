@@ -16,15 +16,11 @@ from conftest import (
 )
 
 from triforce import attention
-from triforce.attention import for_join, merge, merge_parts, partial, parts_of_keys, pays_to_plan
-from triforce.config import Settings
+from triforce.attention import for_join, merge, merge_parts, partial, parts_of_keys
 from triforce.kv import blocks
-from triforce.kv.target import aligned
-from triforce.kv.views import COMMON, RetrievalView, common_queries
-from triforce.model import eager
-from triforce.packed import PackedPrefix
+from triforce.kv.views import COMMON, RetrievalView
 from triforce.plan import AUTOREGRESSION, Plan
-from triforce.prefix import asked, common_length
+from triforce.prefix import common_length
 
 DOCUMENT = random_prompt(200)
 PROMPTS = [DOCUMENT + random_prompt(count, seed=seed) for seed, count in enumerate((3, 40, 12))]
@@ -95,28 +91,6 @@ def test_rows_are_prefilled_side_by_side(pair, calls):
     assert together.lens == apart.lens == [len(prompt) - 1 for prompt in prompts]
 
 
-@pytest.mark.parametrize("many,packed", [(10_000, True), (3, False)])
-def test_a_packed_prefix_is_for_few_queries_of_a_prefill(pair, many, packed, monkeypatch):
-    """And for all of a round: see test_packed.py."""
-    monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 100)
-    monkeypatch.setattr(blocks, "MANY_ROWS", many)
-    seen, partial, reads, read = [], PackedPrefix.partial, [], blocks.PrefillLayer.read
-    monkeypatch.setattr(PackedPrefix, "partial", lambda prefix, q: seen.append(prefix) or partial(prefix, q))
-
-    def counted(layer, q):
-        before = len(seen)
-        states = read(layer, q)
-        reads.append(len(seen) - before)
-        return states
-
-    monkeypatch.setattr(blocks.PrefillLayer, "read", counted)
-    state = make_state(*pair, PROMPTS, base=BASE, pack=True)
-    assert reads and any(reads) == packed
-    seen.clear()
-    state.round(AUTOREGRESSION)
-    assert seen == state.cache.prefix.shared.packed
-
-
 @pytest.mark.parametrize("made", [{}, {"tree_size": 16, "sampling": {"temperature": 0.9}, "rule": "coupled"}],
                          ids=["chains", "trees"])
 def test_rows_choose_together_what_they_read_of_what_they_share(pair, made):
@@ -185,51 +159,6 @@ def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
         assert common.positions(0, 0)[0].sort().values.tolist() == expected
 
 
-def test_a_short_document_is_read_whole(pair):
-    state = make_state(*pair, PROMPTS, base=32)
-    common = state.hierarchy.view.shared
-    state.round(Plan(4, "model", True, 2, 2))
-    assert common.selected == [False] and common.lens == [32] and state.hierarchy.view.base == 32
-    for i in range(2):
-        assert torch.equal(common.load(i, 0, 0, 32), state.cache.prefix.load(i, 0, 0, 32))
-
-
-def test_the_tokens_of_a_view_are_split(pair):
-    settings = Settings(chunk_size=8, flush_interval=64).resolve(has_model=True)
-    assert settings.split_budget(4096, 0, 100_000) == (4096, 0)
-    assert settings.split_budget(4096, 99_840, 99_840 + 256) == (256, 3840)  # no more than a row has of its own
-    assert settings.split_budget(4096, 99_840, 99_840 + 4096) == (1152, 3072)  # 4% of all tokens are a row's own
-    own, common = settings.split_budget(4096, 4096, 4096 + 100_032)  # most is a row's own
-    assert common == 3072 and own == pytest.approx(1024 + 3072 * 100_032 / 104_128, abs=8)
-    assert settings.split_budget(4096, 512, 512 + 2048) == (2048, 512)  # both whole
-    assert settings.split_budget(4096, 512, 512 + 100_032) == (4080, 512)  # what is shared is whole
-    assert settings.split_budget(80, 512, 512 + 64) == (80, 16)  # the least of both
-
-
-def test_rows_choose_by_their_newest_queries(pair):
-    """Of a large block: of many rows' not all."""
-    assert [common_queries(8, rows) for rows in (1, 2, 8)] == [8, 8, 8]
-    assert [common_queries(64, rows) for rows in (1, 2, 8, 32)] == [64, 32, 8, 8] and common_queries(4, 2) == 4
-    state = make_state(*pair, PROMPTS, base=BASE, block_size=32, flush_interval=32)
-    common, cache = state.hierarchy.view.shared, state.cache
-    cache.query_weight.zero_()
-    cache.query_weight[0, :20] = 1
-    cache.query_weight[2, :3] = 1
-    queries, weight = common._newest(slice(0, 2))
-    assert weight.tolist() == pytest.approx([0.1] * 10 + [0.0] * 10 + [1 / 3] * 3 + [0.0] * 7)
-    for i in range(2):
-        assert torch.equal(queries[i][:, :10].flip(1), cache.queries[i][0, :, 10:20])
-        assert torch.equal(queries[i][:, 20:23].flip(1), cache.queries[i][2, :, :3])
-
-
-def test_eight_rows_take_one_view_of_what_they_share(pair):
-    one, eight = (make_state(*pair, (PROMPTS * 3)[:count], base=BASE, capacity=256, budget=128).hierarchy.view
-                  for count in (1, 8))
-    own = one.nbytes - one.shared.nbytes
-    assert eight.shared.nbytes == one.shared.nbytes and eight.nbytes == one.shared.nbytes + 8 * own
-    assert one.cache.tail.room == aligned(one.budget) < aligned(128)  # what lies before the tail is its own alone
-
-
 def test_what_rows_share_is_chosen_anew_once_for_all(pair, monkeypatch):
     made, choose = [], RetrievalView._select_and_copy
     monkeypatch.setattr(RetrievalView, "_select_and_copy", lambda view: made.append(view) or choose(view))
@@ -242,22 +171,6 @@ def test_what_rows_share_is_chosen_anew_once_for_all(pair, monkeypatch):
             state.round(Plan(4, "model", True, 2, 2))
         assert made == [state.hierarchy.view.shared] * (count + 1)  # as first read, and since
         assert set(state.pilot.rebuilds) == {0, 1, 2, COMMON} and state.pilot.rebuilds[COMMON].tokens == 0
-
-
-def test_views_of_rows_that_have_ended_are_not_renewed(pair, monkeypatch):
-    prompts = [DOCUMENT + random_prompt(count, seed=count) for count in (150, 120)]
-    state = make_state(*pair, prompts, base=BASE, capacity=512, rebuild_interval=4)
-    view, plan, made = state.hierarchy.view, Plan(4, "model", True, 2, 2), []
-    assert view.selected == [True, True]
-    choose = RetrievalView.choose
-    monkeypatch.setattr(RetrievalView, "choose", lambda view, row, *more, **how: made.append((view.of_shared, row))
-                        or choose(view, row, *more, **how))
-    state.round(plan)
-    state.close_row(1)
-    made.clear()
-    while len(made) < 6:
-        state.round(plan)
-    assert set(made) == {(False, 0), (True, 0)}
 
 
 def test_a_number_repeats_a_text_over_what_streams_past(pair):
@@ -274,36 +187,6 @@ def test_a_number_repeats_a_text_over_what_streams_past(pair):
     assert first == [[1, 1, 1]] * 3 and texts[0] == texts[1] == texts[2]
 
 
-def test_the_view_of_all_rows_goes_by_all_that_go_on(pair):
-    state = make_state(*pair, PROMPTS, base=BASE, rebuild_interval=8)
-    plan = Plan(4, "model", True, 2, 2)
-    state.round(plan)
-    state.close_row(0)
-    common, before = state.pilot.rebuilds[COMMON], state.hierarchy.view.num_rebuilds
-    tokens = common.tokens
-    new = state.round(plan)
-    assert not new[0] and (common.tokens == 0 or common.tokens == tokens + (len(new[1]) + len(new[2])) / 2)
-    while state.hierarchy.view.num_rebuilds == before:
-        state.round(plan)
-
-
-def test_the_window_is_the_share_of_the_whole_view(pair):
-    """Over a shared prefix, too, although the newest tokens lie in a view of a part of the tokens."""
-    state = make_state(*pair, PROMPTS, base=BASE, budget=256, capacity=512, recent=0.375)
-    view = state.hierarchy.view
-    assert view.window_size == 96 and view.shared.budget == 160 and view.shared.window_size == 28
-    assert make_state(*pair, PROMPTS, budget=256, capacity=512, recent=0.375).hierarchy.view.window_size == 96
-
-
-def test_a_part_of_a_document_is_all_that_is_scored(pair):
-    """However much more the storage holds."""
-    document = make_state(pair[0], None, [DOCUMENT + random_prompt(100)])
-    state = make_state(*pair, PROMPTS, base=64)
-    whole, common = state.cache.prefix.shared, state.hierarchy.view.shared
-    assert whole.all_chunk_keys.shape[3] > 64 // 4 and common.room == 64 and document.base == 0
-    assert common._all_scores().shape[-1] == 64 // 4 == common._scores(0).shape[-1]
-
-
 def test_what_streams_past_is_gathered_for_all_rows(pair):
     """The view of an offloaded document is empty until the first verify streams it past; then it holds what it says."""
     prompts = PROMPTS[::2]  # neither fills a flush interval with its next token
@@ -314,15 +197,6 @@ def test_what_streams_past_is_gathered_for_all_rows(pair):
     state.round(AUTOREGRESSION)
     assert not state.hierarchy.view.shared.awaiting
     assert_view_holds_its_selection(state.hierarchy.view.shared)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_view_of_what_streams_past_is_renewed_with_every_verify(pair, rows):
-    """That takes no time beside the copies."""
-    state = make_state(*pair, PROMPTS[:rows], base=BASE, num_resident_layers=0, piece_tokens=48, rebuild_interval=None,
-                       flush_interval=16, max_new_tokens=200)
-    intervals = {row: policy.interval for row, policy in state.pilot.rebuilds.items()}
-    assert intervals == {COMMON: 1, **{row: 64 for row in range(rows)}}  # what is a row's own does not stream past
 
 
 def test_parts_of_the_keys_merge_to_the_whole():
@@ -342,46 +216,6 @@ def test_parts_of_the_keys_merge_to_the_whole():
     assert parts_of_keys(4, 1, 40) == 8  # as many as divide the keys
 
 
-@pytest.mark.parametrize("kind", ["resident", "offloaded"])
-def test_parts_of_a_document_are_merged_by_one_piece_wherever_they_lie(pair, kind, monkeypatch):
-    """What is compiled is traced over a document on the device. Rows say what they say without parts."""
-    plain, pieces, function = make_state(*pair, PROMPTS, base=BASE, **KINDS[kind]), set(), blocks.over_shared
-
-    def noted(view, i, q, passage=None, compiled=eager, *more, **how):
-        return function(view, i, q, passage, lambda one: pieces.add(one.__name__) or compiled(one), *more, **how)
-
-    monkeypatch.setattr(blocks, "over_shared", noted)
-    monkeypatch.setattr(attention, "pays_to_plan", lambda *_: True)
-    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
-    monkeypatch.setattr(attention, "parts_of_keys", lambda *_: 4)
-    monkeypatch.setattr(attention, "_cudnn", lambda q, k, v, is_causal: attention._plain(q, k, v, None))
-    state = make_state(*pair, PROMPTS, base=BASE, **KINDS[kind])
-    assert [state.round() for _ in range(12)] == [plain.round() for _ in range(12)]
-    assert pieces == {"for_join"} | ({"merge"} if kind == "offloaded" else set())
-
-
-def test_a_plan_is_made_where_it_pays():
-    assert pays_to_plan(32, 128, 122_880, once=False) and not pays_to_plan(32, 128, 122_880, once=True)
-    assert pays_to_plan(32, 512, 122_880, once=True)  # of a prefill of many tokens
-    assert pays_to_plan(32, 64, 122_880, once=False) and not pays_to_plan(8, 64, 122_880, once=False)  # of a round
-    assert pays_to_plan(8, 65, 122_880, once=False) and not pays_to_plan(32, 128, 1024, once=False)
-
-
-def test_a_prefill_says_that_it_meets_a_number_of_rows_once(pair, monkeypatch):
-    told, function = [], attention.over_shared
-
-    def noted(*args, once=False, **more):
-        told.append(once)
-        return function(*args, once=once, **more)
-
-    monkeypatch.setattr(attention, "over_shared", noted)
-    state = make_state(*pair, PROMPTS, base=BASE)
-    layers = state.target.config.n_layer
-    assert told == [True] * (layers - 1)  # the last layer's attention is not needed
-    state.round(AUTOREGRESSION)
-    assert told[layers - 1 :] == [False] * layers
-
-
 def test_over_shared_is_attention_of_each_row():
     q, k, v = torch.randn(3, 2, 5, 8), torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
     out, lse = attention.over_shared(q, k, v)
@@ -391,55 +225,12 @@ def test_over_shared_is_attention_of_each_row():
         torch.testing.assert_close(lse[row, None], expected[1])
 
 
-def as_cudnn(q, k, v, is_causal):
-    """Plain attention, whose output lies in memory as that of a GPU's kernel does."""
-    out, lse = attention._plain_causal(q, k, v, is_causal)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse
-
-
-def test_keys_are_split_for_the_rows_that_there_are(monkeypatch):
-    """Few parts are enough for many rows, and few rows need no parts. The kernel is given whole tiles, or half of one:
-    a plan serves all numbers of rows that are filled up alike."""
-    asked = []
-
-    def kernel(q, k, v, is_causal):
-        asked.append([(x.shape, x.stride()) for x in (q, k, v)])
-        assert q.shape[2] % attention.TILE == 0 or q.shape[2] == attention.HALF
-        return as_cudnn(q, k, v, is_causal)
-
-    monkeypatch.setattr(attention, "_can_split", lambda rows: True)
-    monkeypatch.setattr(attention, "_cudnn", kernel)
-    q, k, v = torch.randn(16, 8, 32, 8), torch.randn(1, 8, 4096, 8), torch.randn(1, 8, 4096, 8)
-    expected = [partial(one[None], k, v)[0][0] for one in q]
-    for rows in (16, 8, 7, 5, 4, 1):
-        out, lse = attention.over_shared(q[:rows], k, v, attention.for_join)  # [P, B, K, R, D]
-        if out.ndim == 5:
-            out = attention.merge_parts(out.flatten(1, 2), lse.flatten(1, 2))[0].view(q[:rows].shape)
-        for one, row in zip(out, expected, strict=False):
-            torch.testing.assert_close(one, row)
-    assert [q[0][0] for q, _, _ in asked] == [4, 8, 8, 8, 16] and asked[1] == asked[2] == asked[3]
-
-
-@pytest.mark.parametrize("looks_up", [True, False])
-def test_a_document_s_words_are_counted_while_it_is_computed(pair, looks_up):
-    options = {"gamma": "auto", "draft": "ngram"} if looks_up else {}
-    prefix = make_engine(*pair, **options).prefill(random_prompt(300))
-    assert (prefix._meter is not None) == looks_up
-
-
 def test_common_length():
     assert common_length([1, 2, 3]) == 3
     assert common_length([1, 2, 3], [1, 2, 4], [1, 2]) == 2
     assert common_length([1], [2]) == 0 and common_length([], [2]) == 0
     for count in range(9):
         assert common_length(list(range(8)), [*range(count), *[99] * (8 - count)][:8]) == min(count, 8)
-
-
-def test_a_question_ends_the_last_message_of_the_user():
-    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "d"}
-    assert asked([system], "q") == [system, {"role": "user", "content": "q"}]
-    assert asked([system, user], "q") == [system, {"role": "user", "content": "d\n\nq"}]
-    assert user["content"] == "d"
 
 
 @pytest.mark.quick

@@ -13,7 +13,6 @@ import torch
 from conftest import bits, in_fp8, make_engine, make_state, random_pair, random_prompt, slow
 from torch import nn
 
-import triforce.rows
 from triforce import attention, model
 from triforce.float8 import ScaledLinear
 from triforce.model import Linear, ModelConfig, RMSNorm, Transformer, gated
@@ -63,17 +62,6 @@ def test_products(sizes, dtype):
         for rows in ROWS:
             with torch.inference_mode():
                 assert same(layer(rows_of(1, sizes[0], rows=rows, dtype=dtype)), 1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("unit", [(1, 256), (64, 128)])
-def test_products_of_weights_in_fp8(unit, dtype):
-    layer = ScaledLinear(256, 1408, False, unit)
-    layer.weight.data = (100 * torch.randn(1408, 256)).clamp(-448, 448).to(layer.weight.dtype)
-    layer.scale.data.uniform_(0.001, 0.01)
-    for rows in ROWS:
-        with torch.inference_mode():
-            assert same(layer(rows_of(1, 256, rows=rows, dtype=dtype)), 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,12 +146,12 @@ def test_whether_rows_are_even_is_tried(dtype):
 def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
     """Each part of a step is looked at."""
     target, draft = random_pair()
-    assert row_unit(target, 1, 8, False) == 4
-    assert [row_unit(target, 1, *how) for how in ((8, True), (4, False), (1, False))] == [8, 4, 1]
-    with monkeypatch.context() as patch:
-        patch.setattr(target, "group", object())  # ranks
-        assert row_unit(target, 1, 8, False) == 8
-    norm = RMSNorm.forward
+    assert [row_unit(target, 1, *how) for how in ((8, False), (8, True), (4, False), (1, False))] == [4, 8, 4, 1]
+
+    def looked_at(owner, name, changed, model=target, block=8) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, changed)
+            assert row_unit(model, 1, block, False) == block
 
     def unevenly(function, rows_of):
         return lambda *args, **more: tuple(x * (1 + 1e-3 * rows_of(*args, **more)) for x in function(*args, **more))
@@ -176,48 +164,23 @@ def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
         return forward
 
     for size in (target.config.vocab_size, 2 * target.config.ffn_dim, len(target.layers[0].attention.qkv.weight)):
-        monkeypatch.setattr(Linear, "forward", product(size))
-        assert row_unit(target, 1, 8, False) == 8
-        monkeypatch.undo()
+        looked_at(Linear, "forward", product(size))
+    masked, norm, scaled = attention.masked, RMSNorm.forward, ScaledLinear.forward
+    rows = lambda q, *_, **more: q.shape[2]  # noqa: E731
     for name in ("partial", "masked"):
-        monkeypatch.setattr(attention, name, unevenly(getattr(attention, name), lambda q, *_, **more: q.shape[2]))
-        assert row_unit(target, 1, 8, False) == 8
-        monkeypatch.undo()
-    masked = attention.masked  # of a batch's ragged part alone
-    monkeypatch.setattr(attention, "masked", lambda q, *args: (
-        masked(q, *args) if len(args) == 4 else unevenly(masked, lambda q, *_: q.shape[2])(q, *args)))
-    assert row_unit(target, 1, 8, False) == 8
-    monkeypatch.undo()
-    monkeypatch.setattr(PackedPrefix, "partial", unevenly(PackedPrefix.partial, lambda _, q: q.shape[2]))
-    assert row_unit(target, 1, 8, False) == 8
-    monkeypatch.undo()
-    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: norm(self, x) * (1 + 1e-3 * x.shape[1]))
-    assert row_unit(target, 1, 8, False) == 8
-    monkeypatch.undo()
-    monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * gate.shape[1])
-    assert row_unit(target, 1, 8, False) == 8
-
-    monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * (gate.shape[1] in (8, 12)))  # between
-    assert row_unit(target, 1, 16, False) == 16
+        looked_at(attention, name, unevenly(getattr(attention, name), rows))
+    looked_at(attention, "masked", lambda q, *args: (  # of a batch's ragged part alone
+        masked(q, *args) if len(args) == 4 else unevenly(masked, rows)(q, *args)))
+    looked_at(PackedPrefix, "partial", unevenly(PackedPrefix.partial, lambda _, q: q.shape[2]))
+    looked_at(RMSNorm, "forward", lambda self, x: norm(self, x) * (1 + 1e-3 * x.shape[1]))
+    looked_at(model, "gated", lambda gate, up: gated(gate, up) * gate.shape[1])
+    looked_at(model, "gated", lambda gate, up: gated(gate, up) * (gate.shape[1] in (8, 12)), block=16)  # between
     mixed = in_fp8(target, "layers.0.mlp.down")
-    product = ScaledLinear.forward
-    monkeypatch.setattr(ScaledLinear, "forward", lambda self, x: product(self, x) * (
-        x.shape[1] if self is mixed.layers[1].mlp.down else 1))
-    monkeypatch.setattr(model, "gated", gated)
-    assert row_unit(mixed, 1, 8, False) == 8
+    looked_at(ScaledLinear, "forward", lambda self, x: scaled(self, x) * (
+        x.shape[1] if self is mixed.layers[1].mlp.down else 1), mixed)
 
     monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * gate.shape[1])
-    engine, rows = make_engine(target, draft, gamma=2, budget=64, flush_interval=16, chunk_size=4), []
-    target.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    engine, seen = make_engine(target, draft, gamma=2, budget=64, flush_interval=16, chunk_size=4), set()
+    target.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
     engine.generate(random_prompt(60), 12, temperature=0.0, speculate=False)
-    assert set(rows) == {8}
-
-
-def test_what_is_tried_is_tried_once(monkeypatch):
-    tried = []
-    monkeypatch.setattr(triforce.rows, "_functions", lambda *args: tried.append(args[1:]) or [])
-    engine = make_engine(*random_pair(), budget=64, flush_interval=16, chunk_size=4, max_batch_size=2)
-    for prompts in ([random_prompt(40)], [random_prompt(4000)], [random_prompt(40)] * 2, [random_prompt(50)]):
-        engine.generate(prompts, 4)
-        engine.release()
-    assert tried == [(1, 8), (2, 8)]
+    assert seen == {8}

@@ -3,26 +3,18 @@
 A promise of the whole library, not of one module.
 """
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, slow
 
-import triforce
-from triforce import UserError
-from triforce.config import Settings
 from triforce.controller import Controller
 from triforce.costs import Costs
-from triforce.hf.folders import TINY
 from triforce.plan import AUTOREGRESSION, Plan
-from triforce.tape import ACCEPTED, MISSED, Tape
+from triforce.tape import ACCEPTED, MISSED
 from triforce.tree import Chances, likeliest
 
 CONTEXT, NEW = 500, 64  # flushes after 12 and 44 tokens
@@ -55,19 +47,35 @@ def plain(models):
     return of
 
 
-def depths(state, count):
-    """`bits`, and how often so many drafted tokens were kept before one was rejected."""
-    seen, tokens, hashes = Counter(), [], []
-    while len(tokens) < count:
-        new = state.round()[0]
+def rounds(state, plans=None) -> tuple[list, list, Counter]:
+    """Tokens, hashes, and what was seen: how many drafted tokens were kept before one was rejected, and what was kept
+    at the side of them. plans: chooses the plan of each round."""
+    tokens, hashes, seen = [], [], Counter()
+    while len(tokens) < NEW:
+        new = state.round(None if plans is None else plans(state))[0]
         hashes += hashes_of(state, 0, len(new))
         tokens += new
-        [row] = state.last_round.rows
-        if row.num_accepted < row.num_drafted:
-            seen[row.num_accepted] += 1
-        else:
-            seen["all"] += 1
-    return tokens[:count], hashes[:count], seen
+        [row], plan = state.last_round.rows, state.last_round.plan
+        assert len(new) <= row.num_accepted + row.beside + 1
+        rejected = row.num_accepted < row.num_drafted
+        seen["spine", row.num_accepted if rejected else "all"] += 1
+        seen["branch", row.beside] += row.beside > 0
+        seen["beside"] += row.beside
+        seen["rejected"] += rejected and not row.beside
+        seen["plan", plan.drafter] += 1
+        if plan.branches:
+            seen["trees"] += 1
+            for place in row.path[row.num_accepted + 1 :]:
+                seen["rank", plan.shape.rank(place)] += 1
+    return tokens[:NEW], hashes[:NEW], seen
+
+
+def made(models, law: str, drafter: str, **more):
+    """A State that is about to say `law`, and what its prefix lies in."""
+    settings = {**COMMON, **DRAFTERS[drafter], **more}
+    draft = models[1] if settings.pop("draft", True) else None
+    state = make_state(models[0], draft, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]}, **settings)
+    return state, STREAMED if drafter == "offloaded" else {}
 
 
 STREAMED = {"num_resident_layers": 1, "piece_tokens": 48}
@@ -89,17 +97,12 @@ LEAVES = {"leaves": 1, "leaves_inner": 2}
 
 @pytest.mark.parametrize("law,drafter", CASES)
 def test_a_seed_says_the_same_whatever_drafts(models, plain, law, drafter):
-    target, draft = models
-    more = dict(DRAFTERS[drafter])
-    draft = draft if more.pop("draft", True) else None
-    state = make_state(target, draft, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
-                       **{**COMMON, **more})
-    tokens, hashes, seen = depths(state, NEW)
-    assert (tokens, hashes) == (plain(law, **STREAMED) if drafter == "offloaded" else plain(law))
-    assert tokens == plain(law)[0]
-    assert state.num_flushes == 2 and seen[0] >= 2
+    state, stores = made(models, law, drafter)
+    tokens, hashes, seen = rounds(state)
+    assert (tokens, hashes) == plain(law, **stores) and tokens == plain(law)[0]
+    assert state.num_flushes == 2 and seen["spine", 0] >= 2
     if law == "own" and drafter in ("triforce", "retrieval", "draft", "offloaded"):
-        assert all(seen[depth] for depth in (0, 1, 2, "all")), seen
+        assert all(seen["spine", depth] for depth in (0, 1, 2, "all")), seen
     if state.hierarchy.inner is not None and state.hierarchy.sources:
         kept, drafted, _ = state.hierarchy.inner.totals[0].tolist()
         assert drafted - kept >= 10  # rejections at the inner level, too
@@ -110,51 +113,19 @@ def test_a_seed_says_the_same_whatever_drafts(models, plain, law, drafter):
 def test_a_seed_says_the_same_with_leaves(models, plain, law, drafter):
     """The same tokens and logits as without speculation, also where a leaf at the side of the drafted tokens was what
     the full level drew, and its keys and values moved to its position."""
-    target, draft = models
-    more = dict(DRAFTERS[drafter])
-    draft = draft if more.pop("draft", True) else None
-    stores = STREAMED if drafter == "offloaded" else {}
-    expected = plain(law, leaves=1, block_size=8, **stores)
-    state = make_state(target, draft, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
-                       **{**COMMON, **more, **LEAVES, "block_size": 8})
-    tokens, hashes, seen, by_leaves = [], [], Counter(), 0
-    while len(tokens) < NEW:
-        new = state.round()[0]
-        hashes += hashes_of(state, 0, len(new))
-        tokens += new
-        [row] = state.last_round.rows
-        assert len(new) <= row.num_accepted + row.beside + 1
-        by_leaves += row.beside
-        seen["rejected"] += row.num_accepted < row.num_drafted and not row.beside
-    assert (tokens[:NEW], hashes[:NEW]) == expected
-    assert tokens[:NEW] == plain(law)[0]  # the shape of the block is not heard in the text
+    state, stores = made(models, law, drafter, **LEAVES, block_size=8)
+    tokens, hashes, seen = rounds(state)
+    assert (tokens, hashes) == plain(law, leaves=1, block_size=8, **stores)
+    assert tokens == plain(law)[0]  # the shape of the block is not heard in the text
     if "ngram" not in drafter:
         least = 1 if law == "greedy" else 2  # the most probable word of a random draft is seldom that of the target
-        assert by_leaves >= least and seen["rejected"] >= 1 and state.num_flushes == 2
+        assert seen["beside"] >= least and seen["rejected"] >= 1 and state.num_flushes == 2
         inner = state.hierarchy.inner
         assert inner is None or not state.hierarchy.sources or inner.totals[0, 2] >= least
-    assert int(state.hierarchy.outer.totals[0, 2]) == by_leaves
+    assert int(state.hierarchy.outer.totals[0, 2]) == seen["beside"]
 
 
 TREE = {"block_size": 16, "tree_size": 64, "gamma": 8, "leaves_inner": 2}
-
-
-def rounds_on_trees(state, plans=None) -> tuple[list, list, Counter]:
-    """Tokens, hashes, and what was seen: how many were kept of the spine before a rejection, and of a branch."""
-    tokens, hashes, seen = [], [], Counter()
-    while len(tokens) < NEW:
-        plan = None if plans is None else plans(state)
-        new = state.round(plan)[0]
-        hashes += hashes_of(state, 0, len(new))
-        tokens += new
-        [row], plan = state.last_round.rows, state.last_round.plan
-        if plan.branches:
-            seen["trees"] += 1
-            seen["spine", row.num_accepted] += row.num_accepted < row.num_drafted
-            seen["branch", row.beside] += row.beside > 0
-            for place in row.path[row.num_accepted + 1 :]:
-                seen["rank", plan.shape.rank(place)] += 1
-    return tokens[:NEW], hashes[:NEW], seen
 
 
 @pytest.mark.parametrize("law,drafter", [*((law, "triforce") for law in ("greedy", "usual", "own")),
@@ -164,28 +135,29 @@ def rounds_on_trees(state, plans=None) -> tuple[list, list, Counter]:
 def test_a_seed_says_the_same_on_trees(models, plain, law, drafter):
     """The same tokens and logits as without speculation in the same step, with branches kept that begin and end at
     several depths."""
-    target, draft = models
-    more, name = {**COMMON, **DRAFTERS[drafter], **TREE}, law
-    draft = draft if more.pop("draft", True) else None
-    state = make_state(target, draft, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]}, **more)
-    tokens, hashes, seen = rounds_on_trees(state)
+    state, _ = made(models, law, drafter, **TREE)
+    tokens, hashes, seen = rounds(state)
     state.rewind(400)
-    assert (tokens, hashes) == rounds_on_trees(state, lambda _: AUTOREGRESSION)[:2]
-    assert tokens == plain(name)[0]  # the shape of the block is not heard in the text
+    assert (tokens, hashes) == rounds(state, lambda _: AUTOREGRESSION)[:2]
+    assert tokens == plain(law)[0]  # the shape of the block is not heard in the text
     assert state.num_flushes == 2 and seen["trees"] >= 8
     kept = [sum(seen[what, at] > 0 for at in range(16)) for what in ("spine", "branch")]
     if law != "greedy":  # of random models the most probable words are others
         assert min(kept) >= 2 and seen["rank", 0] >= 4 and seen["rank", 1] >= 1, seen
 
 
+def ways_of(plans: list[Plan]) -> list[list[Plan]]:
+    """By what drafts."""
+    return [[plan for plan in (AUTOREGRESSION, *plans) if plan.drafter == way]
+            for way in (None, "model", "ngram", "retrieval")]
+
+
 @pytest.mark.parametrize("law", ["hot", *slow("usual")])
 def test_a_seed_says_the_same_on_trees_and_chains(models, plain, law):
     """Chains by all drafters and trees of random shapes, in random order, in blocks of one size."""
     costs = Costs({16: 1.0}, {4: 1.0}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)}, growth=1.0)
-    plans, dice = [AUTOREGRESSION, *Controller(costs, 9, 3).plans], Random(0)
-    ways = [[plan for plan in plans if plan.drafter == way] for way in (None, "model", "ngram", "retrieval")]
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
-                       **{**COMMON, **TREE, "ngram": True, "gamma_inner": 3})
+    ways, dice = ways_of(Controller(costs, 9, 3).plans), Random(0)
+    state, _ = made(models, law, "triforce", **TREE, ngram=True, gamma_inner=3)
 
     def choose(state) -> Plan:
         plan = dice.choice(dice.choice(ways))
@@ -196,80 +168,41 @@ def test_a_seed_says_the_same_on_trees_and_chains(models, plain, law):
         shape, _ = likeliest(chances, plan.gamma, branches, rows=dice.randint(20, 64), depth=15, width=8)
         return replace(plan, branches=branches, shape=shape)
 
-    expected = rounds_on_trees(state, lambda _: AUTOREGRESSION)[:2]
+    expected, branches = rounds(state, lambda _: AUTOREGRESSION)[:2], Counter()
     assert expected[0] == plain(law)[0]
-    branches = Counter()
     for _ in range(3):
         state.rewind(400)
-        tokens, hashes, seen = rounds_on_trees(state, choose)
+        *said, seen = rounds(state, choose)
         branches += seen
-        assert (tokens, hashes) == expected
+        assert tuple(said) == expected
     assert branches["trees"] >= 9 and branches["rank", 0] >= 1, branches
 
 
-@pytest.mark.parametrize("base", [256, *slow(0)])
-def test_rows_on_trees_say_what_each_says_alone(models, base):
+@pytest.fixture(scope="module")
+def rows_alone(models):
+    """Prompts of different lengths, seeds and laws, and what each says alone."""
     prompts = [random_prompt(256) + random_prompt(n, seed=n) for n in (20, 60, 41)]
     laws = {"temperature": [1.0, 0.7, 0.0], "top_p": [1.0, 0.9, 1.0], "seed": [3, 3, 9]}
     own = [{name: [values[row]] for name, values in laws.items()} for row in range(3)]
-    alone = [bits(make_state(models[0], None, [prompt], sampling=law, **COMMON, retrieval=False), 40)[0]
-             for prompt, law in zip(prompts, own, strict=True)]
+    return prompts, laws, [bits(make_state(models[0], None, [prompt], sampling=law, **COMMON, retrieval=False), 40)[0]
+                           for prompt, law in zip(prompts, own, strict=True)]
+
+
+@pytest.mark.parametrize("base", [256, *slow(0)])
+def test_rows_on_trees_say_what_each_says_alone(models, rows_alone, base):
+    prompts, laws, alone = rows_alone
     state = make_state(*models, prompts, sampling=laws, **{**COMMON, **TREE}, base=base)
     on = bits_of_rows(state, 40)
     assert state.hierarchy.outer.totals[:, 0].min() >= 10
     state.rewind(400)
-    off = [[] for _ in prompts]
-    while min(map(len, off)) < 40:
-        for row, new in enumerate(state.round(AUTOREGRESSION)):
-            off[row] += zip(new, hashes_of(state, row, len(new)), strict=True)
-    assert on == [row[:40] for row in off]
+    assert on == bits_of_rows(state, 40, plan=AUTOREGRESSION)
     assert [[token for token, _ in row] for row in on] == alone
 
 
-def test_logprobs_on_trees(models):
-    engine = make_engine(*models, sampling="coupled", flush_interval=32, budget=256, **TREE)
-    law = {"temperature": 1.0, "top_p": 0.95, "max_new_tokens": 60, "seed": SEED, "logprobs": 2}
-    on, off = (engine.generate(random_prompt(CONTEXT), speculate=speculate, **law) for speculate in (True, False))
-    assert on.tokens == off.tokens and on.logprobs == off.logprobs and on.stats.target_forwards < 30
-
-
-def test_greedy_is_the_case_without_noise(models, plain):
-    """The same tokens as by the other rule, whatever the seed."""
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={"temperature": 0.0, "seed": [8]},
-                       **{**COMMON, "rule": "rejection"})
-    assert bits(state, NEW)[:2] == plain("greedy")
-    assert plain("own") != plain("greedy")
-
-
-@pytest.mark.parametrize("law,shape", [("usual", {}), ("hot", {}), ("hot", LEAVES)])
-def test_a_seed_says_the_same_whatever_the_plans(models, plain, law, shape):
-    """Every plan that a controller may choose, in random order, with a draft model and n-grams at once."""
-    costs = Costs({8: 1.0}, {4: 1.0}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)})
-    plans, dice = [AUTOREGRESSION, *Controller(costs, 7, 3).plans], Random(0)
-    ways = [[plan for plan in plans if plan.drafter == name] for name in (None, "model", "ngram", "retrieval")]
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]},
-                       **{**COMMON, "ngram": True, "gamma": 7, "gamma_inner": 3, **shape})
-    expected = plain(law, leaves=shape.get("leaves", 0))
-    for _ in range(2):
-        tokens, hashes, used = [], [], set()
-        while len(tokens) < NEW:
-            plan = dice.choice(dice.choice(ways))
-            used.add(plan.drafter)
-            new = state.round(plan)[0]
-            hashes += hashes_of(state, 0, len(new))
-            tokens += new
-        assert (tokens[:NEW], hashes[:NEW]) == expected and used == {None, "model", "ngram", "retrieval"}
-        state.rewind(400)
-
-
 @pytest.mark.parametrize("shape", [*slow({}), LEAVES], ids=["chains", "leaves"])
-def test_rows_say_what_each_says_alone(models, shape):
-    """Of different lengths, seeds and laws, side by side, over a shared prefix, and when one has ended."""
-    prompts = [random_prompt(256) + random_prompt(n, seed=n) for n in (20, 60, 41)]
-    laws = {"temperature": [1.0, 0.7, 0.0], "top_p": [1.0, 0.9, 1.0], "seed": [3, 3, 9]}
-    own = [{name: [values[row]] for name, values in laws.items()} for row in range(3)]
-    alone = [bits(make_state(models[0], None, [prompt], sampling=law, **COMMON, retrieval=False), 40)[0]
-             for prompt, law in zip(prompts, own, strict=True)]
+def test_rows_say_what_each_says_alone(models, rows_alone, shape):
+    """Side by side, over a shared prefix, and when one has ended."""
+    prompts, laws, alone = rows_alone
     for base in (0, 256):
         off = make_state(models[0], None, prompts, sampling=laws, **COMMON, **shape, base=base, retrieval=False)
         said = bits_of_rows(off, 40)
@@ -278,13 +211,30 @@ def test_rows_say_what_each_says_alone(models, shape):
         assert [[token for token, _ in row] for row in said] == alone
     ended = make_state(*models, prompts, sampling=laws, **COMMON, **shape)
     ended.close_row(1)
-    rows = [[], []]
-    while min(map(len, rows)) < 40:
-        first, nothing, last = ended.round()
-        rows[0] += first
-        rows[1] += last
-        assert nothing == []
-    assert [row[:40] for row in rows] == [alone[0], alone[2]]
+    rows = [[], [], []]
+    while min(len(rows[0]), len(rows[2])) < 40:
+        for row, new in zip(rows, ended.round(), strict=True):
+            row += new
+    assert [row[:40] for row in rows] == [alone[0], [], alone[2]]
+
+
+def test_greedy_is_the_case_without_noise(models, plain):
+    """The same tokens as by the other rule, whatever the seed."""
+    state, _ = made(models, "greedy", "triforce", rule="rejection")
+    assert rounds(state)[:2] == plain("greedy") != plain("own")
+
+
+@pytest.mark.parametrize("law,shape", [("usual", {}), ("hot", {}), ("hot", LEAVES)])
+def test_a_seed_says_the_same_whatever_the_plans(models, plain, law, shape):
+    """Every plan that a controller may choose, in random order, with a draft model and n-grams at once."""
+    costs = Costs({8: 1.0}, {4: 1.0}, {"model": (0.1, 0.1), "ngram": (0.1, 0.1)})
+    ways, dice = ways_of(Controller(costs, 7, 3).plans), Random(0)
+    state, _ = made(models, law, "triforce", ngram=True, gamma=7, gamma_inner=3, **shape)
+    for _ in range(2):
+        *said, seen = rounds(state, lambda _: dice.choice(dice.choice(ways)))
+        assert tuple(said) == plain(law, leaves=shape.get("leaves", 0))
+        assert all(seen["plan", way] for way in (None, "model", "ngram", "retrieval"))
+        state.rewind(400)
 
 
 @pytest.mark.parametrize("size", [0, 32])
@@ -293,21 +243,19 @@ def test_the_engine_with_auto(models, eager_to_draft, size):
     engine = make_engine(*models, gamma="auto", sampling="coupled", block_size=8, flush_interval=32, budget=256,
                          tree_size=size)
     prompt, law = random_prompt(CONTEXT), {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 60, "seed": 11}
-    runs = [engine.generate(prompt, **law).tokens for _ in range(3)]
-    assert runs[0] == runs[1] == runs[2] == engine.generate(prompt, speculate=False, **law).tokens
+    runs = [engine.generate(prompt, **law).tokens for _ in range(2)]
+    assert runs[0] == runs[1] == engine.generate(prompt, speculate=False, **law).tokens
     assert sum(plan.gamma > 0 for plan in eager_to_draft) >= 20  # it did draft
     assert all(plan.padded for plan in eager_to_draft)
-    assert engine.generate(prompt, **{**law, "seed": 12}).tokens != runs[0]
-    samples = engine.generate(prompt, num_samples=3, **law)
-    assert samples[0].tokens == runs[0] and samples[1].tokens != runs[0]
+    samples = engine.generate(prompt, num_samples=2, **law)
+    assert samples[0].tokens == runs[0] != samples[1].tokens
     both = engine.generate([prompt, prompt[:300]], **law)
     assert both[0].tokens == runs[0] and both[0].stats.shared_tokens == 0
 
 
 def test_where_drafted_tokens_came_from_is_told(models):
     """The controller learns the draft's acceptance at the inner level by it."""
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **COMMON)
-    origins = []
+    state, origins = made(models, "own", "triforce")[0], []
     while len(origins) < 60:
         state.round()
         [row] = state.last_round.rows
@@ -317,15 +265,13 @@ def test_where_drafted_tokens_came_from_is_told(models):
 
 def test_a_leaf_behind_a_limit_is_not_counted(models):
     """Where a flush cuts a round off before it."""
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]},
-                       **{**COMMON, **LEAVES, "flush_interval": 8})
+    state, _ = made(models, "own", "triforce", **LEAVES, flush_interval=8)
     counted = cut = 0
     while state.num_flushes < 30:
-        before = state.lens[0]
         state.round()
         [row] = state.last_round.rows
         cut += state.lens[0] % 8 == 0 and len(row.tokens) == row.num_accepted
-        assert len(row.tokens) > row.num_accepted or not row.beside, before
+        assert len(row.tokens) > row.num_accepted or not row.beside
         counted += row.beside
     assert counted >= 10 and cut >= 5
 
@@ -381,76 +327,3 @@ def test_views_are_chosen_by_the_queries_of_what_was_emitted(models):
     fresh.round(AUTOREGRESSION)  # whose first row is the leaf's
     for mine, other in zip(state.cache.queries, fresh.cache.queries, strict=True):
         torch.testing.assert_close(mine[0, :, chosen[-1]], other[0, :, 0], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("how,expected", [
-    ({"sampling": "coupled", "device": "cuda"}, (1, 3)), ({"sampling": "coupled", "device": "cpu"}, (0, 0)),
-    ({"device": "cuda"}, (0, 0)), ({"sampling": "coupled", "device": "cuda", "max_batch_size": 3}, (0, 0)),
-    ({"sampling": "coupled", "device": "cpu", "leaves": 2}, (2, 0)),
-    ({"sampling": "coupled", "device": "cuda", "retrieval": False, "has_model": False, "draft": False}, (0, 0))])
-def test_leaves_are_for_coupled_draws_where_rows_cost_little(how, expected):
-    more = {name: how[name] for name in ("device", "max_batch_size", "has_model") if name in how}
-    given = {name: value for name, value in how.items() if name not in more}
-    made = Settings(**given).resolve(**more)
-    assert (made.leaves, made.leaves_inner) == expected
-
-
-def test_leaves_count_as_rows_of_a_block():
-    """On a GPU the usual block of a verify has at most 64 queries of a KV head."""
-    def rows(group: int, **settings) -> tuple[int, int]:
-        made = Settings(sampling="coupled", **settings).resolve("cuda", query_group=group)
-        return made.block_size, made.tree.rows
-
-    assert [rows(group) for group in (1, 4, 8)] == [(16, 32), (8, 16), (8, 8)]  # no leaves where they left too little
-    assert [rows(group, leaves=0) for group in (1, 4, 8)] == [(16, 16), (16, 16), (8, 8)]
-    assert rows(4, leaves=3) == (4, 16) and rows(4, gamma=9) == (10, 20)
-
-
-@pytest.mark.parametrize("more", [{"leaves": 200}, {"leaves_inner": 300}])
-def test_blocks_with_leaves_have_a_limit(more):
-    with pytest.raises(UserError, match="make blocks of [0-9]* rows, and 512 are the most"):
-        Settings(sampling="coupled", **more).resolve()
-
-
-@pytest.mark.parametrize("name", ["leaves", "leaves_inner"])
-def test_leaves_by_rejection_are_refused(name):
-    with pytest.raises(UserError, match="need sampling 'coupled', and it is 'rejection'"):
-        Settings(**{name: 1}).resolve()
-
-
-@pytest.mark.slow
-def test_another_process_says_the_same():
-    flags = ["--max-new-tokens", "24", "--prompt", "It was the best of times,", "--temperature", "1", "--seed", "5",
-             "--sampling", "coupled", "--device", "cpu"]
-    root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "generate.py", *flags], cwd=root, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(root)}, timeout=120)
-    engine = triforce.load(TINY / "target", draft=False, device="cpu", sampling="coupled", block_size=8)
-    alone = engine.generate("It was the best of times,", 24, temperature=1.0, seed=5, speculate=False)
-    assert done.returncode == 0 and done.stdout.rstrip("\n") == alone.text.rstrip("\n") != ""
-
-
-@pytest.mark.parametrize("wrong", ["level", "row"])
-def test_noise_that_depends_on_more_is_noticed(models, plain, monkeypatch, wrong):
-    """The tests above can fail: here the noise depends on the level, or on the place in the block."""
-    exact, right = Tape.draw, plain("own")[0]
-
-    def other(self, law, position, level):
-        shift = level if wrong == "level" else torch.arange(position.shape[1])
-        return exact(self, law, position + 1000 * shift, level)
-
-    monkeypatch.setattr(Tape, "draw", other)
-    state = make_state(*models, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **COMMON)
-    if wrong == "level":  # the text is another, and next to nothing is accepted
-        assert bits(state, NEW)[0] != right
-        kept, drafted, _ = state.hierarchy.outer.totals[0].tolist()
-        assert kept < 0.2 * drafted
-    else:
-        assert bits(state, NEW)[0] != bits(make_state(
-            models[0], None, [random_prompt(CONTEXT)], sampling={**LAWS["own"], "seed": [SEED]}, **COMMON,
-            retrieval=False), NEW)[0]
-
-
-def test_an_unknown_rule_is_refused(models):
-    with pytest.raises(UserError, match="sampling .'gumbel'. must be 'rejection' or 'coupled'"):
-        make_engine(*models, sampling="gumbel")

@@ -100,18 +100,3 @@ def test_what_just_fits_is_taken(pair, monkeypatch):
     assert len(engine.generate(random_prompt(290), 10).tokens) == 10
     with pytest.raises(UserError, match=r"exceed max_seq_len \(300\)"):
         engine.generate(random_prompt(290), 11)
-
-
-def test_what_earlier_calls_prepared_is_theirs(pair, monkeypatch):
-    engine = Timed(pair, monkeypatch).engine
-    engine.generate(random_prompt(100), 4)
-    compiler, step = engine.caches.state.compiler, State.round
-
-    def prepares(state, *args):
-        compiler.seconds += 2.0
-        return step(state, *args)
-
-    monkeypatch.setattr(State, "round", prepares)
-    for _ in range(2):
-        stats = engine.generate(random_prompt(100), 4, speculate=False).stats
-        assert stats.recording == 2.0 * stats.target_forwards == 8.0

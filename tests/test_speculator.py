@@ -1,14 +1,11 @@
 """How much is drafted, in how many rows it is checked, and by which law: seen from outside, by what models are run."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
-import torch
-from conftest import make_engine, make_state, random_prompt, run_rounds
+from conftest import make_state, random_prompt, run_rounds
 
-from triforce.controller import Rate
-from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
+from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding
 
 
 def rows_of_passes(model, rounds) -> list[int]:
@@ -56,60 +53,3 @@ def test_where_rows_cost_steps_have_those_that_are_needed(pair):
         state.rewind(500, padding=PADDED)
         for plan, rows in ((None, 4 if gamma == 3 else 8), (AUTOREGRESSION, 4), (ONE_ROW, 1)):
             assert rows_of_passes(target, lambda state=state, plan=plan: state.round(plan)) == [rows]
-
-
-@pytest.mark.parametrize("outer,inner", [(True, True), (True, False), (False, True), (False, False)])
-def test_a_plan_says_which_levels_pad_their_steps(pair, outer, inner):
-    drafting = copy.deepcopy(pair[0])
-    state = make_state(*pair, [random_prompt(100)], drafting=drafting, gamma=6, gamma_inner=3)
-    for model, rows in ((drafting, [4, 4] if inner else [2, 2]), (pair[0], [8] if outer else [5])):
-        plan = Plan(4, "model", True, 1, 2, padded=outer, padded_inner=inner)
-        assert rows_of_passes(model, lambda plan=plan: state.round(plan)) == rows
-
-
-@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 1.0, "sampling": "coupled"},
-                                 {"temperature": 1.0}])
-@pytest.mark.parametrize("gamma", [4, "auto"])
-def test_what_drafts_on_a_cpu_has_only_the_rows_that_it_needs(pair, eager_to_draft, monkeypatch, how, gamma):
-    """Also where the text is promised to be the same: no bit of a draft is heard in it."""
-    monkeypatch.setattr(Rate, "WEIGHT", 10.0)  # this pair seldom agrees, and many tokens are to be drafted
-    monkeypatch.setattr(Rate, "begin", lambda rate: rate.__init__(rate.guess))  # also in the second text
-    drafting, how = copy.deepcopy(pair[0]), dict(how)
-    engine = make_engine(*pair, drafting=drafting, gamma=gamma, gamma_inner=3, compile=False, flush_interval=32,
-                         budget=96, sampling=how.pop("sampling", "rejection"))
-    prompt = random_prompt(200)
-    rows = rows_of_passes(drafting, lambda: engine.generate(prompt, 40, seed=1, **how))
-    assert set(rows) == {4} if gamma == 4 else min(rows) < 4
-    same = how["temperature"] == 0 or engine.settings.coupled
-    verify = rows_of_passes(pair[0], lambda: engine.generate(prompt, 40, seed=1, **how))
-    if same or gamma == 4:
-        assert set(verify) == ({8} if same else {5})
-
-
-def test_where_rows_cost_what_was_not_found_has_none(pair):
-    """A verify has as many rows as were looked up, which settled tokens decide."""
-    state = make_state(pair[0], None, [random_prompt(20) * 5], retrieval=False, ngram=True, gamma=6,
-                       sampling={"temperature": 0.8})
-    for padding, expected in ((Padding(plain=False, drafts=False), {1, 7}), (PADDED, {4, 8})):
-        state.rewind(500, padding=padding)
-        rows = rows_of_passes(pair[0], lambda: run_rounds(state, 60))
-        assert expected <= set(rows) and (padding != PADDED or expected == set(rows))
-
-
-def test_the_first_ranks_clock_decides(pair):
-    """Ranks that say the same agree; each hears the times of the first."""
-    outer = make_state(*pair, [random_prompt(40)]).hierarchy.outer
-    outer.outbox.clock.copy_(torch.tensor([5, 6]))
-    first = torch.tensor([[0, 11, 12]])  # its digest, and its times
-    for digest, disagree in ((None, False), (0, True)):
-        def all_gather(own, digest=digest):
-            other = first.clone()
-            other[0, 0] = own[0, 0] if digest is None else digest
-            return torch.cat([other, own])
-
-        outer.model.group = SimpleNamespace(all_gather=all_gather)
-        try:
-            told = outer._exchange(torch.tensor([[3, 4]]), torch.tensor([2]))
-        finally:
-            outer.model.group = None
-        assert told[0].tolist() == [disagree] and told[1].tolist() == [11, 12]

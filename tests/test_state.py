@@ -1,18 +1,14 @@
 """What a State keeps of its rounds, rows that end, rewinding, plans; and when a selection is renewed."""
 
-import statistics
 
 import pytest
 import torch
-from conftest import make_engine, make_state, random_pair, random_prompt, run_rounds
+from conftest import make_state, random_pair, random_prompt, run_rounds
 
-from triforce.controller import INNER_LEAVES, LEAVES, Controller
-from triforce.drafting.ngram import NgramMeter
 from triforce.kv.store import runs
-from triforce.pilot import Pilot, RebuildPolicy, Tally
+from triforce.pilot import RebuildPolicy
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
-from triforce.speculator import RowRound, Speculator
-from triforce.tape import ACCEPTED, BONUS, FULL, LEAF, MISSED
+from triforce.speculator import RowRound
 
 
 def assert_queries_are_of_the_newest_tokens(state, model, row: int, count: int, text: list[int]) -> None:
@@ -74,38 +70,23 @@ def test_levels_of_one_law_reject_nothing(temperature, top_p):
     assert told["model"][0] == told["model"][1] > 3.5 * state.pilot.controller.rounds
 
 
-def brought(num_emitted: int, num_accepted: int, num_drafted: int) -> RowRound:
-    return RowRound([5] * num_emitted, [], num_accepted, num_drafted, False)
+def test_a_selection_is_renewed_every_so_many_tokens_and_once_it_has_begun_to_fail():
+    def brought(num_emitted: int, num_drafted: int) -> list[RowRound]:
+        return [RowRound([5] * num_emitted, [], num_emitted - 1, num_drafted, False, True)]
 
-
-def test_a_selection_that_has_begun_to_fail_is_renewed():
-    policy = RebuildPolicy(10**6)
-    assert not any(policy.update([brought(7, 6, 6)]) for _ in range(20))
-    policy.rebuilt()
-    assert [policy.update([brought(1, 0, 6)]) for _ in range(9)] == [False] * 7 + [True] * 2
-    policy.rebuilt()
-    assert not any(policy.update([brought(2, 1, 6)]) for _ in range(100))  # no better, and no worse: it can do no more
-    assert not any(policy.update([brought(1, 0, 0)]) for _ in range(100))  # nothing was drafted
-
-
-def test_a_selection_is_renewed_every_so_many_tokens():
     policy, due = RebuildPolicy(16), []
     for _ in range(20):
-        due.append(policy.update([brought(3, 2, 2)]))
+        due.append(policy.update(brought(3, 2)))
         if due[-1]:
             policy.rebuilt()
     assert due == [i % 6 == 5 for i in range(20)]
-
-
-def test_a_selection_of_several_rows_goes_by_all_of_them_that_go_on():
-    policy = RebuildPolicy(16)
-    for _ in range(3):  # a mean of four tokens a round; the row that has ended does not count
-        assert not policy.update([brought(5, 4, 6), brought(3, 2, 6), brought(0, 0, 6)])
-    assert policy.average == pytest.approx(6 / 8)
-    assert policy.update([brought(5, 4, 6), brought(3, 2, 6), brought(0, 0, 6)])
+    policy = RebuildPolicy(10**6)
+    assert not any(policy.update(brought(7, 6)) for _ in range(20))
     policy.rebuilt()
-    assert not policy.update([brought(16, 0, 0), brought(10, 0, 0)]) and policy.average == pytest.approx(6 / 8)
-    assert not RebuildPolicy(1).update([brought(0, 0, 6)] * 2)
+    assert [policy.update(brought(1, 6)) for _ in range(9)] == [False] * 7 + [True] * 2
+    policy.rebuilt()
+    assert not any(policy.update(brought(2, 6)) for _ in range(100))  # no better, and no worse: it can do no more
+    assert not any(policy.update(brought(1, 0)) for _ in range(100))  # nothing was drafted
 
 
 def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
@@ -116,40 +97,6 @@ def test_the_view_is_renewed_when_the_policy_says_so(pair, monkeypatch):
         for _ in range(5):
             state.round()
         assert state.hierarchy.view.num_rebuilds == (5 if due else 0)
-
-
-def test_the_controller_is_told_what_looking_up_is_good_for(pair, monkeypatch):
-    """By all of each row's text so far, prompt and output, in the mean of the rows that go on."""
-    told, choose = [], Controller.choose
-    monkeypatch.setattr(Controller, "choose", lambda self, **known: told.append(known) or choose(self, **known))
-    texts = [random_prompt(20) * 4, random_prompt(70, seed=1)]
-    state = make_state(*pair, texts, auto=True, ngram=True, gamma=7, gamma_inner=3, sampling={"temperature": 0.3})
-    expected = []
-    for turn in range(40):
-        if turn == 30:
-            state.close_row(1)
-        # Before each round its plan is chosen. The first one's is plain.
-        expected.append(statistics.fmean(NgramMeter(text).rate for text in texts[: 1 if turn >= 30 else 2]))
-        for row, tokens in enumerate(state.round()):
-            texts[row] = texts[row] + tokens
-    assert [known["ngram"] for known in told] == expected[1:] and len(set(expected)) > 10
-
-
-@pytest.mark.parametrize("retrieval", [True, False])
-@pytest.mark.parametrize("temperature,rows,plain", [([0.0, 0.8], 8, 4), ([0.8, 0.0], 8, 4), (0.0, 8, 4), (0.8, 6, 1)])
-def test_a_greedy_row_pads_every_step(pair, monkeypatch, retrieval, temperature, rows, plain):
-    """Also those that it shares with a drawn one: only then are its bits those of any other run. On a CPU, they have a
-    multiple of four rows."""
-    steps, step = set(), Speculator._step
-    monkeypatch.setattr(Speculator, "_step", lambda self, *args: (
-        self.level == FULL and steps.add(args[3]), step(self, *args))[1])
-    engine = make_engine(*pair, budget=64, max_batch_size=2, flush_interval=16, chunk_size=4, gamma=5,
-                         retrieval=retrieval)
-    prompts = [random_prompt(100), random_prompt(60, seed=1)]
-    for speculate, expected in ((True, rows), (False, plain)):
-        steps.clear()
-        engine.generate(prompts, 20, temperature=temperature, seed=0, speculate=speculate)
-        assert steps == {expected}
 
 
 def test_rewinding_a_batch_repeats_it(pair):
@@ -184,53 +131,6 @@ def test_acceptance_is_that_of_the_level_that_checked(pair):
     assert rates["full"] > 0.99 > 0.9 > rates["retrieval"] > 0
 
 
-@pytest.mark.parametrize("gamma_inner", [1, 2, 3])
-def test_a_plan_says_how_many_tokens_are_drafted(pair, gamma_inner):
-    """One forward pass of the draft for each, in each round of the retrieval level."""
-    target, draft = pair
-    state = make_state(target, draft, [random_prompt(100)], gamma=6, gamma_inner=3)
-    state.pilot.controller = Steady(Plan(6, "model", True, gamma_inner, 4))
-    calls = []
-    hook = draft.register_forward_pre_hook(lambda *_: calls.append(1))
-    for _ in range(10):
-        calls.clear()
-        state.round()
-        assert len(calls) == 4 * gamma_inner
-    hook.remove()
-
-
-def test_the_tally_ends_at_the_first_rejection():
-    tally = Tally(Plan(4, "model"))
-    tally.add(brought(3, 2, 4))  # two kept, one rejected; the fourth was not tested
-    tally.add(brought(5, 4, 4))
-    assert tally.counts == {"model": (6, 7), LEAVES: (0, 1)} and tally.tokens_a_row == 4
-
-
-def test_the_tally_leaves_out_what_was_discarded():
-    tally = Tally(Plan(4, "model", True, 2, 2))
-    tally.add(RowRound([5] * 3, [ACCEPTED, MISSED, ACCEPTED, ACCEPTED], 2, 4, False))
-    tally.add(RowRound([5], [ACCEPTED, ACCEPTED, BONUS, ACCEPTED], 0, 4, False))
-    assert tally.counts == {"retrieval": (2, 4), "model": (1, 2), LEAVES: (0, 2), INNER_LEAVES: (0, 1)}
-
-
-def test_the_tally_counts_leaves_where_the_drafted_token_was_rejected():
-    """At the full level and, in what the retrieval level proposed and was kept, at that."""
-    tally = Tally(Plan(6, "model", True, 3, 2))
-    tally.add(RowRound([5] * 6, [ACCEPTED, LEAF, BONUS, MISSED, LEAF, BONUS], 4, 6, False, beside=True))
-    tally.add(RowRound([5] * 7, [ACCEPTED] * 3 + [BONUS] + [ACCEPTED] * 2, 6, 6, False))
-    assert tally.counts == {"retrieval": (10, 11), "model": (6, 8), LEAVES: (1, 1), INNER_LEAVES: (1, 2)}
-
-
-def test_auto_learns_from_what_is_said(pair, monkeypatch):
-    heard, update = [], NgramMeter.update
-    monkeypatch.setattr(NgramMeter, "update", lambda self, tokens: heard.append(list(tokens)) or update(self, tokens))
-    state = make_state(*pair, [random_prompt(100)], auto=True, ngram=True, gamma=7)
-    state.round()  # plain; the steps are timed after it
-    for _ in range(10):
-        (tokens,) = state.round()
-        assert heard[-1] == tokens
-
-
 @pytest.mark.parametrize("plan, words", [
     (Plan(8, "model"), "more tokens drafted than fit the steps of 8 and 3 rows"),
     (Plan(6, "model", True, 3, 2), "more tokens drafted than fit the steps of 8 and 3 rows"),
@@ -241,15 +141,6 @@ def test_a_plan_that_cannot_be_followed_is_refused(pair, plan, words):
     with pytest.raises(ValueError, match=words):
         state.round(plan)
     assert state.lens == [59] and state.round(Plan(7, "model", True, 2, 4))[0]
-
-
-def test_rounds_that_nobody_chose_teach_nothing(pair):
-    state = make_state(*pair, [random_prompt(60)])
-    state.pilot.controller = Steady(Plan(6, "model", True, 2, 2))
-    for turn in range(1, 5):
-        state.round()
-        state.round(Plan(3, "model"))
-        assert state.pilot.controller.rounds == turn - 1  # it learns of a round in the next one
 
 
 @pytest.mark.parametrize("draft_cache", ["streaming", "full"])
@@ -281,27 +172,5 @@ def test_a_draft_reads_what_is_new(pair, draft_cache):
         del draft.prefill
 
 
-def test_the_pilot_is_told_what_a_round_brought(pair, monkeypatch):
-    """A token more than were accepted, or, cut at a flush, as many as there is room for."""
-    told, observe = [], Pilot.observe
-    monkeypatch.setattr(Pilot, "observe", lambda self, result, *more: (
-        told.append(result.rows), observe(self, result, *more))[1])
-    state = make_state(*pair, [random_prompt(100), random_prompt(70, seed=1)], retrieval=False, gamma=3,
-                       sampling={"temperature": 0.8})
-    accepted = set()
-    for _ in range(30):
-        rooms = [16 - length % 16 for length in state.lens]
-        emitted = state.round()
-        for row, tokens, room in zip(told[-1], emitted, rooms, strict=True):
-            assert row.tokens == tokens and not row.diverged
-            if row.num_accepted < len(tokens):
-                assert (row.num_accepted, row.num_drafted) == (len(tokens) - 1, 3)
-            else:
-                assert row.num_accepted == row.num_drafted == len(tokens) == room
-            accepted.add(row.num_accepted)
-    assert len(accepted) >= 3
-
-
 def test_numbers_of_rows_as_runs():
     assert runs([0, 1, 4, 6, 7, 8]) == [slice(0, 2), slice(4, 5), slice(6, 9)] and runs([3]) == [slice(3, 4)]
-

@@ -7,166 +7,73 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_engine, random_pair, random_prompt
+from conftest import random_prompt
 
 import triforce
-from triforce import caches, loading, parallel, prefix_file, streams, warm_up
+from triforce import prefix_file, streams
 from triforce.caches import Caches
-from triforce.hf import checkpoint
 from triforce.hierarchy import Hierarchy
-from triforce.kit import check
 from triforce.model import Output, Transformer
-from triforce.streams import ComputeStream, like_this_thread, on_new_stream, use_one_stream
+from triforce.streams import ComputeStream
 
-GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
-
-
-class Gpus:
-    """In place of `torch.cuda`: streams are objects, and what is asked of them is noted down."""
-
-    def __init__(self):
-        self.log, self.here = [], threading.local()
-        self.defaults = {0: FakeStream(self, GPU), 1: FakeStream(self, OTHER)}
-
-    def current_device(self):
-        return getattr(self.here, "device", 0)
-
-    def set_device(self, device):
-        self.here.device = device.index
-
-    def number(self, device):
-        return self.current_device() if device.index is None else device.index
-
-    def Stream(self, device, priority=0):  # noqa: N802
-        return FakeStream(self, torch.device("cuda", self.number(device)), priority)
-
-    def default_stream(self, device):
-        return self.defaults[self.number(device)]
-
-    def current_stream(self, device):
-        number = self.number(device)
-        return getattr(self.here, f"stream{number}", self.defaults[number])
-
-    def set_stream(self, stream):
-        setattr(self.here, f"stream{stream.device.index}", stream)
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        before = self.current_stream(stream.device)
-        self.set_stream(stream)
-        try:
-            yield
-        finally:
-            self.set_stream(before)
+GPU = torch.device("cuda", 0)
 
 
 class FakeStream:
-    def __init__(self, gpus, device, priority=0):
-        self.gpus, self.device, self.priority = gpus, device, priority
+    device = GPU
 
-    def wait_stream(self, other):
-        self.gpus.log.append((self, "waits for", other))
+    def __init__(self, name: str, log: list):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other) -> None:
+        self.log.append((self.name, other.name))
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.setattr(streams.torch, "cuda", made := Gpus())
+class Gpu:
+    """In place of `torch.cuda`: what waits for which stream is noted down."""
+
+    def __init__(self):
+        self.log, self.here = [], threading.local()
+        self.default = FakeStream("default", self.log)
+
+    def Stream(self, device, priority=0):  # noqa: N802
+        return FakeStream("own", self.log)
+
+    def current_device(self):
+        return 0
+
+    def default_stream(self, device):
+        return self.default
+
+    def current_stream(self, device):
+        return getattr(self.here, "stream", self.default)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.here.stream = self.current_stream(GPU), stream
+        try:
+            yield
+        finally:
+            self.here.stream = before
+
+
+def test_the_stream_takes_its_turn_with_the_one_before(monkeypatch):
+    monkeypatch.setattr(streams.torch, "cuda", gpu := Gpu())
     monkeypatch.setattr(streams, "_unused", type(streams._unused)(list))
-    monkeypatch.setattr(streams, "_locks", {})
-    return made
-
-
-def test_streams_are_used_again_when_their_owners_are_gone(gpu):
-    first, second = ComputeStream(GPU), ComputeStream(GPU)
-    assert first.cuda is not second.cuda and first.lock is not second.lock  # they may record at once
-    was = first.cuda
-    del first
-    assert ComputeStream(OTHER).cuda not in (was, second.cuda)
-    assert ComputeStream(GPU).cuda is was
-
-
-def test_a_stream_belongs_to_the_gpu_that_its_maker_used(gpu):
-    gpu.set_device(OTHER)
-    own = ComputeStream(torch.device("cuda"))
-    gpu.set_device(GPU)
-    assert own.cuda.device == own.device == OTHER
-    gpu.log.clear()
-    with own.used():
-        assert gpu.current_stream(OTHER) is own.cuda and gpu.current_stream(GPU) is gpu.defaults[0]
-    assert gpu.log == [(own.cuda, "waits for", gpu.defaults[1]), (gpu.defaults[1], "waits for", own.cuda)]
-    del own
-    assert ComputeStream(torch.device("cuda")).cuda.device == GPU
-
-
-def test_a_program_may_use_one_stream_for_all(gpu):
-    use_one_stream(GPU)
-    mine = gpu.current_stream(GPU)
-    assert mine is not gpu.defaults[0] and gpu.log == [(mine, "waits for", gpu.defaults[0])]
-    use_one_stream(GPU)
-    first, second = ComputeStream(GPU), ComputeStream(torch.device("cuda"))
-    assert gpu.current_stream(GPU) is first.cuda is second.cuda is mine and first.lock is second.lock
-    del first, second
-    found = in_a_thread(lambda: ComputeStream(GPU).cuda)
-    assert found is not mine  # nobody else gets it
-    use_one_stream(torch.device("cpu"))
-
-
-def test_a_stream_that_a_user_chose_is_the_user_s(gpu):
-    with gpu.stream(theirs := gpu.Stream(GPU)):
-        own = ComputeStream(GPU)
-        use_one_stream(GPU)
-        assert gpu.current_stream(GPU) is theirs is not own.cuda
-    assert gpu.log == [(own.cuda, "waits for", theirs)]  # where weights may still be made
-
-
-def test_the_stream_takes_its_turn_with_the_one_before(gpu):
-    own = ComputeStream(GPU)
+    own, users = ComputeStream(GPU), []
     gpu.log.clear()
     with own.alone():
         assert gpu.current_stream(GPU) is own.cuda
         with own.used():  # nothing to wait for
-            assert gpu.log == [(own.cuda, "waits for", gpu.defaults[0])]
-        assert in_a_thread(lambda: own.lock.acquire(blocking=False)) is False
-    assert gpu.current_stream(GPU) is gpu.defaults[0]
-    assert gpu.log == [(own.cuda, "waits for", gpu.defaults[0]), (gpu.defaults[0], "waits for", own.cuda)]
+            assert gpu.log == [("own", "default")]
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(own.lock.acquire, blocking=False).result() is False
+    assert gpu.current_stream(GPU) is gpu.default and gpu.log == [("own", "default"), ("default", "own")]
     with pytest.raises(ZeroDivisionError), own.used():
         raise ZeroDivisionError
-    assert gpu.log[2:] == gpu.log[:2] and gpu.current_stream(GPU) is gpu.defaults[0]
-
-
-def test_memory_of_what_is_handed_out_waits_for_who_gets_it(gpu):
-    own, users = ComputeStream(GPU), []
+    assert gpu.log[2:] == gpu.log[:2] and gpu.current_stream(GPU) is gpu.default
     x = SimpleNamespace(record_stream=users.append)
-    assert own.hand_out(x) is x and users == [gpu.defaults[0]]
-
-
-def in_a_thread(function):
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(function).result()
-
-
-def test_threads_begin_where_they_are_told(gpu):
-    with gpu.stream(mine := gpu.Stream(OTHER)):
-        begin, apart = like_this_thread(OTHER), on_new_stream(OTHER)
-
-    def begun(begin):
-        return in_a_thread(lambda: (begin(), gpu.current_device(), gpu.current_stream(OTHER))[1:])
-
-    assert begun(lambda: None) == (0, gpu.defaults[1])
-    assert begun(begin) == (1, mine)
-    (first, one), (second, two) = begun(apart), begun(apart)
-    assert first == second == 1 and len({mine, gpu.defaults[1], one, two}) == 4
-    # PyTorch hands out 32 of a priority in turns: none of them is an engine's, or that of what streams past.
-    assert {one.priority, two.priority} == {-2}
-
-
-def test_on_a_cpu_there_are_none():
-    own, x = ComputeStream(torch.device("cpu")), torch.ones(2)
-    with own.used():
-        assert own.cuda is None
-    assert own.hand_out(x) is x
-    like_this_thread(torch.device("cpu"))()
-    on_new_stream(torch.device("cpu"))()
+    assert own.hand_out(x) is x and users == [gpu.default]
 
 
 # -- what works on it --------------------------------------------------------------------------------------------------
@@ -220,84 +127,10 @@ def test_all_that_an_engine_computes_is_on_its_stream(spied, tmp_path):
     chat = engine.chat(book)
     chat.send("Who?", max_new_tokens=4)
     chat.save(tmp_path / "chat")
-    found, kept = found[:], found
-    kept.clear()
     with engine.holding_still():
         assert engine.compute_stream.depth == 1
     engine.open(tmp_path / "chat")
     engine.logits([random_prompt(20)])
     assert engine.compute_stream.handed_out == 1
     engine.release()
-    assert {name for name, _ in found + kept} == {"prefill", "forward", "release", "acceptance_rates", "write"}
-    assert all(within for _, within in found + kept)
-
-
-def test_steps_are_recorded_on_it(monkeypatch):
-    engine, recorders = make_engine(*random_pair()), []
-    engine.compute_stream.cuda = marker = object()
-    monkeypatch.setattr(ComputeStream, "used", contextlib.nullcontext)
-    real = caches.find_compiler
-    monkeypatch.setattr(caches, "find_compiler", lambda *args, **more: recorders.append(args[7]) or
-                        real(*args[:7], None, *args[8:], **more))
-    engine.generate(random_prompt(20), 2)
-    assert recorders == [marker]
-
-
-def test_weights_are_read_on_it(monkeypatch):
-    spy, warmed, begun = Spy(torch.device("cpu")), [], []
-    monkeypatch.setattr(loading, "ComputeStream", lambda device: spy)
-    monkeypatch.setattr(loading.warm_up, "begin", lambda *args: warmed.append(args[4]))
-    monkeypatch.setattr(checkpoint, "like_this_thread", lambda device: lambda: begun.append(
-        (threading.current_thread().name, depth)))
-    real = loading.ckpt.load_model
-
-    def load_model(*args):
-        nonlocal depth
-        depth = spy.depth
-        return real(*args)
-
-    depth = 0
-    monkeypatch.setattr(loading.ckpt, "load_model", load_model)
-    engine = triforce.load("tiny", device="cpu")
-    assert engine.compute_stream is spy and warmed == [spy] and spy.depth == 0
-    assert begun and all(depth == 1 and name != "MainThread" for name, depth in begun)
-
-
-def test_a_warm_up_is_on_it(monkeypatch):
-    spy, seen = Spy(torch.device("cpu")), []
-    monkeypatch.setattr(warm_up, "warm_up", lambda *args: seen.append(spy.depth))
-    warm_up._quietly(spy)
-    assert seen == [1] and spy.depth == 0
-
-
-def test_a_document_is_read_on_it_and_written_apart_from_it(monkeypatch, tmp_path):
-    """Another thread may record a step while this one saves."""
-    engine, begun = make_engine(*random_pair()), []
-    for name in ("like_this_thread", "on_new_stream"):
-        monkeypatch.setattr(prefix_file, name, lambda device, name=name: lambda: begun.append(name))
-    engine.prefill(random_prompt(400)).save(tmp_path / "book")
-    assert set(begun) == {"on_new_stream"}
-    begun.clear()
-    engine.open(tmp_path / "book")
-    assert set(begun) == {"like_this_thread"}
-
-
-def test_ranks_and_the_check_use_one_stream_for_all(monkeypatch):
-    used = []
-    monkeypatch.setattr(parallel, "use_one_stream", used.append)
-    monkeypatch.setattr(parallel, "_shared_buffer", lambda *args: None)
-    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(parallel.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(parallel.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(group_name="all")))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append(device))
-    for name, value in (("WORLD_SIZE", 2), ("RANK", 1), ("LOCAL_RANK", 1), ("MASTER_ADDR", 0), ("MASTER_PORT", 0)):
-        monkeypatch.setenv(name, str(value))
-    parallel.from_environment("cuda")
-    assert used == [1, OTHER]
-    monkeypatch.setattr(check, "use_one_stream", used.append)
-    monkeypatch.setattr(check, "estimate", lambda *args: 1 / 0)  # the first that works on a GPU
-    monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(ZeroDivisionError):
-        check.main(["--checkpoint", "tiny", "--device", "cpu"])
-    assert used[2:] == [torch.device("cpu")]
+    assert set(found) == {(name, True) for name in ("prefill", "forward", "release", "acceptance_rates", "write")}

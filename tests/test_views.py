@@ -118,21 +118,6 @@ def test_scores_are_those_of_kept_rows():
     assert torch.equal(chunk_scores(queries, keys, weight, mask), found)
 
 
-def test_a_view_goes_by_what_was_kept_and_holds_what_it_chose(pair):
-    """In rounds that reject: as many queries count as tokens were emitted."""
-    state = make_state(*pair, [random_prompt(300), random_prompt(250, seed=1)], sampling={"temperature": 0.9},
-                       rebuild_interval=10**6)
-    counts = set()
-    for _ in range(30):
-        emitted = state.round()
-        assert state.cache.query_weight.sum(1).tolist() == [len(tokens) for tokens in emitted]
-        counts |= {len(tokens) for tokens in emitted}
-        for row in range(2):
-            state.hierarchy.view.rebuild(row)
-            assert_view_holds_its_selection(state.hierarchy.view, row)
-    assert len(counts) > 2
-
-
 @pytest.mark.parametrize("prompts", [[300], [300, 250]], ids=["one", "several"])
 def test_a_few_layers_scored_at_a_time_choose_alike(prompts, pair, monkeypatch):
     def chunks() -> list:
@@ -143,12 +128,6 @@ def test_a_few_layers_scored_at_a_time_choose_alike(prompts, pair, monkeypatch):
     expected = chunks()
     monkeypatch.setattr(views, "SCORES", 1)
     assert chunks() == expected and expected[0][0] != expected[0][1]
-
-
-def held(view, full, row: int = 0) -> list[set[int]]:
-    """Positions whose keys a row's view holds, by head of the first layer."""
-    found = torch.cdist(view.k[0][row, :, : view.lens[row]].double(), full.k[0][row, :, : full.lens[row]].double())
-    return [set(head) for head in found.argmin(-1).tolist()]
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "snapkv", "streaming"])
@@ -163,18 +142,3 @@ def test_a_prefix_no_longer_than_the_budget_is_taken_whole(pair, kind, prefix, w
         assert torch.equal(view.k[i][:, :, :prefix], full.k[i][:, :, :prefix])
         assert torch.equal(view.v[i][:, :, :prefix], full.v[i][:, :, :prefix])
     assert view.num_rebuilds == 0 and (whole or view.lens[0] <= 64)
-
-
-def test_rows_that_stream_past_are_gathered_each_for_itself(pair):
-    state = make_state(*pair, [random_prompt(400), random_prompt(300, seed=1)], num_resident_layers=0, piece_tokens=64,
-                       rebuild_interval=10**6, sampling={"temperature": 0.9})
-    gathered = 0
-    while gathered < 5:
-        flushes = state.num_flushes
-        for row in range(2):
-            state.hierarchy.view.rebuild(row, at_once=False)
-        state.round()
-        if state.num_flushes == flushes and not state.hierarchy.view.awaiting:  # nothing has moved on since
-            gathered += 1
-            for row in range(2):
-                assert_view_holds_its_selection(state.hierarchy.view, row)

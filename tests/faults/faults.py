@@ -201,7 +201,7 @@ FAULTS = [
     Fault("draft-rewind-tail", "drafting.memory:LongMemory.rewind", "after a rewind the newest keys are the last's",
           skip("store"), "greedy -k rewinding"),
     Fault("draft-view-flush", "drafting.memory:LongMemory._take_in", "a SnapKV draft loses what was flushed",
-          skip("flush"), "draft_memory"),
+          skip("flush"), "cache -k takes_in"),
     Fault("ngram-earliest", "drafting.ngram:NgramDrafter._look_up", "of several matches the oldest is copied",
           op("+", "-", 2), "ngram -k loop"),
     Fault("ngram-itself", "drafting.ngram:NgramDrafter._look_up", "the newest tokens match themselves",
