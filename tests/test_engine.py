@@ -295,8 +295,8 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
     (lambda e: e.generate("a", 5, stop_token_ids=[2, 4096]), "stop_token_ids: token id 4096 is outside the vocabulary "
      "of 4096; ids go from 0 to 4095"),
     (lambda e: e.generate("a", 5, stop_token_ids=2.0), "stop_token_ids (2.0) must be whole numbers"),
-    (lambda e: e.generate("a", 5, stop_token_ids="two"), "'two' is none; a text that ends the output is given as stop"),
-    (lambda e: e.generate("a", 5, stop_token_ids=[True]), "True is none"),
+    (lambda e: e.generate("a", 5, stop_token_ids="two"), "stop_token_ids ('two') must be whole numbers"),
+    (lambda e: e.generate("a", 5, stop_token_ids=[True]), "stop_token_ids ([True]) must be whole numbers"),
     (lambda e: e.generate("a", 5, logit_bias={-1: 1.0}), "logit_bias: token id -1 is outside"),
     (lambda e: e.generate("a", 5, logit_bias=dict.fromkeys(range(4096), float("-inf"))), "logit_bias forbids all 4096"),
     (lambda e: e.generate("a", 5, logit_bias=[{1: 2.0}, {}]), "logit_bias has 2 values for 1 prompts"),

@@ -28,14 +28,14 @@ TEXT = "one two three four five six seven eight nine ten. " * 8
                                                                                              "target"]),
 ])
 def test_levels_of_a_round(plan, origins, num_accepted, count, levels):
-    row = RowRound(list(range(count)), origins, num_accepted, len(origins), False, True)
+    row = RowRound(list(range(count)), origins, num_accepted, len(origins), False)
     assert levels_of(plan, row) == levels
 
 
 @pytest.mark.parametrize("plan, level", [(Plan(3, "model"), "draft"), (Plan(3, "model", True, 2, 2), "retrieval")])
 def test_a_leaf_is_proposed_by_whoever_drafted(plan, level):
     """Of the full level: the token after the accepted ones. The last is its own."""
-    row = RowRound([1, 2, 3], [ACCEPTED, MISSED, BONUS], 1, 3, False, True, beside=True)
+    row = RowRound([1, 2, 3], [ACCEPTED, MISSED, BONUS], 1, 3, False, beside=True)
     assert levels_of(plan, row) == ["draft", level, "target"]
     assert levels_of(plan, row._replace(tokens=[1, 2], beside=False)) == ["draft", "target"]
 

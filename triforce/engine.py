@@ -12,6 +12,7 @@ import logging
 import operator
 import random
 import reprlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -466,7 +467,7 @@ class Engine:
                 where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
                 shortage = memory.shortage(error, self.device)
             finally:
-                if not is_forked():
+                if not is_forked() and not sys.is_finalizing():  # when Python ends, nothing can be imported any more
                     with self.holding_still():
                         session.close()
             if tokens is not None:  # here, where no traceback holds on to the buffers any more
