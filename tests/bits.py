@@ -38,7 +38,7 @@ NEW = 20  # tokens of an answer
 COMMON = {"gamma": 6, "flush_interval": 64, "budget": 256, "keep_logits": True, "max_seq_len": 1024}
 COUPLED = {"sampling": "coupled"}
 LEAVES = {**COUPLED, "leaves": 1, "leaves_inner": 3}
-TREE = {**COUPLED, "tree_size": 24}
+TREE = {**COUPLED, "tree_size": 24, "block_size": 8}
 SHARED = {"max_seq_len": 2048, "max_batch_size": 3}
 
 # name: what differs from COMMON, and
@@ -266,7 +266,8 @@ SCENES = {
 
 def told(answers: list[Generation]) -> dict:
     """What is compared of answers: tokens, hashes of what the logits decide, and how drafting went."""
-    hashes = [hashlib.sha256(repr([(one.logprob, one.model_logprob, one.top) for one in found.logprobs]).encode())
+    # Not the drawn distribution: how a GPU sums it up follows from the number of tokens that are told at once.
+    hashes = [hashlib.sha256(repr([(one.model_logprob, one.top) for one in found.logprobs]).encode())
               for found in answers]
     drafts = [[one.target_forwards, one.flushes, one.retrieval_rebuilds, one.shared_tokens, one.reused_tokens,
                sorted(one.acceptance_rate.items())] for one in (found.stats for found in answers)]

@@ -9,9 +9,10 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import triforce
-from triforce import interactive, request
+from triforce import answers, interactive, request
 from triforce.caches import Caches
 from triforce.cli import main
 from triforce.errors import UserError
@@ -254,3 +255,16 @@ def test_a_conversation_about_the_embedded_document(monkeypatch, capsys):
     assert "a document of 1,024 tokens" in " ".join(shown.err.split())
     assert "prompt tokens                      1,0" in shown.err and max(map(len, shown.err.splitlines())) <= 80
 
+
+@pytest.mark.parametrize("device, more, compiles", [("cuda", {}, True), ("cuda", {"compile": False}, False),
+                                                    ("cpu", {}, None)])
+def test_a_conversation_on_a_gpu_is_of_compiled_steps(monkeypatch, device, more, compiles):
+    """Unless the user says otherwise: it has many answers, and one wait."""
+    chosen = {}
+    monkeypatch.setattr(answers, "load", lambda checkpoint, **how: chosen.update(how))
+    monkeypatch.setattr(answers, "find_device", torch.device)
+    for asks, expected in ((True, compiles), (False, more.get("compile"))):
+        chosen.clear()
+        answers.load_engine(SimpleNamespace(checkpoint="tiny", batch_size=1, interactive=asks, device=device,
+                                            **more), None)
+        assert chosen.get("compile") == expected

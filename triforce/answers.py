@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from .chat import Chat
 from .compare import compare
-from .config import Placement, Sampling, Settings, names_of
+from .config import Placement, Sampling, Settings, find_device, names_of
 from .errors import TooLong, UserError
 from .generation import Generation, as_json, totals
 from .interactive import Conversation, say
@@ -63,7 +63,10 @@ def end(args, report: dict) -> None:
 
 def load_engine(args, group):
     say(f"loading {args.checkpoint} ...")
-    return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **given(args, Settings, Placement))
+    chosen = given(args, Settings, Placement)
+    if args.interactive and find_device(chosen.get("device")).type == "cuda":  # of many answers: it pays to wait once
+        chosen = {"compile": True, **chosen}
+    return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **chosen)
 
 
 def messages_of(args, document: str) -> list[dict]:

@@ -9,7 +9,6 @@ from . import memory
 from .generation import Generation, RowOutput, Stats
 from .levels import levels_of
 from .logprobs import Logprob, of_round
-from .plan import Plan
 from .state import State
 
 
@@ -40,7 +39,6 @@ class Session:
     def __init__(self, prompts: list[list[int]], outputs: list[RowOutput], seeds: list[int], device: torch.device,
                  logprobs: int | None = None, dropped: list[int] | None = None,
                  defaults: dict[str, float] | None = None):
-        self.plan: Plan | None = None
         self.defaults, self.logprobs, self.dropped = defaults or {}, logprobs, dropped or [0] * len(prompts)
         self.prompts, self.outputs, self.seeds, self.device = prompts, outputs, seeds, device
         self.state: State | None = None
@@ -61,7 +59,7 @@ class Session:
     def round(self) -> list[tuple[int, str]]:
         """A round of the state, which is prefilled: (row, text that is now certain) of each row that had not ended."""
         state, started = self.state, time.perf_counter()
-        emitted = state.round(self.plan)
+        emitted = state.round()
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
         if not any(emitted[row] for row in running):
             raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
