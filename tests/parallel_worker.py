@@ -27,7 +27,7 @@ import float8_folders  # noqa: E402
 from conftest import VOCAB, make_engine, random_pair, random_prompt  # noqa: E402
 
 import triforce  # noqa: E402
-from triforce import cli, host  # noqa: E402
+from triforce import cli, host, memory  # noqa: E402
 from triforce.engine import Engine  # noqa: E402
 from triforce.hf.checkpoint import load_model  # noqa: E402
 from triforce.hf.folders import TINY  # noqa: E402
@@ -209,6 +209,21 @@ def weights_in_fp8(group) -> None:
         shutil.rmtree(folder)
 
 
+def where_one_rank_is_fuller(group) -> None:
+    """All say so, in the same words, and go on."""
+    engine, available, told = engine_of(shard(random_pair()[0], group), None, gamma=2), memory.available, ""
+    before = engine.generate(PROMPT[:100], **SAID).tokens
+    if group.rank == 1:
+        memory.available = lambda device: 1000
+    try:
+        engine.generate(random_prompt(3000), **SAID)
+    except triforce.UserError as error:
+        told = str(error)
+    memory.available = available
+    assert "needs" in told and group.agree(told) == told
+    assert engine.generate(PROMPT[:100], **SAID).tokens == before
+
+
 def draft_ranks(group) -> list[int]:
     """One of two, two of four, four of eight."""
     return list(range(group.size // 2))
@@ -275,7 +290,7 @@ def checks(count: int) -> list:
     if count != 8:  # the embedded target has four
         found += [(checkpoint, checkpoint_alone)]
     if count == 2:
-        found += [(weights_in_fp8, in_fp8_alone)]
+        found += [(weights_in_fp8, in_fp8_alone), (where_one_rank_is_fuller, random_pair)]
     return found
 
 

@@ -3,6 +3,8 @@
 Of triforce/kv/ as a whole.
 """
 
+import itertools
+
 import pytest
 import torch
 from conftest import (
@@ -15,7 +17,7 @@ from conftest import (
     run_rounds,
     slow,
 )
-from reference import DenseKV
+from reference import DenseKV, dense_logits
 
 from triforce import attention
 from triforce.attention import partial
@@ -26,25 +28,25 @@ from triforce.pilot import RebuildPolicy
 from triforce.plan import AUTOREGRESSION, Plan
 
 
+def assert_the_dense_twin_says(target, prompt: list[int], tokens: list[int]) -> None:
+    """Greedy tokens are those of one dense forward pass."""
+    logits = dense_logits(target, torch.tensor([prompt + tokens]))
+    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
 def test_prefill_and_rounds_equal_the_dense_twin(pair):
-    """Greedy tokens over prefix, tail and flushes are those of one dense forward pass."""
-    target, draft = pair
+    """Over prefix, tail and flushes."""
     prompt = random_prompt(150)
-    tokens = run_rounds(make_state(target, draft, [prompt], prefill_chunk_size=37), 60)[0]
-    text = torch.tensor([prompt + tokens])
-    logits = target.output(target(text, DenseKV(target.rope)))
-    assert logits[0, 149:-1].argmax(-1).tolist() == tokens
+    assert_the_dense_twin_says(pair[0], prompt, run_rounds(make_state(*pair, [prompt], prefill_chunk_size=37), 60)[0])
 
 
 @pytest.mark.parametrize("growth", [prefix_module.GROWTH, 16])
 def test_ragged_rows_equal_the_dense_twin(pair, growth, monkeypatch):
     """Also where what a batch adds is attended to in several steps."""
     monkeypatch.setattr(prefix_module, "GROWTH", growth)
-    target, draft = pair
     prompts = [random_prompt(100), random_prompt(33, seed=1), [7], random_prompt(64, seed=2)]
-    for prompt, tokens in zip(prompts, run_rounds(make_state(target, draft, prompts), 40), strict=True):
-        logits = target.output(target(torch.tensor([prompt + tokens]), DenseKV(target.rope)))
-        assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+    for prompt, tokens in zip(prompts, run_rounds(make_state(*pair, prompts), 40), strict=True):
+        assert_the_dense_twin_says(pair[0], prompt, tokens)
 
 
 @pytest.fixture
@@ -77,14 +79,12 @@ def test_rows_whose_lengths_are_on_the_device_equal_the_dense_twin(pair, base, o
                                                                    monkeypatch):
     """In one call, and that of several rows with one bound from the first round to the last."""
     monkeypatch.setattr(prefix_module, "STRIDE", 32)
-    target, draft = pair
     prompts = [random_prompt(base) + random_prompt(n, seed=n) for n in own]
-    state = make_state(target, draft, prompts, base=base, max_new_tokens=60)
+    state = make_state(*pair, prompts, base=base, max_new_tokens=60)
     texts = run_rounds(state, 40)
     assert state.num_flushes >= 2 * len(own)
     for prompt, tokens in zip(prompts, texts, strict=True):
-        logits = target.output(target(torch.tensor([prompt + tokens]), DenseKV(target.rope)))
-        assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+        assert_the_dense_twin_says(pair[0], prompt, tokens)
     lens, bounds = zip(*lengths_on_device, strict=True)
     assert {bound for bound in bounds if bound} == expected
     assert all(len(set(column)) >= 3 for column in zip(*lens, strict=True))  # each row's grow
@@ -190,24 +190,22 @@ def test_newest_tokens_stay_in_the_view_across_flushes(pair, kind, monkeypatch):
     """After each flush the window, a ring of several intervals, has lost its oldest one, and nothing else has changed,
     in keys and values."""
     monkeypatch.setattr(RebuildPolicy, "update", lambda *seen: False)  # or a new selection would hide it
-    target, draft = pair
-    state = make_state(target, draft, [random_prompt(400), random_prompt(310, seed=1)], budget=256, draft_cache=kind)
+    state = make_state(*pair, [random_prompt(400), random_prompt(310, seed=1)], budget=256, draft_cache=kind)
     view, full = state.hierarchy.view, state.cache.prefix
     assert view.window_size >= 4 * 16
     before = [[positions_in_view(state, layer, row) for layer in range(2)] for row in range(2)]
     while state.num_flushes < 14:
         flushed = list(full.lens)
         state.round()
-        for row, start in enumerate(flushed):
+        for row, layer in itertools.product(range(2), range(2)):
+            start, held = flushed[row], positions_in_view(state, layer, row)
             oldest = set(range(start - view.window_size, full.lens[row] - view.window_size))
-            for layer in range(2):
-                held = positions_in_view(state, layer, row)
-                for now, then in zip(held, before[row][layer], strict=True):
-                    assert set(now) == set(then) - oldest | set(range(start, full.lens[row]))
-                    assert len(set(now)) == len(now)
-                at = torch.tensor(held)[..., None].expand(-1, -1, 8)
-                assert torch.equal(view.v[layer][row, :, : view.held], full.v[layer][row].gather(1, at))
-                before[row][layer] = held
+            for now, then in zip(held, before[row][layer], strict=True):
+                assert set(now) == set(then) - oldest | set(range(start, full.lens[row]))
+                assert len(set(now)) == len(now)
+            at = torch.tensor(held)[..., None].expand(-1, -1, 8)
+            assert torch.equal(view.v[layer][row, :, : view.held], full.v[layer][row].gather(1, at))
+            before[row][layer] = held
     assert view.num_rebuilds == 0
 
 

@@ -126,41 +126,6 @@ def test_half_an_environment_is_named(monkeypatch):
         from_environment("cpu")
 
 
-FULLER = """
-import sys
-sys.path.insert(0, "tests")
-from conftest import make_engine, random_pair, random_prompt
-from triforce import memory
-from triforce.errors import UserError
-from triforce.hf.places import shard
-from triforce.parallel import from_environment, leave
-group, _ = from_environment("cpu")
-engine = make_engine(shard(random_pair()[0], group), None, gamma=2, flush_interval=16, chunk_size=4)
-prompt, available = random_prompt(100), memory.available
-before = engine.generate(prompt, 8, temperature=0.0).tokens
-if group.rank == 1:
-    memory.available = lambda device: 1000
-try:
-    engine.generate(random_prompt(3000), 8, temperature=0.0)
-except UserError as error:
-    print(f"rank {group.rank}: {error}\\n", end="", flush=True)
-memory.available = available
-print(f"same {engine.generate(prompt, 8, temperature=0.0).tokens == before}\\n", end="", flush=True)
-del engine
-leave()
-"""
-
-
-def test_where_one_rank_is_fuller_all_say_so_and_go_on(tmp_path):
-    script = tmp_path / "fuller.py"
-    script.write_text(FULLER)
-    done = torchrun(2, str(script))
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = sorted(done.stdout.splitlines())
-    assert lines[2:] == ["same True"] * 2
-    assert lines[0].startswith("rank 0: ") and lines[0][8:] == lines[1][8:] and "needs" in lines[0], lines
-
-
 def test_a_mistake_that_rank_0_finds_is_told_once():
     done = torchrun(2, "generate.py", "--prompt", "", "--device", "cpu")
     assert done.returncode != 0 and "error: the prompt is empty" in done.stderr
