@@ -87,7 +87,7 @@ def test_generations_and_prefills_have_threads_for_free_cores(four):
     assert 1 < in_prefill < len(seen) and set(seen) == {2} and torch.get_num_threads() == 4
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"sampling": "coupled"}])
+@pytest.mark.parametrize("options", [{}, {"sampling": "coupled"}])
 def test_the_number_of_threads_changes_no_bits(options):
     """A text during which the number changes again and again is that of one thread, to the last bit of its K/V."""
     engine = triforce.load("tiny", device="cpu", **options)
@@ -141,10 +141,12 @@ def test_a_thread_that_began_meanwhile_has_the_usual_number(four):
         assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("interval,expected", [(64, 1), (100, 4)])
-def test_with_odd_flush_intervals_nothing_is_chosen(four, interval, expected):
+@pytest.mark.parametrize("interval,dtype,expected", [(64, torch.float32, 1), (100, torch.float32, 4),
+                                                     (64, torch.bfloat16, 4)])
+def test_with_odd_flush_intervals_nothing_is_chosen(four, interval, dtype, expected):
+    """Nor in half precision."""
     world = World()
-    chosen = Threads(CPU, lambda: world.taken, lambda: world.now, 4, interval)
+    chosen = Threads(CPU, lambda: world.taken, lambda: world.now, 4, interval, dtype)
     world.pass_by(1.0, 3.0)
     with chosen.working():
         assert torch.get_num_threads() == expected

@@ -97,7 +97,7 @@ class Engine:
                             f"use at most {limit}")
         self.compute_stream = compute_stream or ComputeStream(target.device)
         self.caches = Caches(self, Models(target, draft, drafting), settings)
-        self.threads = Threads(target.device, interval=self.settings.flush_interval)
+        self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)
         self._serving: Session | None = None  # whom the state belongs to
         self._num_prepared = 0  # calls of `prepare`
         self._folder, self._identity = folder, None

@@ -4,8 +4,9 @@ PyTorch's threads wait for each other by spinning, after each of the hundreds of
 core of its own, that is the fastest way. As soon as one shares its core with another program, all of them wait for it.
 So there are to be as many threads as the others leave cores: /proc/stat says how much they took lately.
 
-Where it is not there, nothing is changed. The number of threads changes no bits (tests/test_threads.py), as long as
-keys are attended to in multiples of EVEN: of other numbers, products may be split over the threads.
+Where it is not there, nothing is changed. In float32 the number of threads changes no bits (tests/test_threads.py), as
+long as keys are attended to in multiples of EVEN: of other numbers, products may be split over the threads. In half
+precision some CPUs split them, so there the number stays what it is.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ class Threads:
     Args:
         device: what computes. Nothing is chosen for a GPU.
         interval: what is attended to together comes in multiples of so many keys.
+        dtype: of the model.
         look: returns seconds of work that others got from the cores of this process, up to now. None: by /proc/stat.
         clock: returns seconds.
     """
@@ -35,9 +37,10 @@ class Threads:
     STALE = 2.0  # seconds after which what was seen before says nothing any more
 
     def __init__(self, device: torch.device, look=None, clock=time.monotonic, cores: int | None = None,
-                 interval: int = EVEN):
+                 interval: int = EVEN, dtype: torch.dtype = torch.float32):
         self._look = look or (taken_by_others if STAT.exists() and hasattr(os, "sched_getaffinity") else None)
-        self._active = device.type == "cpu" and self._look is not None and interval % EVEN == 0
+        is_even = interval % EVEN == 0 and dtype == torch.float32
+        self._active = device.type == "cpu" and self._look is not None and is_even
         if self._active:
             self._cores = len(os.sched_getaffinity(0)) if cores is None else cores
             self._clock, self._looked, self._taken, self._free = clock, clock(), self._look(), self._cores
