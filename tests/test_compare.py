@@ -18,12 +18,13 @@ def test_a_comparison_leaves_no_plan_behind(pair):
 
 
 def test_the_table():
-    """The whole run first: what both have in common, and then the tokens of each."""
+    """The whole run first: what both have in common, and then the tokens of each; with the least and the most."""
     stats = Stats(100, new_tokens=101, load=2.0, ttft=8.0)
-    lines, report = compare.table([0.2, 0.4], stats, ["speculation", "autoregression"])
+    lines, report = compare.table([(0.2, 0.1, 0.3), (0.4, 0.4, 0.5)], stats, ["speculation", "autoregression"])
     assert report["speedup"] == pytest.approx(2) and report["speedup_of_run"] == pytest.approx(50 / 30)
-    assert lines[1].split() == ["whole", "run,", "101", "tokens", "30.0", "s", "50.0", "s"]
-    assert "200.00 ms" in lines[2] and "2.00x" in lines[4] and all(len(line) <= 80 for line in lines)
+    assert "whole run, 101 tokens" in lines[1] and "30.0 s (20.0 to 40.0)" in lines[1]
+    assert "50.0 s (50.0 to 60.0)" in lines[1] and "200.0 ms (100.0 to 300.0)" in lines[2]
+    assert "2.00x" in lines[4] and all(len(line) <= 80 for line in lines)
 
 
 def test_too_few_tokens_to_compare(pair):

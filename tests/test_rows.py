@@ -39,9 +39,9 @@ def rows_of(*shape: int, rows: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def skip_where_rows_are_shared_out(dtype, threads: int) -> None:
-    """Some CPUs without instructions for bf16 share a product of it out to three threads in mid-row."""
-    if dtype == torch.bfloat16 and threads == 3:
-        pytest.skip("bits of rows in bf16 are not promised for three threads")
+    """Some CPUs without instructions for bf16 share a product of it out to many threads in mid-row."""
+    if dtype == torch.bfloat16 and threads > 2:
+        pytest.skip("bits of rows in bf16 are not promised for more than two threads")
 
 
 def same(y: torch.Tensor, dim: int = 2) -> bool:

@@ -2,9 +2,12 @@
 distribution as the padded steps whose bits are promised, and faster on a CPU.
 """
 
+from statistics import median
+
 from .prefix import first_difference
 
 CHECKED_TOKENS = 64  # are compared, and timed
+TURNS = 4  # of each way
 
 
 def compare(engine, ids: list[int], most: int, sampling: dict, stats, speculate: bool) -> tuple[list[str], dict]:
@@ -19,9 +22,12 @@ def compare(engine, ids: list[int], most: int, sampling: dict, stats, speculate:
     ways = {"speculation" if speculate else "no speculation": {"speculate": speculate},
             "autoregression": {"speculate": False, "one_row": True}}
     # They take turns, so that a machine that becomes busy hits both. In the first turn steps are prepared.
-    turns = [[engine.generate(ids, **sampling, **count, **how).stats.tbt for how in ways.values()] for _ in range(3)]
-    times = [min(times) for times in zip(*turns[1:], strict=True)]
-    lines, report = table(times, stats, list(ways)) if all(times) else (["too few tokens to compare; ask for 64"], {})
+    turns = [[engine.generate(ids, **sampling, **count, **how).stats.tbt for how in ways.values()]
+             for _ in range(1 + TURNS)]
+    times = list(zip(*turns[1:], strict=True))
+    lines, report = ["too few tokens to compare; ask for 64"], {}
+    if all(map(all, times)):
+        lines, report = table(times, stats, list(ways))
     laws = {"greedy": {"temperature": 0.0}} | ({"drawn": sampling} if engine.settings.coupled else {})
     for name, law in laws.items():
         on, off = (engine.generate(ids, speculate=speculates, **law, **count).tokens for speculates in (True, False))
@@ -32,20 +38,26 @@ def compare(engine, ids: list[int], most: int, sampling: dict, stats, speculate:
     return lines, report
 
 
-def table(times: list[float], stats, names: list[str]) -> tuple[list[str], dict]:
-    """The whole run, and a token.
+def table(times: list[tuple[float, ...]], stats, names: list[str]) -> tuple[list[str], dict]:
+    """The whole run, and a token: medians, and the least and the most in brackets.
 
     Args:
-        times: seconds a token, of both ways. stats: of a run by the first, which began as one by the second would.
+        times: seconds a token, of the turns of both ways.
+        stats: of a run by the first, which began as one by the second would.
     """
-    runs = [stats.load + stats.ttft + max(stats.new_tokens - 1, 0) * one for one in times]
-    gain, of_run = times[1] / times[0], runs[1] / runs[0]
+    runs = [[stats.load + stats.ttft + max(stats.new_tokens - 1, 0) * one for one in of_way] for of_way in times]
+    gain, of_run = (median(second) / median(first) for first, second in (times, runs))
     rows = [("", *names),
-            (f"whole run, {stats.new_tokens:,} tokens", *(f"{run:.1f} s" for run in runs)),
-            ("time per token", *(f"{1e3 * one:.2f} ms" for one in times)),
+            (f"whole run, {stats.new_tokens:,} tokens", *(_spread(run, 1, "s") for run in runs)),
+            ("time per token", *(_spread(of_way, 1e3, "ms") for of_way in times)),
             ("speed-up of the whole run", f"{of_run:.2f}x", ""),
             ("speed-up per token", f"{gain:.2f}x", "")]
-    report = {name: {"tbt": one, "run": run} for name, one, run in
+    report = {name: {"tbt": median(of_way), "tbt_of_turns": list(of_way), "run": median(run)} for name, of_way, run in
               zip(("speculation", "autoregression"), times, runs, strict=True)}
-    return ([f"{title:<26}{one:>18}{other:>18}".rstrip() for title, one, other in rows],
+    return ([f"{title:<26}{one:>26}{other:>27}".rstrip() for title, one, other in rows],
             {**report, "speedup": gain, "speedup_of_run": of_run})
+
+
+def _spread(values, scale: float, unit: str) -> str:
+    least, middle, most = (scale * one for one in (min(values), median(values), max(values)))
+    return f"{middle:.1f} {unit} ({least:.1f} to {most:.1f})"
