@@ -121,7 +121,7 @@ def test_the_comparison(engine, capsys, monkeypatch, coupled, differs):
     def changed(ids, options):
         result = answer(ids, options)
         result.stats.tbt = 0.02 if options.get("one_row") else 0.01
-        if differs and len(engine.asked) > 9 and options["speculate"]:
+        if differs and len(engine.asked) > 13 and options["speculate"]:
             result.tokens = [6]
         return result
 
@@ -133,10 +133,10 @@ def test_the_comparison(engine, capsys, monkeypatch, coupled, differs):
     assert "2.00x" in shown.err and "greedy check, 1 tokens, speculation on and off: identical" in shown.err
     asked = [options for _, options in engine.asked[1:]]
     assert all(one["max_new_tokens"] == 64 and one["ignore_eos"] for one in asked)
-    assert [one.get("one_row", False) for one in asked[:6]] == [False, True] * 3
-    assert all((one["seed"], one["top_k"]) == (7, 5) for one in asked[:6] + asked[8:])
-    assert [one["speculate"] for one in asked[6:]] == [True, False] * (1 + coupled)
-    assert asked[6]["temperature"] == asked[7]["temperature"] == 0
+    assert [one.get("one_row", False) for one in asked[:10]] == [False, True] * 5
+    assert all((one["seed"], one["top_k"]) == (7, 5) for one in asked[:10] + asked[12:])
+    assert [one["speculate"] for one in asked[10:]] == [True, False] * (1 + coupled)
+    assert asked[10]["temperature"] == asked[11]["temperature"] == 0
     assert report.get("drawn_first_difference") == (0 if differs else None)
     verdict = "drawn check, 1 tokens, speculation on and off: " + ("DIFF" if differs else "identical")
     assert (verdict in shown.err) == coupled
