@@ -27,13 +27,13 @@ import triforce
 from triforce.config import Placement, Settings
 from triforce.controller import Controller
 from triforce.engine import Engine
+from triforce.fp8 import fp8_copy
 from triforce.hf.checkpoint import read_config
 from triforce.hf.folders import TINY
 from triforce.loading import check_draft_ranks
 from triforce.model import Transformer
 from triforce.parallel import subgroup
 from triforce.plan import Plan
-from triforce.quantize import fp8_copy
 from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))

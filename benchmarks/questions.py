@@ -27,8 +27,8 @@ from harness import cap_memory, pyplot, read_rows, read_text, report, run_or_plo
 import triforce
 from triforce.config import Placement, Settings
 from triforce.engine import Engine
+from triforce.fp8 import fp8_copy
 from triforce.parallel import from_environment
-from triforce.quantize import fp8_copy
 
 PARTS = ("questions", "autoregression", "samples", "single", "chat", "file")
 DOTS = {"questions again": "o", "autoregression": "^", "32 samples again": "s", "32 samples, autoregression": "v",

@@ -16,14 +16,14 @@ import triforce
 from triforce.config import Placement, Settings, split
 from triforce.controller import Controller
 from triforce.costs import Costs, guess
+from triforce.cpu import row_unit
 from triforce.engine import Engine
-from triforce.float8 import MADE
+from triforce.fp8 import MADE
 from triforce.graphs import Compiler
 from triforce.hf.folders import TINY
 from triforce.hf.places import places, put
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
-from triforce.rows import row_unit
 from triforce.state import State
 
 VOCAB = 64

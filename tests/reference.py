@@ -6,7 +6,8 @@ Knows nothing of prefixes, tails, views or blocks; it is what those must agree w
 import torch
 from torch import Tensor
 
-from triforce.model import RotaryEmbedding, Transformer, eager, rotate
+from triforce.attention import rotate
+from triforce.model import RotaryEmbedding, Transformer, eager
 
 
 class DenseKV:

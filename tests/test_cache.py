@@ -20,10 +20,9 @@ from conftest import (
 from reference import DenseKV, dense_logits
 
 from triforce import attention
-from triforce.attention import partial
+from triforce.attention import partial, rotate
 from triforce.kv import prefix as prefix_module
 from triforce.kv.streaming import StreamingBlock, StreamingCache
-from triforce.model import rotate
 from triforce.pilot import RebuildPolicy
 from triforce.plan import AUTOREGRESSION, Plan
 

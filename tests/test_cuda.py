@@ -18,14 +18,15 @@ import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
 
 import triforce
-from triforce import attention, coupled, float8, graphs, nucleus, sampling, warm_up
+from triforce import attention, coupled, fp8, graphs, nucleus, sampling, warm_up
+from triforce.attention import rotate
 from triforce.errors import UserError
+from triforce.fp8 import fp8_copy
 from triforce.graphs import OPTIONS, Compiler
 from triforce.kv.offload import Offload
 from triforce.kv.prefix import STRIDE
-from triforce.model import ModelConfig, RotaryEmbedding, Transformer, rotate
+from triforce.model import ModelConfig, RotaryEmbedding, Transformer
 from triforce.plan import AUTOREGRESSION
-from triforce.quantize import fp8_copy
 from triforce.request import default_document
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -260,7 +261,7 @@ def test_bits_of_a_target_in_fp8(dtype, compile):
     assert torch.equal(layer(x[:, :16]), layer(x[:, :16].flip(1)).flip(1))
     waits = compile is True  # half a minute for each engine: so fewer of them
     for products in (True,) if waits else (True, False):
-        with mock.patch.object(float8, "multiplies", lambda device, products=products: products):
+        with mock.patch.object(fp8, "multiplies", lambda device, products=products: products):
             for sampling, temperature in (("rejection", 0.0), ("coupled", 1.0)):
                 runs = []
                 for levels in ("none", "triforce", "retrieval")[: 2 if waits else 3]:

@@ -13,14 +13,14 @@ from reference import dense_logits
 from safetensors.torch import load_file, save_file
 
 import triforce
-from triforce import float8, memory
+from triforce import fp8, memory
+from triforce.cpu import Linear
 from triforce.errors import UserError
-from triforce.float8 import FP8, ScaledLinear
+from triforce.fp8 import FP8, ScaledLinear
 from triforce.hf.checkpoint import load_model, read_config
 from triforce.hf.convert import convert
 from triforce.hf.fingerprint import weights_fingerprint
 from triforce.hf.places import shard
-from triforce.model import Linear
 from triforce.parallel import Group
 from triforce.plan import AUTOREGRESSION
 
@@ -63,7 +63,6 @@ def test_weights_and_logits_are_those_of_the_reference(family, layout, tmp_path)
         for name, weight in expected.named_parameters():
             assert torch.equal(found[name], weight) and torch.equal(widened.get_parameter(name), weight), name
         assert widened.config == replace(expected.config, dtype=widened.config.dtype)
-        assert {layer.kind for layer in widened.layers} == {"Block"}
         planned = memory.weight_parts(read_config(folder, weights="wide"), None, dtype)[0].bytes
         assert planned == sum(x.nbytes for x in widened.parameters())
         assert torch.equal(dense_logits(ours, TOKENS), dense_logits(expected, TOKENS))
@@ -137,7 +136,7 @@ def test_loaded_with_the_embedded_pair(monkeypatch):
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_bits_with_and_without_speculation(layout, rule, in_fp8, tmp_path, monkeypatch):
     """Greedy output, and drawn output where levels share their noise, of widened weights and of products in fp8."""
-    monkeypatch.setattr(float8, "multiplies", lambda device: in_fp8)
+    monkeypatch.setattr(fp8, "multiplies", lambda device: in_fp8)
     target = load_model(made("Llama 3", layout, tmp_path)[0], dtype=torch.float32)
     multiplied, real = [], ScaledLinear.multiplied
     monkeypatch.setattr(ScaledLinear, "multiplied", lambda self, x: multiplied.append(0) or real(self, x))
@@ -156,7 +155,7 @@ def test_bits_with_and_without_speculation(layout, rule, in_fp8, tmp_path, monke
 @pytest.mark.parametrize("unit", [(1, 256), (64, 128)])
 def test_a_row_knows_nothing_of_its_neighbours(unit, in_fp8, monkeypatch):
     """Its bits are the same wherever it stands in a block, and whatever stands beside it."""
-    monkeypatch.setattr(float8, "multiplies", lambda device: in_fp8)
+    monkeypatch.setattr(fp8, "multiplies", lambda device: in_fp8)
     for dtype in (torch.float32, torch.bfloat16):
         layer = random_layer(256, 704, unit, dtype)
         for rows in (4, 8, 16, 36):
@@ -183,14 +182,14 @@ def test_products_in_fp8(dtype, monkeypatch):
     layer, x = random_layer(64, 96, (1, 64), dtype), torch.randn(2, 7, 64).to(dtype)
     x[0, 3] *= 100
     expected = (layer(x) - layer.bias).float()
-    monkeypatch.setattr(float8, "multiplies", lambda device: True)
+    monkeypatch.setattr(fp8, "multiplies", lambda device: True)
     found = layer(x)
     assert found.shape == (2, 7, 96) and found.dtype == dtype
     size = expected.norm(dim=-1, keepdim=True)
     apart, like = (((found - layer.bias).float() - expected) / size).flatten(0, 1), (expected / size).flatten(0, 1)
     assert 0.01 < apart.norm(dim=1).max() < 0.06  # of each position
     assert (apart.norm(dim=0) / like.norm(dim=0)).max() < 0.12  # of each channel
-    monkeypatch.setattr(float8, "STEP", 4)
+    monkeypatch.setattr(fp8, "STEP", 4)
     assert torch.equal(layer(x), found)
     for odd in (random_layer(64, 96, (32, 64), dtype), random_layer(72, 96, (1, 72), dtype),
                 random_layer(64, 40, (1, 64), dtype)):

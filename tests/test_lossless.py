@@ -11,15 +11,15 @@ from conftest import in_fp8, make_state, slow
 from enumeration import joint_laws, target_law, total_variation
 from reference import DenseKV, reference_filter
 
-from triforce import acceptance, float8, speculator
+from triforce import acceptance, fp8, speculator
 from triforce.controller import Controller, Costs, Rate
 from triforce.drafting.ngram import NgramDrafter, NgramMeter
+from triforce.fp8 import fp8_copy
 from triforce.kv import views
 from triforce.kv.views import RetrievalView
 from triforce.model import ModelConfig, Transformer
 from triforce.pilot import Tally
 from triforce.plan import ONE_ROW, Plan
-from triforce.quantize import fp8_copy
 from triforce.speculator import Speculator
 from triforce.state import State
 from triforce.tape import ACCEPTED, BONUS
@@ -174,8 +174,8 @@ def test_fp8_drafting_does_not_bias(models):
 @pytest.mark.parametrize("multiplied", [True, *slow(False)])
 def test_a_target_in_fp8_is_followed_exactly(models, monkeypatch, multiplied):
     """Its own law, of widened weights and of products in fp8, whose inputs are scaled row by row."""
-    monkeypatch.setattr(float8, "multiplies", lambda device: multiplied)
-    monkeypatch.setattr(float8.ScaledLinear, "fits_products", True)  # of any size, on a CPU
+    monkeypatch.setattr(fp8, "multiplies", lambda device: multiplied)
+    monkeypatch.setattr(fp8.ScaledLinear, "fits_products", True)  # of any size, on a CPU
     target = in_fp8(models[0])
     found, expected, _ = distances((target, models[1]), gamma=3, gamma_inner=1, prompts=PROMPTS[:1])
     assert max(found) < 1e-6

@@ -8,10 +8,10 @@ import torch
 from conftest import VOCAB, bits, make_state, random_prompt
 
 from triforce import attention
+from triforce.cpu import PackedPrefix
 from triforce.drafting.ngram import NgramDrafter
 from triforce.graphs import Compiler
 from triforce.model import ModelConfig, RotaryEmbedding, Transformer
-from triforce.packed import PackedPrefix
 from triforce.plan import AUTOREGRESSION, Plan
 from triforce.tape import Tape
 from triforce.tree import TokenTree

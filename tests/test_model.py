@@ -6,22 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import make_engine
+from torch import nn
 from torch.nn import functional as F
 
+from triforce.attention import _in_five_kernels, _in_three_kernels, rotate
+from triforce.cpu import adapt
 from triforce.errors import UserError
 from triforce.hf.config import config_from_hf
 from triforce.kv.blocks import prefill_blocks
-from triforce.model import (
-    ModelConfig,
-    RMSNorm,
-    RopeScaling,
-    RotaryEmbedding,
-    Transformer,
-    _in_five_kernels,
-    _in_three_kernels,
-    inverse_frequencies,
-    rotate,
-)
+from triforce.model import ModelConfig, RopeScaling, RotaryEmbedding, Transformer, inverse_frequencies
 
 HF = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112,
       "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
@@ -195,8 +188,9 @@ def test_yarn_frequencies_by_their_turns():
 def test_the_norm_is_the_same_for_few_rows_and_many(rows, scale):
     """Also of activations so small that its epsilon counts."""
     torch.manual_seed(0)
-    norm, x = RMSNorm(48, 1e-5), scale * torch.randn(2, rows, 48)
+    norm, x = nn.RMSNorm(48, 1e-5), scale * torch.randn(2, rows, 48)
     torch.nn.init.uniform_(norm.weight)
+    adapt(norm)
     torch.testing.assert_close(norm(x), F.rms_norm(x, (48,), norm.weight, 1e-5))
 
 

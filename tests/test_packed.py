@@ -6,9 +6,8 @@ from conftest import random_prompt
 
 import triforce
 from triforce import attention, memory
+from triforce.cpu import Linear, PackedPrefix, multiply, packs
 from triforce.kv.prefix import PrefixStore
-from triforce.model import Linear
-from triforce.packed import PackedPrefix, multiply, packs
 
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="no oneDNN")
 
@@ -74,7 +73,7 @@ def test_prompts_of_any_length_make_few_shapes(monkeypatch):
     seen, linear, plain = set(), Linear(16, 8, bias=False), Linear(16, 8, bias=False)
     plain.weight = linear.weight
     with torch.no_grad():
-        monkeypatch.setattr("triforce.model.multiply", lambda x, *more: seen.add(len(x)) or multiply(x, *more))
+        monkeypatch.setattr("triforce.cpu.multiply", lambda x, *more: seen.add(len(x)) or multiply(x, *more))
         x = torch.randn(2, 1024, 16, generator=torch.Generator().manual_seed(0))
         expected = plain(x)
         linear.pack(8)

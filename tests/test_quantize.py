@@ -8,9 +8,8 @@ from conftest import VOCAB, make_state, random_prompt, run_rounds
 
 import triforce
 from triforce.errors import UserError
-from triforce.float8 import FP8, ScaledLinear
+from triforce.fp8 import FP8, ScaledLinear, copy_bytes, fp8_copy
 from triforce.model import ModelConfig, Transformer
-from triforce.quantize import fp8_bytes, fp8_copy
 
 
 def test_weights_are_near_and_the_rest_is_shared():
@@ -18,7 +17,7 @@ def test_weights_are_near_and_the_rest_is_shared():
     target = Transformer.random(config, std=0.3)
     copy = fp8_copy(target)
     assert copy.embedding is target.embedding and copy.output is target.output and copy.norm is target.norm
-    assert fp8_bytes(config) == sum(x.nbytes for x in copy.parameters() if x.dtype == FP8)
+    assert copy_bytes(config) == sum(x.nbytes for x in copy.parameters() if x.dtype == FP8)
     for mine, theirs in zip(copy.layers, target.layers, strict=True):
         assert mine.attention.q_norm is theirs.attention.q_norm and mine.attention.k_norm is theirs.attention.k_norm
         assert mine.attention_norm is theirs.attention_norm and mine.attention.qkv.bias is theirs.attention.qkv.bias

@@ -13,12 +13,11 @@ import torch
 from conftest import bits, in_fp8, make_engine, make_state, random_pair, random_prompt, slow
 from torch import nn
 
-from triforce import attention, model
-from triforce.float8 import ScaledLinear
-from triforce.model import Linear, ModelConfig, RMSNorm, Transformer, gated
-from triforce.packed import PackedPrefix
+from triforce import attention
+from triforce.cpu import Linear, PackedPrefix, RMSNorm, SiLU, adapt, pack_weights, row_unit
+from triforce.fp8 import ScaledLinear
+from triforce.model import ModelConfig, Transformer
 from triforce.plan import AUTOREGRESSION
-from triforce.rows import row_unit
 
 ROWS = (4, 8, 12, 16, 36, 64)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -53,7 +52,7 @@ def same(y: torch.Tensor, dim: int = 2) -> bool:
 def test_the_gate(ffn_dim, dtype):
     for rows in ROWS:
         gate, up = rows_of(1, 2 * ffn_dim, rows=rows, dtype=dtype).chunk(2, -1)
-        y = gated(gate, up)
+        y = SiLU()(gate) * up
         assert same(y, 1)
         torch.testing.assert_close(y, nn.functional.silu(gate) * up)
 
@@ -75,7 +74,9 @@ def test_products(sizes, dtype, threads):
 @pytest.mark.parametrize("shape", [(2048,), (9, 64), (3, 80), (32, 128)])
 def test_norms(shape, dtype):
     """Of whole rows, and of each head in a row."""
-    norm = RMSNorm(shape[-1], 1e-6).to(dtype)
+    norm = nn.RMSNorm(shape[-1], 1e-6).to(dtype)
+    adapt(norm)
+    assert type(norm) is RMSNorm
     nn.init.uniform_(norm.weight)
     for rows in ROWS:
         x = rows_of(1, math.prod(shape), rows=rows, dtype=dtype).unflatten(-1, shape)
@@ -124,7 +125,7 @@ def test_logits_with_speculation_on_and_off(config):
 def test_four_rows_give_the_bits_of_more(batch, pack):
     """Steps of 4, 8, 12 and 16 rows, in turns and one kind alone, over a prefix that is packed or not."""
     target, _ = random_pair(std=0.2)
-    target.pack(8)
+    pack_weights(target, 8)
     prompts = [random_prompt((4200 if pack else 300) + 9 * row, seed=row) for row in range(batch)]
     state = make_state(target, None, prompts, block_size=16, gamma=15, retrieval=False, ngram=True, capacity=5120,
                        pack=pack, flush_interval=64, keep_logits=True)
@@ -173,7 +174,7 @@ def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
 
     for size in (target.config.vocab_size, 2 * target.config.ffn_dim, len(target.layers[0].attention.qkv.weight)):
         looked_at(Linear, "forward", product(size))
-    masked, norm, scaled = attention.masked, RMSNorm.forward, ScaledLinear.forward
+    masked, norm, scaled, silu = attention.masked, RMSNorm.forward, ScaledLinear.forward, SiLU.forward
     rows = lambda q, *_, **more: q.shape[2]  # noqa: E731
     for name in ("partial", "masked"):
         looked_at(attention, name, unevenly(getattr(attention, name), rows))
@@ -181,13 +182,13 @@ def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
         masked(q, *args) if len(args) == 4 else unevenly(masked, rows)(q, *args)))
     looked_at(PackedPrefix, "partial", unevenly(PackedPrefix.partial, lambda _, q: q.shape[2]))
     looked_at(RMSNorm, "forward", lambda self, x: norm(self, x) * (1 + 1e-3 * x.shape[1]))
-    looked_at(model, "gated", lambda gate, up: gated(gate, up) * gate.shape[1])
-    looked_at(model, "gated", lambda gate, up: gated(gate, up) * (gate.shape[1] in (8, 12)), block=16)  # between
+    looked_at(SiLU, "forward", lambda self, x: silu(self, x) * x.shape[1])
+    looked_at(SiLU, "forward", lambda self, x: silu(self, x) * (x.shape[1] in (8, 12)), block=16)  # between
     mixed = in_fp8(target, "layers.0.mlp.down")
     looked_at(ScaledLinear, "forward", lambda self, x: scaled(self, x) * (
         x.shape[1] if self is mixed.layers[1].mlp.down else 1), mixed)
 
-    monkeypatch.setattr(model, "gated", lambda gate, up: gated(gate, up) * gate.shape[1])
+    monkeypatch.setattr(SiLU, "forward", lambda self, x: silu(self, x) * x.shape[1])
     engine, seen = make_engine(target, draft, gamma=2, budget=64, flush_interval=16, chunk_size=4), set()
     target.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
     engine.generate(random_prompt(60), 12, temperature=0.0, speculate=False)

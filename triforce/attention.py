@@ -19,6 +19,7 @@ TILE = 128  # rows that cuDNN's kernel takes at a time
 HALF = TILE // 2  # of which it computes less: of many KV heads that counts
 FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
 AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and a softmax, one after the other
+FEW_ELEMENTS = 2**18  # of heads: for more, a GPU spends its time on reading and writing them
 FEW_ROWS = 512  # of a state. More are a prefill's: joined at once, its states would take three times their memory again
 PLANNED = 2**30  # scores (rows times keys) of a layer, from which on a plan of cuDNN's pays that is used once
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
@@ -488,3 +489,44 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return (a @ b).to(dtype)
     out = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
     return out.unflatten(0, a.shape[:2])
+
+
+def heads_side_by_side(out: Tensor, n_head: int, dtype: torch.dtype) -> Tensor:
+    """[B, K, G * M, D] or [B, H, M, D] -> [B, M, H * D], contiguous, as the projection of a layer takes it."""
+    y = out.unflatten(2, (n_head // out.shape[1], -1)).permute(0, 3, 1, 2, 4)  # [B, M, K, G, D]; or H, 1 for K, G
+    if is_compiling() and y.dtype == dtype:  # or else `to` is nothing, and y may lie in another order
+        y = y.clone(memory_format=torch.contiguous_format)
+    return y.to(dtype, memory_format=torch.contiguous_format).flatten(2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """Turns x [..., D] by the angles of `RotaryEmbedding`: j and j + D / 2 are a pair. Checkpoints have most heads in
+    this order; the others are put in it when they are read (see `hf/places.py`).
+
+    Args:
+        out: where to, of the shape and dtype of x. None: a new tensor.
+    """
+    if x.is_cuda and not is_compiling():
+        if out is None and x.numel() <= FEW_ELEMENTS:
+            return _in_five_kernels(x, cos, sin)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        return _in_three_kernels(x, cos, sin, out)
+    y = (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _in_five_kernels(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` with the same bits. For few elements that is faster than three kernels that convert."""
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    first, second = wide.chunk(2, -1)
+    return torch.addcmul(wide * cos, torch.cat([second, first], -1), sin).to(x.dtype)
+
+
+def _in_three_kernels(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    """`rotate` with less than half of its traffic: 0.37 ms instead of 0.79 for 8,192 rows of 32 heads on an H100."""
+    own, (first, second) = x * cos, x.chunk(2, -1)
+    assert own.shape == out.shape, (own.shape, out.shape)
+    parts = zip(own.chunk(2, -1), (second, first), sin.chunk(2, -1), out.chunk(2, -1), strict=True)
+    for mine, other, share, place in parts:
+        torch.addcmul(mine, other, share, out=place)
+    return out

@@ -22,6 +22,7 @@ import torch
 
 from . import memory
 from .config import Placement, Settings
+from .cpu import packs, row_unit
 from .errors import UserError
 from .graphs import Compiler
 from .kv.blocks import prefill_blocks
@@ -29,11 +30,9 @@ from .kv.offload import Offload
 from .kv.prefix import PrefixStore
 from .kv.target import TargetCache
 from .model import Transformer
-from .packed import packs
 from .parallel import agreed, together
 from .prefix import Keeping, Prefix, check_room, common_length
 from .prefix_file import PrefixReader
-from .rows import row_unit
 from .state import State
 
 if TYPE_CHECKING:
@@ -437,7 +436,7 @@ class Caches:
         return Compiler(self.device, recorder=recorder, compiles=compiles is True)
 
     def _row_unit(self, *size: int) -> int:
-        """See `rows.row_unit`. size: sequences of a batch, and rows of each."""
+        """See `cpu.row_unit`. size: sequences of a batch, and rows of each."""
         if size not in self._row_units:
             self._row_units[size] = row_unit(self.target, *size, self.placement.compile is not False)
         return self._row_units[size]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 512  # of a block with leaves, or of a tree
 QUERIES = 64  # of a KV head, that a GPU's attention takes at a time; and rows that weights are read once for
-CPU_ROWS = 4  # a CPU gives a row the same bits in blocks of any multiple of so many rows, see rows.py
+CPU_ROWS = 4  # a CPU gives a row the same bits in blocks of any multiple of so many rows, see cpu.py
 TREE_ROWS = 8  # of a tree, for each row that a step which grows it drafts after
 RULES = ("rejection", "coupled")  # how drafted tokens are checked
 MEMORIES = ("streaming", "snapkv", "full")  # what a draft model keeps

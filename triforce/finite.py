@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .errors import UserError
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
-from .model import Embedding, Transformer
+from .model import Transformer
 
 OUTPUTS = 64  # positions whose logits are computed at a time
 
@@ -96,7 +96,7 @@ class Watch:
 
     def _has_bad_weights(self, part: nn.Module, given: Tensor) -> bool:
         """Packed weights cannot be read, but nothing else makes zeros into what is not finite."""
-        if isinstance(part, Embedding):
+        if isinstance(part, nn.Embedding):
             return True
         if self.model.group is not None:
             return False

@@ -85,7 +85,7 @@ class Hierarchy:
             one that all rows share.
         sources: what drafts at the bottom, by name.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
-        row_unit: of the full level, see `rows.py`.
+        row_unit: of the full level, see `cpu.row_unit`.
     """
 
     def __init__(self, target: Transformer, cache: TargetCache, tape: Tape, settings: Settings, *, budget: int,

@@ -8,15 +8,16 @@ import torch
 
 from . import memory, warm_up
 from .config import Placement, Settings, split, takes
+from .cpu import pack_weights
 from .engine import Engine, log
 from .errors import UserError
+from .fp8 import check_copy, copy_bytes, fp8_copy
 from .hf import checkpoint as ckpt
 from .hf.folders import find_draft, resolve
 from .hf.tokenizer import Tokenizer
 from .host import check_process, own_settings
 from .model import ModelConfig
-from .parallel import Group, shard_config, subgroup, together
-from .quantize import check_fp8, fp8_bytes, fp8_copy
+from .parallel import Group, shard_config, share, subgroup, together
 from .streams import ComputeStream
 
 
@@ -58,8 +59,8 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         draft_config = check_draft_ranks(place.draft_ranks, group, draft_config)
     parts = list(memory.weight_parts(local, draft_config, dtype))
     if place.draft_dtype:
-        check_fp8(config, device)
-        parts.append(memory.Part("fp8 copy for drafting", fp8_bytes(local), ("no --draft-dtype",)))
+        check_copy(config, device)
+        parts.append(memory.Part("fp8 copy for drafting", copy_bytes(local), ("no --draft-dtype",)))
     with together(group) as do:  # one GPU may have less memory free than another
         do(lambda: memory.check(parts, device))
     stream = ComputeStream(device)
@@ -84,8 +85,9 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         if place.compile is False:
             for model in (target, draft):
                 if model is not None:
-                    model.pack(resolved.block_size)
-        engine = Engine(target, tokenizer, draft, drafting=fp8_copy(target) if place.draft_dtype else None,
+                    pack_weights(model, resolved.block_size)
+        drafting = share(fp8_copy(target), group) if place.draft_dtype else None
+        engine = Engine(target, tokenizer, draft, drafting=drafting,
                         settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder,
                         compute_stream=stream, defaults=ckpt.generation_defaults(folder))
     engine.caches.warming = warming

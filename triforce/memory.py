@@ -13,7 +13,7 @@ import torch
 from . import free_memory, nucleus
 from .config import Placement, Settings
 from .errors import UserError
-from .float8 import LAYERS, work_bytes
+from .fp8 import LAYERS, linear_shape, work_bytes
 from .graphs import SPARE, Compiler, unreserved
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
@@ -144,9 +144,9 @@ def _float8_bytes(config: ModelConfig, chunk: int, block: int, itemsize: int) ->
     """What layers in fp8 hold besides, one at a time."""
     if config.float8 is None:
         return 0
-    sizes = [work_bytes(config.linear_shape(layer), chunk, itemsize) for layer in LAYERS]
+    sizes = [work_bytes(linear_shape(config, layer), chunk, itemsize) for layer in LAYERS]
     if config.float8.holds("output"):
-        sizes.append(work_bytes(config.linear_shape("output"), block, itemsize))
+        sizes.append(work_bytes(linear_shape(config, "output"), block, itemsize))
     return max(sizes)
 
 

@@ -1,9 +1,11 @@
 """The Llama family in one file: Llama, Mistral, Qwen2.5 and 3, Phi-3 and 4, GLM-4, and what shares their config.json.
 
-The model knows nothing of caches: a layer gives its unrotated queries, keys and values to `kv.write`, has the cache
-read by `kv.read`, and joins what both saw. It knows nothing of sampling either.
+Read it from the top to the bottom: configuration, rotary embedding, attention, MLP, block, model. The model knows
+nothing of caches: a layer gives its unrotated queries, keys and values to `kv.write`, has the cache read by `kv.read`,
+and joins what both saw. It knows nothing of sampling either. What only a CPU needs, or weights in fp8, or several
+ranks, is put in from `cpu.py`, `fp8.py` and `parallel.py`.
 
-Shapes: B batch, M rows of a block (new tokens), H query heads, K KV heads, D head_dim, V vocabulary.
+Shapes: B batch, M rows of a block (new tokens), H query heads, K KV heads, D head_dim, F ffn_dim, V vocabulary.
 """
 
 import math
@@ -11,15 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from . import attention
-from .float8 import FP8, LAYERS, MADE, Float8, ScaledLinear
-from .packed import in_few_shapes, multiply, pack, packs
-
-SHARE = 32768  # elements: a CPU's loop shares no fewer out to several threads
-FEW = 2**18  # elements of heads: for more, a GPU spends its time on reading and writing them
+from . import attention, cpu, fp8
+from .fp8 import FP8, Float8
 
 
 @dataclass(frozen=True)
@@ -97,24 +94,7 @@ class ModelConfig:
         without fp8; None: as it is."""
         if weights == "wide":
             return replace(self, float8=None)
-        return self if weights is None or self.float8 is not None else replace(self, float8=MADE)
-
-    def linear_shape(self, layer: str) -> tuple[int, int]:
-        """Rows and columns of a block's linear layer, or of `output`."""
-        q, kv = self.n_head * self.head_dim, self.n_kv_head * self.head_dim
-        return {"attention.qkv": (q + 2 * kv, self.dim), "attention.out": (self.dim, q),
-                "mlp.gate_up": (2 * self.ffn_dim, self.dim), "mlp.down": (self.dim, self.ffn_dim),
-                "output": (self.vocab_rows, self.dim)}[layer]
-
-    def scale_unit(self, layer: str, shards: int = 1) -> tuple[int, int]:
-        """Rows and columns of a linear layer in fp8 that share a scale: as many as in the checkpoint, or fewer where a
-        block of these would be cut, by the parts that a layer is made of or by the shares of so many ranks."""
-        q, kv, ffn = (size // shards for size in (self.n_head * self.head_dim, self.n_kv_head * self.head_dim,
-                                                  self.ffn_dim))
-        as_stored = self.rotary_dim == self.head_dim and not self.rotary_interleaved
-        cuts = {"attention.qkv": (math.gcd(q, kv) if as_stored else 1, self.dim), "attention.out": (self.dim, q),
-                "mlp.gate_up": (ffn, self.dim), "mlp.down": (self.dim, ffn), "output": (1, self.dim)}
-        return self.float8.unit(*cuts[layer])
+        return self if weights is None or self.float8 is not None else replace(self, float8=fp8.MADE)
 
     @property
     def query_group(self) -> int:
@@ -216,132 +196,19 @@ def _both_halves(config: ModelConfig) -> Tensor:
     return torch.cat([-inv_freq, inv_freq])
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """Turns x [..., D] by the angles of `RotaryEmbedding`: j and j + D / 2 are a pair. Checkpoints have most heads in
-    this order; the others are put in it when they are read (see `hf/places.py`).
-
-    Args:
-        out: where to, of the shape and dtype of x. None: a new tensor.
-    """
-    if x.is_cuda and not is_compiling():
-        if out is None and x.numel() <= FEW:
-            return _in_five_kernels(x, cos, sin)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        return _in_three_kernels(x, cos, sin, out)
-    y = (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
-    return y if out is None else out.copy_(y)
-
-
-def _in_five_kernels(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` with the same bits. For few elements that is faster than three kernels that convert."""
-    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-    first, second = wide.chunk(2, -1)
-    return torch.addcmul(wide * cos, torch.cat([second, first], -1), sin).to(x.dtype)
-
-
-def _in_three_kernels(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """`rotate` with less than half of its traffic: 0.37 ms instead of 0.79 for 8,192 rows of 32 heads on an H100."""
-    own, (first, second) = x * cos, x.chunk(2, -1)
-    assert own.shape == out.shape, (own.shape, out.shape)
-    parts = zip(own.chunk(2, -1), (second, first), sin.chunk(2, -1), out.chunk(2, -1), strict=True)
-    for mine, other, share, place in parts:
-        torch.addcmul(mine, other, share, out=place)
-    return out
-
-
 def eager(function):
     """Instead of a compiler: the function as it is."""
     return function
 
 
-class RMSNorm(nn.Module):
-    """x [B, M, ..., dim] -> the same, scaled to a root mean square of 1 and then by a weight. M are rows of a block."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-        # Plain tensors on the CPU: buffers would move with the weights.
-        self.constants = torch.tensor([0.0, (eps * dim) ** 0.5], device="cpu").unbind()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[1] <= 64:
-            # The same in four operations. PyTorch has no fused one for the CPU, and a step of few rows of a small
-            # model takes as long as its number of operations.
-            zero, least = self.constants
-            length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least)
-            return torch.addcmul(zero, x, self.weight, value=x.shape[-1] ** 0.5) / length
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class Linear(nn.Linear):
-    """nn.Linear that can give up its weight for oneDNN's packed form: 2 to 4 times faster on few rows on a CPU."""
-
-    PACK_FROM = 2**17  # elements; below, the fixed cost of a oneDNN call is more than it saves
-    packed: Tensor | None = None
-
-    def pack(self, rows: int) -> None:
-        """Packs for blocks of about `rows` rows; other sizes work too. A weight that nobody shares is freed."""
-        self.packed = pack(self.weight.detach(), rows)
-        self.weight = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
-            return super().forward(x)
-        if self.packed is None:
-            return in_few_shapes(super().forward, x)
-        return in_few_shapes(lambda rows: multiply(rows, self.packed, self.bias), x)
-
-
-class Embedding(nn.Embedding):
-    """Token ids to vectors. With a group, each rank knows its share of the words, and the sum over all is taken."""
-
-    group = None
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # where PyTorch would import its compiler for that, which takes seconds
-            super().reset_parameters()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        if self.group is None:
-            return super().forward(tokens)
-        rows = self.weight.shape[0]
-        mine = tokens - self.group.rank * rows
-        held = (mine >= 0) & (mine < rows)
-        return self.group.all_reduce(super().forward(mine.clamp(0, rows - 1)) * held[..., None])
-
-
-class Gathered:
-    """Of an output layer: hidden states to logits of the whole vocabulary, [B, M, dim] -> [B, M, V]."""
-
-    group, vocab_size = None, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x)
-        if self.group is None:
-            return logits
-        parts = self.group.all_gather(logits[None].contiguous())  # [ranks, B, M, vocab_rows]
-        return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]
-
-
-class Output(Gathered, Linear):
-    pass
-
-
-class ScaledOutput(Gathered, ScaledLinear):
-    pass
-
-
 class Attention(nn.Module):
-    group = None
-
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
-        self.qkv = Linear(config.dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim, config.qkv_bias)
-        self.out = Linear(config.n_head * config.head_dim, config.dim, config.out_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.qkv = nn.Linear(config.dim, (config.n_head + 2 * config.n_kv_head) * config.head_dim, config.qkv_bias)
+        self.out = nn.Linear(config.n_head * config.head_dim, config.dim, config.out_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def project(self, x: Tensor) -> Tensor:
         """[B, M, dim] -> unrotated queries, keys and values [B, H + 2K, M, D]."""
@@ -352,57 +219,36 @@ class Attention(nn.Module):
         return heads.transpose(1, 2)
 
     def output(self, states: list[attention.State], dtype: torch.dtype) -> Tensor:
-        """States over disjoint keys, [B, K, G * M, D] or [B, H, M, D] each, or one of parts -> [B, M, dim]."""
-        y = attention.join(states)
-        y = y.unflatten(2, (self.n_head // y.shape[1], -1)).permute(0, 3, 1, 2, 4)  # [B, M, K, G, D]; or H, 1 for K, G
-        if is_compiling() and y.dtype == dtype:  # or else `to` is nothing, and y may lie in another order
-            y = y.clone(memory_format=torch.contiguous_format)
-        y = self.out(y.to(dtype, memory_format=torch.contiguous_format).flatten(2))
-        return y if self.group is None else self.group.all_reduce(y)
-
-
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, [B, M, F]. On a CPU a few whole rows at a time: PyTorch shares what is larger out to threads in
-    mid-row, and rounds the ends of a share in another way, so that a row's bits would depend on its place."""
-    rows = max(SHARE // gate.shape[-1], 1)
-    if gate.device.type != "cpu" or gate.shape[0] * gate.shape[1] <= rows:
-        return F.silu(gate) * up
-    return torch.cat([F.silu(part) for part in gate.flatten(0, 1).split(rows)]).view(up.shape) * up
+        """States over disjoint keys, see `attention.join` -> [B, M, dim]."""
+        return self.out(attention.heads_side_by_side(attention.join(states), self.n_head, dtype))
 
 
 class MLP(nn.Module):
-    group = None
-
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_up = Linear(config.dim, 2 * config.ffn_dim, config.mlp_bias)
-        self.down = Linear(config.ffn_dim, config.dim, config.mlp_bias)
+        self.gate_up = nn.Linear(config.dim, 2 * config.ffn_dim, config.mlp_bias)
+        self.silu = nn.SiLU()
+        self.down = nn.Linear(config.ffn_dim, config.dim, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y = self.down(gated(gate, up))
-        return y if self.group is None else self.group.all_reduce(y)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [B, M, F] each
+        return self.down(self.silu(gate) * up)
 
 
 class Block(nn.Module):
-    kind = "Block"  # layers of one kind are compiled as one
+    """One layer. What stands before and after the reading of the cache is compiled, where that is wanted."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.attention = Attention(config)
         self.mlp = MLP(config)
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.mlp_norm = nn.RMSNorm(config.dim, config.norm_eps)
 
     def forward(self, x: Tensor, kv, compiled=eager) -> Tensor:
         """x [B, M, dim] -> [B, M, dim]. kv: this layer's part of a block of some cache."""
         q, states = compiled(Block.before)(self, x, kv)
         return compiled(Block.after)(self, x, states + kv.read(q))
-
-    def cache(self, x: Tensor, kv) -> None:
-        """Of `forward`, what leaves its trace in the cache of a prefill."""
-        q, _ = self.before(x, kv)
-        kv.close(q)
 
     def before(self, x: Tensor, kv) -> tuple[Tensor, list]:
         """Up to the attention over what lies in the cache already."""
@@ -420,85 +266,22 @@ class Transformer(nn.Module):
     the function, compiled or as it is.
     """
 
+    group = None  # the ranks that share the model, see parallel.py
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.rope = RotaryEmbedding(config)
-        self.embedding = Embedding(config.vocab_rows, config.dim)
+        # With a weight of its own, PyTorch makes no random numbers: on the meta device it would import its compiler.
+        self.embedding = nn.Embedding(config.vocab_rows, config.dim,
+                                      _weight=torch.empty(config.vocab_rows, config.dim))
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = Output(config.dim, config.vocab_rows, bias=False)
-        self.group = None
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_rows, bias=False)
         if config.tie_word_embeddings:
             self.output.weight = self.embedding.weight
         if config.float8 is not None:
-            self._scale()
-
-    def _scale(self) -> None:
-        """Puts layers in fp8 in the place of those that are."""
-        config = self.config
-        for i, layer in enumerate(self.layers):
-            for name in filter(lambda name: config.float8.holds(f"layers.{i}.{name}"), LAYERS):
-                (owner, _, attribute), (rows, columns) = name.partition("."), config.linear_shape(name)
-                bias = layer.get_submodule(name).bias is not None
-                setattr(layer.get_submodule(owner), attribute,
-                        ScaledLinear(columns, rows, bias, config.scale_unit(name)))
-                layer.kind += f" {name}"
-        if config.float8.holds("output"):
-            rows, columns = config.linear_shape("output")
-            self.output = ScaledOutput(columns, rows, False, config.scale_unit("output"))
-
-    @property
-    def device(self) -> torch.device:
-        return self.norm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
-
-    @property
-    def dtype_name(self) -> str:
-        """For people."""
-        return str(self.dtype).removeprefix("torch.") + ("" if self.config.float8 is None else " with weights in fp8")
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of what a step reads."""
-        named = (*self.named_parameters(), *self.named_buffers())
-        held = {id(x): x.nbytes for name, x in named if not name.startswith("rope.")}
-        shared = self.output if self.config.tie_word_embeddings else None
-        packed = [x for x in self.modules() if isinstance(x, Linear) and x.packed is not None and x is not shared]
-        return sum(held.values()) + sum(x.in_features * x.out_features for x in packed) * self.dtype.itemsize
-
-    @torch.no_grad()
-    def widen(self) -> "Transformer":
-        """Without fp8: layers that are in it are widened for good, one after the other."""
-        for name in [name for name, module in self.named_modules() if isinstance(module, ScaledLinear)]:
-            scaled, (owner, _, attribute) = self.get_submodule(name), name.rpartition(".")
-            with torch.device("meta"):
-                linear = (Output if name == "output" else Linear)(1, 1, False)
-            linear.out_features, linear.in_features = scaled.weight.shape
-            linear.weight, linear.bias = nn.Parameter(scaled.widened(self.dtype), requires_grad=False), scaled.bias
-            setattr(self.get_submodule(owner), attribute, linear)
-        for layer in self.layers:
-            layer.kind = Block.kind
-        self.config = replace(self.config, float8=None)
-        return self
-
-    def join(self, group) -> "Transformer":
-        """Makes this model, whose config is one rank's, a part of the whole. group: see `parallel.Group`."""
-        self.group, self.output.vocab_size = group, self.config.vocab_size
-        for module in self.modules():
-            if isinstance(module, (Attention, MLP, Embedding, Gathered)):
-                module.group = group
-        return self
-
-    def pack(self, rows: int) -> None:
-        """Packs every linear layer where that is possible and pays: float32 on a CPU with oneDNN."""
-        if packs(self.device, self.dtype):
-            for module in self.modules():
-                if isinstance(module, Linear) and module.weight.numel() >= Linear.PACK_FROM:
-                    module.pack(rows)
+            fp8.put_in(self)
 
     def forward(self, tokens: Tensor, kv) -> Tensor:
         """tokens [B, M] -> hidden states [B, M, dim], normalised, ready for `output`."""
@@ -528,13 +311,33 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             for start, stop, kv in blocks:
                 if cache_only and i == len(self.layers) - 1:
-                    layer.cache(x[:, start:stop], kv.layer(i))
+                    part = kv.layer(i)
+                    part.close(layer.before(x[:, start:stop], part)[0])
                 else:
                     x[:, start:stop] = layer(x[:, start:stop], kv.layer(i))
                 done += stop * stop - start * start
                 if on_progress is not None:
                     on_progress(done / work)
         return None if cache_only else self.norm(x)
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """For people."""
+        return str(self.dtype).removeprefix("torch.") + ("" if self.config.float8 is None else " with weights in fp8")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of what a step reads."""
+        held = {id(x): x.nbytes for name, x in (*self.named_parameters(), *self.named_buffers()) if name[:5] != "rope."}
+        return sum(held.values()) + sum(getattr(module, "packed_bytes", 0) for module in self.modules())
 
     @classmethod
     def empty(cls, config: ModelConfig, device, dtype: torch.dtype) -> "Transformer":
@@ -543,14 +346,15 @@ class Transformer(nn.Module):
             model = cls(config)
         for name, parameter in list(model.named_parameters()):  # a tied weight is listed once
             owner, _, attribute = name.rpartition(".")
-            owner, kept = model.get_submodule(owner), attribute == "scale" or parameter.dtype == FP8
-            data = torch.empty(parameter.shape, dtype=parameter.dtype if kept else dtype, device=device)
-            setattr(owner, attribute, nn.Parameter(data, requires_grad=False))
-            if attribute == "scale":
-                owner.one = torch.ones((), device=device)
+            as_it_is = attribute == "scale" or parameter.dtype == FP8
+            data = torch.empty(parameter.shape, dtype=parameter.dtype if as_it_is else dtype, device=device)
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(data, requires_grad=False))
         if config.tie_word_embeddings:
             model.output.weight = model.embedding.weight
         model.rope.to(device)
+        fp8.place(model, device)
+        if torch.device(device).type == "cpu":
+            cpu.adapt(model)
         return model.eval()
 
     @classmethod

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from .errors import UserError
@@ -207,6 +207,37 @@ def read_first(group: Group | None, read: Callable):
     raises there, every rank does."""
     with together(group) as do:
         return do(lambda: read() if group is None or group.rank == 0 else None)[0]
+
+
+class ShardedEmbedding(nn.Embedding):
+    """Each rank knows its share of the words, and the sum over all is taken."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        mine = tokens - self.group.rank * rows
+        held = (mine >= 0) & (mine < rows)
+        return self.group.all_reduce(super().forward(mine.clamp(0, rows - 1)) * held[..., None])
+
+
+def share(model: nn.Module, group: Group | None) -> nn.Module:
+    """The blocks of a model, whose config is one rank's, add up what all ranks have. None: there is one rank."""
+    model.group = group
+    for layer in model.layers if group is not None else ():
+        for last in (layer.attention.out, layer.mlp.down):
+            last.register_forward_hook(lambda module, given, y: group.all_reduce(y))
+    return model
+
+
+def join(model: nn.Module, group: Group) -> nn.Module:
+    """Makes a model, whose config is one rank's, a part of the whole."""
+    def whole_vocabulary(module: nn.Module, given: tuple, logits: Tensor) -> Tensor:
+        parts = group.all_gather(logits[None].contiguous())  # [ranks, B, M, vocab_rows]
+        return parts.permute(1, 2, 0, 3).flatten(2)[..., : model.config.vocab_size]
+
+    model.embedding.__class__ = ShardedEmbedding
+    model.embedding.group = group
+    model.output.register_forward_hook(whole_vocabulary)
+    return share(model, group)
 
 
 def leave() -> None:

@@ -11,7 +11,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
 class Padding(NamedTuple):
     """Which steps of the target have more rows than they need, for the sake of bits: all, or on a CPU a multiple of
-    four (see rows.py).
+    four (see cpu.py).
 
     The bits of greedy output are promised for padded steps of the full level. Others follow the same law and may be
     faster.

@@ -101,7 +101,7 @@ class Speculator(Drafter):
         level: keys the noise.
         drafters: those that may propose to this level, by name. All hear what is committed.
         keep_queries: keep each layer's queries for retrieval.
-        row_unit: see `rows.py`. None: padded steps have all rows.
+        row_unit: see `cpu.row_unit`. None: padded steps have all rows.
     """
 
     settled_count = False

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from .config import Settings
+from .cpu import packs
 from .drafting.ngram import NgramMeter
 from .finite import NotFinite
 from .graphs import Compiler
@@ -21,7 +22,6 @@ from .kv.prefix import PrefixStore
 from .kv.target import TargetCache
 from .model import Transformer
 from .nodes import Nodes
-from .packed import packs
 from .pilot import Pilot
 from .plan import Padding, Plan
 from .tape import Tape
@@ -42,12 +42,12 @@ class State:
         compiler: makes the levels' compilers.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
         num_resident_layers: so many layers of the prefix stay on the device, the others in host memory. None: all.
-        pack: keep the prompt's prefix in the CPU's own layout as well; see packed.py.
+        pack: keep the prompt's prefix in the CPU's own layout as well; see cpu.py.
         shared: the prefix that all rows have in common: their prompts begin with its tokens.
         meter: of what they share, see `Pilot`.
         draft_ranks: of the target's group, those that hold the draft; draft is None on the others. None: all of them.
         shelf: what earlier texts showed, see `Pilot`. None: nothing.
-        row_unit: of padded steps of the full level, see `rows.py`. None: they have all rows.
+        row_unit: of padded steps of the full level, see `cpu.row_unit`. None: they have all rows.
         runs_on: the device that it is meant for, if it is not the one that the target is on: to plan its memory, it is
             built on the meta device.
     """

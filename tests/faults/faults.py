@@ -232,7 +232,7 @@ FAULTS = [
           cond("key", False), "model"),
     Fault("key-norm", "model:Attention.project", "keys are not normalised",
           arg("cat", 0, "[self.q_norm(q), k, v]"), "checkpoint -k 'test_parity and Qwen3'"),
-    Fault("packed-bias", "model:Linear.forward", "packed layers lose their biases", arg("multiply", 2, "None"),
+    Fault("packed-bias", "cpu:Linear.forward", "packed layers lose their biases", arg("multiply", 2, "None"),
           "packed"),
     Fault("embedding-shares", "model:Embedding.forward", "ranks look words up in the wrong rows", op("*", "+"),
           "places"),

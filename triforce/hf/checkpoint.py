@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import UserError
-from ..float8 import FP8, has_nan
+from ..fp8 import FP8, has_nan, widen
 from ..model import ModelConfig, Transformer
-from ..parallel import Group, shard_config
+from ..parallel import Group, join, shard_config
 from ..streams import like_this_thread
 from .config import config_from_hf
 from .files import (
@@ -197,8 +197,8 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     if missing:
         raise UserError(f"{len(missing)} of {len(table)} tensors are missing from {folder} ({files[0].name} and its "
                         f"shards), the first is {next(iter(missing))}; download it again")
-    model = model.widen() if weights == "wide" else model
-    return model if group is None else model.join(group)
+    model = widen(model) if weights == "wide" else model
+    return model if group is None else join(model, group)
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from ..errors import UserError
-from ..float8 import Float8
+from ..fp8 import Float8
 from ..model import ModelConfig, RopeScaling
 from .files import FLAG, REQUIRED, TEXT, Fields, guarded, number, several, shown, whole
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..float8 import FP8, LAYERS, Float8, quantize
+from ..fp8 import FP8, LAYERS, Float8, quantize, scale_unit
 from ..model import ModelConfig, Transformer
-from ..parallel import Group, shard_config
+from ..parallel import Group, join, shard_config
 
 FUSED = {fused: parts for fused, parts in LAYERS.values() if len(parts) > 1}  # what Phi-3 and GLM store as one
 SCALE = ".scale"  # ends our name of a weight's scales
@@ -69,11 +69,11 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
             if bias:
                 table[f"{theirs}{hf_name}.bias"] = Place(f"{ours}{name}.bias", start, (rows,), ordered)
             if config.float8 is not None and config.float8.holds(ours + name):
-                unit = config.scale_unit(name, shards)
+                unit = scale_unit(config, name, shards)
                 table[f"{theirs}{hf_name}{SCALE}"] = Place(f"{ours}{name}{SCALE}", start // unit[0],
                                                            (rows // unit[0], columns // unit[1]), ordered, unit)
     if config.float8 is not None and config.float8.holds("output"):
-        unit = config.scale_unit("output", shards)
+        unit = scale_unit(config, "output", shards)
         table["lm_head" + SCALE] = Place("output" + SCALE, 0, (config.vocab_rows, dim // unit[1]), None, unit)
     return table
 
@@ -84,7 +84,7 @@ def scale_of(weight: str) -> str:
 
 
 def rotary_order(config: ModelConfig) -> tuple[int, ...] | None:
-    """Of a head of queries or keys, the dimensions of a checkpoint in the order in which `model.rotate` has them: the
+    """Of a head of queries or keys, the dimensions of a checkpoint in the order that `attention.rotate` wants: the
     two that a pair turns half a head apart, what is not rotated behind each half's. None: as they are."""
     turned = range(config.rotary_dim)
     pairs = [turned[0::2], turned[1::2]] if config.rotary_interleaved else [turned[: len(turned) // 2],
@@ -194,4 +194,4 @@ def shard(model: Transformer, group: Group) -> Transformer:
                 tensor = tensor.repeat_interleave(wanted // size, dim) if wanted > size else tensor
             to = replace(ours[name], order=None)  # it is in order already
             fill(parts[to.parameter], to, cut(name, tensor, to.shape, group))
-    return local.join(group)
+    return join(local, group)

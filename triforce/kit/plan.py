@@ -17,6 +17,7 @@ from .. import cli, memory, request
 from ..caches import MOST_ROWS, VIEWS, needed_tokens, own_tokens, usual_capacity, view_within
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
 from ..errors import UserError
+from ..fp8 import check_copy, copy_bytes
 from ..free_memory import check_answers
 from ..hf.checkpoint import read_config
 from ..hf.folders import find_draft, resolve
@@ -24,7 +25,6 @@ from ..loading import find_dtype
 from ..memory import Part
 from ..model import ModelConfig
 from ..parallel import Group, shard_config
-from ..quantize import check_wide, fp8_bytes
 
 CUDA_ITSELF = Part("CUDA itself, about", 2**29)  # of a card's memory; what a running process finds free is without it
 QUESTION = 64  # tokens that are planned for a question, with what a chat template puts around it
@@ -101,7 +101,7 @@ def need(job: Job, machine: Machine, offload: bool | str) -> Need:
     parts = [] if machine.is_here or device.type != "cuda" else [CUDA_ITSELF]
     parts += memory.weight_parts(target, job.draft, dtype)
     if job.placement.draft_dtype:
-        parts.append(Part("fp8 copy for drafting", fp8_bytes(target), ("no --draft-dtype",)))
+        parts.append(Part("fp8 copy for drafting", copy_bytes(target), ("no --draft-dtype",)))
     free = None if machine.memory is None else machine.memory - sum(part.bytes for part in parts)
     fitting, budget, resident, caches, host = _caches(job, free, dtype, device)
     host = replace(host, bytes=host.bytes * machine.ranks)
@@ -221,7 +221,7 @@ def job_of(args, rows: int | None = None) -> Job:
     placement = replace(placement, device="cpu").resolve()  # a plan's device need not be here
     target = read_config(resolve(args.checkpoint), weights=placement.weights)
     if placement.draft_dtype:
-        check_wide(target)
+        check_copy(target)
     folder = find_draft(args.checkpoint, settings.draft)
     draft = None if folder is None else read_config(folder)
     if (placement.num_resident_layers or 0) > target.n_layer:

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import attention
+from ..attention import rotate
+from ..cpu import MANY_ROWS, MIN_ROWS
 from ..graphs import put
-from ..model import ModelConfig, RotaryEmbedding, eager, rotate
-from ..packed import MANY_ROWS, MIN_ROWS
+from ..model import ModelConfig, RotaryEmbedding, eager
 from . import prefix
 from .offload import Passage
 from .store import Extent, View

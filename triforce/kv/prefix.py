@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import attention
+from ..cpu import MIN_TOKENS, PackedPrefix
 from ..graphs import staged
 from ..model import ModelConfig
-from ..packed import MIN_TOKENS, PackedPrefix
 from .offload import Offload
 from .store import Extent, View
 

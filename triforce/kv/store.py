@@ -99,7 +99,7 @@ class View(Store):
     shared = None  # another store, which all rows of the batch have before their own positions
     base = 0  # tokens that all rows see of `shared`
     streams = None  # what a step over it streams past from host memory
-    packed: list | None = None  # per layer: a second copy of its first tokens in the CPU's own layout; see packed.py
+    packed: list | None = None  # per layer: a second copy of its first tokens in the CPU's own layout; see cpu.py
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, num_layers: int | None = None,
                  storage: list[Tensor] | None = None):

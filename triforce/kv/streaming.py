@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import attention
+from ..attention import rotate
 from ..graphs import put
-from ..model import ModelConfig, RotaryEmbedding, eager, rotate
+from ..model import ModelConfig, RotaryEmbedding, eager
 from .store import Store
 
 

@@ -1,19 +1,20 @@
-"""Weights in fp8: what config.json says of them, layers that keep them, and the products of both kinds.
+"""Weights in fp8: what config.json says of them, the layers that keep them, and how a model gets such layers.
 
-Knows nothing of models or files. A weight is e4m3 times a scale, which a block of rows and columns shares. Where the
-device multiplies in fp8 and a row has one scale, the product is taken in fp8, with activations scaled row by row.
-Elsewhere the weight is widened to the activations' dtype as it is used.
+A weight is e4m3 times a scale, which a block of rows and columns shares. Where the device multiplies in fp8 and a row
+has one scale, the product is taken in fp8, with activations scaled row by row. Elsewhere the weight is widened to the
+activations' dtype as it is used.
 """
 
 import functools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import cpu
 from .errors import UserError
 
 FP8 = torch.float8_e4m3fn
@@ -235,6 +236,92 @@ class ScaledLinear(nn.Module):
         weight = weight.to(dtype)
         weight.view(rows, -1, columns, weight.shape[1] // columns).mul_(scale[:, None, :, None])
         return weight
+
+
+def linear_shape(config, layer: str) -> tuple[int, int]:
+    """Rows and columns of a block's linear layer, or of `output`. config: a `ModelConfig`."""
+    q, kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    return {"attention.qkv": (q + 2 * kv, config.dim), "attention.out": (config.dim, q),
+            "mlp.gate_up": (2 * config.ffn_dim, config.dim), "mlp.down": (config.dim, config.ffn_dim),
+            "output": (config.vocab_rows, config.dim)}[layer]
+
+
+def scale_unit(config, layer: str, shards: int = 1) -> tuple[int, int]:
+    """Rows and columns of a linear layer that share a scale: as many as in the checkpoint, or fewer where a block of
+    these would be cut, by the parts that a layer is made of or by the shares of so many ranks."""
+    q, kv, ffn = (size // shards for size in (config.n_head * config.head_dim, config.n_kv_head * config.head_dim,
+                                              config.ffn_dim))
+    as_stored = config.rotary_dim == config.head_dim and not config.rotary_interleaved
+    cuts = {"attention.qkv": (math.gcd(q, kv) if as_stored else 1, config.dim), "attention.out": (config.dim, q),
+            "mlp.gate_up": (ffn, config.dim), "mlp.down": (config.dim, ffn), "output": (1, config.dim)}
+    return config.float8.unit(*cuts[layer])
+
+
+def put_in(model: nn.Module) -> None:
+    """Puts layers in fp8 in the place of those that are, by the model's config."""
+    config = model.config
+    for name in [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
+        layer = ".".join(name.split(".")[-2:])  # the same in every block
+        if config.float8.holds(name):
+            rows, columns = linear_shape(config, layer)
+            bias = model.get_submodule(name).bias is not None
+            model.set_submodule(name, ScaledLinear(columns, rows, bias, scale_unit(config, layer)))
+
+
+def place(model: nn.Module, device) -> None:
+    """A model's parameters were allocated on a device: the constants of its layers in fp8 are put there, too."""
+    for module in model.modules():
+        if isinstance(module, ScaledLinear):
+            module.one = torch.ones((), device=device)
+
+
+@torch.no_grad()
+def widen(model: nn.Module) -> nn.Module:
+    """Without fp8: layers that are in it are widened for good, one after the other."""
+    for name in [name for name, module in model.named_modules() if isinstance(module, ScaledLinear)]:
+        scaled = model.get_submodule(name)
+        linear = nn.Linear(*reversed(scaled.weight.shape), False, device="meta")
+        linear.weight, linear.bias = nn.Parameter(scaled.widened(model.dtype), requires_grad=False), scaled.bias
+        model.set_submodule(name, linear)
+    model.config = replace(model.config, float8=None)
+    if model.device.type == "cpu":
+        cpu.adapt(model)
+    return model
+
+
+@torch.no_grad()
+def fp8_copy(target: nn.Module) -> nn.Module:
+    """A copy for the retrieval level alone, which only drafts: the linear layers of its blocks are in fp8, and the
+    rest, the output layer too, is the target's own. Ranks still have to share its blocks: see `parallel.share`."""
+    with torch.device("meta"):
+        copy = type(target)(target.config)
+    copy.rope, copy.embedding, copy.norm, copy.output = target.rope, target.embedding, target.norm, target.output
+    for mine, theirs in zip(copy.layers, target.layers, strict=True):
+        mine.attention_norm, mine.mlp_norm = theirs.attention_norm, theirs.mlp_norm
+        mine.attention.q_norm, mine.attention.k_norm = theirs.attention.q_norm, theirs.attention.k_norm
+        for name in LAYERS:
+            mine.set_submodule(name, ScaledLinear.of(theirs.get_submodule(name)))
+    copy.group = target.group
+    return copy.eval()
+
+
+def check_copy(config, device: torch.device | None = None) -> None:
+    """Raises UserError where `fp8_copy` is not to be had: the weights are fp8 already, or the device does not multiply
+    so. device: None: of any that does."""
+    if config.float8 is not None:
+        raise UserError("draft_dtype 'fp8' copies wider weights, and this target's are fp8 already; leave it out")
+    if device is None or multiplies(device):
+        return
+    if device.type != "cuda":
+        raise UserError(f"draft_dtype 'fp8' needs a CUDA GPU, and the model is on {device}; leave it out")
+    major, minor = torch.cuda.get_device_capability(device)
+    raise UserError(f"draft_dtype 'fp8' needs compute capability 8.9 or later, and this GPU has {major}.{minor}; leave "
+                    "it out")
+
+
+def copy_bytes(config) -> int:
+    """Memory of `fp8_copy` beyond the target's own: a byte a weight of the blocks' linear layers."""
+    return config.n_layer * sum(math.prod(linear_shape(config, layer)) for layer in LAYERS)
 
 
 def work_bytes(shape: tuple[int, int], chunk: int, itemsize: int) -> int:

@@ -1,0 +1,193 @@
+"""What only a CPU needs: layers whose rows have the same bits wherever in a block they lie, and oneDNN's packed layout.
+
+Bits: PyTorch's loops on a CPU take whole vectors, and share long tensors out to threads. What is left over is rounded
+in another way, so that a row's bits would depend on its place. The layers here compute rows evenly. How many rows a
+step has matters, too: products of 4, 8, 12, ... rows sum up a row in the same order. That is the way of the libraries
+that multiply, and no promise of theirs, so `row_unit` tries it with the model's own weights.
+
+Packed: oneDNN multiplies few rows by a large matrix 2 to 4 times faster once that is in its own blocked layout. So
+large weights are packed, and the prompt's part of a prefix is kept a second time, packed. PyTorch's fused attention is
+bound by memory for one row of queries and by arithmetic for more. Measured on two cores, 4 heads of 64, 8 layers: 8
+rows over 32,768 tokens 57.6 -> 38.0 ms, 4 rows 44.3 -> 21.9; 1 and 2 rows gain nothing.
+
+Shapes: B batch, M rows of a block, K KV heads, R rows of queries, S keys, D head_dim, F ffn_dim.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import attention
+from .config import CPU_ROWS
+
+SHARE = 32768  # elements: a loop shares no fewer out to several threads
+PACK_FROM = 2**17  # elements of a weight; below, the fixed cost of a oneDNN call is more than it saves
+MIN_TOKENS = 4096  # of a prefix that is packed; below, an attention takes no time
+MIN_ROWS = 3  # of queries over a packed prefix
+MANY_ROWS = 400  # from which on PyTorch's attention is faster: 512 take 68 ms there, and 93 over what is packed
+ANY_ROWS = 64  # of a product: so many, or fewer, come in any number
+PACKED_FOR = 8  # rows; products with fewer or more work too
+KEYS = 200  # of the attention that is tried
+COUNTS = (4, 8, 12, 16, 32)  # rows that are tried beside all of a block
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is a packed layout here."""
+    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def pack(matrix: Tensor, rows: int) -> Tensor:
+    """[N, D], for products with about `rows` rows; other numbers work too."""
+    return torch.ops.mkldnn._reorder_linear_weight(matrix, rows)
+
+
+def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., D] times the transpose of what was packed: [..., N]."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    """Rows come in few numbers: oneDNN makes code for each number and keeps it, 0.2 MB of it."""
+
+    packed: Tensor | None = None
+    packed_bytes = 0  # of weights that nobody shares
+
+    def pack(self, rows: int, is_shared: bool = False) -> None:
+        """Packs the weight, for blocks of about so many rows; other numbers work too."""
+        self.packed = pack(self.weight.detach(), rows)
+        self.packed_bytes = 0 if is_shared else self.weight.nbytes
+        self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, shape = x.flatten(0, -2), x.shape
+        rows = len(x)
+        if rows > ANY_ROWS:
+            unit = ANY_ROWS if rows > 4 * ANY_ROWS else ANY_ROWS // 4
+            x = F.pad(x, (0, 0, 0, -rows % unit))
+        y = super().forward(x) if self.packed is None else multiply(x, self.packed, self.bias)
+        return y[:rows].unflatten(0, shape[:-1])
+
+
+class RMSNorm(nn.RMSNorm):
+    """For few rows in float32 in four operations. PyTorch has no fused one for a CPU, and a step of few rows of a small
+    model takes as long as its number of operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32 or x.shape[1] > 64:
+            return super().forward(x)
+        length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.least)
+        return torch.addcmul(self.zero, x, self.weight, value=x.shape[-1] ** 0.5) / length
+
+
+class SiLU(nn.SiLU):
+    """[B, M, F] -> the same, a few whole rows at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = max(SHARE // x.shape[-1], 1)
+        if x.shape[0] * x.shape[1] <= rows:
+            return F.silu(x)
+        return torch.cat([F.silu(part) for part in x.flatten(0, 1).split(rows)]).view(x.shape)
+
+
+def adapt(model: nn.Module) -> None:
+    """The layers of a model that lies on a CPU become those of this module."""
+    own = {nn.Linear: Linear, nn.RMSNorm: RMSNorm, nn.SiLU: SiLU}
+    for module in model.modules():
+        module.__class__ = own.get(type(module), type(module))
+        if isinstance(module, RMSNorm):
+            dim = module.weight.shape[0]
+            # Plain tensors: buffers would move with the weights.
+            module.zero, module.least = torch.tensor([0.0, (module.eps * dim) ** 0.5], device="cpu").unbind()
+
+
+def pack_weights(model: nn.Module, rows: int) -> None:
+    """Packs every large linear layer, for blocks of about so many rows, where that is possible. A weight that nobody
+    shares is freed."""
+    if not packs(model.device, model.dtype):
+        return
+    for module in model.modules():
+        if isinstance(module, Linear) and module.weight.numel() >= PACK_FROM:
+            module.pack(rows, module.weight is model.embedding.weight)
+
+
+class PackedPrefix:
+    """K and V of one layer and one row of the batch, [K, S, D] float32 each, in oneDNN's layout."""
+
+    def __init__(self, k: Tensor, v: Tensor):
+        self.length = k.shape[1]
+        self.keys = [pack(head.contiguous(), PACKED_FOR) for head in k]  # [S, D] each
+        self.values = [pack(head.t().contiguous(), PACKED_FOR) for head in v]  # [D, S] each
+        self.nbytes = k.nbytes + v.nbytes  # about: what a packed tensor takes is not told
+
+    def partial(self, q: Tensor) -> attention.State:
+        """`attention.partial` of q [1, K, R, D] over all of it."""
+        outs, lses, num_rows = [], [], q.shape[2]
+        q = F.pad(q[0] * q.shape[-1] ** -0.5, (0, 0, 0, max(4 - num_rows, 0)))  # 4 are faster than 3
+        for rows, keys, values in zip(q, self.keys, self.values, strict=True):
+            scores = multiply(rows, keys)  # [R, S]
+            top = scores.amax(-1, keepdim=True)
+            total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+            outs.append(multiply(scores, values).div_(total))
+            lses.append((top + total.log_()).squeeze(-1))
+        return torch.stack(outs)[None, :, :num_rows], torch.stack(lses)[None, :, :num_rows]
+
+
+# -- how many rows a step has ------------------------------------------------------------------------------------------
+
+
+def row_unit(target: nn.Module, batch: int, rows: int, compiled: bool) -> int:
+    """Padded steps have the least multiple of it that is enough, and at most `rows`, for each sequence of a batch.
+
+    On a GPU rows cost next to nothing: all padded steps have all rows.
+
+    Args:
+        compiled: functions of a step are compiled, for all rows.
+    """
+    if target.device.type != "cpu" or target.group is not None or compiled or rows <= CPU_ROWS:
+        return rows
+    return CPU_ROWS if is_even(list(_functions(target, batch, rows)), rows) else rows
+
+
+@torch.inference_mode()
+def is_even(functions: list[tuple], rows: int) -> bool:
+    """Whether the first rows of blocks of `rows` get the same bits in blocks of fewer, by multiples of CPU_ROWS."""
+    return all(torch.equal(function(x.narrow(dim, 0, count).clone()), whole.narrow(out_dim, 0, count))
+               for function, x, dim, out_dim in functions
+               for whole in [function(x)] for count in COUNTS if count < rows)
+
+
+def _functions(target: nn.Module, batch: int, rows: int) -> Iterator[tuple]:
+    """What a step is made of: functions, each of random numbers x, and in which dimension of x and of its result the
+    rows of a block are. In layers of each kind, and in all ways to attend."""
+    config = target.config
+    layers = list({str([type(part) for part in layer.modules()]): layer for layer in target.layers}.values())
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(target.dtype)
+
+    x, heads = random(batch, rows, config.dim), random(batch, config.n_head, rows, config.head_dim)
+    keys, values = (random(1, config.n_kv_head, KEYS, config.head_dim) for _ in range(2))
+    of_all = [partial(attention.partial, k=keys, v=values)]  # over a prefix that the batch shares
+    if packs(target.device, target.dtype):
+        of_all.append(PackedPrefix(keys[0], values[0]).partial)
+
+    def attend(heads: Tensor) -> Tensor:
+        q = attention.fold(heads, config.n_kv_head)  # [B, K, G * M, D]
+        k, v = (one.expand(len(q), -1, -1, -1) for one in (keys, values))
+        over = (q, k, v, torch.zeros(len(q), 1, q.shape[2], KEYS))
+        # Of a tail, of what is ragged in a batch, and of a prefix.
+        states = [attention.masked(*over, True), attention.masked(*over), attention.partial(q, k, v)]
+        return layers[0].attention.output(states + [attention.of_batch(one, q) for one in of_all], target.dtype)
+
+    yield lambda x: target.output(target.norm(x)), x, 1, 1
+    yield attend, heads, 2, 1
+    for layer in layers:
+        yield lambda x, layer=layer: x + layer.mlp(layer.mlp_norm(x)), x, 1, 1
+        yield layer.attention.project, x, 1, 2
