@@ -18,7 +18,7 @@ import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
 
 import triforce
-from triforce import attention, coupled, fp8, graphs, nucleus, sampling, warm_up
+from triforce import attention, coupled, fp8, graphs, sampling, top_p, warm_up
 from triforce.attention import rotate
 from triforce.errors import UserError
 from triforce.fp8 import fp8_copy
@@ -534,18 +534,17 @@ def test_masked_keys_that_are_all_that_rows_see(dtype):
         torch.testing.assert_close(out.double(), expected, atol=5e-3, rtol=1e-2)
 
 
-def test_a_drafts_border_is_nearly_the_exact_one(monkeypatch):
-    """As it is written, and compiled. Of so many words only compiled code looks for it nearly."""
-    monkeypatch.setattr(nucleus, "NEARLY_AS_WRITTEN", nucleus.NEARLY)
+def test_a_drafts_border_is_nearly_the_exact_one():
+    """Uncompiled and compiled. Among DRAFTED words, the nucleus of all."""
     generator = torch.Generator().manual_seed(0)
     law = (4 * torch.randn(1, 4, 32_000, generator=generator)).softmax(-1).cuda()
-    top_p = torch.tensor([0.9], device="cuda")
+    mass = torch.tensor([0.9], device="cuda")
     for top_k in (torch.tensor([0], device="cuda"), torch.tensor([20], device="cuda")):
-        exact = nucleus.smallest_kept(law, top_k, top_p)
+        exact = top_p.smallest_kept(law, top_k, mass)
         torch._dynamo.reset()
-        for call in (nucleus.nearly_kept, torch.compile(nucleus.nearly_kept, dynamic=False, options=OPTIONS)):
-            near = call(law, top_k, top_p)
-            assert (near <= exact * 1.0001).all() and (near >= 0.85 * exact).all()
+        for call in (top_p.smallest_kept, torch.compile(top_p.smallest_kept, dynamic=False, options=OPTIONS)):
+            near = call(law, top_k, mass, True)
+            assert torch.equal(near, torch.maximum(exact, law.topk(top_p.DRAFTED).values[..., -1:]))
 
 
 @pytest.mark.parametrize("words", [32_000, 128_256])
@@ -568,7 +567,7 @@ def test_a_race_has_the_same_winners_on_a_gpu(words):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_laws_and_draws_of_a_batch_over_a_large_vocabulary(rows, monkeypatch):
+def test_laws_and_draws_of_a_batch_over_a_large_vocabulary(rows):
     """As they are written and compiled, and in two steps where the vocabulary is summed up: what a CPU says of the
     same numbers."""
     batch, vocab_size = 16, 128_256
@@ -583,7 +582,6 @@ def test_laws_and_draws_of_a_batch_over_a_large_vocabulary(rows, monkeypatch):
             law = sampling.probabilities(logits, params)
             return law, sampling.sample(law, u)
 
-        monkeypatch.setattr(nucleus, "is_compiling", lambda compiled=compiled: compiled)  # compiled code searches
         call = torch.compile(both, dynamic=False) if compiled else both
         made.append([x.cpu() for x in call(logits.to(device), u.to(device))])
     law, tokens = made[0]

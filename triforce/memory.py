@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import free_memory, nucleus
+from . import free_memory
 from .config import Placement, Settings
 from .errors import UserError
 from .fp8 import LAYERS, linear_shape, work_bytes
@@ -152,13 +152,11 @@ def _float8_bytes(config: ModelConfig, chunk: int, block: int, itemsize: int) ->
 
 def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int, device: torch.device) -> int:
     """Logits and laws of a step, sorted and summed up; and the laws that are passed from level to level, or the noise
-    of levels that share it: ten whole numbers of 64 bits a word while it is made. On a GPU, what drafts holds for each
-    word whether it lies above each border, and its share of the mass there."""
+    of levels that share it: ten whole numbers of 64 bits a word while it is made."""
     words, cuda = batch * config.vocab_size, device.type == "cuda"
-    nearly = nucleus.NEARLY // words * words * nucleus.EDGES * 5 if cuda else 0
     # A GPU ranks all words of a row: the law, sorted, and four whole numbers of 64 bits of each. A CPU seldom does.
     ranked = 40 if cuda else 16
-    return nearly + words * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
+    return words * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
 
 
 def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, capacity: int, base: int,

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from .config import Sampling, check_biases
-from .nucleus import STRETCH, in_stretches, nearly_kept, running_sum, smallest_kept
+from .top_p import STRETCH, in_stretches, running_sum, smallest_kept
 
 # Purposes: each (position, level) has one number to accept or reject a drafted token by, and one to draw a token by.
 ACCEPT, SAMPLE = 0, 1
@@ -101,7 +101,7 @@ def probabilities(logits: Tensor, params: SamplingParams, drafts: bool = False) 
 
     Args:
         logits: [B, n, V].
-        drafts: the law only drafts, so its borders need not be exact.
+        drafts: the law only drafts, see `top_p.smallest_kept`.
 
     Returns:
         [B, n, V], float32 or wider.
@@ -121,8 +121,7 @@ def probabilities(logits: Tensor, params: SamplingParams, drafts: bool = False) 
     probs = torch.softmax(logits / temperature, dim=-1)
     thresholds = []
     if uses.top_k or uses.top_p:
-        kept = nearly_kept if drafts else smallest_kept
-        thresholds.append(kept(probs, params.top_k if uses.top_k else None, params.top_p))
+        thresholds.append(smallest_kept(probs, params.top_k if uses.top_k else None, params.top_p, drafts))
     if uses.min_p:
         thresholds.append(params.min_p.to(wide)[:, None, None] * probs.amax(-1, keepdim=True))
     if thresholds:

@@ -1,4 +1,4 @@
-"""What survives top-k and top-p: two ways to find it, against Python's own numbers."""
+"""What survives top-k and top-p, against Python's own numbers."""
 
 from fractions import Fraction
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import make_state, random_pair, random_prompt, run_rounds
 
-from triforce import nucleus, sampling
-from triforce.nucleus import nearly_kept, ranked, searched
+from triforce import sampling
+from triforce.top_p import smallest_kept
 
 
 def laws(words: int) -> torch.Tensor:
@@ -36,29 +36,14 @@ def survivors(law: torch.Tensor, top_k: int, top_p: float) -> set[int]:
 
 @pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 40, 0]], ids=str)
 @pytest.mark.parametrize("words", [50, 700])
-def test_both_ways_find_what_survives(words, top_k):
+def test_what_survives(words, top_k):
     probs, top_p = laws(words), torch.tensor([0.9, 1.0, 0.37], dtype=torch.float64)
-    given = None if top_k is None else torch.tensor(top_k)[:, None, None]
+    given = None if top_k is None else torch.tensor(top_k)
     expected = [[survivors(probs[row, at], top_k[row] if top_k else 0, float(top_p[row])) for at in range(4)]
                 for row in range(3)]
     assert any(1 < len(kept) < words for row in expected for kept in row)
-    for way in (ranked, searched):
-        mask = probs >= way(probs, given, top_p[:, None, None])
-        assert [[set(one.nonzero().flatten().tolist()) for one in row] for row in mask] == expected
-
-
-@pytest.mark.parametrize("top_k", [None, [0, 1, 7], [5, 40, 0]], ids=str)
-def test_borders_are_found_nearly(top_k, monkeypatch):
-    """All that survives does, and next to nothing else; every word, where every word survives."""
-    monkeypatch.setattr(nucleus, "_on_gpu", lambda x: True)
-    probs, top_p = laws(700), torch.tensor([0.9, 1.0, 0.37], dtype=torch.float64)
-    given = None if top_k is None else torch.tensor(top_k)
-    exact = ranked(probs, None if given is None else given[:, None, None], top_p[:, None, None])
-    near = nearly_kept(probs, given, top_p)
-    assert near.shape == (3, 4, 1) and (near <= exact).all()
-    more = torch.where((probs >= near) & (probs < exact), probs, 0.0).sum(-1)
-    assert (more < torch.tensor([0.07, 0.02, 0.02, 0.02])).all()  # the first laws are flat
-    assert (near[exact == 0] == 0).all() and (near[exact > 1e-4] > 0.8 * exact[exact > 1e-4]).all()
+    mask = probs >= smallest_kept(probs, given, top_p)
+    assert [[set(one.nonzero().flatten().tolist()) for one in row] for row in mask] == expected
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
@@ -66,13 +51,15 @@ def test_a_border_is_inexact_only_where_a_law_only_drafts(rule, monkeypatch):
     """What is drafted changes with it, and nothing that is emitted."""
     pair, texts, seen = random_pair(std=0.3), [], []
 
-    def keep_all(probs, top_k, top_p):
+    def keep_all(probs, top_k, top_p, drafts):
+        if not drafts:
+            return smallest_kept(probs, top_k, top_p)
         seen.append(probs.shape[1])
         return torch.zeros_like(probs[..., :1])
 
     for exact in (True, False):
         if not exact:
-            monkeypatch.setattr(sampling, "nearly_kept", keep_all)
+            monkeypatch.setattr(sampling, "smallest_kept", keep_all)
         state = make_state(*pair, [random_prompt(100)], rule=rule, gamma=3, gamma_inner=2,
                            sampling={"temperature": 1.0, "top_p": 0.3, "seed": [4]})
         if rule == "rejection":
