@@ -87,7 +87,7 @@ def test_a_stream_never_holds_half_a_character(pair):
         ours, _ = pair(name)
         text = "中🙂é\n𝔘 a"
         stream = ours.stream()
-        pieces = [stream.push(i) for i in ours.encode(text)]
+        pieces = [stream.push([i]) for i in ours.encode(text)]
         assert "".join(pieces) == text and stream.finish() == ""
         assert not any("\ufffd" in piece for piece in pieces)
         assert len([piece for piece in pieces if piece]) >= 5  # as soon as each character is complete
@@ -97,8 +97,8 @@ def test_invalid_bytes_do_not_take_their_neighbours_along(pair):
     ours, _ = pair("sentencepiece, new")
     newline, lone = (ours.backend.token_to_id(f"<0x{byte:02X}>") for byte in (0x0A, 0xE6))
     stream = ours.stream()
-    assert [stream.push(newline), stream.push(lone), stream.push(newline)] == ["\n", "", "\ufffd\n"]
-    assert stream.push(lone) + stream.finish() == "\ufffd"
+    assert [stream.push([i]) for i in (newline, lone, newline)] == ["\n", "", "\ufffd\n"]
+    assert stream.push([lone]) + stream.finish() == "\ufffd"
 
 
 def test_text_that_continues_keeps_its_space(pair):
@@ -215,7 +215,7 @@ def test_the_template_for_tools_is_chosen_as_in_transformers(folders, tmp_path, 
         if layout == "files, no default" and tools is None:
             with pytest.raises(ValueError, match="no default"):
                 theirs.apply_chat_template(messages)
-            with pytest.raises(UserError, match="has no chat template but 'tool_use'; give one"):
+            with pytest.raises(UserError, match="has no chat template .*; give one"):
                 ours.apply_chat_template(messages)
             continue
         expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
@@ -241,19 +241,17 @@ def test_same_as(pair, folders, tmp_path):
 
 def test_tokenizer_faults(folders, tmp_path):
     model = (folders["sentencepiece, new"] / "tokenizer.model").read_bytes()
-    code = json.dumps({"tokenizer_class": "ChatGLM4Tokenizer"}).encode()
     for name, content, words in (
             (None, None, "neither tokenizer.json nor tokenizer.model"),
             ("tokenizer.model", model[:3000], "truncated or no sentencepiece"),
             ("tokenizer.model", b"IQ== 0\nIg== 1\n", "sentencepiece"),  # the form of Llama 3's original folder
-            ("tokenizer_config.json", code, "ChatGLM4Tokenizer, which is code; add the tokenizer.json"),
             ("tokenizer.json", b'{"model": {"type": "BPE"', "cannot be read"),
             ("tokenizer.json", b'{"model": {"type": "new"}}', "cannot be read")):
         if name is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=words):
             Tokenizer(tmp_path)
-    for text in ("a\ud800", ["a", "b"], ("a", "b")):
+    for text in ("a\ud800", 3):
         with pytest.raises(UserError, match="surrogate"):
             Tokenizer(folders["Qwen"]).encode(text)
 
@@ -295,6 +293,6 @@ def test_other_threads_run_while_a_book_is_encoded():
 
 def test_a_chat_with_tools_has_their_template(tiny_engine, monkeypatch):
     """Where it is the only one."""
-    monkeypatch.setattr(Tokenizer, "chat_templates", lambda self: {"tool_use": "{{ tools }}"})
+    monkeypatch.setattr("triforce.hf.tokenizer.read_templates", lambda folder: {"tool_use": "{{ tools }}"})
     assert tiny_engine.chat(chat_template_kwargs={"tools": TOOLS}).uses_template
     assert not tiny_engine.chat().uses_template

@@ -160,7 +160,9 @@ def make_folders(root):
         "Llama's tokenizer.json, new": llama_json_folder(
             root / "json_new", sp, {"tokenizer_class": "LlamaTokenizerFast", "legacy": False, "pad_token": "<pad>"}),
         "Mistral's tokenizer.json": llama_json_folder(root / "mistral", sp, {**llama, "legacy": False}, "mistral"),
-        "CodeLlama": llama_json_folder(root / "code", sp, {"tokenizer_class": "CodeLlamaTokenizer"}),
+        "CodeLlama": llama_json_folder(root / "code", sp, {
+            **llama, "tokenizer_class": "CodeLlamaTokenizer", "legacy": None, "prefix_token": "▁<PRE>",
+            "middle_token": "▁<MID>", "suffix_token": "▁<SUF>", "eot_token": "▁<EOT>", "fill_token": "<FILL_ME>"}),
         "Llama 3": byte_level_folder(
             root / "llama3", None,
             ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"], "llama",
