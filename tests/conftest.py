@@ -20,7 +20,7 @@ from triforce.engine import Engine
 from triforce.float8 import MADE
 from triforce.graphs import Compiler
 from triforce.hf.folders import TINY
-from triforce.hf.places import places, put
+from triforce.hf.names import places, put
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
 from triforce.rows import row_unit

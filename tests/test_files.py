@@ -11,7 +11,7 @@ from triforce.hf.files import FLAG, LFS, TEXT, Fields, number, read_json, severa
 
 @pytest.mark.parametrize("text, words", [
     ("[" * 100_000, "cannot be read"), ('{"a": ' * 100_000, "cannot be read"), ('{"a": ' + "9" * 5000 + "}", "cannot"),
-    ('{"a": 1, "a": 2}', "'a' is there twice, as 1 and 2"), ("[1]", "no JSON object"), ("\ufeff{}", "cannot be read"),
+    ("[1]", "no JSON object"), ("\ufeff{}", "cannot be read"),
     (LFS.decode() + "v1\noid sha256:0\nsize 9\n", "pointer of Git LFS")])
 def test_broken_json(tmp_path, text, words):
     path = tmp_path / "config.json"

@@ -140,7 +140,7 @@ def test_two_spellings_of_a_scaling_are_one(fields):
         "rope_theta": (math.nan,)}.items() for value in values),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
     ({"hidden_size": None}, "hidden_size is missing, and must be a whole number"),
-    ({"num_key_value_heads": 3}, "no multiple of"), ({"head_dim": 15}, "must be even"),
+    ({"num_key_value_heads": 3}, "a multiple of num_key_value_heads, 3"), ({"head_dim": 15}, "must be even"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}}, "above low_freq_factor"),
     # what would be computed wrongly
     *(({key: value}, f"{key} {value!r} is not supported") for key, value in {
@@ -152,7 +152,7 @@ def test_two_spellings_of_a_scaling_are_one(fields):
     ({"quantization_config": {"bits": 4}}, "quantization_config has quant_method None, which is not"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
     ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
-     "long_factor has 7 numbers, but 8 pairs of a head are rotated"),
+     "and long_factor 7, but 8 pairs of a head are rotated"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
     ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta 0.1 is not supported"),
     ({"rope_parameters": {"full_attention": DEFAULT}}, "full_attention .* is not supported"),

@@ -1,6 +1,7 @@
 """Chat templates, which are Jinja programs of strangers: read from a checkpoint's folder, and run in a sandbox."""
 
 import json
+import re
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -11,14 +12,13 @@ from .files import one_line, read_optional_json, read_text
 
 def read_templates(folder: Path) -> dict[str, str]:
     """A folder's templates by name: of chat_template.jinja (`default`) and additional_chat_templates/NAME.jinja;
-    without these, what chat_template.json holds, or tokenizer_config.json."""
+    without these, of tokenizer_config.json."""
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     files = {"default": folder / "chat_template.jinja", **{path.stem: path for path in more}}
     found = {name: read_text(path) for name, path in files.items() if path.exists()}
     if found:
         return found
-    configs = [read_optional_json(folder / name) for name in ("chat_template.json", "tokenizer_config.json")]
-    template = configs[0].get("chat_template") or configs[1].get("chat_template")
+    template = read_optional_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # of objects, each with its name
         template = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
     found = template if isinstance(template, dict) else {"default": template} if template else {}
@@ -31,6 +31,9 @@ def render(template: str, messages: list[dict], variables: dict) -> str:
     """The text of a conversation, up to where the model's answer begins. variables: what the template reads besides
     the messages. Raises UserError if the template rejects them."""
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    # {% generation %} marks what a training loss counts; for us, its content.
+    template = re.sub(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})", lambda found: found[1] + (
+        "endif" if found[2] else "if true") + found[3], template)
     try:
         return environment().from_string(template).render(
             {"messages": messages, "add_generation_prompt": True, **variables})
@@ -40,24 +43,13 @@ def render(template: str, messages: list[dict], variables: dict) -> str:
 
 def environment():
     """A sandbox with the functions that transformers gives to chat templates."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension
+    from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks what a training loss counts; for us, its content."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     def raise_exception(message: str):
         raise TemplateError(message)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                         extensions=[Generation, "jinja2.ext.loopcontrols"])
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     made.globals["raise_exception"] = raise_exception
     made.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)

@@ -14,7 +14,6 @@ from tokenizers.models import BPE
 from ..errors import UserError
 from .files import check_file, read_json, read_optional_json
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LLAMA_DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -30,12 +29,12 @@ def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
                       for merge in content["model"]["merges"]]
             rebuilt = llama_pipeline(content["model"]["vocab"], merges, config)
             rebuilt.post_processor, backend = backend.post_processor, rebuilt
-        by_id = {token["id"]: added_token(token) for token in content.get("added_tokens", [])}
-        special = add_tokens(backend, folder, config, by_id, [], LLAMA_DEFAULTS if as_llama else {})
+        defaults = LLAMA_DEFAULTS if as_llama else {}
+        special = add_tokens(backend, folder, config, content.get("added_tokens", []), [], defaults)
     elif model_path.exists():
         vocab, extra = read_sentencepiece(model_path)
         backend = llama_pipeline(vocab, merges_of(vocab), config)
-        special = add_tokens(backend, folder, config, {}, extra, LLAMA_DEFAULTS)
+        special = add_tokens(backend, folder, config, [], extra, LLAMA_DEFAULTS)
         surround(backend, special, config)
     else:
         raise UserError(f"{folder} has neither tokenizer.json nor tokenizer.model; download the checkpoint again")
@@ -76,62 +75,48 @@ def merges_of(vocab: dict[str, int]) -> list[tuple[str, str]]:
             if i < len(piece) and piece[:i] in vocab and piece[i:] in vocab]
 
 
-def add_tokens(backend: Tokenizer, folder: Path, config: dict, by_id: dict[int, AddedToken], extra: list,
-               defaults: dict) -> dict[str, str]:
+def add_tokens(backend: Tokenizer, folder: Path, config: dict, from_json: list, extra: list,
+               defaults: dict[str, str]) -> dict[str, str]:
     """Registers added and special tokens; text that spells one is never split. Returns the named special tokens.
 
     Ids: a token that the vocabulary has keeps its id, others are numbered on from its end, in this order: those listed
     by id, the named ones, the rest.
 
     Args:
-        by_id: of tokenizer.json. extra: of tokenizer.model, as `rest` of tokenizer_config.json. defaults: of `named`.
+        from_json: of tokenizer.json. extra: of tokenizer.model. defaults: names that the config may leave out.
     """
-    named = {**defaults, **named_tokens(config)}
-    rest = config.get("extra_special_tokens")
-    if not rest or isinstance(rest, dict):  # whose names are told above
-        rest = extra if rest and extra else config.get("additional_special_tokens")
     if "added_tokens_decoder" in config:
+        named = named_tokens(config)
         by_id = {int(i): added_token(token) for i, token in config["added_tokens_decoder"].items()}
     else:  # as before version 4.34 of transformers
-        special_map = read_optional_json(folder / "special_tokens_map.json")
-        named.update(named_tokens(special_map))
-        if rest is None and not extra:
-            rest = special_map.get("additional_special_tokens")
-        special = {text_of(token) for token in [*named.values(), *(rest or [])] if token}
+        named = named_tokens(config) | named_tokens(read_optional_json(folder / "special_tokens_map.json"))
         older = read_optional_json(folder / "added_tokens.json")
-        by_id = {i: AddedToken(text, normalized=text not in special, special=text in special)
-                 for text, i in older.items()} | by_id
-    if rest is None:
-        rest = extra
-    names = {text_of(token) for token in named.values() if token}
+        by_id = {i: AddedToken(text, normalized=False) for text, i in older.items()}
+        by_id.update({token["id"]: added_token(token) for token in from_json})
+    named = {name: added_token(token) for name, token in {**defaults, **named}.items() if token}
+    more = config.get("extra_special_tokens")
+    more = more if more and isinstance(more, list) else config.get("additional_special_tokens") or []
+    rest = [added_token(token) for token in more]
+    special = {token.content for token in [*named.values(), *rest]}
     tokens = [by_id[i] for i in sorted(by_id)]
     known = {token.content for token in [*tokens, *backend.get_added_tokens_decoder().values()]}
-    for token in [*named.values(), *rest]:
-        if token and text_of(token) not in known:
-            known.add(text_of(token))
-            tokens.append(added_token(token))
+    tokens += [token for token in [*named.values(), *rest, *extra] if token.content not in known]
     for token in tokens:
-        token.special = token.special or token.content in names
+        token.special = token.special or token.content in special
     backend.add_tokens(tokens)
-    return {name: text_of(token) for name, token in named.items() if token}
+    return {name: token.content for name, token in named.items()}
 
 
 def named_tokens(config: dict) -> dict:
-    """The special tokens that have a name: a usual one, another that ends in `_token`, or one of their own."""
+    """The special tokens that have a name, which ends in `_token`, or is one of their own."""
     extra = config.get("extra_special_tokens")
-    named = {name: token for name, token in config.items() if name in SPECIAL_NAMES or name.endswith("_token")
-             and (isinstance(token, str) or isinstance(token, dict) and "__type" in token)}
+    named = {name: token for name, token in config.items() if name.endswith("_token")
+             and (isinstance(token, str) or isinstance(token, dict) and "content" in token)}
     return named | (extra if isinstance(extra, dict) else {})
 
 
-def text_of(token) -> str:
-    return token["content"] if isinstance(token, dict) else token if isinstance(token, str) else token.content
-
-
-def added_token(token) -> AddedToken:
-    """From any of its spellings: a string (special), a dict of options, or itself."""
-    if isinstance(token, AddedToken):
-        return token
+def added_token(token: str | dict) -> AddedToken:
+    """A special token by its text, or any by its options."""
     if isinstance(token, str):
         return AddedToken(token, special=True, normalized=False)
     options = {key: token[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in token}

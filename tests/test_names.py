@@ -8,7 +8,7 @@ import torch
 from families import build, config_json, save
 
 from triforce.hf.checkpoint import load_model
-from triforce.hf.places import cut, shard
+from triforce.hf.names import cut, shard
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group
 
