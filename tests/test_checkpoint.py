@@ -25,8 +25,7 @@ from triforce.hf.config import config_from_hf
 from triforce.hf.files import LFS
 from triforce.hf.fingerprint import model_fingerprint
 from triforce.hf.folders import resolve
-from triforce.hf.names import places
-from triforce.model import RotaryEmbedding, Transformer
+from triforce.model import RotaryEmbedding
 
 LENGTH = 250  # of a window of 256; the original one, where RoPE is scaled, is 32
 TOKENS = torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -159,8 +158,9 @@ def tied(tmp_path):
     return theirs, save(theirs, config_json("Llama 3.2"), tmp_path / "tied")
 
 
-def test_what_repeats_the_config_is_ignored(tied):
-    """RoPE buffers of old checkpoints, and an output layer that is stored beside the embedding it is tied to."""
+def test_tied_weights(tied):
+    """An output layer beside its embedding is ignored, as are RoPE's buffers of old checkpoints. If it is another one,
+    both are used, as in transformers."""
     theirs, folder = tied
     stored(theirs, folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq":
                                                            torch.zeros(8)}))
@@ -169,10 +169,6 @@ def test_what_repeats_the_config_is_ignored(tied):
     assert ours.output.weight is ours.embedding.weight
     close(dense_logits(ours, TOKENS), expected(theirs))
 
-
-def test_tied_weights_that_differ_are_both_used(tied):
-    """As transformers does."""
-    theirs, folder = tied
     stored(theirs, folder, lambda tensors: tensors["lm_head.weight"].mul_(-0.5))
     logits = expected(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     assert (logits - expected(theirs)).abs().max() > 1
@@ -207,18 +203,6 @@ def test_dtype(folder):
     edit(folder, torch_dtype="int4")
     with pytest.raises(UserError, match="'int4' is unknown.*bfloat16"):
         load_model(folder)
-
-
-def test_every_row_of_every_parameter_has_one_place():
-    for family in FAMILIES:
-        config = config_from_hf(config_json(family))
-        parameters = dict(Transformer.empty(config, "meta", torch.float32).named_parameters())
-        rows = {name: [0] * parameter.shape[0] for name, parameter in parameters.items()}
-        for place in places(config).values():
-            assert parameters[place.parameter].shape[1:] == place.shape[1:]
-            for row in range(place.start, place.start + place.shape[0]):
-                rows[place.parameter][row] += 1
-        assert all(count == 1 for counts in rows.values() for count in counts)
 
 
 def edit(folder, **fields):

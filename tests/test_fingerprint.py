@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from safetensors.torch import load_file, save_file
 
-from triforce.errors import UserError
 from triforce.hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from triforce.hf.folders import TINY
 from triforce.hf.names import shard
@@ -54,33 +53,21 @@ def test_the_same_however_it_is_kept(folder):
 
 def test_another_for_each_weight_and_field(folder):
     tensors, seen = load_file(folder / WEIGHTS), {model_fingerprint(folder)}
-    assert any(tensor.nbytes > 4 * 4096 for tensor in tensors.values())  # of which a sample is looked at
-    for name, tensor in tensors.items():
-        for place in (slice(1), slice(-1, None)):  # of a large one, the first and the last stretch
-            changed = tensor.clone()
-            changed.view(-1)[place] += 1
-            save_file({**tensors, name: changed}, folder / WEIGHTS)
-            seen.add(model_fingerprint(folder))
-    assert len(seen) == 1 + 2 * len(tensors)
     largest = max(tensors, key=lambda name: tensors[name].nbytes)
-    changed = tensors[largest].clone()
-    changed.view(-1)[changed.numel() // 4 : changed.numel() // 2] += 1  # what lies between
-    for other in ({largest: changed}, {largest: tensors[largest].half()}):
-        save_file({**tensors, **other}, folder / WEIGHTS)
+    assert tensors[largest].nbytes > 4 * 4096  # of which a sample is looked at
+    changes = [(name, place) for name in tensors for place in (slice(1), slice(-1, None))]  # either end
+    changes.append((largest, slice(tensors[largest].numel() // 4, tensors[largest].numel() // 2)))  # what lies between
+    for name, place in changes:
+        changed = tensors[name].clone()
+        changed.view(-1)[place] += 1
+        save_file({**tensors, name: changed}, folder / WEIGHTS)
         seen.add(model_fingerprint(folder))
-    save_file(tensors, folder / WEIGHTS)
+    save_file({**tensors, largest: tensors[largest].half()}, folder / WEIGHTS)
+    seen.add(model_fingerprint(folder))
     for field, value in (("rope_theta", 123.0), ("rms_norm_eps", 1e-3), ("num_key_value_heads", 1)):
         edit(folder / "config.json", **{field: value})
         seen.add(model_fingerprint(folder))
-    assert len(seen) == 1 + 2 * len(tensors) + 5
-
-
-def test_a_folder_without_whole_weights(folder):
-    whole = (folder / WEIGHTS).read_bytes()
-    for damaged in (b"", whole[:100], whole[:-1], whole[:8] + b"x" + whole[9:]):
-        (folder / WEIGHTS).write_bytes(damaged)
-        with pytest.raises(UserError, match=r"model.safetensors is truncated, damaged.* \(.*\); download"):
-            model_fingerprint(folder)
+    assert len(seen) == 1 + len(changes) + 1 + 3
 
 
 CONFIG = ModelConfig(65, 32, 1, 4, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True,

@@ -36,39 +36,36 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
     """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter. shards:
     ranks, between whose shares no block of weights that share a scale is to be cut."""
     dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    order = rotary_order(config)
     table = {EMBEDDING: Place("embedding.weight", 0, (config.vocab_rows, dim)),
              "model.norm.weight": Place("norm.weight", 0, (dim,))}
+
+    def linear(theirs: str, ours: str, kind: str, start: int, rows: int, columns: int, bias: bool = False) -> None:
+        ordered = order if theirs.endswith((".q_proj", ".k_proj")) else None
+        table[f"{theirs}.weight"] = Place(f"{ours}{kind}.weight", start, (rows, columns), ordered)
+        if bias:
+            table[f"{theirs}.bias"] = Place(f"{ours}{kind}.bias", start, (rows,), ordered)
+        if config.float8 is not None and config.float8.holds(ours + kind):
+            unit = config.scale_unit(kind, shards)
+            table[theirs + SCALE] = Place(f"{ours}{kind}{SCALE}", start // unit[0],
+                                          (rows // unit[0], columns // unit[1]), ordered, unit)
+
     if not config.tie_word_embeddings:
-        table[OUTPUT] = Place("output.weight", 0, (config.vocab_rows, dim))
-    linears = [  # (Hugging Face's name, ours, first row, rows, columns, has a bias)
-        ("self_attn.q_proj", "attention.qkv", 0, q, dim, config.qkv_bias),
-        ("self_attn.k_proj", "attention.qkv", q, kv, dim, config.qkv_bias),
-        ("self_attn.v_proj", "attention.qkv", q + kv, kv, dim, config.qkv_bias),
-        ("self_attn.o_proj", "attention.out", 0, dim, q, config.out_bias),
-        ("mlp.gate_proj", "mlp.gate_up", 0, ffn, dim, config.mlp_bias),
-        ("mlp.up_proj", "mlp.gate_up", ffn, ffn, dim, config.mlp_bias),
-        ("mlp.down_proj", "mlp.down", 0, dim, ffn, config.mlp_bias),
-    ]
-    order = rotary_order(config)
+        linear("lm_head", "", "output", 0, config.vocab_rows, dim)
     for i in range(config.n_layer):
         theirs, ours = f"model.layers.{i}.", f"layers.{i}."
         table[theirs + "input_layernorm.weight"] = Place(ours + "attention_norm.weight", 0, (dim,))
         table[theirs + "post_attention_layernorm.weight"] = Place(ours + "mlp_norm.weight", 0, (dim,))
         for name in ("q_norm", "k_norm") if config.qk_norm else ():
-            shape = (config.head_dim,)
-            table[f"{theirs}self_attn.{name}.weight"] = Place(f"{ours}attention.{name}.weight", 0, shape, order)
-        for hf_name, name, start, rows, columns, bias in linears:
-            ordered = order if hf_name in ("self_attn.q_proj", "self_attn.k_proj") else None
-            table[f"{theirs}{hf_name}.weight"] = Place(f"{ours}{name}.weight", start, (rows, columns), ordered)
-            if bias:
-                table[f"{theirs}{hf_name}.bias"] = Place(f"{ours}{name}.bias", start, (rows,), ordered)
-            if config.float8 is not None and config.float8.holds(ours + name):
-                unit = config.scale_unit(name, shards)
-                table[f"{theirs}{hf_name}{SCALE}"] = Place(f"{ours}{name}{SCALE}", start // unit[0],
-                                                           (rows // unit[0], columns // unit[1]), ordered, unit)
-    if config.float8 is not None and config.float8.holds("output"):
-        unit = config.scale_unit("output", shards)
-        table["lm_head" + SCALE] = Place("output" + SCALE, 0, (config.vocab_rows, dim // unit[1]), None, unit)
+            norm = Place(f"{ours}attention.{name}.weight", 0, (config.head_dim,), order)
+            table[f"{theirs}self_attn.{name}.weight"] = norm
+        linear(theirs + "self_attn.q_proj", ours, "attention.qkv", 0, q, dim, config.qkv_bias)
+        linear(theirs + "self_attn.k_proj", ours, "attention.qkv", q, kv, dim, config.qkv_bias)
+        linear(theirs + "self_attn.v_proj", ours, "attention.qkv", q + kv, kv, dim, config.qkv_bias)
+        linear(theirs + "self_attn.o_proj", ours, "attention.out", 0, dim, q, config.out_bias)
+        linear(theirs + "mlp.gate_proj", ours, "mlp.gate_up", 0, ffn, dim, config.mlp_bias)
+        linear(theirs + "mlp.up_proj", ours, "mlp.gate_up", ffn, ffn, dim, config.mlp_bias)
+        linear(theirs + "mlp.down_proj", ours, "mlp.down", 0, dim, ffn, config.mlp_bias)
     return table
 
 
@@ -107,7 +104,7 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelCo
     if place is not None and name.endswith(SCALE):
         spread = config.float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
         tensor = tensor if spread is None else spread
-    if len(names) > 1 and sum(sizes) == len(tensor):
+    if len(names) > 1 and tensor.shape[:1] == (sum(sizes),):
         return dict(zip(names, tensor.split(sizes), strict=True))
     return {name: tensor}
 
