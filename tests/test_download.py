@@ -101,7 +101,7 @@ def test_refusals(hub, tmp_path):
     assert "401" in refusal(hub, tmp_path, "owner/absent")
     assert "404" in refusal(hub, tmp_path, "owner/absent", token="hf_right")
     assert "no weights in safetensors or .bin (2 other files)" in refusal(hub, tmp_path, "owner/none")
-    assert "check the spelling, --revision too" in refusal(hub, tmp_path, revision="v9")
+    assert "--revision" in refusal(hub, tmp_path, revision="v9")
     hub.gated.add("owner/bin")
     assert "accept its terms" in refusal(hub, tmp_path, token="hf_right")
 

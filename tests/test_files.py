@@ -43,13 +43,6 @@ def test_kinds_and_ranges(kind, wrong):
     assert Fields({"x": None}).get("x", kind, 7) == Fields({}).get("x", kind, 7) == 7
 
 
-def test_values_and_what_they_are_read_as():
-    fields = Fields({"a": 2.0, "b": 2, "c": 1, "d": [1, 2.5], "e": {"a": 3}})
-    assert repr(fields.get("a", whole(1, 9))) == "2" and repr(fields.get("b", number(1, 9))) == "2.0"
-    assert fields.get("c", FLAG) is True and fields.get("d", several(number(1, 9))) == (1.0, 2.5)
-    assert fields.part("e").get("a", whole(1, 9)) == 3 and fields.part("x").values == {}
-
-
 @pytest.mark.parametrize("text, found", [
     ('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}', {"temperature": 0.6, "top_p": 0.9}),
     ('{"temperature": 1, "top_k": 20, "min_p": 0.0, "top_p": null}', {"temperature": 1.0, "top_k": 20, "min_p": 0.0}),

@@ -23,9 +23,8 @@ WEIGHTS = {r"model\.safetensors": None, r"model-\d+-of-\d+\.safetensors": "model
 TEXTS = re.compile(r"tokenizer\.model|[^/]*\.json|(additional_chat_templates/)?[^/]*\.jinja|merges\.txt|vocab\.txt"
                    r"|LICENSE[^/]*|USE_POLICY[^/]*")
 AGAIN = "run the same command again: files that are whole are not fetched twice"
-REMEDIES = {401: "check the spelling, and the token (HF_TOKEN, or a login) that may see it",
-            403: "accept its terms on its model page, then give your token with HF_TOKEN",
-            404: "check the spelling, --revision too, or give a token that may see it with HF_TOKEN"}
+ACCESS = ("check the spelling, --revision too; if it is private or gated, accept its terms on its model page, and give "
+          "a token that may see it with HF_TOKEN")
 
 
 def needed(files: Iterable[str]) -> list[str]:
@@ -90,7 +89,8 @@ def download(repo_id: str, out_dir: str | Path | None = None, revision: str | No
 def explain(error: Exception, repo_id: str, folder: Path) -> UserError:
     """A failed download in one line: what the client says of it, without a token, and the remedy."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    remedy = REMEDIES.get(status, f"check the network, and the room on the disk of {folder}; then {AGAIN}")
+    mend = f"check the network, and the room on the disk of {folder}; then {AGAIN}"
+    remedy = ACCESS if status in (401, 403, 404) else mend
     reason = re.sub(r"Bearer .*|hf_\w+", "...", one_line(error))
     return UserError(f"cannot download {repo_id}: {reason}; {remedy}")
 
