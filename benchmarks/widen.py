@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from triforce.errors import UserError
 from triforce.hf.checkpoint import load_model, parse_dtype
 from triforce.hf.folders import TINY, tiny_draft
-from triforce.hf.places import places, shard
+from triforce.hf.names import places, shard
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group
 

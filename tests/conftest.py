@@ -21,7 +21,7 @@ from triforce.engine import Engine
 from triforce.fp8 import MADE
 from triforce.graphs import Compiler
 from triforce.hf.folders import TINY
-from triforce.hf.places import places, put
+from triforce.hf.names import places, put
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
 from triforce.state import State

@@ -31,7 +31,7 @@ from triforce import cli, host, memory  # noqa: E402
 from triforce.engine import Engine  # noqa: E402
 from triforce.hf.checkpoint import load_model  # noqa: E402
 from triforce.hf.folders import TINY  # noqa: E402
-from triforce.hf.places import shard  # noqa: E402
+from triforce.hf.names import shard  # noqa: E402
 from triforce.model import ModelConfig, Transformer  # noqa: E402
 from triforce.parallel import from_environment, subgroup  # noqa: E402
 

@@ -3,15 +3,14 @@
 Needs no network.
 """
 
-import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from families import build, config_json, save
@@ -76,18 +75,17 @@ def test_the_command(hub, tmp_path):
     source = save(theirs, config_json("llama-68m"), tmp_path / "source", "bin")
     hub.repositories["owner/private"] = {path.name: path.read_bytes() for path in source.iterdir()}
     hub.private.add("owner/private")
-    command = [sys.executable, str(ROOT / "download.py"), "--repo_id", "owner/private"]
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_right", "HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    run = partial(subprocess.run, [sys.executable, str(ROOT / "download.py"), "--repo_id", "owner/private"],
+                  cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run(env=environment)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: cannot download owner/private: 401")
+    done = run(env={**environment, "HF_TOKEN": "hf_right"})
     assert done.returncode == 0, done.stderr
     assert "triforce --checkpoint owner/private" in done.stdout
-    assert hub.tokens("owner/private") == {"hf_right"}
+    assert hub.tokens("owner/private") == {None, "hf_right"}
     checkpoint.load_model(tmp_path / "checkpoints/owner/private")
-
-    environment.pop("HF_TOKEN")
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.strip().startswith("error: owner/private does not exist on the hub, or is private (401)")
 
 
 def refusal(hub, folder, repo_id="owner/bin", **options) -> str:
@@ -100,13 +98,12 @@ def refusal(hub, folder, repo_id="owner/bin", **options) -> str:
 def test_refusals(hub, tmp_path):
     for name in ("bin", "../bin", "owner/..", "owner/.", "/owner/bin", "owner/bin/x", "owner/bin\n", "o/" + "x" * 300):
         assert "not of the form owner/name" in refusal(hub, None, name)
-    assert "does not exist on the hub, or is private (401)" in refusal(hub, tmp_path, "owner/absent")
-    assert "does not exist on the hub, or is private (404)" in refusal(hub, tmp_path, "owner/absent", token="hf_right")
-    assert "rejects the token" in refusal(hub, tmp_path, token="hf_wrong")
-    assert "has no revision 'v9'" in refusal(hub, tmp_path, revision="v9")
+    assert "401" in refusal(hub, tmp_path, "owner/absent")
+    assert "404" in refusal(hub, tmp_path, "owner/absent", token="hf_right")
     assert "no weights in safetensors or .bin (2 other files)" in refusal(hub, tmp_path, "owner/none")
+    assert "--revision" in refusal(hub, tmp_path, revision="v9")
     hub.gated.add("owner/bin")
-    assert "is gated: accept its terms" in refusal(hub, tmp_path, token="hf_right")
+    assert "accept its terms" in refusal(hub, tmp_path, token="hf_right")
 
 
 def test_a_download_is_complete_when_it_was_finished(hub, tmp_path, monkeypatch):
@@ -134,17 +131,16 @@ def test_a_cache_that_knows_of_a_file_that_did_not_come_is_no_checkpoint(hub, tm
         resolve("owner/name")
 
 
-@pytest.mark.parametrize("came", [{}, {"config.json": b"{}"}, {"config.json": b"{}", "model.safetensors": b"half"}])
-def test_what_the_client_calls_done_is_looked_at(hub, tmp_path, monkeypatch, came):
+def test_what_the_client_calls_done_is_looked_at(hub, tmp_path, monkeypatch):
     """Where its network fails it gives back the folder as it is."""
-    def give_up(self, *args, **kwargs):
-        for name, content in came.items():
-            (tmp_path / name).write_bytes(content)
-
-    monkeypatch.setattr("huggingface_hub.HfApi.snapshot_download", give_up)
-    assert "did not come whole" in refusal(hub, tmp_path, "owner/name")
-    with pytest.raises(UserError, match="was not finished"):
-        resolve(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfApi.snapshot_download", lambda *args, **kwargs: None)
+    for content in (None, b"half"):
+        if content is not None:
+            (tmp_path / "config.json").write_bytes(b"{}")
+            (tmp_path / "model.safetensors").write_bytes(content)
+        assert "did not come whole" in refusal(hub, tmp_path, "owner/name")
+        with pytest.raises(UserError, match="was not finished"):
+            resolve(tmp_path)
 
 
 def test_names_that_are_patterns(hub, tmp_path):
@@ -154,7 +150,7 @@ def test_names_that_are_patterns(hub, tmp_path):
 
 
 def test_an_interrupt_ends_it_within_a_second(hub, tmp_path):
-    """While a file comes slowly; of that file nothing stays, and of others all."""
+    """While a file comes slowly. Files that came whole stay, and the next try removes the part."""
     hub.slow.add("model.safetensors")
     command = [sys.executable, str(ROOT / "download.py"), "--repo-id", "owner/name", "--out-dir", str(tmp_path / "out")]
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
@@ -169,11 +165,10 @@ def test_an_interrupt_ends_it_within_a_second(hub, tmp_path):
     _, said = process.communicate(timeout=30)
     assert time.monotonic() - begun < 1
     assert process.returncode == 130 and "interrupted; run the same command again" in said and "Traceback" not in said
-    assert not list(parts.rglob("*.incomplete")) and (tmp_path / "out/config.json").exists()
+    assert (tmp_path / "out/config.json").exists()
     with pytest.raises(UserError, match="was not finished"):
         resolve(tmp_path / "out")
     hub.slow.clear()
-    (parts / "orphan.incomplete").write_text("of a process that was killed")
     folder = download.download("owner/name", tmp_path / "out", endpoint=hub.url)
     assert resolve(folder) == folder and not list(parts.rglob("*.incomplete"))
 
@@ -182,17 +177,14 @@ def test_a_token_is_never_printed(hub, tmp_path):
     hub.private.add("owner/bin")
     download.download("owner/bin", tmp_path, token=" hf_right\r\n", endpoint=hub.url)
     assert hub.tokens("owner/bin") == {"hf_right"}
-    for token in ("hf_se\ncret", "hf_se cret", "hf_secr\u00e9t", "hf_se\x00cret"):
+    for token in ("hf_wrong", "hf_secr\ncret", "hf_se cret", "hf_secr\u00e9t", "hf_se\x00cret"):
         said = refusal(hub, tmp_path, token=token)
-        assert "token holds a space" in said and "se" not in said.replace("spaces", "").split() and "cret" not in said
-    error = RuntimeError("Illegal header value b'Bearer hf_secret' of hf_secret")
-    assert "secret" not in str(download.explain(error, "owner/name", None, tmp_path))
+        assert "hf_" not in said.replace("HF_TOKEN", "") and "cret" not in said
 
 
 def test_no_network(hub, tmp_path):
-    url = hub.url
     hub.close()
-    assert "cannot reach the hub for owner/bin" in refusal(hub, tmp_path, endpoint=url)
+    assert "check the network" in refusal(hub, tmp_path)
 
 
 def test_no_room(hub, tmp_path, monkeypatch):
@@ -204,21 +196,5 @@ def test_no_room(hub, tmp_path, monkeypatch):
     assert "needs 0.0 GB more" in refusal(hub, folder, "owner/name")
     monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage(100, 98, len(FILES["config.json"])))
     download.download("owner/name", folder, endpoint=hub.url)
-    monkeypatch.undo()
-
-    def fail(self, *args, **kwargs):
-        raise RuntimeError("a worker failed") from OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.snapshot_download", fail)
-    assert "make room, or choose another folder" in refusal(hub, tmp_path)
     (tmp_path / "file").write_text("")
-    assert "cannot write to" in refusal(hub, tmp_path / "file")
-
-
-@pytest.mark.parametrize("status, words", [(403, "is gated"), (401, "rejects the token"), (404, "does not exist"),
-                                           (500, "the hub answers 500"), (None, "cannot reach the hub")])
-def test_what_a_refusal_of_a_file_means(status, words, tmp_path):
-    """Not each is an error of the client's own kinds: storage behind the hub refuses, too."""
-    error = RuntimeError("refused")
-    error.response = SimpleNamespace(status_code=status)
-    assert words in str(download.explain(error, "owner/name", None, tmp_path))
+    assert "File exists" in refusal(hub, tmp_path / "file") and "room on the disk" in refusal(hub, tmp_path / "file")

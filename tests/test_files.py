@@ -10,9 +10,8 @@ from triforce.hf.files import FLAG, LFS, TEXT, Fields, number, read_json, severa
 
 
 @pytest.mark.parametrize("text, words", [
-    ("[" * 100_000, "cannot be read"), ('{"a": ' * 100_000, "cannot be read"), ('{"a": ' + "9" * 5000 + "}", "cannot"),
-    ('{"a": 1, "a": 2}', "'a' is there twice, as 1 and 2"), ("[1]", "no JSON object"), ("\ufeff{}", "cannot be read"),
-    (LFS.decode() + "v1\noid sha256:0\nsize 9\n", "pointer of Git LFS")])
+    ("[" * 100_000, "cannot be read"), ('{"a": ' + "9" * 5000 + "}", "cannot"), ("[1]", "no JSON object"),
+    ("\ufeff{}", "cannot be read"), (LFS.decode() + "v1\noid sha256:0\nsize 9\n", "pointer of Git LFS")])
 def test_broken_json(tmp_path, text, words):
     path = tmp_path / "config.json"
     path.write_text(text)
@@ -25,13 +24,9 @@ def test_what_is_no_file_is_never_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
-    (tmp_path / "folder").mkdir()
-    for name in ("pipe", "device", "nowhere", "folder"):
+    for name in ("pipe", "device", "nowhere", "."):
         with pytest.raises(UserError, match="no regular file"):
             read_json(tmp_path / name)
-    (tmp_path / "bytes").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="cannot be read"):
-        read_json(tmp_path / "bytes")
 
 
 @pytest.mark.parametrize("kind, wrong", [
@@ -48,22 +43,12 @@ def test_kinds_and_ranges(kind, wrong):
     assert Fields({"x": None}).get("x", kind, 7) == Fields({}).get("x", kind, 7) == 7
 
 
-def test_values_and_what_they_are_read_as():
-    fields = Fields({"a": 2.0, "b": 2, "c": 1, "d": [1, 2.5], "e": {"a": 3}})
-    assert repr(fields.get("a", whole(1, 9))) == "2" and repr(fields.get("b", number(1, 9))) == "2.0"
-    assert fields.get("c", FLAG) is True and fields.get("d", several(number(1, 9))) == (1.0, 2.5)
-    assert fields.part("e").get("a", whole(1, 9)) == 3 and fields.part("x").values == {}
-    with pytest.raises(UserError, match="a is 2.0, and must be an object"):
-        fields.part("a")
-
-
 @pytest.mark.parametrize("text, found", [
     ('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}', {"temperature": 0.6, "top_p": 0.9}),
     ('{"temperature": 1, "top_k": 20, "min_p": 0.0, "top_p": null}', {"temperature": 1.0, "top_k": 20, "min_p": 0.0}),
     ('{"do_sample": false, "temperature": 0.6}', {}), ("{}", {}),
-    *((text, None) for text in ('{"temperature": -1}', '{"temperature": NaN}', '{"temperature": "0.6"}', '{"top_p": 0}',
-                                '{"top_p": 1.1}', '{"top_k": 1.5}', '{"top_k": -1}', '{"min_p": 1}',
-                                '{"do_sample": "no", "top_p": 0.5}'))])
+    *((text, None) for text in ('{"temperature": -1}', '{"temperature": NaN}', '{"top_p": 1.1}',
+                                '{"top_k": 1.5}', '{"min_p": 1}', '{"do_sample": "no", "top_p": 0.5}'))])
 def test_sampling_values_of_a_checkpoint(tmp_path, text, found):
     assert generation_defaults(tmp_path) == {}
     (tmp_path / "generation_config.json").write_text(text)

@@ -14,7 +14,7 @@ from tokenizer_folders import LLAMA3_TEMPLATE, byte_level_folder, llama_json_fol
 
 from triforce.errors import UserError
 from triforce.hf.checkpoint import eos_token_ids, generation_defaults, read_config
-from triforce.hf.places import places
+from triforce.hf.names import places
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import RotaryEmbedding
 

@@ -120,20 +120,18 @@ def test_two_spellings_of_a_scaling_are_one(fields):
     ({"model_type": "qwen2"}, "architectures says 'LlamaForCausalLM', and model_type qwen2 says 'Qwen2ForCausalLM'"),
     # of the wrong kind, or out of range
     *(({key: value}, f"{key} is .*must be") for key, values in {
-        "rms_norm_eps": (math.nan, -1e-6, "1e-5"), "rope_theta": (-1, math.inf, []), "vocab_size": (0, 2**40, 1.5),
-        "num_hidden_layers": (10**12, True), "head_dim": (10**9, -2), "hidden_size": (10**9, [64], "64"),
-        "num_attention_heads": (0, 10**6), "num_key_value_heads": (5, -1), "max_position_embeddings": (0, 10**12),
-        "intermediate_size": (-1, 10**12), "sliding_window": (-1, "9"), "attention_bias": ("no",), "mlp_bias": (2,),
-        "tie_word_embeddings": ("true",), "architectures": ("LlamaForCausalLM", [1]), "layer_types": (3,),
-        "torch_dtype": (16,), "rope_scaling": ([], "yarn"), "rope_parameters": (1,), "quantization_config": ("fp8",),
-        "dual_chunk_attention_config": ([],), "model_type": (1,), "hidden_act": (1,)}.items() for value in values),
-    *(({"rope_scaling": {**YARN, key: value}}, f"{key} is .*must be") for key, values in {
-        "factor": (0, math.nan, "4"), "original_max_position_embeddings": (0, 10**12), "beta_fast": (0.5,),
-        "beta_slow": (0,), "attention_factor": (0, math.inf), "mscale": ("1",), "rope_type": (1,), "truncate": (3,),
-        "rope_theta": (math.nan,)}.items() for value in values),
+        "rms_norm_eps": (math.nan, -1e-6, "1e-5"), "rope_theta": (-1, []), "vocab_size": (0, 2**40, 1.5),
+        "num_hidden_layers": (10**12, True), "head_dim": (-2,), "hidden_size": (10**9, [64]), "sliding_window": ("9",),
+        "num_attention_heads": (0,), "num_key_value_heads": (5, -1), "max_position_embeddings": (0, 10**12),
+        "intermediate_size": (-1,), "attention_bias": ("no",), "mlp_bias": (2,), "tie_word_embeddings": ("true",),
+        "architectures": ("LlamaForCausalLM", [1]), "layer_types": (3,), "torch_dtype": (16,), "rope_scaling": ([],),
+        "quantization_config": ("fp8",), "model_type": (1,), "hidden_act": (1,)}.items() for value in values),
+    *(({"rope_scaling": {**YARN, key: value}}, f"{key} is .*must be") for key, value in {
+        "factor": math.nan, "original_max_position_embeddings": 0, "beta_fast": 0.5, "attention_factor": math.inf,
+        "mscale": "1", "rope_type": 1, "truncate": 3, "rope_theta": math.nan}.items()),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
     ({"hidden_size": None}, "hidden_size is missing, and must be a whole number"),
-    ({"num_key_value_heads": 3}, "no multiple of"), ({"head_dim": 15}, "must be even"),
+    ({"num_key_value_heads": 3}, "a multiple of num_key_value_heads, 3"), ({"head_dim": 15}, "must be even"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}}, "above low_freq_factor"),
     # what would be computed wrongly
     *(({key: value}, f"{key} {value!r} is not supported") for key, value in {
@@ -145,7 +143,7 @@ def test_two_spellings_of_a_scaling_are_one(fields):
     ({"quantization_config": {"bits": 4}}, "quantization_config has quant_method None, which is not"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
     ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
-     "long_factor has 7 numbers, but 8 pairs of a head are rotated"),
+     "and long_factor 7, but 8 pairs of a head are rotated"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
     ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta 0.1 is not supported"),
     ({"rope_parameters": {"full_attention": DEFAULT}}, "full_attention .* is not supported"),

@@ -160,7 +160,9 @@ def make_folders(root):
         "Llama's tokenizer.json, new": llama_json_folder(
             root / "json_new", sp, {"tokenizer_class": "LlamaTokenizerFast", "legacy": False, "pad_token": "<pad>"}),
         "Mistral's tokenizer.json": llama_json_folder(root / "mistral", sp, {**llama, "legacy": False}, "mistral"),
-        "CodeLlama": llama_json_folder(root / "code", sp, {"tokenizer_class": "CodeLlamaTokenizer"}),
+        "CodeLlama": llama_json_folder(root / "code", sp, {
+            **llama, "tokenizer_class": "CodeLlamaTokenizer", "legacy": None, "prefix_token": "▁<PRE>",
+            "middle_token": "▁<MID>", "suffix_token": "▁<SUF>", "eot_token": "▁<EOT>", "fill_token": "<FILL_ME>"}),
         "Llama 3": byte_level_folder(
             root / "llama3", None,
             ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"], "llama",
@@ -176,19 +178,10 @@ def make_folders(root):
             {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>", "unk_token": None,
              "pad_token": "<|endoftext|>", "add_bos_token": False, "add_prefix_space": False, "errors": "replace",
              "split_special_tokens": False, "chat_template": THINKING_TEMPLATE}),
-        "Phi-4-mini": byte_level_folder(
-            root / "phi4", None, ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"], "phi3",
-            {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>",
-             "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "add_bos_token": False,
-             "add_eos_token": False, "add_prefix_space": False}),
         "GLM-4": byte_level_folder(
             root / "glm", None, ["<|endoftext|>", "[gMASK]", "<sop>", "<|user|>"], "glm",
             {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>",
              "pad_token": "<|endoftext|>", "padding_side": "left"}, bos_template("[gMASK]", "<sop>")),
-        "Mistral NeMo": byte_level_folder(
-            root / "nemo", None, ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], "mistral",
-            {"tokenizer_class": "GPT2TokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
-             "add_bos_token": True, "add_eos_token": False}, bos_template("<s>")),
         "normalising": byte_level_folder(
             root / "nfkc", normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]), ["<s>", "</s>"],
             "llama", {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",

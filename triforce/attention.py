@@ -501,7 +501,7 @@ def heads_side_by_side(out: Tensor, n_head: int, dtype: torch.dtype) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
     """Turns x [..., D] by the angles of `RotaryEmbedding`: j and j + D / 2 are a pair. Checkpoints have most heads in
-    this order; the others are put in it when they are read (see `hf/places.py`).
+    this order; the others are put in it when they are read (see `hf/names.py`).
 
     Args:
         out: where to, of the shape and dtype of x. None: a new tensor.

@@ -238,7 +238,7 @@ class Engine:
             self._identity = {
                 "model": (weights_fingerprint(self.target) if folder is None else
                           model_fingerprint(folder, longest, self.placement.weights)),
-                "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer.folder),
+                "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer),
                 "name": model_name(folder, self.target.config.architecture, self.num_parameters)}
         return self._identity
 

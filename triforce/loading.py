@@ -77,11 +77,9 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
     draft_group = subgroup(group, place.draft_ranks) if shares else None
     with stream.used():
-        target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights,
-                                        config.tie_word_embeddings), None
+        target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
         if draft_config is not None:
-            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest, None,
-                                    draft_config.tie_word_embeddings)
+            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
         if place.compile is False:
             for model in (target, draft):
                 if model is not None:

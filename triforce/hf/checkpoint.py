@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import UserError
@@ -19,34 +19,19 @@ from ..model import ModelConfig, Transformer
 from ..parallel import Group, join, shard_config
 from ..streams import like_this_thread
 from .config import config_from_hf
-from .files import (
-    FLAG,
-    Fields,
-    about,
-    check_file,
-    guarded,
-    number,
-    one_line,
-    read_json,
-    read_optional_json,
-    several,
-    shown,
-    whole,
-)
+from .files import FLAG, Fields, about, check_file, guarded, number, read_json, read_optional_json, several, whole
 from .folders import find_weights
-from .places import EMBEDDING, OUTPUT, SCALE, is_derived, places, put, scale_of, separate, usual_name
+from .names import EMBEDDING, OUTPUT, SCALE, places, put, scale_of, separate
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64,
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SAMPLING = {"temperature": number(0, 100), "top_p": number(1e-6, 1), "top_k": whole(0, 2**31 - 1),
             "min_p": number(0, 1 - 1e-6)}
-# Of generation_config.json, what would change the text, and the value by which it does not.
-NOT_SUPPORTED = {"repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "typical_p": 1,
-                 "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None, "penalty_alpha": 0, "num_beams": 1,
-                 "num_beam_groups": 1, "min_length": 0, "min_new_tokens": 0, "bad_words_ids": [],
-                 "suppress_tokens": [], "begin_suppress_tokens": [], "sequence_bias": {}, "guidance_scale": 1,
-                 "forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None}
+# Of generation_config.json, what would change the text, unless its value is one that changes nothing.
+NOT_SUPPORTED = ("repetition_penalty", "no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff", "num_beams",
+                 "min_length", "min_new_tokens", "bad_words_ids", "suppress_tokens", "sequence_bias", "guidance_scale")
+READERS = 4  # threads: one reads a mapped file at a third of what a disk or the page cache gives
 
 
 def read_config(folder: Path, max_seq_len: int | None = None, weights: str | None = None) -> ModelConfig:
@@ -61,18 +46,13 @@ def read_config(folder: Path, max_seq_len: int | None = None, weights: str | Non
 def as_stored(folder: Path, config: ModelConfig) -> ModelConfig:
     """What is stored counts, as in transformers: an output layer that is not the embedding is not tied to it. It reads
     both weights where config.json calls them tied and files have both."""
-    differ = config.tie_word_embeddings and output_is_embedding(find_weights(Path(folder))) is False
-    return replace(config, tie_word_embeddings=False) if differ else config
-
-
-def output_is_embedding(files: list[Path]) -> bool | None:
-    """Whether the two weights are the same, where files have both. None: they have not."""
-    found = [tensor for path in files for name, tensor in open_tensors(path).items()
-             if usual_name(name) in (EMBEDDING, OUTPUT)]
-    if len(found) != 2:
-        return None
-    same_kind = found[0].dtype == found[1].dtype and found[0].shape == found[1].shape
-    return same_kind and torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in found))
+    if not config.tie_word_embeddings:
+        return config
+    found = [tensor for path in find_weights(Path(folder)) for name, tensor in open_tensors(path).items()
+             if name in (EMBEDDING, OUTPUT)]
+    same = len(found) != 2 or found[0].dtype == found[1].dtype and torch.equal(
+        *(one.reshape(-1).view(torch.uint8) for one in found))
+    return replace(config, tie_word_embeddings=same)
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -101,28 +81,24 @@ def generation_defaults(folder: str | Path) -> dict[str, float | int]:
 def ignored_defaults(folder: str | Path) -> dict:
     """What generation_config.json sets of a distribution or a search that this library does not have."""
     found = read_optional_json(Path(folder) / "generation_config.json")
-    return {name: found[name] for name, neutral in NOT_SUPPORTED.items()
-            if found.get(name) not in (None, neutral)}
+    return {name: found[name] for name in NOT_SUPPORTED if found.get(name) not in (None, 0, 1, [], {})}
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one weight file by name, mapped from the file: its bytes are read as they are used, and dropping
     the tensors unmaps them."""
     check_file(path)
-    with guarded(f"{path} holds more than tensors, or is damaged"):
-        try:
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt", device="cpu") as file:
-                    return {name: file.get_tensor(name) for name in file.keys()}
-            mmap = zipfile.is_zipfile(path)  # the format of torch before 1.6 cannot be mapped
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
-            raise UserError(f"{path} is truncated or damaged ({one_line(error)}); download it again") from None
+    with guarded(f"{path} is truncated, damaged, or holds more than tensors"):
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt", device="cpu") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}
+        mmap = zipfile.is_zipfile(path)  # the format of torch before 1.6 cannot be mapped
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         tensors = tensors.get("state_dict", tensors)
         for name, tensor in tensors.items():  # one of fewer bytes than it says repeats them, without end
             plain = isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
             if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
-                raise TypeError(f"{shown(name)} is no plain tensor")
+                raise TypeError(f"{name!r} is no plain tensor")
         return tensors
 
 
@@ -134,76 +110,65 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[name]
 
 
-READERS = 4  # threads: one reads a mapped file at a third of what a disk or the page cache gives
-
-
 @torch.no_grad()
 def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None,
-               group: Group | None = None, max_seq_len: int | None = None,
-               weights: str | None = None, tied: bool | None = None) -> Transformer:
+               group: Group | None = None, max_seq_len: int | None = None, weights: str | None = None) -> Transformer:
     """Reads a checkpoint into a model: every tensor straight from the mapped file into its place.
 
     Args:
         dtype: of the parameters; None takes config.json's, or else the file's own.
         group: the ranks that share the model; each reads its own part.
         max_seq_len: see `ModelConfig.within`. weights: see `ModelConfig.quantized`.
-        tied: what `as_stored` says, if it was asked already.
 
     Raises:
         UserError: a file is absent or truncated, or a tensor is missing, unknown or of another shape.
     """
     config, files = read_config(folder, max_seq_len, None if weights == "wide" else weights), find_weights(Path(folder))
-    config = as_stored(folder, config) if tied is None else replace(config, tie_word_embeddings=tied)
+    config = as_stored(folder, config)
     local = shard_config(config, group)
     table, parts = places(config, local.num_shards), places(local)
     stored = {name: tensor.dtype for path in files for name, tensor in open_tensors(path).items()}
     wide = [torch.bfloat16] if FP8 in stored.values() else [dtype for dtype in stored.values() if _is_wide(dtype)]
     model = Transformer.empty(local, device, parse_dtype(dtype or config.dtype or [*wide, torch.bfloat16][0]))
-    parameters, missing = dict(model.named_parameters()), dict.fromkeys(table)
+    parameters, missing = dict(model.named_parameters()), set(table)
 
-    def check(path: Path, name: str, tensor: Tensor) -> None:
+    def check(name: str, tensor: Tensor) -> None:
         if name not in table:
-            raise UserError(f"{path} holds tensor {name}, which the {config.architecture} of config.json has no place "
-                            "for; the two do not belong together")
-        if tuple(tensor.shape) != table[name].shape:
-            raise UserError(f"{path}: tensor {name} has shape {tuple(tensor.shape)}, but config.json implies "
-                            f"{table[name].shape}; the two do not belong together")
+            raise UserError(f"tensor {name} has no place in the {config.architecture} of config.json; the two do not "
+                            "belong together")
         in_fp8 = parameters[parts[name].parameter].dtype == FP8
-        from_fp8 = in_fp8 and not config.float8.made
-        if not (tensor.dtype == FP8 if from_fp8 else _is_wide(tensor.dtype)):
-            raise UserError(f"{path}: tensor {name} is {tensor.dtype}, but config.json implies "
-                            f"{FP8 if from_fp8 else 'a wider floating-point type'}; use a checkpoint in bf16 or "
-                            "fp16, or in fp8 with a quantization_config that fits")
+        made = in_fp8 and config.float8.made  # rounded as it is read
+        of_kind = tensor.dtype == FP8 if in_fp8 and not made else _is_wide(tensor.dtype)
+        if not of_kind or tensor.shape != table[name].shape:
+            kind = "fp8" if in_fp8 and not made else "wider floating-point numbers"
+            raise UserError(f"tensor {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, but config.json implies "
+                            f"{kind} of shape {table[name].shape}; the two do not belong together")
         if name not in missing:
-            raise UserError(f"{path}: tensor {name} is there twice, perhaps under two names; remove one, or "
-                            "download the checkpoint again")
-        missing.pop(name)
-        if in_fp8 and config.float8.made:
-            missing.pop(scale_of(name), None)
+            raise UserError(f"tensor {name} is there twice, perhaps under two names; remove one, or download the "
+                            "checkpoint again")
+        missing.difference_update({name, scale_of(name)} if made else {name})
 
-    def read(path: Path, name: str, tensor: Tensor) -> None:
-        if tensor.dtype == FP8 and has_nan(tensor) or name.endswith(SCALE) and not _are_scales(tensor):
-            what = "scales that are negative, infinite or nan" if name.endswith(SCALE) else "nan"
-            raise UserError(f"{path}: tensor {name} holds {what}; it is damaged: download it again")
+    def read(name: str, tensor: Tensor) -> None:
+        if tensor.dtype == FP8 and has_nan(tensor):  # which a CPU would take for 480
+            raise UserError(f"tensor {name} holds nan; it is damaged: download it again")
+        if name.endswith(SCALE) and not bool((tensor.isfinite() & (tensor >= 0)).all()):
+            raise UserError(f"tensor {name} holds scales that are negative or not finite; it is damaged: download it "
+                            "again")
         put(parameters, parts, name, tensor, group)
 
     for path in files:
-        work = [one for name, tensor in open_tensors(path).items() if not is_derived(name, config, stored)
-                for one in separate(name, tensor, table, config.float8).items()]
-        for name, tensor in work:
-            check(path, name, tensor)
-        with ThreadPoolExecutor(READERS, initializer=like_this_thread(device)) as readers:
-            list(readers.map(lambda one: read(path, *one), work))  # noqa: B023 all are done before the next file
+        work = [one for name, tensor in open_tensors(path).items()
+                for one in separate(name, tensor, table, config, stored).items()]
+        with about(path), ThreadPoolExecutor(READERS, initializer=like_this_thread(device)) as readers:
+            for name, tensor in work:
+                check(name, tensor)
+            list(readers.map(read, *zip(*work, strict=True)))
     if missing:
         raise UserError(f"{len(missing)} of {len(table)} tensors are missing from {folder} ({files[0].name} and its "
-                        f"shards), the first is {next(iter(missing))}; download it again")
+                        f"shards), one is {min(missing)}; download it again")
     model = widen(model) if weights == "wide" else model
     return model if group is None else join(model, group)
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _are_scales(tensor: Tensor) -> bool:
-    return bool((tensor.isfinite() & (tensor >= 0)).all())

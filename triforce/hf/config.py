@@ -12,32 +12,23 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
                  "glm": "GlmForCausalLM"}
 PARTIAL = {"Phi3ForCausalLM": 1.0, "GlmForCausalLM": 0.5}  # families that may rotate a part of a head, and its default
-CHATGLM = ("ChatGLMModel", "ChatGLMForConditionalGeneration")  # GlmForCausalLM in the layout of its own code
-CHATGLM_KEYS = {"vocab_size": "padded_vocab_size", "num_hidden_layers": "num_layers", "head_dim": "kv_channels",
-                "num_key_value_heads": "multi_query_group_num", "intermediate_size": "ffn_hidden_size",
-                "max_position_embeddings": "seq_length", "rms_norm_eps": "layernorm_epsilon",
-                "attention_bias": "add_qkv_bias"}
 # What a config.json may name and the model lacks: a value of any of these would change what is computed.
 LACKING = ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts", "n_routed_experts",
            "kv_lora_rank", "q_lora_rank")
+LACKING_ROPE = ("full_attention", "sliding_attention", "llama_4_scaling_beta")  # layers unlike, queries by position
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 WINDOW = whole(1, 2**31)  # positions
 TEXTS, POSITIVE = several(TEXT), number(1e-3, 1e6)
+SCALING = {"low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, "beta_fast": POSITIVE, "beta_slow": POSITIVE,
+           "truncate": FLAG}  # fields of `RopeScaling` that go by the same name
 
 
 def config_from_hf(hf: dict) -> ModelConfig:
     """Reads a config.json, in the spelling of any transformers version. Raises UserError for a value that is of the
     wrong kind, out of range, contradicted by another, or not one that `model.py` implements."""
     fields = Fields(hf)
-    _refuse_lacking(fields)
+    refuse(fields, LACKING)
     architecture = _architecture(fields)
-    if architecture in CHATGLM:
-        fields, architecture = _from_chatglm(fields), "GlmForCausalLM"
-    if architecture not in ARCHITECTURES.values():
-        known = ", ".join((*ARCHITECTURES.values(), *CHATGLM))
-        raise UserError(f"architecture {shown(architecture)} is not supported; supported are {known}")
-    if fields.get("hidden_act", TEXT, "silu") not in ("silu", "swish"):
-        raise UserError(f"hidden_act {shown(hf['hidden_act'])} is not supported; supported is 'silu'")
     glm, qwen2 = architecture == "GlmForCausalLM", architecture == "Qwen2ForCausalLM"
     dim, n_head = fields.get("hidden_size", whole(1, 2**17)), fields.get("num_attention_heads", whole(1, 2**12))
     theta, rotary_factor, scaling = _rope(fields)
@@ -54,7 +45,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
         head_dim=fields.get("head_dim", whole(2, 2**12), max(dim // n_head, 1)),
         ffn_dim=fields.get("intermediate_size", whole(1, 2**20)),
         norm_eps=fields.get("rms_norm_eps", number(0, 1), 1e-6),
-        rope_theta=theta,
+        rope_theta=10000.0 if theta is None else theta,
         rope_scaling=scaling,
         rotary_factor=PARTIAL.get(architecture, 1.0) if rotary_factor is None else rotary_factor,
         rotary_interleaved=glm,
@@ -70,60 +61,49 @@ def config_from_hf(hf: dict) -> ModelConfig:
         dtype=agreed({key: fields.get(key, TEXT, "").removeprefix("torch.") or None
                       for key in ("dtype", "torch_dtype")}),
     )
-    _check_shapes(config)
+    _check_shapes(config, fields)
     quantization = fields.part("quantization_config").values
     with guarded("quantization_config has a field of the wrong kind"):
         float8 = Float8.from_hf(quantization, config.n_layer, config.tie_word_embeddings) if quantization else None
     return replace(config, float8=float8)
 
 
-def agreed(spellings: dict):
-    """The value of a fact that has several spellings, or None. Two different values are refused."""
-    given = [(name, value) for name, value in spellings.items() if value is not None]
-    for name, value in given[1:]:
-        if value != given[0][1]:
-            raise UserError(f"{given[0][0]} says {shown(given[0][1])}, and {name} says {shown(value)}; remove the one "
-                            "that is wrong")
-    return given[0][1] if given else None
-
-
-def _refuse_lacking(fields: Fields) -> None:
-    for key in LACKING:
+def refuse(fields: Fields, keys: tuple[str, ...]) -> None:
+    for key in keys:
         if fields.values.get(key):
             raise UserError(f"{key} {shown(fields.values[key])} is not supported; choose a dense model with plain "
-                            "attention")
-    unknown = set(fields.get("layer_types", TEXTS, ())) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose a model whose layers all have "
-                        "full or sliding attention")
+                            "attention, whose layers rotate alike")
+
+
+def agreed(spellings: dict):
+    """The value of a fact that has several spellings, or None. Two different values are refused."""
+    given = {name: value for name, value in spellings.items() if value is not None}
+    if any(value != other for value in given.values() for other in given.values()):
+        said = ", and ".join(f"{name} says {shown(value)}" for name, value in given.items())
+        raise UserError(f"{said}; remove the one that is wrong")
+    return next(iter(given.values()), None)
 
 
 def _architecture(fields: Fields) -> str:
     kind, named = fields.get("model_type", TEXT, None), fields.get("architectures", TEXTS, ())
-    if not named:
-        return ARCHITECTURES.get(kind, "of no name")
-    if kind in ARCHITECTURES and named[0] in ARCHITECTURES.values():
-        agreed({"architectures": named[0], f"model_type {kind}": ARCHITECTURES[kind]})
-    return named[0]
-
-
-def _from_chatglm(fields: Fields) -> Fields:
-    """A config.json of GLM's own code, in the words of transformers."""
-    fixed = {"rmsnorm": True, "post_layer_norm": True, "original_rope": True, "multi_query_attention": True,
-             "add_bias_linear": False, "apply_residual_connection_post_layernorm": False, "interleaved_qkv": False}
-    hf = fields.values
-    unlike = [key for key, value in fixed.items() if hf.get(key, value) != value]
-    unlike += [key for key in ("pre_seq_len", "quantization_bit") if hf.get(key)]
-    if unlike:
-        raise UserError(f"{unlike[0]} {shown(hf[unlike[0]])} is not supported; choose the checkpoint as it was "
-                        "published")
-    theirs = {ours: hf.get(key) for ours, key in CHATGLM_KEYS.items()}
-    return Fields({**hf, **theirs, "rope_theta": 10000.0 * fields.get("rope_ratio", POSITIVE, 1.0)})
+    by_kind = ARCHITECTURES.get(kind)
+    architecture = named[0] if named else by_kind
+    if architecture not in ARCHITECTURES.values():
+        raise UserError(f"architecture {shown(architecture)} is not supported; supported are "
+                        f"{', '.join(ARCHITECTURES.values())}")
+    agreed({"architectures": architecture, f"model_type {kind}": by_kind})
+    if (act := fields.get("hidden_act", TEXT, "silu")) not in ("silu", "swish"):
+        raise UserError(f"hidden_act {shown(act)} is not supported; supported is 'silu'")
+    return architecture
 
 
 def _window(fields: Fields, architecture: str) -> int | None:
     """The sliding window, where any layer has one."""
     window, types = fields.get("sliding_window", whole(0, 2**31), 0) or None, fields.get("layer_types", TEXTS, ())
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose a model whose layers all have "
+                        "full or sliding attention")
     qwen = architecture.startswith("Qwen")
     if qwen and not fields.get("use_sliding_window", FLAG, False):
         return None
@@ -133,32 +113,28 @@ def _window(fields: Fields, architecture: str) -> int | None:
     return None if qwen and full >= fields.get("num_hidden_layers", WINDOW) else window
 
 
-def _rope(fields: Fields) -> tuple[float, float | None, RopeScaling]:
+def _rope(fields: Fields) -> tuple[float | None, float | None, RopeScaling]:
     """(theta, share of a head that is rotated, scaling) from `rope_scaling`, from transformers 5's `rope_parameters`,
     and from what stands beside them. A scaling of kind default beside another one says nothing."""
     parts = {key: fields.part(key) for key in ("rope_scaling", "rope_parameters")}
     for part in parts.values():
-        for name in ("full_attention", "sliding_attention", "llama_4_scaling_beta"):
-            if part.values.get(name):
-                raise UserError(f"{name} {shown(part.values[name])} is not supported; choose a model that rotates all "
-                                "layers alike, and scales no queries by their positions")
-    places = {"config.json": fields, **parts}
-    theta, share = (agreed({f"{name} in {key}": part.get(name, kind, None) for key, part in places.items()})
+        refuse(part, LACKING_ROPE)
+    spots = {"config.json": fields, **parts}
+    theta, share = (agreed({f"{name} in {key}": part.get(name, kind, None) for key, part in spots.items()})
                     for name, kind in (("rope_theta", number(2, 1e15)), ("partial_rotary_factor", number(1e-3, 1))))
     scalings = {key: _scaling(part, fields) for key, part in parts.items()}
-    scaling = agreed({key: scaling if scaling.kind != "default" else None for key, scaling in scalings.items()})
-    return theta or 10000.0, share, scaling or RopeScaling()
+    return theta, share, agreed(scalings) or RopeScaling()
 
 
-def _scaling(rope: Fields, fields: Fields) -> RopeScaling:
+def _scaling(rope: Fields, fields: Fields) -> RopeScaling | None:
     kinds = {key: rope.get(key, TEXT, None) for key in ("rope_type", "type")}
-    kind = agreed({key: None if kind == "default" else kind for key, kind in kinds.items()}) or "default"
+    kind = agreed({key: None if kind == "default" else kind for key, kind in kinds.items()})
     if rope.values.get("short_factor"):  # older Phi-3 configs call it su, or yarn
         kind = "longrope"
+    if kind is None:
+        return None
     if kind not in KINDS:
         raise UserError(f"rope type {shown(kind)} is not supported; supported are {', '.join(KINDS)}")
-    if kind == "default":
-        return RopeScaling()
     window = fields.get("max_position_embeddings", WINDOW, 2048)
     inside, beside = (one.get("original_max_position_embeddings", WINDOW, None) for one in (rope, fields))
     if beside is not None and inside == window:  # transformers 5 fills it in, whatever stands beside the scaling
@@ -167,16 +143,14 @@ def _scaling(rope: Fields, fields: Fields) -> RopeScaling:
                        "original_max_position_embeddings beside it": beside}) or window
     by_windows = kind in ("yarn", "longrope")
     factor = rope.get("factor", number(1, 2**16), window / original if by_windows else REQUIRED)
-    low, high = rope.get("low_freq_factor", POSITIVE, 1.0), rope.get("high_freq_factor", POSITIVE, 4.0)
-    slow, fast = rope.get("beta_slow", POSITIVE, 1.0), rope.get("beta_fast", POSITIVE, 32.0)
-    rope.expect("high_freq_factor", high > low, f"above low_freq_factor, {low:g}")
-    rope.expect("beta_fast", fast > slow, f"above beta_slow, {slow:g}")
-    longrope = kind == "longrope"
-    return RopeScaling(
-        kind, factor, original, low, high, beta_fast=fast, beta_slow=slow,
-        attention_factor=_attention_factor(rope, factor, original, kind) if by_windows else 1.0,
-        truncate=rope.get("truncate", FLAG, True),
-        **{name: rope.get(name, several(POSITIVE)) for name in ("short_factor", "long_factor") if longrope})
+    given = {name: rope.get(name, kind, getattr(RopeScaling, name)) for name, kind in SCALING.items()}
+    rope.expect("high_freq_factor", given["high_freq_factor"] > given["low_freq_factor"], "above low_freq_factor")
+    rope.expect("beta_fast", given["beta_fast"] > given["beta_slow"], "above beta_slow")
+    if kind == "longrope":
+        given.update({name: rope.get(name, several(POSITIVE)) for name in ("short_factor", "long_factor")})
+    if by_windows:
+        given["attention_factor"] = _attention_factor(rope, factor, original, kind)
+    return RopeScaling(kind, factor, original, **given)
 
 
 def _attention_factor(rope: Fields, factor: float, original: int, kind: str) -> float:
@@ -193,19 +167,18 @@ def _attention_factor(rope: Fields, factor: float, original: int, kind: str) -> 
     return above / below
 
 
-def _check_shapes(config: ModelConfig) -> None:
+def _check_shapes(config: ModelConfig, fields: Fields) -> None:
     """Raises UserError for sizes that do not fit each other."""
-    if config.n_head % config.n_kv_head:
-        raise UserError(f"num_attention_heads ({config.n_head}) is no multiple of num_key_value_heads "
-                        f"({config.n_kv_head}); download config.json again")
+    fields.expect("num_attention_heads", config.n_head % config.n_kv_head == 0,
+                  f"a multiple of num_key_value_heads, {config.n_kv_head}")
     if config.rotary_factor != 1.0 and config.architecture not in PARTIAL:
         raise UserError(f"partial_rotary_factor {config.rotary_factor} is not supported for {config.architecture}, but "
                         f"for {' and '.join(PARTIAL)}")
     if config.head_dim % 2 or config.rotary_dim % 2 or not config.rotary_dim:
         raise UserError(f"of {config.head_dim} dimensions of a head (head_dim) {config.rotary_dim} are rotated, and "
                         "both must be even; download config.json again")
-    for name in ("short_factor", "long_factor") if config.rope_scaling.kind == "longrope" else ():
-        count, pairs = len(getattr(config.rope_scaling, name)), config.rotary_dim // 2
-        if count != pairs:
-            raise UserError(f"{name} has {count} numbers, but {pairs} pairs of a head are rotated; download "
-                            "config.json again")
+    factors, pairs = config.rope_scaling, config.rotary_dim // 2
+    if factors.kind == "longrope" and not len(factors.short_factor) == len(factors.long_factor) == pairs:
+        raise UserError(f"short_factor has {len(factors.short_factor)} numbers and long_factor "
+                        f"{len(factors.long_factor)}, but {pairs} pairs of a head are rotated; download config.json "
+                        "again")

@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict:
     """A JSON object from a file; an absent or broken one is a `UserError`."""
     text = read_text(path)
     with guarded(f"{path} cannot be read"):
-        content = json.loads(text, object_pairs_hook=_one_value_a_key)
+        content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
     return content
@@ -50,14 +50,6 @@ def read_json(path: Path) -> dict:
 
 def read_optional_json(path: Path) -> dict:
     return read_json(path) if os.path.lexists(path) else {}
-
-
-def _one_value_a_key(pairs: list[tuple]) -> dict:
-    found = dict(pairs)
-    for key, value in pairs if len(found) < len(pairs) else ():
-        if found[key] != value:
-            raise ValueError(f"{shown(key)} is there twice, as {shown(value)} and {shown(found[key])}")
-    return found
 
 
 @contextmanager
@@ -82,7 +74,7 @@ def guarded(what: str):
 
 def one_line(error: BaseException) -> str:
     """What an error says, in one line: short, and with what is not printable escaped."""
-    text = (str(error).strip() or type(error).__name__)[:200]
+    text = (" ".join(str(error).split()) or type(error).__name__)[:200]
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
@@ -90,6 +82,8 @@ def shown(value) -> str:
     """A stranger's value in a message: escaped and short."""
     return SHORT.repr(value)
 
+
+# -- values: a kind is (what it is called, whether a value is one, what makes it ours) ---------------------------------
 
 def whole(low: int, high: int) -> tuple:
     return (f"a whole number from {low} to {high}",
@@ -112,10 +106,7 @@ OBJECT = "an object", lambda x: isinstance(x, dict), dict
 
 
 class Fields:
-    """Values of a JSON object, by kind and range. null counts as absent.
-
-    A kind is (what it is called, whether a value is one, what makes it ours), such as `FLAG` or `whole(1, 9)`.
-    """
+    """Values of a JSON object, by kind and range. null counts as absent."""
 
     def __init__(self, values: dict):
         self.values = values
@@ -123,10 +114,9 @@ class Fields:
     def get(self, key: str, kind: tuple, default=REQUIRED):
         """A value; UserError where it is not of the kind, or absent and has no default."""
         value, (what, fits, convert) = self.values.get(key), kind
-        if value is None:
-            self.expect(key, default is not REQUIRED, what)
+        if value is None and default is not REQUIRED:
             return default
-        self.expect(key, fits(value), what)
+        self.expect(key, value is not None and fits(value), what)
         return convert(value)
 
     def part(self, key: str) -> "Fields":
@@ -135,5 +125,5 @@ class Fields:
 
     def expect(self, key: str, fits: bool, what: str) -> None:
         if not fits:
-            found = "missing" if self.values.get(key) is None else shown(self.values[key])
+            found = shown(self.values[key]) if self.values.get(key) is not None else "missing"
             raise UserError(f"{key} is {found}, and must be {what}; download it again")

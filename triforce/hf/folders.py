@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ..errors import UserError
-from .files import one_line, read_json, read_text, shown
+from .files import guarded, read_json, read_text, shown
 
 TINY = Path(__file__).parents[1] / "tiny"  # the embedded pair: target/ and draft/
 REPO_ID = re.compile(r"(?a:[A-Za-z0-9][\w.-]{0,95}/\w[\w.-]{0,95})")
@@ -27,24 +27,19 @@ def resolve(checkpoint: str | Path) -> Path:
     """
     if checkpoint == "tiny":
         return TINY / "target"
-    try:
+    with guarded(f"{shown(checkpoint)} cannot be opened"):  # a name that is too long, an unknown user
         path = Path(checkpoint).expanduser()
-        is_folder, is_file = path.is_dir() and checkpoint != "", path.is_file()
-    except (OSError, RuntimeError, ValueError, TypeError) as error:  # a name that is too long, an unknown user
-        raise UserError(f"{shown(checkpoint)} cannot be opened ({one_line(error)}); give another folder") from None
-    if is_folder:
-        return finished(path)
-    if is_file:
-        raise UserError(f"{path} is a file; give the folder that holds config.json and the weights")
+        if path.is_dir() and checkpoint != "":
+            return finished(path)
     if isinstance(checkpoint, Path) or not REPO_ID.fullmatch(checkpoint):
-        raise UserError(f"no such folder: {checkpoint}; give a folder, a repository id (owner/name) or 'tiny'")
+        raise UserError(f"no such folder: {checkpoint}; give a folder with config.json and weights, a repository id "
+                        "(owner/name) or 'tiny'")
     local = Path("checkpoints") / checkpoint
-    if local.is_dir():
-        return finished(local)
-    if (cached := find_cached(checkpoint)) is not None:
-        return cached
-    raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
-                    f"download it: triforce download --repo-id {checkpoint}")
+    found = finished(local) if local.is_dir() else find_cached(checkpoint)
+    if found is None:
+        raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
+                        f"download it: triforce download --repo-id {checkpoint}")
+    return found
 
 
 def finished(folder: Path) -> Path:
@@ -95,10 +90,9 @@ def find_weights(folder: Path) -> list[Path]:
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise UserError(f"{index} has no weight_map; download it again")
-            for tensor, file in weight_map.items():
-                inside = isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
+            for file in weight_map.values():
+                inside = isinstance(file, str) and Path(file).name == file
                 if not (inside and (folder / file).is_file()):
-                    raise UserError(f"{index} places tensor {shown(tensor)} in {shown(file)}, which is no file of this "
-                                    "folder; download it again")
+                    raise UserError(f"{index} names {shown(file)}, which is no file of this folder; download it again")
             return [folder / file for file in sorted(set(weight_map.values()))]
     raise UserError(f"{folder} has neither {' nor '.join(SINGLE_FILES)} (nor their index); download it again")

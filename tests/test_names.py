@@ -8,7 +8,7 @@ import torch
 from families import build, config_json, save
 
 from triforce.hf.checkpoint import load_model
-from triforce.hf.places import cut, shard
+from triforce.hf.names import cut, shard
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group
 
@@ -83,14 +83,11 @@ def test_a_rank_reads_its_share_of_a_checkpoint(family, tmp_path):
             assert torch.equal(found, expected)
 
 
-def test_a_bias_that_is_added_before_a_sum_is_rank_0s():
-    bias = torch.ones(32)
+def test_what_a_rank_gets_of_a_tensor():
+    """A bias that is added before a sum is rank 0's, and the last share of the words may be shorter."""
+    bias, words = torch.ones(32), torch.arange(65.0)[:, None].expand(65, 4)
     for name in ("model.layers.0.self_attn.o_proj.bias", "model.layers.0.mlp.down_proj.bias"):
         assert [float(cut(name, bias, (32,), Group(rank, 2, "")).sum()) for rank in range(2)] == [32, 0]
-
-
-def test_the_last_share_may_be_shorter():
-    words = torch.arange(65.0)[:, None].expand(65, 4)
-    parts = [cut("lm_head.weight", words, (17, 4), Group(rank, 4, "")) for rank in range(4)]
-    assert torch.equal(torch.cat(parts), words)
+    shares = [cut("lm_head.weight", words, (17, 4), Group(rank, 4, "")) for rank in range(4)]
+    assert torch.equal(torch.cat(shares), words) and [len(share) for share in shares] == [17, 17, 17, 14]
     assert [len(cut("lm_head.weight", words[:9], (3, 4), Group(rank, 4, ""))) for rank in range(4)] == [3, 3, 3, 0]

@@ -6,19 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import UserError
-from ..fp8 import FP8, LAYERS, Float8, quantize, scale_unit
+from ..fp8 import FP8, LAYERS, quantize, scale_unit
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, join, shard_config
 
 FUSED = {fused: parts for fused, parts in LAYERS.values() if len(parts) > 1}  # what Phi-3 and GLM store as one
 SCALE = ".scale"  # ends our name of a weight's scales
 SCALES = (".weight_scale", ".weight_scale_inv")  # theirs; by both the weight is multiplied
-# GLM's own code stores such tensors, too, under other names.
-CHATGLM = {"transformer.embedding.word_embeddings.": "model.embed_tokens.", "transformer.output_layer.": "lm_head.",
-           "transformer.encoder.final_layernorm.": "model.norm.", "transformer.encoder.layers.": "model.layers.",
-           ".self_attention.query_key_value.": ".self_attn.qkv_proj.", ".self_attention.dense.": ".self_attn.o_proj.",
-           ".mlp.dense_h_to_4h.": ".mlp.gate_up_proj.", ".mlp.dense_4h_to_h.": ".mlp.down_proj."}
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 STAGED = 2**25  # bytes that are copied to a GPU at a time
 
@@ -42,39 +36,36 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
     """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter. shards:
     ranks, between whose shares no block of weights that share a scale is to be cut."""
     dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    order = rotary_order(config)
     table = {EMBEDDING: Place("embedding.weight", 0, (config.vocab_rows, dim)),
              "model.norm.weight": Place("norm.weight", 0, (dim,))}
+
+    def linear(theirs: str, ours: str, kind: str, start: int, rows: int, columns: int, bias: bool = False) -> None:
+        ordered = order if theirs.endswith((".q_proj", ".k_proj")) else None
+        table[f"{theirs}.weight"] = Place(f"{ours}{kind}.weight", start, (rows, columns), ordered)
+        if bias:
+            table[f"{theirs}.bias"] = Place(f"{ours}{kind}.bias", start, (rows,), ordered)
+        if config.float8 is not None and config.float8.holds(ours + kind):
+            unit = scale_unit(config, kind, shards)
+            table[theirs + SCALE] = Place(f"{ours}{kind}{SCALE}", start // unit[0],
+                                          (rows // unit[0], columns // unit[1]), ordered, unit)
+
     if not config.tie_word_embeddings:
-        table[OUTPUT] = Place("output.weight", 0, (config.vocab_rows, dim))
-    linears = [  # (Hugging Face's name, ours, first row, rows, columns, has a bias)
-        ("self_attn.q_proj", "attention.qkv", 0, q, dim, config.qkv_bias),
-        ("self_attn.k_proj", "attention.qkv", q, kv, dim, config.qkv_bias),
-        ("self_attn.v_proj", "attention.qkv", q + kv, kv, dim, config.qkv_bias),
-        ("self_attn.o_proj", "attention.out", 0, dim, q, config.out_bias),
-        ("mlp.gate_proj", "mlp.gate_up", 0, ffn, dim, config.mlp_bias),
-        ("mlp.up_proj", "mlp.gate_up", ffn, ffn, dim, config.mlp_bias),
-        ("mlp.down_proj", "mlp.down", 0, dim, ffn, config.mlp_bias),
-    ]
-    order = rotary_order(config)
+        linear("lm_head", "", "output", 0, config.vocab_rows, dim)
     for i in range(config.n_layer):
         theirs, ours = f"model.layers.{i}.", f"layers.{i}."
         table[theirs + "input_layernorm.weight"] = Place(ours + "attention_norm.weight", 0, (dim,))
         table[theirs + "post_attention_layernorm.weight"] = Place(ours + "mlp_norm.weight", 0, (dim,))
         for name in ("q_norm", "k_norm") if config.qk_norm else ():
-            shape = (config.head_dim,)
-            table[f"{theirs}self_attn.{name}.weight"] = Place(f"{ours}attention.{name}.weight", 0, shape, order)
-        for hf_name, name, start, rows, columns, bias in linears:
-            ordered = order if hf_name in ("self_attn.q_proj", "self_attn.k_proj") else None
-            table[f"{theirs}{hf_name}.weight"] = Place(f"{ours}{name}.weight", start, (rows, columns), ordered)
-            if bias:
-                table[f"{theirs}{hf_name}.bias"] = Place(f"{ours}{name}.bias", start, (rows,), ordered)
-            if config.float8 is not None and config.float8.holds(ours + name):
-                unit = scale_unit(config, name, shards)
-                table[f"{theirs}{hf_name}{SCALE}"] = Place(f"{ours}{name}{SCALE}", start // unit[0],
-                                                           (rows // unit[0], columns // unit[1]), ordered, unit)
-    if config.float8 is not None and config.float8.holds("output"):
-        unit = scale_unit(config, "output", shards)
-        table["lm_head" + SCALE] = Place("output" + SCALE, 0, (config.vocab_rows, dim // unit[1]), None, unit)
+            norm = Place(f"{ours}attention.{name}.weight", 0, (config.head_dim,), order)
+            table[f"{theirs}self_attn.{name}.weight"] = norm
+        linear(theirs + "self_attn.q_proj", ours, "attention.qkv", 0, q, dim, config.qkv_bias)
+        linear(theirs + "self_attn.k_proj", ours, "attention.qkv", q, kv, dim, config.qkv_bias)
+        linear(theirs + "self_attn.v_proj", ours, "attention.qkv", q + kv, kv, dim, config.qkv_bias)
+        linear(theirs + "self_attn.o_proj", ours, "attention.out", 0, dim, q, config.out_bias)
+        linear(theirs + "mlp.gate_proj", ours, "mlp.gate_up", 0, ffn, dim, config.mlp_bias)
+        linear(theirs + "mlp.up_proj", ours, "mlp.gate_up", ffn, ffn, dim, config.mlp_bias)
+        linear(theirs + "mlp.down_proj", ours, "mlp.down", 0, dim, ffn, config.mlp_bias)
     return table
 
 
@@ -86,62 +77,36 @@ def scale_of(weight: str) -> str:
 def rotary_order(config: ModelConfig) -> tuple[int, ...] | None:
     """Of a head of queries or keys, the dimensions of a checkpoint in the order that `attention.rotate` wants: the
     two that a pair turns half a head apart, what is not rotated behind each half's. None: as they are."""
-    turned = range(config.rotary_dim)
-    pairs = [turned[0::2], turned[1::2]] if config.rotary_interleaved else [turned[: len(turned) // 2],
-                                                                            turned[len(turned) // 2 :]]
-    still = range(config.rotary_dim, config.head_dim)
-    order = (*pairs[0], *still[: len(still) // 2], *pairs[1], *still[len(still) // 2 :])
+    turned, still = torch.arange(config.rotary_dim), torch.arange(config.rotary_dim, config.head_dim)
+    halves = turned.view(-1, 2).T if config.rotary_interleaved else turned.view(2, -1)
+    order = tuple(torch.cat([halves, still.view(2, -1)], 1).flatten().tolist())
     return None if order == tuple(range(config.head_dim)) else order
 
 
-def usual_name(name: str) -> str:
-    """A tensor's name in the layout of transformers."""
-    if name.startswith("transformer."):
-        for theirs, usual in CHATGLM.items():
-            name = name.replace(theirs, usual)
-    return name
-
-
-def separate(name: str, tensor: Tensor, table: dict[str, Place], float8: Float8 | None = None) -> dict[str, Tensor]:
+def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelConfig,
+             stored: Iterable[str]) -> dict[str, Tensor]:
     """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart, scales
-    are spread over the blocks of the table, and an output layer that has no place of its own is the embedding."""
-    name = usual_name(name)
+    are spread over the blocks of the table, and an output layer that has no place of its own is the embedding. None of
+    a tensor that only repeats the config or another of those stored: old checkpoints store RoPE's, tied ones the output
+    layer beside the embedding. What does not fit the table stays as it is."""
+    # An input_scale is one for all inputs ever: inputs are scaled row by row, or not at all.
+    if ".rotary_emb." in name or (config.float8 is not None and name.endswith(".input_scale")):
+        return {}
     if name == OUTPUT and OUTPUT not in table:
-        name = EMBEDDING
+        return {} if EMBEDDING in stored else {EMBEDDING: tensor}
+    for ending in SCALES if config.float8 is not None else ():
+        name = name.removesuffix(ending) + SCALE if name.endswith(ending) else name
     names = [name]
-    for ending in SCALES if float8 is not None else ():
-        names = [name.removesuffix(ending) + SCALE] if name.endswith(ending) else names
     for fused, parts in FUSED.items():
-        apart = [names[0].replace(fused, part) for part in parts]
+        apart = [name.replace(fused, part) for part in parts]
         names = apart if fused in name and all(part in table for part in apart) else names
-    if names[0] not in table:
-        return {name: tensor}
-    sizes = [table[part].shape[0] for part in names]
-    if names[0].endswith(SCALE):
-        place = table[names[0]]
-        scale = float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
-        if scale is None:
-            raise UserError(f"{str(tensor.dtype).removeprefix('torch.')} tensor {name} has shape "
-                            f"{list(tensor.shape)}, which is no scale for each {float8.scaled} of its weight, as "
-                            "config.json implies; the two do not belong together")
-        tensor = scale
-    if len(names) == 1:
-        return {names[0]: tensor}
-    if sum(sizes) != len(tensor):
-        raise UserError(f"tensor {name} has {len(tensor)} rows, but config.json implies {sum(sizes)}; the two do not "
-                        "belong together")
-    return dict(zip(names, tensor.split(sizes), strict=True))
-
-
-def is_derived(name: str, config: ModelConfig, stored: Iterable[str] = (EMBEDDING,)) -> bool:
-    """Whether a tensor only repeats the config or another tensor: old checkpoints store RoPE's, tied ones the output
-    layer beside the embedding, or alone: then it is the embedding. stored: the names of all tensors."""
-    name = usual_name(name)
-    of_rope = ".rotary_emb." in name or ".rotary_pos_emb." in name
-    # A scale for all inputs ever: inputs are scaled row by row, or not at all.
-    of_inputs = config.float8 is not None and name.endswith(".input_scale")
-    tied = config.tie_word_embeddings and name.startswith(OUTPUT)
-    return of_rope or of_inputs or (tied and any(usual_name(other) == EMBEDDING for other in stored))
+    place, sizes = table.get(names[0]), [table[part].shape[0] for part in names if part in table]
+    if place is not None and name.endswith(SCALE):
+        spread = config.float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
+        tensor = tensor if spread is None else spread
+    if len(names) > 1 and tensor.shape[:1] == (sum(sizes),):
+        return dict(zip(names, tensor.split(sizes), strict=True))
+    return {name: tensor}
 
 
 def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
@@ -161,8 +126,7 @@ def put(parameters: dict[str, Tensor], parts: dict[str, Place], name: str, tenso
     scales that one has."""
     parameter, found = parameters[parts[name].parameter], {name: tensor}
     if parameter.dtype == FP8 != tensor.dtype:
-        quantized, scale = quantize(tensor, parameter.device)
-        found = {name: quantized, scale_of(name): scale}
+        found[name], found[scale_of(name)] = quantize(tensor, parameter.device)
     for name, tensor in found.items():
         part = parts[name]
         fill(parameters[part.parameter], part, tensor if group is None else cut(name, tensor, part.shape, group))
