@@ -19,6 +19,7 @@ from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8
 
 import triforce
 from triforce import attention, coupled, float8, graphs, nucleus, sampling, warm_up
+from triforce.cli.request import default_document
 from triforce.errors import UserError
 from triforce.graphs import OPTIONS, Compiler
 from triforce.kv.offload import Offload
@@ -26,7 +27,6 @@ from triforce.kv.prefix import STRIDE
 from triforce.model import ModelConfig, RotaryEmbedding, Transformer, rotate
 from triforce.plan import AUTOREGRESSION
 from triforce.quantize import fp8_copy
-from triforce.request import default_document
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CONTEXT, NEW = 16_384, 512

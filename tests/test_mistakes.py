@@ -7,7 +7,8 @@ import torch
 from conftest import make_engine, random_pair, random_prompt
 
 import triforce
-from triforce import UserError, answers, cli
+from triforce import UserError, cli
+from triforce.cli import run
 from triforce.engine import Engine
 
 
@@ -95,7 +96,7 @@ def test_lines_without_a_seed_differ_between_batches(tmp_path, capsys):
     assert found[2] == [5, 8, 5, 10]
     assert all(seeds[0] == seeds[2] == 5 and seeds[1] != seeds[3] for seeds in found)
     assert found[0][1] != found[1][1]
-    assert answers.seeds_of([{"seed": 3}, {}], 10, None, samples=2) == [3, 4, 12, 13]
+    assert run.seeds_of([{"seed": 3}, {}], 10, None, samples=2) == [3, 4, 12, 13]
 
 
 @pytest.mark.parametrize("flags,message", [
@@ -113,22 +114,6 @@ def test_what_a_question_may_not_ask_is_told_before_the_prefill(flags, message, 
     flags = [flag.format(file=file, long=long) for flag in flags]
     assert cli.main(["--device", "cpu", "--prompt-len", "300", "--question", "hi", "--num-samples", "2", *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_question_that_just_fits(tmp_path, capsys, chat):
-    """Parts of a text may have more or fewer tokens than the whole."""
-    (template := tmp_path / "template").write_text(
-        "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} </{{ m.role }}>{% endfor %}")
-    flags = ["--device", "cpu", "--prompt", " A tale of a whale. " * 40, "--question", "who?",
-             *["--chat", "--chat-template", str(template)] * chat, "--num-samples", "1", "--max-new-tokens", "2",
-             "--json"]
-    assert cli.main(flags) == 0
-    length = json.loads(capsys.readouterr().out)["stats"]["prompt_len"]
-    assert cli.main([*flags, "--max-seq-len", str(length + 2)]) == 0
-    capsys.readouterr()
-    assert cli.main([*flags, "--max-seq-len", str(length + 1)]) == 2
-    assert f"--question: a prompt of {length} tokens" in capsys.readouterr().err
 
 
 def test_a_template_that_wants_text_gets_some(tmp_path, capsys):
