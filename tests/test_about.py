@@ -57,10 +57,7 @@ def test_questions_are_answered_over_one_document(folder, capsys):
     other = str(folder / "other.prefix")
     assert main([*book, "--save-prefix", other, *FEW]) == 0
     assert f"ask about it with --question, or later with --prefix {other}" in capsys.readouterr().err
-    for one in ([], ["--num-samples", "2"]):  # a document of whole flush intervals, and no question
-        assert main(["--prompt-len", "256", "--prompt-file", str(folder / "book.txt"), "--save-prefix", other, *FEW,
-                     *(one or ["--num-samples", "1"])]) == 0
-        assert main(["--prefix", other, *one, *FEW]) == 0
+    assert main(["--prefix", other, "--num-samples", "2", *FEW]) == 0  # no question: it goes on
 
 
 def test_questions_from_standard_input(folder, monkeypatch, capsys):
@@ -148,29 +145,26 @@ def test_an_interrupted_prefill_is_gone_on_with(folder, capsys, monkeypatch):
 
 
 def test_prompts_with_questions_messages_and_seeds(folder, capsys):
-    path = folder / "prompts"
-    path.write_text('{"prompt": "Call me", "question": "Who?", "seed": 5}\n'
-                    '{"messages": [{"role": "user", "content": "Hi"}]}\n"Some years"\n')
-    template = folder / "template"
+    path, template = folder / "prompts", folder / "template"
     template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
-    assert main(["--prompts", str(path), *FEW]) == 2  # the tiny pair has no chat template
-    assert "line 2 of --prompts" in capsys.readouterr().err
+    chat = ["--prompts", str(path), "--chat-template", str(template), "--temperature", "0", *FEW]
     path.write_text('{"messages": [{"role": "user", "content": "Hi"}], "question": "Who?"}\n'
                     '{"messages": [{"role": "user", "content": "Hi\\n\\nWho?"}], "prompt": null}\n'
                     '{"messages": [{"role": "user", "content": "Hi"}]}\n')
-    assert main(["--prompts", str(path), "--chat-template", str(template), "--temperature", "0", *FEW]) == 0
+    assert main(["--prompts", str(path), *FEW]) == 2  # the tiny pair has no chat template
+    assert "line 1 of --prompts" in capsys.readouterr().err
+    assert main(chat) == 0
     one, same, other = lines_of(capsys)
-    assert one["tokens"] == same["tokens"] and one["stats"]["prompt_len"] == same["stats"]["prompt_len"]
-    assert one["stats"]["prompt_len"] > other["stats"]["prompt_len"]
-    assert one["stats"]["load"] == same["stats"]["load"] > 0
+    assert one["tokens"] == same["tokens"] and one["stats"]["load"] == same["stats"]["load"] > 0
+    assert one["stats"]["prompt_len"] == same["stats"]["prompt_len"] > other["stats"]["prompt_len"]
     path.write_text('"Call me"\n{"messages": [{"role": "user", "content": "' + "b c " * 70_000 + '"}]}\n')
-    assert main(["--prompts", str(path), "--chat-template", str(template), "--batch-size", "1", *FEW]) == 2
+    assert main([*chat, "--batch-size", "1"]) == 2
     shown = capsys.readouterr()  # before the first is answered
     assert not shown.out and "error: line 2 of --prompts" in shown.err and "exceed the model's positions" in shown.err
     path.write_text('{"prompt": "Call me", "question": "Who?", "seed": 5}\n"Call me\\n\\nWho?\\n"\n')
     assert main(["--prompts", str(path), "--seed", "1", *FEW]) == 0
     first, second = lines_of(capsys)
-    assert first["stats"]["seed"] == 5 and second["stats"]["seed"] == 2
+    assert (first["stats"]["seed"], second["stats"]["seed"], first["question"]) == (5, 2, "Who?")
     assert first["stats"]["prompt_len"] > second["stats"]["prompt_len"] - 4
 
 

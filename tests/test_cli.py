@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 import triforce
-from triforce import acceptance, cli
+from triforce import cli
 from triforce.cli import request, run
 from triforce.cli.main import COMMANDS, COMMON, parser
 from triforce.engine import Stream
@@ -41,18 +41,6 @@ def test_text_to_stdout_and_the_rest_to_stderr():
     assert "of these tokens" not in done.stderr  # a budget of all of it is no part
     assert all(len(line) <= 80 for line in done.stderr.splitlines())
     assert start(*SMALL, "--seed", "1", program=("-m", "triforce")).stdout == done.stdout
-
-
-def test_compare_reports_a_difference_when_acceptance_is_broken(capsys, monkeypatch):
-    argv = ["--prompt", "It was a dark night. " * 60, "--max-new-tokens", "32", "--device", "cpu", "--compare",
-            "--gamma", "6"]  # what is drafted is no matter of times, and is often wrong
-    assert cli.main(argv) == 0
-    shown = capsys.readouterr().err
-    assert "identical" in shown and "autoregression" in shown and "speed-up" in shown
-    assert all(len(line) <= 80 for line in shown.splitlines())
-    monkeypatch.setattr(acceptance, "is_accepted", lambda draft_prob, target_prob, u: draft_prob >= 0)
-    assert cli.main(argv) == 1
-    assert "DIFFERENT from token" in capsys.readouterr().err
 
 
 def test_prompts_from_files_and_stdin(tmp_path, capsys):

@@ -123,11 +123,3 @@ def test_where_no_length_of_the_text_would_fit(capsys):
     assert cli.main([*FLAGS, "--question", "why " * 300, "--num-samples", "1", "--keep", "end"]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith("error: --question: ") and "exceed max_seq_len (200); " in told and "--keep" not in told
-
-
-def test_prompts_of_a_file_are_cut_each_by_itself(capsys, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps(TEXT) + '\n"short"\n')
-    assert cli.main(["--prompts", str(file), *FLAGS[2:], "--keep", "end"]) == 0
-    lines = [json.loads(line)["stats"] for line in capsys.readouterr().out.splitlines()]
-    assert [line["dropped_tokens"] > 500 for line in lines] == [True, False] and lines[0]["prompt_len"] == 180

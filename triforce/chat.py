@@ -61,11 +61,7 @@ class Chat:
 
     def stream(self, text: str, **options) -> "Turn":
         """Says something, and gives the answer piece by piece. The answer is what was given before the iteration
-        ends or is closed, or the next turn begins.
-
-        Args:
-            options: see `Engine.stream`; they override those of `Engine.chat`.
-        """
+        ends or is closed, or the next turn begins. options: see `Engine.stream`; they override those of the chat."""
         if not isinstance(text, str):
             raise UserError(f"a message is a text, and this one is of type {type(text).__name__}")
         if not text.strip():
@@ -102,11 +98,7 @@ class Chat:
     def save(self, path: str | Path) -> None:
         """Writes the document and what was said, with what the engine holds of their keys and values, to a file.
         `Engine.open` opens it as a prefix, and `Engine.chat` goes on with that; the turns in it cannot be undone. Every
-        rank calls this.
-
-        Raises:
-            UserError: nothing has been said yet, and there is no document; or see `Prefix.save`.
-        """
+        rank calls this. Raises UserError if nothing has been said yet, and there is no document; see `Prefix.save`."""
         with self._lock, self.engine.holding_still():
             self.end()
             if not self.turns and self.prefix is None:
@@ -128,11 +120,7 @@ class Chat:
         return held
 
     def undo(self) -> None:
-        """Back by one turn.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Back by one turn. Raises UserError if there is none."""
         with self._lock:
             self.end()
             if not self.turns:

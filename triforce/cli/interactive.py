@@ -25,10 +25,11 @@ def converse(chat: Chat, options: dict) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then edits lines and remembers them)
     say("Ask away; /help lists what else there is.")
-    line = ""
-    while line not in ("/quit", "/exit"):
+    while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
+            if line in ("/quit", "/exit"):
+                return
             if line.startswith("/"):
                 command(chat, *line.split(maxsplit=1))
             elif line:
@@ -44,8 +45,6 @@ def converse(chat: Chat, options: dict) -> None:
 def command(chat: Chat, name: str, argument: str = "") -> None:
     """A line that begins with a slash."""
     match name, argument:
-        case "/quit" | "/exit", "":
-            return
         case "/help", "":
             say(HELP)
         case "/undo", "":

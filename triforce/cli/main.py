@@ -72,12 +72,10 @@ FLAGS = {
     "prompt": (
         ("prompt", {}, "the text to continue"),
         ("prompt-file", FILE, "the text to continue, or to ask about. Without a flag it is read from a pipe"),
-        ("prompts", FILE, "several prompts, one a line, as JSON. Strings, or objects with a \"prompt\" or "
-         "\"messages\", and perhaps a \"question\" and a \"seed\"; answers are lines of JSON"),
+        ("prompts", FILE, "several prompts, one a line, as JSON. Strings, or {prompt or messages, question, seed}"),
         ("batch-size", {**COUNT, "default": 8}, "so many of --prompts are computed side by side (default 8)"),
         ("prompt-len", COUNT, "keep the first N tokens of the text (alias --prefill)"),
-        ("keep", {"choices": WAYS, "metavar": "PART"}, "of a text that is too long: start, end or both. Question and "
-         "template stay (default: an error)"),
+        ("keep", {"choices": WAYS, "metavar": "PART"}, "of a text that is too long: start, end or both"),
         ("question", {}, "asked after the text, which may be cut"),
         ("questions", FILE, "questions about the text, one a line or as JSON. All at once (-: standard input)"),
         ("num-samples", COUNT, "so many answers. Their seeds are seed, seed + 1, ..."),
@@ -97,8 +95,7 @@ FLAGS = {
         ("stop-token-ids", {"nargs": "+", "type": int, "metavar": "ID"}, "end after one of these tokens"),
         ("ignore-eos", SWITCH, "go on after an end-of-text token"),
         ("show-levels", SWITCH, "colour the text by the level that proposed it. FORCE_COLOR=1: also in a file"),
-        ("logprobs", {"type": int, "metavar": "K"}, "with --json or --prompts: log-probabilities of each token, and "
-         "of the K most probable ones in its place")),
+        ("logprobs", {"type": int, "metavar": "K"}, "in JSON: log-probabilities of each token, and of K in its place")),
     "model": (
         ("checkpoint", {"default": "tiny"}, "Hugging Face folder, repository id, or 'tiny' (default)"),
         Placement),

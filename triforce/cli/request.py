@@ -1,7 +1,6 @@
 """What a command line asks for: reads the files and the standard input that its flags name, and checks all of it.
 
-A command of one process does this before it imports PyTorch, which takes seconds: mistakes are told at once. So nothing
-that this module imports may import PyTorch.
+A command of one process does this before it imports PyTorch, which takes seconds: mistakes are told at once.
 """
 
 import io
@@ -65,14 +64,8 @@ def about_a_document(args) -> bool:
 
 
 def read_request(args, no_flags: bool = False) -> Request:
-    """Reads the files and standard input that the flags name.
-
-    Args:
-        no_flags: were given. A pipe that brings nothing, as schedulers leave them, is then no mistake.
-
-    Raises:
-        UserError: a file cannot be read, a text is empty, a value is out of range, flags do not go together.
-    """
+    """Reads the files and standard input that the flags name. no_flags: were given; a pipe that brings nothing, as
+    schedulers leave them, is then no mistake. Raises UserError for whatever is one."""
     asks_alone = args.interactive and args.prompt is args.prompt_file is None  # standard input holds what is asked
     check_together(args, asks_alone)
     check_values(args)
@@ -95,7 +88,7 @@ def read_request(args, no_flags: bool = False) -> Request:
 
 
 def check_values(args) -> None:
-    """Raises UserError for the value of a flag that no model could mend."""
+    """Those that no model could mend."""
     resolve(args.checkpoint)
     find_draft(args.checkpoint, getattr(args, "draft", None))
     Settings(**given(args, Settings))
@@ -113,7 +106,7 @@ def check_values(args) -> None:
 
 
 def check_together(args, asks_alone: bool) -> None:
-    """Raises UserError for flags that do not go together."""
+    """Which flags go together, and who reads standard input."""
     for name, others in CLASHES.items():
         flag, other = first_given(args, name), first_given(args, *others.split())
         if flag and other:
@@ -145,12 +138,11 @@ def read_document(args) -> str | None:
     """The text of --prompt, of --prompt-file, or of a pipe or file behind standard input; None where there is none."""
     if args.prompt is not None:
         return args.prompt
-    if args.prompt_file is not None:
-        return read_file("--prompt-file", args.prompt_file)
-    if not _is_piped():
+    if args.prompt_file is None and not _is_piped():
         return None
-    say("reading the prompt from standard input ...")
-    return read_file("--prompt-file", "-")
+    if args.prompt_file is None:
+        say("reading the prompt from standard input ...")
+    return read_file("--prompt-file", args.prompt_file or "-")
 
 
 def _is_piped() -> bool:
@@ -177,22 +169,16 @@ def read_file(flag: str, path: str) -> str:
 
 
 def read_prompts(path: str) -> list[dict]:
-    """Those of --prompts; see `read_items`."""
     return read_items("--prompts", path, "prompt")
 
 
 def questions_of(args) -> list[dict]:
-    """Those of --questions, if it was given; see `read_items`."""
     return [] if args.questions is None else read_items("--questions", args.questions, "question")
 
 
 def read_items(flag: str, path: str, main: str) -> list[dict]:
     """What a file has a line for: objects in JSON, or strings, which stand for their field `main`. A line of questions
-    may be plain text. Each object gets the "name" that it has in errors.
-
-    Raises:
-        UserError: a line is none of these, or there is none.
-    """
+    may be plain text. Each object gets the "name" that it has in errors."""
     lines = enumerate(read_file(flag, path).split("\n"), 1)
     items = [as_item(line.strip(), main, f"line {number} of {flag} {path}") for number, line in lines if line.strip()]
     if not items:

@@ -34,9 +34,9 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     question's text), and how many tokens of it --keep dropped.
     """
     engine = load_engine(args, group)
-    named = {name: getattr(args, name) for name in ("stop_token_ids", "logprobs") if getattr(args, name) is not None}
-    options = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), **named, "stop": args.stop,
-               "ignore_eos": args.ignore_eos, "speculate": not args.no_speculation}
+    options = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), "stop": args.stop,
+               "stop_token_ids": args.stop_token_ids, "ignore_eos": args.ignore_eos, "logprobs": args.logprobs,
+               "speculate": not args.no_speculation}
     loaded = time.perf_counter() - args.begun
     if request.prompts is not None:
         items = [encoded(engine, args, request, item) for item in request.prompts]
@@ -44,7 +44,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
         engine.stream([0], **options)  # checks, and computes nothing until it is iterated over
         book, dropped = document_of(engine, args, request)
         if book is not None:
-            options |= {"prefix": book, **{name: request.chat[name] for name in {*request.chat} - {"chat_template"}}}
+            options |= {"prefix": book, "chat_template_kwargs": args.chat_template_kwargs}
         if args.interactive:
             about_nothing = {} if book is not None else {"system": args.system, **request.chat}
             converse(Chat(engine, options.pop("prefix", None), **about_nothing), options)
@@ -59,7 +59,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
         items = [encoded(engine, args, request, {"prompt": request.document})]
         introduce(engine, items[0]["prompt"], args, request)
     if args.prompts is None and args.questions is None and args.num_samples in (None, 1):
-        return answer_one(engine, args, items[0], options, loaded, wants_comparison and "prefix" not in options)
+        return answer_one(engine, args, items[0], options, loaded, wants_comparison)
     return answer_all(engine, args, items, options, loaded)
 
 
@@ -72,8 +72,7 @@ def load_engine(args, group):
 
 
 def answer_one(engine, args, item: dict, options: dict, loaded: float, wants_comparison: bool) -> int:
-    """Streams it. After Ctrl-C what there is of it counts, and the command ends. loaded: seconds until the model was
-    ready."""
+    """Streams it. loaded: seconds until the model was ready."""
     if "prefix" not in options:
         options["on_prefill"] = Bar("prefill", len(item["prompt"]))
     stream = engine.stream(item["prompt"], **options)
@@ -82,13 +81,12 @@ def answer_one(engine, args, item: dict, options: dict, loaded: float, wants_com
     except KeyboardInterrupt:
         if stream.result is None or not stream.result.tokens:
             raise
-    finally:
-        stream.close()
+    stream.close()
     result, report = stream.result, record(args, item, stream.result, loaded)
     if not args.json:
         print(flush=True)
     if args.show_levels:
-        draw(f"\n{legend(result.levels, wants_colours(sys.stdout) and wants_colours(sys.stderr))}\n", sys.stderr)
+        draw(f"\n{legend(result.levels, wants_colours(sys.stderr))}\n", sys.stderr)
     say(f"\n{result.stats}")
     is_whole, differs = result.finish_reason != "interrupted", False
     if wants_comparison and is_whole:
@@ -176,15 +174,8 @@ def encoded(engine, args, request: Request, item: dict) -> dict:
 
 
 def fitted(engine, args, request: Request, text: str, question: str | None) -> tuple[str | list[int], list[int], int]:
-    """A text, cut to --prompt-len tokens, and by --keep so far that prompt and output fit.
-
-    Returns:
-        what is left of it, as text where a chat template joins it with the question, else its ids; ids of both; how
-        many tokens --keep dropped.
-
-    Raises:
-        TooLong: they are too many.
-    """
+    """A text, cut to --prompt-len tokens, and by --keep so far that prompt and output fit: what is left of it, as text
+    where a chat template joins it with the question, else its ids; ids of both; how many tokens --keep dropped."""
     tokenizer, room = engine.tokenizer, engine.room(args.max_new_tokens)
     ids = tokenizer.encode(text)
     length = args.prompt_len or (DEFAULT_PROMPT_LEN if request.is_demo else len(ids))
@@ -215,8 +206,7 @@ def fitted(engine, args, request: Request, text: str, question: str | None) -> t
 
 
 def seeds_of(items, first: int | None, group, samples: int = 1) -> list[int]:
-    """Of so many samples of each: those from its own "seed" on, else those of its place after `first`. first: None:
-    drawn."""
+    """Of so many samples of each: from its own "seed" on, or from that of its place after `first` (None: drawn)."""
     first = agreed(group, random.getrandbits(31)) if first is None else first
     begun = [item.get("seed", first + i * samples) for i, item in enumerate(items)]
     return [seed + sample for seed in begun for sample in range(samples)]
@@ -292,15 +282,12 @@ def wants_colours(file) -> bool:
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 def compare(engine, ids: list[int], args, law: dict, stats) -> tuple[list[str], dict]:
-    """--compare: a run, and the fastest autoregression, which takes steps of one row: the same distribution as the
-    padded steps whose bits are promised, and faster on a CPU.
+    """--compare: a table, and the same as JSON has it. Speed, beside the fastest autoregression, which takes steps of
+    one row: the same distribution as the padded steps whose bits are promised, and faster on a CPU. And whether tokens
+    with and without speculation are equal: greedy ones, and where levels share their draws, drawn ones.
 
     Args:
         law: that the run drew by, with its seed. stats: of the run.
-
-    Returns:
-        lines of a table, and the same as JSON has it: speed, and whether tokens with and without speculation are equal:
-        greedy ones, and where levels share their draws, drawn ones.
     """
     count = {"max_new_tokens": min(COMPARED_TOKENS, args.max_new_tokens), "ignore_eos": True}
     ways = {"no speculation" if args.no_speculation else "speculation": {"speculate": not args.no_speculation},
