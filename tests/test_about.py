@@ -86,31 +86,6 @@ def test_files_of_questions(text, questions, tmp_path):
         request.questions_of(args)
 
 
-def test_a_question_of_a_file_has_a_heading(folder, capsys):
-    """One of --question has none: its answer alone goes to standard output."""
-    (folder / "one").write_text("Who tells this?\n")
-    book = ["--prompt-file", str(folder / "book.txt"), "--num-samples", "1", *FEW]
-    said = []
-    for flags in (["--questions", str(folder / "one")], ["--question", "Who tells this?"]):
-        assert main([*book, *flags, "--temperature", "0"]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == f"> Who tells this?\n{said[1].strip()}\n\n" and said[1].strip()
-    assert main([*book, "--chat", "--questions", str(folder / "one")]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "has no chat template" in error and "line 1" not in error  # which is not to blame
-
-
-def test_a_question_that_is_too_long_for_an_opened_document(folder, capsys):
-    file = str(folder / "long.prefix")
-    assert main(["--prompt-file", str(folder / "book.txt"), "--save-prefix", file, *FEW]) == 0
-    (folder / "long").write_text("why " * 140_000)
-    with PrefixReader(file) as reader:
-        length = len(reader.tokens)
-    assert main(["--prefix", file, "--questions", str(folder / "long"), *FEW]) == 2
-    shown = capsys.readouterr().err
-    assert "cut the question by" in shown and shown.endswith(f"tokens to {131_072 - 6 - length}\n")
-
-
 def test_a_saved_chat_is_asked_with_chat(folder, capsys):
     """It does nothing there. Of a document of text it is an error."""
     file, template = str(folder / "chat.prefix"), folder / "chat.jinja"

@@ -61,15 +61,12 @@ def engine(monkeypatch):
     return made
 
 
-def test_a_prompt_is_cut_behind_and_asked_about(engine, tmp_path):
-    file, ids = tmp_path / "book.txt", engine.tokenizer.encode(TEXT)
-    file.write_text(TEXT)
-    question = engine.tokenizer.encode("\n\nWho?\n", bos=False)
+def test_a_prompt_is_cut_behind_and_asked_about(engine):
+    ids, question = engine.tokenizer.encode(TEXT), engine.tokenizer.encode("\n\nWho?\n", bos=False)
     for flags, expected in (([], ids), (["--prompt-len", "10"], ids[:10]),
                             (["--prompt-len", "10", "--question", "Who?"], ids[:10] + question)):
-        for source in (["--prompt", TEXT], ["--prompt-file", str(file)]):
-            assert cli.main([*source, *flags, "--device", "cpu"]) == 0
-            assert engine.asked[-1][0] == expected
+        assert cli.main(["--prompt", TEXT, *flags, "--device", "cpu"]) == 0
+        assert engine.asked[-1][0] == expected
 
 
 def test_only_the_document_that_nobody_chose_is_cut_unasked(engine, tmp_path):

@@ -164,13 +164,14 @@ def _spell(argument: str, known) -> str:
 def importing() -> Iterator[None]:
     """Within, PyTorch is imported, and Ctrl-C ends the process at once: PyTorch would swallow a KeyboardInterrupt that
     meets it where it imports NumPy, and go on with half of that."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not ignored, as by nohup
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored, as by nohup
+    if is_usual:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if is_usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def generate(argv: list[str]) -> int:

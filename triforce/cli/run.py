@@ -263,9 +263,8 @@ def wrap(text: str) -> None:
 def introduce(engine, ids, args, request: Request) -> None:
     """What is about to happen: the model, the prompt, and how much of it drafts are read from."""
     budget = engine.resolve_budget(len(ids))
-    wrap(f"{args.checkpoint} on {engine.device}, {engine.target.dtype_name}, {len(ids):,} prompt tokens")
-    if args.checkpoint == "tiny":
-        wrap(f"(the embedded pair: a toy of {engine.num_parameters / 1e6:.1f} million parameters)")
+    toy = f" (a toy of {engine.num_parameters / 1e6:.1f} million parameters)" if args.checkpoint == "tiny" else ""
+    wrap(f"{args.checkpoint}{toy} on {engine.device}, {engine.target.dtype_name}, {len(ids):,} prompt tokens")
     if 0 < budget < len(ids) and not args.no_speculation:
         wrap(f"drafts read {budget:,} of these tokens (--budget), every check reads all of them")
     if request.is_demo:
