@@ -121,7 +121,7 @@ def test_commands_and_their_modules(capsys, monkeypatch):
     (["--logit-bias", "5=inf"], "logit_bias of token 5 (inf) must be a number"),
     (["--max-new-tokens"], "expected one argument; see triforce --help"),
     (["--top-p", "1.5"], "top_p (1.5) must be above 0"), (["--max-new-tokens", "0"], "at least 1; try 256"),
-    (["--prompt-len", "0"], "--prompt-len (0) must be a whole number, at least 1"), (["--num-samples", "0"], "least 1"),
+    (["--prompt-len", "0"], "--prompt-len: '0' must be a whole number"), (["--num-samples", "0"], "least 1"),
     (["--seed", "9" * 20], "seed (99999999999999999999)"),
     (["--checkpoint", "/no/such/folder"], "no such folder"), (["--draft", "some/draft"], "triforce download --repo-id"),
     (["--prompt", ""], "prompt, or it is empty"),

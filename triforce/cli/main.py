@@ -65,7 +65,13 @@ class Help(argparse.Action):
         parser.exit()
 
 
-FILE, COUNT, SWITCH = {"metavar": "FILE"}, {"metavar": "N", "type": int}, {"action": "store_true"}
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
+    return int(text)
+
+
+FILE, COUNT, SWITCH = {"metavar": "FILE"}, {"metavar": "N", "type": count}, {"action": "store_true"}
 
 # Flags that are no options of config.py, by group: name, what argparse is told, help.
 FLAGS = {
@@ -231,7 +237,8 @@ def main(argv: list[str] | None = None) -> int:
             if error.errno is None:  # a library that is not there
                 raise
             told = f"{error.filename or 'the output'}: {error.strerror}; mend that, and run the command again"
-        if rank := int(os.environ.get("RANK", 0)):  # what all of them find, rank 0 says, which ends the others
+        rank = int(os.environ.get("RANK", 0)) if "WORLD_SIZE" in os.environ else 0
+        if rank:  # what all of them find, rank 0 says, which ends the others
             time.sleep(1)
         say(f"rank {rank}: error: {told}" if rank else f"error: {told}")
         return 2

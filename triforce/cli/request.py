@@ -96,8 +96,6 @@ def check_values(args) -> None:
     Sampling(**given(args, Sampling)).columns(1)
     check_max_new_tokens(args.max_new_tokens)
     check_logprobs(args.logprobs)
-    for name in ("batch_size", "prompt_len", "num_samples", "save_every"):
-        whole(1, 8)(f"--{name.replace('_', '-')}", 1 if getattr(args, name) is None else getattr(args, name))
     check_answers(args.num_samples or 1, args.max_new_tokens)
     if args.save_prefix is not None:
         check_target(args.save_prefix)  # before hours of work
