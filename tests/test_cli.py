@@ -76,7 +76,7 @@ def test_a_pipe_is_read_as_the_prompt(tmp_path, capsys):
     assert json.loads(said("--prompt", "Once upon a time", *flags, stdin=empty)[1])["tokens"] == tokens
     for stdin in (os.devnull, empty):
         status, _, errors = said("--checkpoint", str(ROOT / "triforce/tiny/target"), "--device", "cpu", stdin=stdin)
-        assert status == 2 and "error: there is no prompt, or it is empty; give a text with --prompt" in errors
+        assert status == 2 and "the prompt is empty; try --prompt" in errors
 
 
 def test_the_demo_says_what_it_is(capsys):
@@ -124,7 +124,7 @@ def test_commands_and_their_modules(capsys, monkeypatch):
     (["--prompt-len", "0"], "--prompt-len: '0' must be a whole number"), (["--num-samples", "0"], "least 1"),
     (["--seed", "9" * 20], "seed (99999999999999999999)"),
     (["--checkpoint", "/no/such/folder"], "no such folder"), (["--draft", "some/draft"], "triforce download --repo-id"),
-    (["--prompt", ""], "prompt, or it is empty"),
+    (["--prompt", ""], "the prompt is empty"),
     *((flags, f"cannot read {flags[-2]}") for flags in (
         ["--prompts", "/no"], ["--prompt-file", "/no"], ["--questions", "/no"], ["--chat", "--chat-template", "/no"])),
     (["--prompt", "a", "--chat-template", "x"], "add --chat"),

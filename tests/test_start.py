@@ -71,7 +71,7 @@ def test_an_import_that_swallows_interrupts_is_interrupted(tmp_path, ignored, ar
 @pytest.mark.quick
 @pytest.mark.parametrize("argv,said", [
     (["--help"], "usage: triforce"), (["--checkpoint", "./nowhere"], "no such folder"),
-    (["--prompt", " "], "it is empty"), (["--gamma", "x"], "gamma"), (["--save-prefix", "./nowhere/x"], "no folder"),
+    (["--prompt", " "], "is empty"), (["--gamma", "x"], "gamma"), (["--save-prefix", "./nowhere/x"], "no folder"),
     (["--prompt", "a"], "OSError: libcudart.so.12: cannot open it")])  # a library that is not there is named
 def test_flags_and_mistakes_do_not_wait_for_pytorch(argv, said, tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open it')")

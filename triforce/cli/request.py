@@ -83,7 +83,7 @@ def read_request(args, no_flags: bool = False) -> Request:
     if document is None and args.checkpoint == "tiny" or document == "" and no_flags:
         return Request(default_document(), is_demo=True, questions=questions, chat=chat)
     if document is None or not document.strip():
-        raise UserError("there is no prompt, or it is empty; give a text with --prompt or --prompt-file")
+        raise UserError("no text was given, or the prompt is empty; try --prompt or --prompt-file")
     return Request(document, questions=questions, chat=chat)
 
 
