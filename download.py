@@ -2,7 +2,7 @@
 
 import sys
 
-from triforce.start import main
+from triforce.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["download", *sys.argv[1:]]))

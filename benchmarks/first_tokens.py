@@ -30,16 +30,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from first_run import wait_for_compiling  # noqa: E402
 from harness import append, device_name, read_rows, read_text, run_or_plot, starter  # noqa: E402
 
-from triforce.start import ALLOCATOR, GROWING  # noqa: E402
+from triforce.free_memory import ALLOCATOR, GROWING  # noqa: E402
 
 PROCESS = """
 import json, sys, time
 job = json.load(open(sys.argv[1]))
 sys.path.insert(0, job["root"])
-from triforce.start import importing
-with importing():  # as the commands do
-    import torch
-    import triforce
+import torch
+import triforce
 from triforce.parallel import from_environment, leave
 group, device = from_environment()
 engine = triforce.load(job["checkpoint"], group=group, device=device, **job["options"])

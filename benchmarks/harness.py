@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from steps import milliseconds
 
+from triforce.cli.request import default_document
 from triforce.errors import UserError
 from triforce.parallel import leave
-from triforce.request import default_document
 from triforce.streams import use_one_stream
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 import triforce
-from triforce import cli, memory, request
+from triforce import cli, memory
+from triforce.cli import request
 from triforce.config import Placement, Settings
 from triforce.kit import check, plan
 from triforce.loading import find_dtype

@@ -1,14 +1,13 @@
-"""What the command line makes of its flags, seen by an engine that only notes what it is asked.
-
-Of cli.py, without the library behind it; test_cli.py has it with.
-"""
+"""What the command line makes of its flags, seen by an engine that only notes what it is asked."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
+from conftest import make_engine, random_prompt
 
-from triforce import answers, cli, request
+from triforce import cli
+from triforce.cli import request, run
 from triforce.errors import UserError
 from triforce.generation import Generation, Stats
 from triforce.hf.folders import TINY
@@ -35,7 +34,7 @@ class Engine:
     def room(self, count):
         return 10**6
 
-    def check_len(self, length, count, text=None, can_keep=False): ...
+    def check_len(self, length, count): ...
 
     def answer(self, ids, options):
         self.asked.append((ids, options))
@@ -43,7 +42,7 @@ class Engine:
 
     def generate(self, ids, **options):
         if isinstance(ids[0], list):
-            return [self.answer(one, {**options, "batch": len(ids)}) for one in ids]
+            return [[self.answer(one, {**options, "batch": len(ids)})] for one in ids]
         return self.answer(ids, options)
 
     def stream(self, ids, **options):
@@ -58,29 +57,23 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch):
     made = Engine()
-    monkeypatch.setattr(answers, "load_engine", lambda args, group: made)
+    monkeypatch.setattr(run, "load_engine", lambda args, group: made)
     return made
 
 
-def test_a_prompt_is_cut_behind_and_asked_about(engine, tmp_path):
-    file, ids = tmp_path / "book.txt", engine.tokenizer.encode(TEXT)
-    file.write_text(TEXT)
-    question = engine.tokenizer.encode("\n\nWho?\n", bos=False)
+def test_a_prompt_is_cut_behind_and_asked_about(engine):
+    ids, question = engine.tokenizer.encode(TEXT), engine.tokenizer.encode("\n\nWho?\n", bos=False)
     for flags, expected in (([], ids), (["--prompt-len", "10"], ids[:10]),
                             (["--prompt-len", "10", "--question", "Who?"], ids[:10] + question)):
-        for source in (["--prompt", TEXT], ["--prompt-file", str(file)]):
-            assert cli.main([*source, *flags, "--device", "cpu"]) == 0
-            assert engine.asked[-1][0] == expected
+        assert cli.main(["--prompt", TEXT, *flags, "--device", "cpu"]) == 0
+        assert engine.asked[-1][0] == expected
 
 
 def test_only_the_document_that_nobody_chose_is_cut_unasked(engine, tmp_path):
-    file = tmp_path / "long.txt"
-    file.write_text(request.default_document())
-    lengths = {}
-    for name, flags in (("file", ["--prompt-file", str(file)]), ("default", [])):
+    (file := tmp_path / "long.txt").write_text(request.default_document())
+    for flags in (["--prompt-file", str(file)], []):
         assert cli.main([*flags, "--device", "cpu", "--no-compare"]) == 0
-        lengths[name] = len(engine.asked[-1][0])
-    assert lengths["default"] == 16_384 < lengths["file"]
+    assert len(engine.asked[1][0]) == 16_384 < len(engine.asked[0][0])
 
 
 def test_how_to_generate(engine):
@@ -93,11 +86,12 @@ def test_how_to_generate(engine):
     options.pop("on_prefill")
     assert options == {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.8, "top_k": 5, "min_p": 0.1, "seed": 3,
                        "logit_bias": {5: float("-inf"), 7: 1.5, 9: -2.0},
-                       "stop": ["a", "b"], "stop_token_ids": [5, 7], "ignore_eos": True, "speculate": False}
+                       "stop": ["a", "b"], "stop_token_ids": [5, 7], "ignore_eos": True, "speculate": False,
+                       "logprobs": None}
     assert cli.main(["--prompt", TEXT]) == 0
     options = engine.asked[1][1]
-    assert options["speculate"] and not options["ignore_eos"] and options["stop"] is None
-    assert not {"seed", "stop_token_ids"} & options.keys()
+    assert options["speculate"] and not options["ignore_eos"] and options["stop"] is options["stop_token_ids"] is None
+    assert "seed" not in options
 
 
 def test_answers_to_a_file_of_prompts_do_not_depend_on_its_batches(engine, tmp_path, capsys):
@@ -142,6 +136,23 @@ def test_the_comparison(engine, capsys, monkeypatch, coupled, differs):
     assert (verdict in shown.err) == coupled
 
 
+def test_the_table_of_a_comparison():
+    """The whole run first: what both have in common, and then the tokens of each; with the least and the most."""
+    stats = Stats(100, new_tokens=101, load=2.0, ttft=8.0)
+    lines, report = run.table([(0.2, 0.1, 0.3), (0.4, 0.4, 0.5)], stats, ["speculation", "autoregression"])
+    assert report["speedup"] == pytest.approx(2) and report["speedup_of_run"] == pytest.approx(50 / 30)
+    assert "whole run, 101 tokens" in lines[1] and "30.0 s (20.0 to 40.0)" in lines[1]
+    assert "50.0 s (50.0 to 60.0)" in lines[1] and "200.0 ms (100.0 to 300.0)" in lines[2]
+    assert "2.00x" in lines[4] and all(len(line) <= 80 for line in lines)
+
+
+def test_too_few_tokens_to_compare(pair):
+    engine, args = make_engine(*pair, flush_interval=16, chunk_size=4, budget=64), cli.parse(["--max-new-tokens", "1"])
+    stats = engine.generate(random_prompt(60), 1, temperature=0.0).stats
+    lines, report = run.compare(engine, random_prompt(60), args, {"temperature": 0.0}, stats)
+    assert "too few" in lines[0] and "speedup" not in report and report["greedy_first_difference"] is None
+
+
 def test_how_to_load(monkeypatch):
     asked = []
 
@@ -149,7 +160,7 @@ def test_how_to_load(monkeypatch):
         asked.append({"checkpoint": checkpoint, **options})
         raise UserError("enough")
 
-    monkeypatch.setattr(answers, "load", load)
+    monkeypatch.setattr(run, "load", load)
     for look_for in ("resolve", "find_draft"):  # the folders, which are not there
         monkeypatch.setattr(request, look_for, lambda *args: None)
     flags = {"checkpoint": "a", "draft": "b", "device": "cpu", "dtype": "float16", "max_seq_len": 100, "budget": 64,

@@ -20,6 +20,7 @@ from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8
 import triforce
 from triforce import attention, coupled, fp8, graphs, sampling, top_p, warm_up
 from triforce.attention import rotate
+from triforce.cli.request import default_document
 from triforce.errors import UserError
 from triforce.fp8 import fp8_copy
 from triforce.graphs import OPTIONS, Compiler
@@ -27,7 +28,6 @@ from triforce.kv.offload import Offload
 from triforce.kv.prefix import STRIDE
 from triforce.model import ModelConfig, RotaryEmbedding, Transformer
 from triforce.plan import AUTOREGRESSION
-from triforce.request import default_document
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CONTEXT, NEW = 16_384, 512

@@ -281,6 +281,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
     (change(DOWN + "_scale", torch.ones(3, 4)), "layers.1.mlp.down_proj.scale is there twice"),
     *((change(DOWN, torch.full((320, 448), byte, dtype=torch.uint8).view(FP8)), f"{DOWN} holds nan")
       for byte in (0x7F, 0xFF)),
+    *((change(DOWN + "_scale_inv", torch.full((3, 4), bad)), "holds scales that are negative or not finite")
+      for bad in (-1.0, float("nan"), float("inf"))),
     (change(DOWN, torch.zeros(320, 448)), f"{DOWN} is torch.float32 .* implies fp8 of shape"),
     (change(DOWN, torch.zeros(320, 448).to(torch.float8_e5m2)), f"{DOWN} is torch.float8_e5m2 .* implies fp8"),
     (change("lm_head.weight", torch.zeros(96, 320).to(FP8)), "lm_head.weight is torch.float8_e4m3fn .* implies wider"),

@@ -4,8 +4,10 @@ import pytest
 from conftest import make_engine, random_prompt, slow
 
 import triforce
-from triforce.levels import LEVELS, Spans, levels_of
+from triforce.levels import levels_of
 from triforce.plan import Plan
+from triforce.render import COLOURS, characters
+from triforce.render import spans as spans_of
 from triforce.speculator import RowRound
 from triforce.state import State
 from triforce.tape import ACCEPTED, BONUS, LEAF, MISSED
@@ -61,7 +63,7 @@ def test_levels_of_generations(monkeypatch, options, drafts):
     engine = triforce.load("tiny", device="cpu", gamma=6, **options)
     out = engine.generate(TEXT, 90, temperature=0.0, ignore_eos=True)
     assert len(out.levels) == len(out.tokens) == len(out.pieces) == 90
-    assert set(out.levels) == drafts | {"target"} and drafts < set(LEVELS)
+    assert set(out.levels) == drafts | {"target"} and drafts < set(COLOURS)
     assert "".join(out.pieces) == out.text
     expected = [kept for [(count, accepted)] in seen for kept in [True] * accepted + [False] * (count - accepted)]
     assert [level != "target" for level in out.levels] == expected[:90]
@@ -80,24 +82,13 @@ def test_levels_of_a_batch_end_with_their_rows(pair, monkeypatch):
         assert out.levels == before.levels[: len(out.tokens)]
 
 
-def test_spans_of_a_growing_text():
-    pieces, levels = ["ab", "", "c"], ["draft", "target", "draft"]
-    spans = Spans(pieces, levels)
-    assert spans.take(1) == [("a", "draft")]
-    assert spans.take(2) == [("bc", "draft")]  # the token between them is no text
-    pieces += ["de", "f", "g"]
-    levels += ["target", "retrieval", "retrieval"]
-    assert spans.take(3) == [("de", "target"), ("f", "retrieval")]
-    assert spans.take(5) == [("g", "retrieval")] and spans.take(5) == []
-
-
 def test_a_stream_tells_the_levels_of_its_pieces():
     engine = triforce.load("tiny", device="cpu", gamma=6)
     stream, spans = engine.stream(TEXT, 60, temperature=0.0, ignore_eos=True, stop="four five"), []
     for piece in stream:
         assert "".join(text for text, _ in stream.spans) == piece
         spans += stream.spans
-    said, whole = stream.result, Spans(stream.result.pieces, stream.result.levels).take(10**6)
+    said, whole = stream.result, spans_of(characters(stream.result.pieces, stream.result.levels))
     assert "".join(said.pieces) == said.text and len(said.levels) == len(said.tokens)
     by_character = [[level for text, level in some for _ in text] for some in (spans, whole)]
     assert by_character[0] == by_character[1] and len(set(by_character[0])) > 1

@@ -40,18 +40,17 @@ class Chat:
         if system is not None and (prefix is not None or not isinstance(system, str)):
             raise UserError(f"system ({system!r}) must be a text, and there may be no prefix: one begins with its own "
                             "messages, which may have the role \"system\"")
-        self.engine, self.prefix, self.options = engine, prefix, options
-        self.chat_template = prefix.chat_template if prefix is not None else chat_template
+        self.engine, self.prefix, self.options, self.chat_template = engine, prefix, options, chat_template
         tokenizer = engine.tokenizer_or_raise()
-        kwargs = options.get("chat_template_kwargs")
-        tools = kwargs.get("tools") if isinstance(kwargs, dict) else None  # which may have a template of their own
-        has_template = chat_template is not None or tokenizer.chat_template(tools) is not None
-        self.uses_template = has_template if prefix is None else prefix.messages is not None
-        now = agreed(engine.target.group, datetime.now().isoformat(timespec="seconds"))
-        self.rendered_at = now if prefix is None else prefix.rendered_at  # see `Prefix`
-        self._before: list[dict] = prefix.messages or [] if prefix is not None else []
-        if system is not None:
-            self._before = [{"role": "system", "content": system}]
+        self._before = [] if system is None else [{"role": "system", "content": system}]
+        if prefix is None:
+            kwargs = options.get("chat_template_kwargs")
+            tools = kwargs.get("tools") if isinstance(kwargs, dict) else None  # which may have a template of their own
+            self.uses_template = chat_template is not None or tokenizer.chat_template(tools) is not None
+            self.rendered_at = agreed(engine.target.group, datetime.now().isoformat(timespec="seconds"))
+        else:
+            self._before, self.chat_template = prefix.messages or [], prefix.chat_template
+            self.uses_template, self.rendered_at = prefix.messages is not None, prefix.rendered_at
         self.turns: list[tuple[str, Generation]] = []
         self._open: Turn | None = None
         self._lock = ProcessLock()  # held while a piece comes, and by `send` for all of its answer
@@ -62,23 +61,24 @@ class Chat:
 
     def stream(self, text: str, **options) -> "Turn":
         """Says something, and gives the answer piece by piece. The answer is what was given before the iteration
-        ends or is closed, or the next turn begins.
-
-        Args:
-            options: see `Engine.stream`; they override those of `Engine.chat`.
-        """
+        ends or is closed, or the next turn begins. options: see `Engine.stream`; they override those of the chat."""
         if not isinstance(text, str):
             raise UserError(f"a message is a text, and this one is of type {type(text).__name__}")
         if not text.strip():
             raise UserError("the message is empty; say something")
+        check_options(options)
         with self._lock:
             self.end()
-            check_options(options)
             options = {"prefix": self.prefix, **self.options, **options}
-            renders = self.uses_template and self.prefix is None  # or the prefix does
-            variables = options.pop("chat_template_kwargs", None) if renders else None
+            if not self.uses_template:
+                prompt = self._ids(text)
+            elif self.prefix is not None:
+                prompt = said(self.messages, text)
+            else:
+                prompt = self.engine.encode_prompt(said(self.messages, text), self.chat_template,
+                                                   options.pop("chat_template_kwargs", None), self.rendered_at)
             try:
-                stream = self.engine.stream(self._prompt(text, variables), **options)
+                stream = self.engine.stream(prompt, **options)
             except TooLong as error:
                 if not self.turns:
                     raise
@@ -98,11 +98,7 @@ class Chat:
     def save(self, path: str | Path) -> None:
         """Writes the document and what was said, with what the engine holds of their keys and values, to a file.
         `Engine.open` opens it as a prefix, and `Engine.chat` goes on with that; the turns in it cannot be undone. Every
-        rank calls this.
-
-        Raises:
-            UserError: nothing has been said yet, and there is no document; or see `Prefix.save`.
-        """
+        rank calls this. Raises UserError if nothing has been said yet, and there is no document; see `Prefix.save`."""
         with self._lock, self.engine.holding_still():
             self.end()
             if not self.turns and self.prefix is None:
@@ -113,7 +109,7 @@ class Chat:
         """The conversation as a prefix of others, with what the engine holds of it."""
         book = self.prefix
         if not self.uses_template:
-            return self.engine.caches.held([*(book.tokens if book is not None else []), *self._ids(self.turns)], book)
+            return self.engine.caches.held([*(book.tokens if book is not None else []), *self._ids()], book)
         messages, variables = self.messages, self.options.get("chat_template_kwargs")
         if book is not None and variables is None:
             variables = book.chat_template_kwargs
@@ -124,11 +120,7 @@ class Chat:
         return held
 
     def undo(self) -> None:
-        """Back by one turn.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Back by one turn. Raises UserError if there is none."""
         with self._lock:
             self.end()
             if not self.turns:
@@ -146,33 +138,21 @@ class Chat:
         """The conversation as messages {role, content}, what it began with among them."""
         messages = list(self._before)
         for text, answer in self.turns:
-            messages = [*_said(messages, text), {"role": "assistant", "content": answer.text}]
+            messages = [*said(messages, text), {"role": "assistant", "content": answer.text}]
         return messages
 
-    def _prompt(self, text: str, variables: dict | None) -> list:
-        """What `Engine.stream` is to continue: ids, or the messages or ids that follow the prefix."""
-        if not self.uses_template:
-            return self._ids((*self.turns, (text, None)))
-        messages = _said(self.messages, text)
-        if self.prefix is not None:
-            return messages
-        return self.engine.encode_prompt(messages, self.chat_template, variables, self.rendered_at)
-
-    def _ids(self, turns) -> list[int]:
-        """Those of (what the user said, the answer or None), which follow the prefix, where no template joins them."""
-        tokenizer, ids = self.engine.tokenizer, []
-        if self.prefix is None and self._before:
-            ids = tokenizer.encode(self._before[0]["content"])
-        for said, answer in turns:
-            follows = bool(ids) or self.prefix is not None
-            ids = ids + tokenizer.encode(f"\n\n{said}\n" if follows else f"{said}\n", bos=not follows)
-            if answer is not None:
-                ids += self._told(answer)
+    def _ids(self, text: str | None = None) -> list[int]:
+        """Of all turns, and of what the user says then: those that follow the prefix, where no template joins them."""
+        encode = self.engine.tokenizer.encode
+        ids = [] if self.prefix is not None or not self._before else encode(self._before[0]["content"])
+        for one, answer in (*self.turns, *([] if text is None else [(text, None)])):
+            begins = not ids and self.prefix is None
+            ids = ids + (encode(f"{one}\n") if begins else encode(f"\n\n{one}\n", bos=False))
+            ids += self._told(answer) if answer is not None else []
         return ids
 
     def _told(self, answer: Generation) -> list[int]:
-        """Ids of an answer as it was told: of its tokens, or, where something that ended it is among those, of its
-        text."""
+        """Ids of an answer: its tokens, or, where something that ended it is among those, of its text."""
         tokens = [token for token in answer.tokens if token not in self.engine.eos_ids]
         tokenizer = self.engine.tokenizer
         # Where nothing ended it, the last character may be incomplete, and the next turn follows its tokens.
@@ -181,7 +161,7 @@ class Chat:
         return tokenizer.encode(answer.text, bos=False)
 
 
-def _said(messages: list[dict], text: str) -> list[dict]:
+def said(messages: list[dict], text: str) -> list[dict]:
     """Messages with one more of the user's."""
     return asked(messages, text) if messages else [{"role": "user", "content": text}]
 

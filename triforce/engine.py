@@ -44,16 +44,15 @@ from .generation import Generation, RowOutput, special_ids, stop_ids, stop_strin
 from .hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
 from .host import belongs_here, check_process, is_forked, not_pickled, own_settings
-from .keep import check_keep, cut, ways_to_fit
+from .keep import check_keep, cut
 from .kv.blocks import prefill_blocks
 from .kv.target import TargetCache
-from .levels import Spans
 from .model import Transformer
 from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
 from .prefix import Keeping, Prefix, asked, check_prefix, common_length, opened, storable
 from .prefix_path import check_target, holds_something
-from .progress import Bar, in_notebook, notebook_bars
+from .render import Bar, characters, in_notebook, notebook_bars, spans
 from .session import Session
 from .state import State
 from .streams import ComputeStream
@@ -581,21 +580,20 @@ class Engine:
         longest = self.placement.max_seq_len
         return (self.target.config.max_len if longest is None else longest) - max_new_tokens
 
-    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0, text: int | None = None,
-                  can_keep: bool = False) -> None:
-        """Raises TooLong if so many tokens do not fit the model, or max_seq_len.
-
-        Args:
-            document: so many of the prompt are a prefix, which cannot be cut any more.
-            text: so many are what a command's --prompt-len cuts. can_keep: and its --keep.
-        """
+    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0) -> None:
+        """Raises TooLong if so many tokens do not fit the model, or max_seq_len. document: so many of the prompt are a
+        prefix, which cannot be cut any more."""
         limit, longest = self.target.config.max_len, self.placement.max_seq_len
         what = f"the model's {self.target.config.limit_name} ({limit})"
         if longest is not None:
             limit, what = longest, f"max_seq_len ({longest})"
-        if prompt_len + max_new_tokens > limit:
-            remedy = ways_to_fit(prompt_len, max_new_tokens, limit, document, text, can_keep)
-            raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; {remedy}")
+        if (excess := prompt_len + max_new_tokens - limit) > 0:
+            left, part = prompt_len - document - excess, "question" if document else "prompt"
+            ways = [f"cut the {part} by {excess} tokens to {left}"] if left > 0 else []
+            if limit > prompt_len:
+                ways.append(f"ask for at most {limit - prompt_len} new ones")
+            raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; "
+                          f"{' or '.join(ways) or 'shorten it, and ask for fewer new ones'}")
 
 
 @dataclass
@@ -643,7 +641,7 @@ class Stream:
 
     def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session], is_cancelled: threading.Event):
         self._pieces, self._sessions, self._is_cancelled = pieces, sessions, is_cancelled
-        self._cutter: Spans | None = None
+        self._characters: Iterator[tuple[str, str]] | None = None
         self.spans: list[tuple[str, str]] = []
 
     def __iter__(self):
@@ -656,10 +654,10 @@ class Stream:
             if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED:
                 raise
             raise UserError("another thread iterates over this stream; give each thread a stream of its own") from None
-        if self._cutter is None:
+        if self._characters is None:
             [output] = self._sessions[0].outputs
-            self._cutter = Spans(output.pieces, output.levels)
-        self.spans = self._cutter.take(len(piece))
+            self._characters = characters(output.pieces, output.levels)
+        self.spans = spans(self._characters, len(piece))
         return piece
 
     @property

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from .errors import UserError
 
+# What PyTorch takes its allocator's settings from, the first that is set; and the one that the commands choose.
+ALLOCATOR, GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 ANSWER, TOKEN = 4096, 128  # bytes of an answer and its statistics, and of each token and its text
 # Of a control group, by version: where groups are mounted, the names of limits and of what is used, and the prefix of
 # counts in memory.stat that cover the groups below. Above memory.high Linux slows a group down until it hardly moves.

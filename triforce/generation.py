@@ -92,7 +92,7 @@ class Generation:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the text, its tokens coloured by level, and the statistics."""
-        from .levels import as_html
+        from .render import as_html
 
         return as_html(self)
 

@@ -14,12 +14,12 @@ from . import free_memory
 from .config import Placement, Settings
 from .errors import UserError
 from .fp8 import LAYERS, linear_shape, work_bytes
+from .free_memory import ALLOCATOR, ALLOCATORS, GROWING
 from .graphs import SPARE, Compiler, unreserved
 from .kv.offload import Offload
 from .kv.prefix import PrefixStore
 from .kv.views import common_queries, scored_together
 from .model import ModelConfig, Transformer
-from .start import ALLOCATOR, ALLOCATORS, GROWING
 from .state import State
 
 

@@ -1,6 +1,6 @@
 """Files of strangers: read only where they are what they are named for, and their values by kind and range.
 
-PyTorch is not imported here: `request.py` needs this before it is.
+PyTorch is not imported here: `cli/request.py` needs this before it is.
 """
 
 import json

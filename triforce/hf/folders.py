@@ -1,6 +1,6 @@
 """Hugging Face folders by name: where a checkpoint lies, and which files have its weights. Reads no tensor.
 
-PyTorch is not imported here: `request.py` needs this before it is.
+PyTorch is not imported here: `cli/request.py` needs this before it is.
 """
 
 import re

@@ -1,0 +1,244 @@
+"""Reads the flags, says what there is, runs a command, and says what went wrong.
+
+What the flags ask for is in `request.py`, and how it is answered in `run.py`, which alone needs PyTorch.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+from ..config import Placement, Sampling, Settings
+from ..errors import UserError, not_known
+from ..free_memory import ALLOCATOR, ALLOCATORS, GROWING
+from ..keep import WAYS
+from ..render import consoles, say
+from .request import read_request
+
+# `triforce download ...`; without one of them, it generates.
+COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan", "check": "kit.check"}
+
+# Names of the reference implementations.
+ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",
+           "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
+
+# What most people need: `--help` has the first sentence of each.
+COMMON = """help help-all json prompt prompt-file prompts prompt-len keep question questions num-samples interactive
+chat system save-prefix prefix max-new-tokens temperature top-p seed stop show-levels checkpoint device max-seq-len
+compile offload draft budget gamma no-speculation compare""".split()
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage of all flags."""
+
+    def error(self, message: str):
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+class Paragraphs(argparse.HelpFormatter):
+    """Wraps paragraphs to the terminal's width; those that are indented stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in text.split("\n\n"))
+
+
+class Help(argparse.Action):
+    """Prints a screen: the flags of COMMON, a line each."""
+
+    def __call__(self, parser, *_) -> None:
+        known = parser._option_string_actions
+        print(f"usage: {parser.usage}\n\n{parser.description}\n")
+        for name in COMMON:
+            about = re.split(r"[.;] ", known[f"--{name}"].help)[0]
+            print(f"  --{name:<16}", textwrap.shorten(about, 58, placeholder=" ..."))
+        print("\n" + textwrap.fill(parser.epilog, 78))
+        parser.exit()
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
+    return int(text)
+
+
+FILE, COUNT, SWITCH = {"metavar": "FILE"}, {"metavar": "N", "type": count}, {"action": "store_true"}
+
+# Flags that are no options of config.py, by group: name, what argparse is told, help.
+FLAGS = {
+    "prompt": (
+        ("prompt", {}, "the text to continue"),
+        ("prompt-file", FILE, "the text to continue, or to ask about. Without a flag it is read from a pipe"),
+        ("prompts", FILE, "several prompts, one a line, as JSON. Strings, or {prompt or messages, question, seed}"),
+        ("batch-size", {**COUNT, "default": 8}, "so many of --prompts are computed side by side (default 8)"),
+        ("prompt-len", COUNT, "keep the first N tokens of the text (alias --prefill)"),
+        ("keep", {"choices": WAYS, "metavar": "PART"}, "of a text that is too long: start, end or both"),
+        ("question", {}, "asked after the text, which may be cut"),
+        ("questions", FILE, "questions about the text, one a line or as JSON. All at once (-: standard input)"),
+        ("num-samples", COUNT, "so many answers. Their seeds are seed, seed + 1, ..."),
+        ("interactive", SWITCH, "a conversation, about the text if there is one; a pipe holds what is asked"),
+        ("system", {}, "a system message before the text"),
+        ("save-prefix", FILE, "save the text with its keys and values"),
+        ("save-every", COUNT, "with --save-prefix: also after about every N tokens, to continue from"),
+        ("prefix", FILE, "open a text that was saved, instead of a prompt"),
+        ("chat", SWITCH, "send the text as a user's message, by the chat template"),
+        ("chat-template", FILE, "Jinja file in place of the checkpoint's chat template"),
+        ("chat-template-kwargs", {"metavar": "JSON", "type": json.loads}, "what the template reads besides the "
+         "messages: '{\"enable_thinking\": false}' has Qwen3 answer at once")),
+    "generation": (
+        ("max-new-tokens", {"type": int, "default": 256}, "most tokens of the output (default 256, alias --gen-len)"),
+        Sampling,
+        ("stop", {"action": "append"}, "end before this string; may be repeated"),
+        ("stop-token-ids", {"nargs": "+", "type": int, "metavar": "ID"}, "end after one of these tokens"),
+        ("ignore-eos", SWITCH, "go on after an end-of-text token"),
+        ("show-levels", SWITCH, "colour the text by the level that proposed it. FORCE_COLOR=1: also in a file"),
+        ("logprobs", {"type": int, "metavar": "K"}, "in JSON: log-probabilities of each token, and of K in its place")),
+    "model": (
+        ("checkpoint", {"default": "tiny"}, "Hugging Face folder, repository id, or 'tiny' (default)"),
+        Placement),
+    "speculation": (
+        Settings,
+        ("no-speculation", SWITCH, "the same steps, one token at a time. At temperature 0 the same text"),
+        ("compare", {"action": argparse.BooleanOptionalAction}, "compare with the fastest autoregression: the speed, "
+         "and 64 tokens, greedy and with --sampling coupled drawn (default: only without flags)"))}
+
+
+def parser() -> Parser:
+    from .. import __version__
+
+    p = Parser(
+        prog="triforce", usage="triforce [flags]", add_help=False,
+        description="Continue a long text with a language model, losslessly and faster.",
+        epilog="With no flags: a demonstration. Commands: `triforce download` and `triforce convert` for checkpoints, "
+               "`triforce plan` (what fits), `triforce check` (whether all is well).")
+    p.add_argument("-h", "--help", nargs=0, action=Help, help="what most people need")
+    p.add_argument("--help-all", action="help", help="every flag, with all there is to say about it")
+    p.add_argument("--version", action="version", version=f"triforce {__version__}")
+    p.add_argument("--json", action="store_true", help="print JSON instead of the text. An object for each answer")
+    for title, flags in FLAGS.items():
+        group = p.add_argument_group(title)
+        for flag in flags:
+            if isinstance(flag, tuple):
+                name, how, about = flag
+                group.add_argument(f"--{name}", help=about, **how)
+            else:
+                add_options(group, flag)
+    return p
+
+
+def add_options(group, options: type) -> None:
+    """A flag for each field that has one. A flag that is not given leaves no trace: the field's default holds."""
+    for field in dataclasses.fields(options):
+        about = field.metadata
+        if about["flag"] is not None:
+            flag = about["flag"] or "--" + field.name.replace("_", "-")
+            group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=about["help"].replace("%", "%%"),
+                               **about["argparse"])
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The flags that generate. Raises UserError for what is none."""
+    flags = parser()
+    known = flags._option_string_actions.keys()
+    args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
+    if unknown:
+        raise UserError(not_known(unknown[0].partition("=")[0], "flag or command", {*known, *ALIASES, *COMMANDS},
+                                  "triforce --help-all lists all flags; a text goes behind --prompt, in quotes"))
+    if getattr(args, "draft", None) == "none":
+        args.draft = False
+    return args
+
+
+def _spell(argument: str, known) -> str:
+    """--prompt_len=3 -> --prompt-len=3, and the names of ALIASES. What is no flag then is a text that begins so."""
+    name, equals, value = argument.partition("=")
+    spelt = name.replace("_", "-")
+    spelt = ALIASES.get(spelt, spelt)
+    return spelt + equals + value if spelt in known else argument
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Within, PyTorch is imported, and Ctrl-C ends the process at once: PyTorch would swallow a KeyboardInterrupt that
+    meets it where it imports NumPy, and go on with half of that."""
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored, as by nohup
+    if is_usual:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if is_usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def generate(argv: list[str]) -> int:
+    """With several ranks, rank 0 reads for all, once they know each other, and the others say nothing."""
+    args = parse(argv)
+    args.begun = time.perf_counter()
+    logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    request = None if "WORLD_SIZE" in os.environ else read_request(args, not argv)  # before PyTorch is imported
+    with importing():
+        from ..parallel import from_environment, leave, read_first
+        from .run import answer
+    group, args.device = from_environment(getattr(args, "device", None))
+    stderr = sys.stderr
+    if group is not None and group.rank > 0:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        logging.disable()
+    try:
+        request = request or read_first(group, lambda: read_request(args, not argv))
+        status = answer(args, group, request, not argv if args.compare is None else args.compare)
+    except Exception:
+        sys.stderr = stderr  # a rank that fails alone has to say why
+        raise
+    leave()
+    return status
+
+
+def run(argv: list[str]) -> int:
+    """A command. What it has printed is written when it ends, however it ends."""
+    try:
+        if not argv or argv[0] not in COMMANDS:
+            return generate(argv)
+        with importing():
+            command = importlib.import_module(f"triforce.{COMMANDS[argv[0]]}")
+        return command.main(argv[1:])
+    finally:
+        sys.stdout.flush()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line. Exit status: 0; 1 if a check fails; 2 for a user's mistake; 130 for Ctrl-C."""
+    if not any(name in os.environ for name in (*ALLOCATORS, "WORLD_SIZE")):
+        # With segments of fixed size an 8B whose plan left 1.4 GiB of a cap of 24 ran out of memory; with these it had
+        # its peak at 22.6 (measured on an H200). Ranks are left alone: it has not been measured there.
+        os.environ[ALLOCATOR] = GROWING
+    with consoles():
+        try:
+            return run(sys.argv[1:] if argv is None else argv)
+        except KeyboardInterrupt:
+            say("interrupted")
+            return 130
+        except BrokenPipeError:  # the reader of a pipe has seen enough
+            return 0
+        except UserError as error:
+            told = str(error)
+        except OSError as error:
+            if error.errno is None:  # a library that is not there
+                raise
+            told = f"{error.filename or 'the output'}: {error.strerror}; mend that, and run the command again"
+        rank = int(os.environ.get("RANK", 0)) if "WORLD_SIZE" in os.environ else 0
+        if rank:  # what all of them find, rank 0 says, which ends the others
+            time.sleep(1)
+        say(f"rank {rank}: error: {told}" if rank else f"error: {told}")
+        return 2

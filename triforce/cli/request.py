@@ -1,0 +1,208 @@
+"""What a command line asks for: reads the files and the standard input that its flags name, and checks all of it.
+
+A command of one process does this before it imports PyTorch, which takes seconds: mistakes are told at once.
+"""
+
+import io
+import json
+import os
+import stat
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, names_of, whole
+from ..errors import UserError
+from ..free_memory import check_answers
+from ..hf.folders import find_draft, resolve
+from ..hf.tokenizer import is_messages
+from ..prefix_path import check_source, check_target
+from ..render import say
+
+DEFAULT_PROMPT_LEN = 16_384
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+# A flag, and those that it does not go with.
+CLASHES = {
+    "prompts": "prompt prompt_file prefix save_prefix interactive questions num_samples system compare show_levels",
+    "prompt": "prompt_file",
+    "prefix": "prompt prompt_file prompt_len system chat_template keep compare show_levels",
+    "interactive": "question questions num_samples json keep compare show_levels",
+    "save_prefix": "keep compare show_levels",
+    "compare": "questions num_samples system",
+    "show_levels": "questions num_samples system json"}
+# A flag, and those of which it needs one.
+NEEDS = {"logprobs": "json prompts", "save_every": "save_prefix", "chat_template": "chat system prompts",
+         "chat_template_kwargs": "chat system prompts prefix"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for, read and checked before a model is loaded."""
+
+    document: str | None = None  # the text to continue, or to ask about
+    is_demo: bool = False  # nobody gave one
+    prompts: list[dict] | None = None  # of --prompts, instead: prompt or messages, question, seed, and the line's name
+    questions: list[dict] = field(default_factory=list)  # of --question, --questions: question, seed, name for errors
+    chat: dict = field(default_factory=dict)  # of --chat-template and -kwargs, as `encode_prompt` has them
+
+
+def given(args, *classes: type) -> dict:
+    """The fields of these classes for which a flag was given."""
+    return {name: getattr(args, name) for name in names_of(*classes) if hasattr(args, name)}
+
+
+def first_given(args, *names: str) -> str | None:
+    """The first of these flags that was given."""
+    found = (name for name in names if getattr(args, name) not in (None, False))
+    return next((f"--{name.replace('_', '-')}" for name in found), None)
+
+
+def about_a_document(args) -> bool:
+    """Whether the flags ask for more than one answer about a document, or for its file."""
+    return first_given(args, "questions", "interactive", "prefix", "save_prefix", "num_samples", "system") is not None
+
+
+def read_request(args, no_flags: bool = False) -> Request:
+    """Reads the files and standard input that the flags name. no_flags: were given; a pipe that brings nothing, as
+    schedulers leave them, is then no mistake. Raises UserError for whatever is one."""
+    asks_alone = args.interactive and args.prompt is args.prompt_file is None  # standard input holds what is asked
+    check_together(args, asks_alone)
+    check_values(args)
+    chat = {} if args.chat_template_kwargs is None else {"chat_template_kwargs": args.chat_template_kwargs}
+    if args.chat_template is not None:
+        chat["chat_template"] = read_file("--chat-template", args.chat_template)
+    if args.prompts is not None:
+        return Request(prompts=read_prompts(args.prompts), chat=chat)
+    questions = questions_of(args)
+    if args.question is not None:
+        questions.insert(0, {"question": args.question, "name": "--question"})
+    if args.prefix is not None or asks_alone and args.prompt_len is None:
+        return Request(questions=questions, chat=chat)
+    document = None if asks_alone else read_document(args)
+    if document is None and args.checkpoint == "tiny" or document == "" and no_flags:
+        return Request(default_document(), is_demo=True, questions=questions, chat=chat)
+    if document is None or not document.strip():
+        raise UserError("no text was given, or the prompt is empty; try --prompt or --prompt-file")
+    return Request(document, questions=questions, chat=chat)
+
+
+def check_values(args) -> None:
+    """Those that no model could mend."""
+    resolve(args.checkpoint)
+    find_draft(args.checkpoint, getattr(args, "draft", None))
+    Settings(**given(args, Settings))
+    Placement(**given(args, Placement))
+    Sampling(**given(args, Sampling)).columns(1)
+    check_max_new_tokens(args.max_new_tokens)
+    check_logprobs(args.logprobs)
+    check_answers(args.num_samples or 1, args.max_new_tokens)
+    if args.save_prefix is not None:
+        check_target(args.save_prefix)  # before hours of work
+    if args.prefix is not None:
+        check_source(args.prefix)
+
+
+def check_together(args, asks_alone: bool) -> None:
+    """Which flags go together, and who reads standard input."""
+    for name, others in CLASHES.items():
+        flag, other = first_given(args, name), first_given(args, *others.split())
+        if flag and other:
+            raise UserError(f"{flag} does not go with {other}; drop one of them")
+    for name, others in NEEDS.items():
+        flag = first_given(args, name)
+        if flag and not first_given(args, *others.split()) and not (asks_alone and "chat" in others):
+            raise UserError(f"{flag} has no effect by itself; add --{others.split()[0].replace('_', '-')}, or drop it")
+    reads_text = args.prompt_file == "-" or args.prompt is args.prompt_file is args.prefix is None
+    if reads_text and args.questions == "-" or args.prompt_file == "-" and args.interactive:
+        raise UserError("a document and what is asked about it cannot both come from standard input; name the "
+                        "document's file")
+    if args.save_prefix is not None and asks_alone and args.prompt_len is None:
+        raise UserError("--save-prefix saves a document, and --interactive has none; give one with --prompt-file, or "
+                        "save the conversation with /save")
+    if args.interactive and (sys.stdin is None or int(os.environ.get("WORLD_SIZE", 1)) > 1):
+        raise UserError("--interactive needs standard input, and here it is closed, or several ranks share it; use "
+                        "--questions")
+
+
+def default_document() -> str:
+    """A long English text that every Python carries: the language reference."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def read_document(args) -> str | None:
+    """The text of --prompt, of --prompt-file, or of a pipe or file behind standard input; None where there is none."""
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file is None and not _is_piped():
+        return None
+    if args.prompt_file is None:
+        say("reading the prompt from standard input ...")
+    return read_file("--prompt-file", args.prompt_file or "-")
+
+
+def _is_piped() -> bool:
+    """Whether standard input is a pipe or a file, rather than a terminal, nothing or /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def read_file(flag: str, path: str) -> str:
+    """A text, with line ends as Python reads them; "-" is standard input. Says so if it is not UTF-8."""
+    if path == "-" and sys.stdin is None:
+        raise UserError(f"{flag} - reads standard input, and that is closed; name a file")
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {flag} {path}: {getattr(error, 'strerror', error)}; name another file") from None
+    text = data.decode("utf-8-sig", errors="replace")
+    if bad := text.count(REPLACEMENT) - data.count(REPLACEMENT.encode()):
+        say(f"{flag} {path} is not UTF-8: {bad:,} characters are read as {REPLACEMENT}; convert it with iconv")
+    return io.StringIO(text, newline=None).read()
+
+
+def read_prompts(path: str) -> list[dict]:
+    return read_items("--prompts", path, "prompt")
+
+
+def questions_of(args) -> list[dict]:
+    return [] if args.questions is None else read_items("--questions", args.questions, "question")
+
+
+def read_items(flag: str, path: str, main: str) -> list[dict]:
+    """What a file has a line for: objects in JSON, or strings, which stand for their field `main`. A line of questions
+    may be plain text. Each object gets the "name" that it has in errors."""
+    lines = enumerate(read_file(flag, path).split("\n"), 1)
+    items = [as_item(line.strip(), main, f"line {number} of {flag} {path}") for number, line in lines if line.strip()]
+    if not items:
+        raise UserError(f"{flag} {path} holds no {main}; write one a line")
+    return items
+
+
+def as_item(line: str, main: str, name: str) -> dict:
+    """See `read_items`."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if main == "question" and not isinstance(value, (str, dict)):
+        value = line
+    fields = value if isinstance(value, dict) else {main: value}
+    item = {**{field: one for field, one in fields.items() if one is not None}, "name": name}
+    text, question = item.get("prompt"), item.get("question", "" if main == "prompt" else None)
+    if main == "prompt" and is_messages(item.get("messages")) == (isinstance(text, str) and text != ""):
+        raise UserError(f'{name} holds no prompt, or two; write each as a JSON string, or as {{"prompt": "..."}} or '
+                        '{"messages": [...]}')
+    if not isinstance(question, str) or main == "question" and not question.strip():
+        raise UserError(f'{name} holds no question; write each as text, or as {{"question": "...", "seed": 1}}')
+    try:
+        whole(0, 1)("seed", seed := item.get("seed", 0))
+        Sampling(seed=seed).columns(1)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    return item

@@ -1,0 +1,328 @@
+"""Answers what a command line asks for: encodes it, calls the engine, prints. Text goes to stdout, all else to stderr.
+Knows nothing of tensors.
+"""
+
+import os
+import random
+import sys
+import textwrap
+import time
+from contextlib import closing
+from dataclasses import asdict
+from statistics import median
+
+from ..chat import Chat
+from ..config import Placement, Sampling, Settings, find_device
+from ..errors import TooLong, UserError
+from ..generation import Generation, as_json, totals
+from ..keep import cut, fit
+from ..loading import load
+from ..parallel import agreed
+from ..prefix import Prefix, asked, check_room, first_difference
+from ..render import Bar, as_ansi, draw, legend, say
+from .interactive import converse
+from .request import DEFAULT_PROMPT_LEN, Request, about_a_document, given
+
+COMPARED_TOKENS = 64  # are timed, and checked
+TURNS = 4  # of each way
+
+
+def answer(args, group, request: Request, wants_comparison: bool) -> int:
+    """Exit status of the command.
+
+    What is to be answered is a list of items: what their line of a file holds, the prompt as ids (about a document: the
+    question's text), and how many tokens of it --keep dropped.
+    """
+    engine = load_engine(args, group)
+    options = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), "stop": args.stop,
+               "stop_token_ids": args.stop_token_ids, "ignore_eos": args.ignore_eos, "logprobs": args.logprobs,
+               "speculate": not args.no_speculation}
+    loaded = time.perf_counter() - args.begun
+    if request.prompts is not None:
+        items = [encoded(engine, args, request, item) for item in request.prompts]
+    elif about_a_document(args):
+        engine.stream([0], **options)  # checks, and computes nothing until it is iterated over
+        book, dropped = document_of(engine, args, request)
+        if book is not None:
+            options |= {"prefix": book, "chat_template_kwargs": args.chat_template_kwargs}
+        if args.interactive:
+            about_nothing = {} if book is not None else {"system": args.system, **request.chat}
+            converse(Chat(engine, options.pop("prefix", None), **about_nothing), options)
+            return 0
+        if not request.questions and args.save_prefix and args.num_samples is None:
+            say(f"ask about it with --question, or later with --prefix {args.save_prefix}")
+            return 0
+        ask = as_text if book.messages is None else str
+        items = [{**item, "prompt": ask(item["question"]) if item["question"] else "", "dropped": dropped}
+                 for item in request.questions or [{"question": None}]]
+    else:
+        items = [encoded(engine, args, request, {"prompt": request.document})]
+        introduce(engine, items[0]["prompt"], args, request)
+    if args.prompts is None and args.questions is None and args.num_samples in (None, 1):
+        return answer_one(engine, args, items[0], options, loaded, wants_comparison)
+    return answer_all(engine, args, items, options, loaded)
+
+
+def load_engine(args, group):
+    say(f"loading {args.checkpoint} ...")
+    chosen = given(args, Settings, Placement)
+    if args.interactive and find_device(chosen.get("device")).type == "cuda":  # of many answers: it pays to wait once
+        chosen = {"compile": True, **chosen}
+    return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **chosen)
+
+
+def answer_one(engine, args, item: dict, options: dict, loaded: float, wants_comparison: bool) -> int:
+    """Streams it. loaded: seconds until the model was ready."""
+    if "prefix" not in options:
+        options["on_prefill"] = Bar("prefill", len(item["prompt"]))
+    stream = engine.stream(item["prompt"], **options)
+    try:
+        show(stream, args)
+    except KeyboardInterrupt:
+        if stream.result is None or not stream.result.tokens:
+            raise
+    stream.close()
+    result, report = stream.result, record(args, item, stream.result, loaded)
+    if not args.json:
+        print(flush=True)
+    if args.show_levels:
+        draw(f"\n{legend(result.levels, wants_colours(sys.stderr))}\n", sys.stderr)
+    say(f"\n{result.stats}")
+    is_whole, differs = result.finish_reason != "interrupted", False
+    if wants_comparison and is_whole:
+        say("\ncomparing with autoregression ...")
+        law = {**given(args, Sampling), "seed": result.stats.seed}
+        lines, report["compare"] = compare(engine, item["prompt"], args, law, result.stats)
+        differs = any(report["compare"].get(f"{name}_first_difference") is not None for name in ("greedy", "drawn"))
+        say("\n" + "\n".join(lines))
+    say("\n" + result.stats.NOTES)
+    if args.json:
+        print(as_json(report), flush=True)
+    if not is_whole:
+        raise KeyboardInterrupt
+    return int(differs)
+
+
+def show(stream, args) -> None:
+    """Prints a text as it comes, unless --json."""
+    coloured = args.show_levels and wants_colours(sys.stdout)
+    if args.show_levels and not coloured:
+        say("note: --show-levels colours a text on a terminal; FORCE_COLOR=1 does elsewhere")
+    for piece in stream:
+        if coloured:
+            draw(as_ansi(stream.spans), sys.stdout)
+        elif not args.json:
+            print(piece, end="", flush=True)
+
+
+def answer_all(engine, args, items: list[dict], options: dict, loaded: float) -> int:
+    """Questions of one document at once, prompts batch by batch; in their order, as soon as their batch is done."""
+    samples, results, begun = args.num_samples or 1, [], time.perf_counter()
+    seeds = seeds_of(items, options.get("seed"), engine.target.group, samples)
+    size = args.batch_size if args.prompts is not None else len(items)
+    for first in range(0, len(items), size):
+        batch = items[first : first + size]
+        options["seed"] = seeds[first * samples : (first + size) * samples]
+        with closing(Bar("decode", args.max_new_tokens * len(batch) * samples)) as bar:
+            rows = engine.generate([item["prompt"] for item in batch], num_samples=samples, on_decode=bar.count,
+                                   **options)
+        for index, (item, row) in enumerate(zip(batch, rows, strict=True), first):
+            for sample, result in enumerate(row):
+                report = record(args, item, result, loaded, index, sample)
+                name = f" (sample {sample + 1})" if samples > 1 else ""
+                print(as_json(report) if args.json or args.prompts is not None else
+                      f"> {item['question'] or ''}{name}\n{result.text.strip()}\n", flush=True)
+        results += [result for row in rows for result in row]
+        say(f"{first + len(batch)} of {len(items)} after {time.perf_counter() - begun:.1f} s")
+    say("\n" + totals(results, time.perf_counter() - begun))
+    return 0
+
+
+def record(args, item: dict, result: Generation, loaded: float, index: int = 0, sample: int = 0) -> dict:
+    """An answer as JSON has it. Its statistics get what only the command knows."""
+    result.stats.load, result.stats.dropped_tokens = loaded, item["dropped"]
+    return {"checkpoint": args.checkpoint, "index": index, "question": item.get("question"), "sample": sample,
+            **asdict(result)}
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+def messages_of(args, document: str) -> list[dict]:
+    """What a chat about a document begins with."""
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    return [*system, {"role": "user", "content": document}]
+
+
+def as_text(question: str) -> str:
+    """A question as it follows a document that is made of text."""
+    return f"\n\n{question}\n"
+
+
+def encoded(engine, args, request: Request, item: dict) -> dict:
+    """An item of `answer`, of a text or messages and perhaps a question."""
+    question = item.get("question", args.question) or None
+    try:
+        if "messages" in item:
+            messages = asked(item["messages"], question) if question else item["messages"]
+            ids, dropped = engine.encode_prompt(messages, **request.chat), 0
+            engine.check_len(len(ids), args.max_new_tokens)
+        else:
+            _, ids, dropped = fitted(engine, args, request, item["prompt"], question)
+    except UserError as error:
+        raise UserError(f"{item['name']}: {error}" if "name" in item else str(error)) from None
+    return {**item, "question": question, "prompt": ids, "dropped": dropped}
+
+
+def fitted(engine, args, request: Request, text: str, question: str | None) -> tuple[str | list[int], list[int], int]:
+    """A text, cut to --prompt-len tokens, and by --keep so far that prompt and output fit: what is left of it, as text
+    where a chat template joins it with the question, else its ids; ids of both; how many tokens --keep dropped."""
+    tokenizer, room = engine.tokenizer, engine.room(args.max_new_tokens)
+    ids = tokenizer.encode(text)
+    length = args.prompt_len or (DEFAULT_PROMPT_LEN if request.is_demo else len(ids))
+    if length > len(ids):
+        say(f"note: the prompt has {len(ids):,} tokens, fewer than --prompt-len {length:,}")
+    ids = ids[:length]
+    if args.chat or args.system:
+        def join(part: str) -> list[int]:
+            messages = messages_of(args, part)
+            return engine.encode_prompt(messages if question is None else asked(messages, question), **request.chat)
+
+        document, _ = fit(text, tokenizer.encode, length, "start")
+        document, whole = fit(document, join, room, args.keep)
+        left = len(tokenizer.encode(document))
+    else:
+        follows = tokenizer.encode(as_text(question), bos=False) if question else []
+        document = cut(ids, max(room - len(follows), 1), args.keep, tokenizer.bos_id)
+        whole, left = document + follows, len(document)
+    try:
+        engine.check_len(len(whole), args.max_new_tokens)
+    except TooLong as error:
+        fits = left - (len(whole) - room)
+        raise TooLong(f"{error}" + f" (the text: --prompt-len {fits}, or --keep)" * (fits > 0)) from None
+    if left < len(ids):
+        wrap(f"note: {len(ids) - left:,} of the text's {len(ids):,} tokens were dropped, so that prompt and output fit "
+             f"(--keep {args.keep})")
+    return document, whole, len(ids) - left
+
+
+def seeds_of(items, first: int | None, group, samples: int = 1) -> list[int]:
+    """Of so many samples of each: from its own "seed" on, or from that of its place after `first` (None: drawn)."""
+    first = agreed(group, random.getrandbits(31)) if first is None else first
+    begun = [item.get("seed", first + i * samples) for i, item in enumerate(items)]
+    return [seed + sample for seed in begun for sample in range(samples)]
+
+
+def document_of(engine, args, request: Request) -> tuple[Prefix | None, int]:
+    """What is asked about, None: nothing: opened, or prefilled; saved where that is wanted. And how many of its tokens
+    --keep dropped."""
+    begun, dropped, path = time.perf_counter(), 0, args.save_prefix
+    if args.prefix is not None:
+        book = engine.open(args.prefix)
+        if args.chat and book.messages is None:
+            raise UserError(f"{args.prefix} holds a document that was made of text; drop --chat, or make it anew "
+                            "with --chat")
+    elif request.document is None:
+        return None, 0
+    else:
+        book, dropped = prefilled(engine, args, request)
+    wrap(f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, there after "
+         f"{time.perf_counter() - begun:.1f} s; {book.num_shared:,} of them are shared by all questions")
+    if path is not None:
+        if not args.save_every or args.prefix is not None:
+            book.save(path)
+        say(f"{path} has {len(book):,} tokens, {book.num_read:,} of them from before")
+    say("")
+    return book, dropped
+
+
+def prefilled(engine, args, request: Request) -> tuple[Prefix, int]:
+    """The document, so far as it fits beside the longest question; and how many tokens of it were dropped."""
+    longest = max(request.questions or [{"question": "", "name": "the text"}],
+                  key=lambda item: len(engine.tokenizer.encode(item["question"])))
+    try:
+        document, ids, dropped = fitted(engine, args, request, request.document, longest["question"])
+    except TooLong as error:
+        raise UserError(f"{longest['name']}: {error}") from None
+    path, options = args.save_prefix, {}
+    if args.save_every:
+        options = {"keep": path, "keep_every": args.save_every}
+    elif path is not None:  # or the prefill looks
+        check_room(path, engine, len(ids))
+    if isinstance(document, str):
+        document, options = messages_of(args, document), {**options, **request.chat}
+    with closing(Bar("prefill", len(ids))) as bar:
+        return engine.prefill(document, on_progress=bar, **options), dropped
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+def wrap(text: str) -> None:
+    say(textwrap.fill(text, 78, subsequent_indent="  "))
+
+
+def introduce(engine, ids, args, request: Request) -> None:
+    """What is about to happen: the model, the prompt, and how much of it drafts are read from."""
+    budget = engine.resolve_budget(len(ids))
+    toy = f" (a toy of {engine.num_parameters / 1e6:.1f} million parameters)" if args.checkpoint == "tiny" else ""
+    wrap(f"{args.checkpoint}{toy} on {engine.device}, {engine.target.dtype_name}, {len(ids):,} prompt tokens")
+    if 0 < budget < len(ids) and not args.no_speculation:
+        wrap(f"drafts read {budget:,} of these tokens (--budget), every check reads all of them")
+    if request.is_demo:
+        end = " ".join(engine.tokenizer.decode(ids[-60:], continues=True).split())
+        wrap(f"The prompt is the beginning of CPython's language reference. It ends: ... {end[-140:]}")
+    say("")
+
+
+def wants_colours(file) -> bool:
+    """Whether a file is a terminal, or colours are wanted wherever they go (FORCE_COLOR)."""
+    return file.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+def compare(engine, ids: list[int], args, law: dict, stats) -> tuple[list[str], dict]:
+    """--compare: a table, and the same as JSON has it. Speed, beside the fastest autoregression, which takes steps of
+    one row: the same distribution as the padded steps whose bits are promised, and faster on a CPU. And whether tokens
+    with and without speculation are equal: greedy ones, and where levels share their draws, drawn ones.
+
+    Args:
+        law: that the run drew by, with its seed. stats: of the run.
+    """
+    count = {"max_new_tokens": min(COMPARED_TOKENS, args.max_new_tokens), "ignore_eos": True}
+    ways = {"no speculation" if args.no_speculation else "speculation": {"speculate": not args.no_speculation},
+            "autoregression": {"speculate": False, "one_row": True}}
+    # They take turns, so that a machine that becomes busy hits both. In the first turn steps are prepared.
+    turns = [[engine.generate(ids, **law, **count, **how).stats.tbt for how in ways.values()]
+             for _ in range(1 + TURNS)]
+    lines, report = ["too few tokens to compare; ask for 64"], {}
+    if all(map(all, turns[1:])):
+        lines, report = table(list(zip(*turns[1:], strict=True)), stats, list(ways))
+    laws = {"greedy": {"temperature": 0.0}} | ({"drawn": law} if engine.settings.coupled else {})
+    for name, one in laws.items():
+        on, off = (engine.generate(ids, speculate=speculates, **one, **count).tokens for speculates in (True, False))
+        differ = first_difference(on, off)
+        verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"
+        lines.append(f"{name} check, {len(on)} tokens, speculation on and off: {verdict}")
+        report |= {f"{name}_tokens": len(on), f"{name}_first_difference": differ}
+    return lines, report
+
+
+def table(times: list[tuple[float, ...]], stats, names: list[str]) -> tuple[list[str], dict]:
+    """The whole run, and a token: medians, and the least and the most in brackets. times: seconds a token, of the turns
+    of both ways. stats: of a run by the first, which began as one by the second would."""
+    runs = [[stats.load + stats.ttft + max(stats.new_tokens - 1, 0) * one for one in of_way] for of_way in times]
+    gain, of_run = (median(second) / median(first) for first, second in (times, runs))
+    rows = [("", *names),
+            (f"whole run, {stats.new_tokens:,} tokens", *(spread(run, 1, "s") for run in runs)),
+            ("time per token", *(spread(of_way, 1e3, "ms") for of_way in times)),
+            ("speed-up of the whole run", f"{of_run:.2f}x", ""),
+            ("speed-up per token", f"{gain:.2f}x", "")]
+    report = {name: {"tbt": median(of_way), "tbt_of_turns": list(of_way), "run": median(run)} for name, of_way, run in
+              zip(("speculation", "autoregression"), times, runs, strict=True)}
+    return ([f"{title:<26}{one:>26}{other:>27}".rstrip() for title, one, other in rows],
+            {**report, "speedup": gain, "speedup_of_run": of_run})
+
+
+def spread(values, scale: float, unit: str) -> str:
+    least, middle, most = (scale * one for one in (min(values), median(values), max(values)))
+    return f"{middle:.1f} {unit} ({least:.1f} to {most:.1f})"
