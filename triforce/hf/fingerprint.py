@@ -19,8 +19,7 @@ from .files import guarded, read_optional_json
 from .folders import find_weights
 from .places import EMBEDDING, OUTPUT, is_derived, usual_name
 
-STRETCHES, STRETCH_BYTES = 4, 4096  # of each tensor in a file
-POINTS = 64  # of each tensor in memory
+STRETCHES, STRETCH = 4, 1024  # elements of each tensor
 DIGITS = 32
 # Of tokenizer_config.json, what says nothing of which text has which ids.
 NO_IDS = ("chat_template", "model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces",
@@ -39,7 +38,7 @@ def model_name(folder: Path | None, architecture: str, num_parameters: int) -> s
 
 
 def model_fingerprint(folder: str | Path, max_seq_len: int | None = None, weights: str | None = None) -> str:
-    """Of a checkpoint: its config's shape and arithmetic, and of every weight name, shape, dtype and a sample of bytes.
+    """Of a checkpoint: its config's shape and arithmetic, and of every weight name, shape and a sample.
 
     The same whatever dtype it is loaded in, however many ranks share it, and however it is cut into files. Raises
     UserError for files that are missing or damaged.
@@ -49,38 +48,29 @@ def model_fingerprint(folder: str | Path, max_seq_len: int | None = None, weight
     ends = {digest for name, digest in digests.items() if usual_name(name) in (EMBEDDING, OUTPUT)}
     config = replace(config, tie_word_embeddings=config.tie_word_embeddings and len(ends) < 2)
     alone = EMBEDDING if config.tie_word_embeddings else OUTPUT  # what an output layer is, if it is not derived
-    found = {alone if usual_name(name) == OUTPUT else name: digest for name, digest in digests.items()
-             if not is_derived(name, config, digests)}
-    return _combine(config, sorted(found.items()))
-
-
-def _digest(tensor: Tensor) -> str:
-    """Of dtype, shape and some stretches of bytes, the first and the last among them."""
-    data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    found, last = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode()), max(len(data) - STRETCH_BYTES, 0)
-    for j in range(STRETCHES):
-        at = last * j // (STRETCHES - 1)
-        found.update(data[at : at + STRETCH_BYTES])
-    return found.hexdigest()
+    return _combine(config, sorted((alone if usual_name(name) == OUTPUT else name, digest)
+                                   for name, digest in digests.items() if not is_derived(name, config, digests)))
 
 
 @torch.no_grad()
 def weights_fingerprint(model: Transformer) -> str:
-    """Of a model in memory: its config, and some elements of each weight. It differs from its folder's fingerprint, and
-    with the number of ranks that share the model; each of them calls this. A weight that exists in a packed form alone
-    is left out."""
-    def sample() -> list:
-        spread = torch.linspace(0, 1, POINTS, dtype=torch.float64)
-        return [(name, one.reshape(-1)[(spread * (one.numel() - 1)).long().to(one.device)].double().tolist())
-                for name, one in model.named_parameters()]
-
+    """Of a model in memory. It differs from its folder's fingerprint, and with the number of ranks that share the
+    model; each of them calls this. A weight that exists in a packed form alone is left out."""
     with together(model.group) as do:
-        return _combine(model.config, do(sample))
+        return _combine(model.config, do(lambda: [(name, _digest(one)) for name, one in model.named_parameters()]))
 
 
-def _combine(config: ModelConfig, samples: list) -> str:
-    text = repr((replace(config, dtype=None), samples))
-    text += "" if config.float8 is None else repr(config.float8)
+def _digest(tensor: Tensor) -> str:
+    """Of the shape, and of some stretches of elements, the first and the last among them."""
+    flat, found = tensor.detach().reshape(-1), hashlib.sha256(str(list(tensor.shape)).encode())
+    for j in range(STRETCHES):
+        at = max(len(flat) - STRETCH, 0) * j // (STRETCHES - 1)
+        found.update(flat[at : at + STRETCH].cpu().double().numpy())
+    return found.hexdigest()
+
+
+def _combine(config: ModelConfig, digests: list) -> str:
+    text = repr((replace(config, dtype=None), config.float8, digests))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
@@ -88,13 +78,11 @@ def tokenizer_fingerprint(folder: str | Path) -> str:
     """Of the files that say which text has which ids. The chat template, which says what is put around a text, is none,
     nor is the length of a prompt. Raises UserError if a file cannot be read.
     """
-    folder, found = Path(folder), hashlib.sha256()
-    for path in [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]:
-        with guarded(f"{path} cannot be read"):
-            found.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
-    config, model = (read_optional_json(folder / name) for name in ("tokenizer_config.json", "config.json"))
-    for name in NO_IDS:
-        config.pop(name, None)
-    # Some tokenizers are built by what config.json says of them (see vocabulary.py).
-    found.update(json.dumps([config, model.get("model_type"), model.get("tokenizer_class")], sort_keys=True).encode())
-    return found.hexdigest()[:DIGITS]
+    folder, config = Path(folder), read_optional_json(Path(folder) / "tokenizer_config.json")
+    paths = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
+    with guarded(f"a tokenizer's file in {folder} cannot be read"):
+        digests = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
+    model = read_optional_json(folder / "config.json")  # some tokenizers are built by what it says of them
+    parts = [digests, {name: value for name, value in config.items() if name not in NO_IDS},
+             model.get("model_type"), model.get("tokenizer_class")]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:DIGITS]
