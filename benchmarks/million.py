@@ -46,7 +46,7 @@ def planned(args, length: int, device: torch.device) -> dict:
     free = memory.available(device)
     free = None if free is None else free + sum(part.bytes for part in weights)
     here = plan.Machine(device, free, memory.available(torch.device("cpu")))
-    need = plan.need(job, here, job.placement.offload)
+    need = plan.need(job, here)
     return {"planned_gib": need.bytes / 2**30, "planned_host_gib": need.host.bytes / 2**30,
             "planned_resident_layers": need.resident,
             "parts_gib": {part.name: round(part.bytes / 2**30, 2) for part in need.parts}}

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from safetensors.torch import load_file, save_file
 
-from triforce.errors import UserError
 from triforce.hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from triforce.hf.folders import TINY
 from triforce.hf.places import shard
@@ -41,8 +40,7 @@ def test_the_same_however_it_is_kept(folder):
 
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
-    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    torch.save({**dict(reversed(tensors.items())), **derived}, folder / "pytorch_model.bin")
+    torch.save(dict(reversed(tensors.items())), folder / "pytorch_model.bin")
     assert model_fingerprint(folder) == whole
     (folder / "pytorch_model.bin").unlink()
     files = {name: f"part{i % 2}.safetensors" for i, name in enumerate(tensors)}
@@ -74,14 +72,6 @@ def test_another_for_each_weight_and_field(folder):
     assert len(seen) == 1 + 2 * len(tensors) + 4
 
 
-def test_a_folder_without_whole_weights(folder):
-    whole = (folder / WEIGHTS).read_bytes()
-    for damaged in (b"", whole[:100], whole[:-1], whole[:8] + b"x" + whole[9:]):
-        (folder / WEIGHTS).write_bytes(damaged)
-        with pytest.raises(UserError, match=r"model.safetensors is truncated or damaged \(.*\); download it again"):
-            model_fingerprint(folder)
-
-
 CONFIG = ModelConfig(65, 32, 1, 4, 4, 8, 48, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True,
                      rotary_factor=0.5)
 
@@ -93,8 +83,7 @@ def test_of_a_model_in_memory():
     for parameter in model.parameters():
         parameter.add_(1)
         seen.add(weights_fingerprint(model))
-    assert len(seen) == 1 + len(list(model.parameters()))
-    assert weights_fingerprint(model.to(torch.float64)) in seen
+    assert len(seen) == 1 + len(list(model.parameters())) and weights_fingerprint(model.to(torch.float64)) in seen
     model.config = replace(model.config, rope_theta=7.0)
     assert weights_fingerprint(model) not in seen
 
@@ -141,15 +130,9 @@ def test_of_a_tokenizer(folder):
     edit(folder / "config.json", rope_theta=3)
     assert tokenizer_fingerprint(folder) == whole
     seen = {whole}
-    edit(folder / "config.json", tokenizer_class="CodeLlamaTokenizer")
-    seen.add(tokenizer_fingerprint(folder))
-    edit(folder / "tokenizer_config.json", add_bos_token=None)
-    seen.add(tokenizer_fingerprint(folder))
-    for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
-        (folder / name).write_text("{}")
+    for name, content in (("config.json", '{"tokenizer_class": "A"}'), ("tokenizer_config.json", '{"a": 1}'),
+                          ("tokenizer.json", "{}"), ("special_tokens_map.json", "{}"), ("added_tokens.json", "{}"),
+                          ("tokenizer.model", "other")):
+        (folder / name).write_text(content)
         seen.add(tokenizer_fingerprint(folder))
-    (folder / "tokenizer.model").write_bytes(b"other")
-    seen.add(tokenizer_fingerprint(folder))
     assert len(seen) == 7
-    for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"):
-        (folder / name).unlink()

@@ -7,17 +7,16 @@ machine that need not be this one.
 import json
 import os
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from .. import cli, memory, request
-from ..caches import MOST_ROWS, VIEWS, needed_tokens, own_tokens, usual_capacity, view_within
-from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
+from ..caches import needed_tokens, usual_capacity
+from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size
 from ..errors import UserError
-from ..free_memory import check_answers
 from ..hf.checkpoint import read_config
 from ..hf.folders import find_draft, resolve
 from ..loading import find_dtype
@@ -27,7 +26,6 @@ from ..parallel import Group, shard_config
 from ..quantize import check_wide, fp8_bytes
 
 CUDA_ITSELF = Part("CUDA itself, about", 2**29)  # of a card's memory; what a running process finds free is without it
-QUESTION = 64  # tokens that are planned for a question, with what a chat template puts around it
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class Job:
     prompt_len: int
     max_new_tokens: int
     rows: int = 1  # prompts side by side
-    shares: bool = False  # they are questions about one document, or samples of one answer
 
     @property
     def room(self) -> int:
@@ -64,117 +61,59 @@ class Job:
 class Need:
     """What a job takes of each device."""
 
-    offload: bool | str
-    wanted: int  # rows side by side, if there is room
-    rows: int  # all of them, or as many as fit behind what they share
     budget: int  # tokens of the view
     resident: int  # layers of the KV cache on the device
     parts: list[Part]
     host: Part  # over all ranks
-    room: int | None
-    host_room: int | None
 
     @property
     def bytes(self) -> int:
         return sum(part.bytes for part in self.parts)
 
-    @property
-    def fits(self) -> bool:
-        on_device = self.room is None or self.bytes <= self.room
-        return on_device and (self.host_room is None or self.host.bytes <= self.host_room)
+    def fits(self, machine: Machine) -> bool:
+        return all(most is None or size <= most for size, most in ((self.bytes, machine.memory),
+                                                                   (self.host.bytes, machine.host)))
 
 
-def need(job: Job, machine: Machine, offload: bool | str) -> Need:
+def need(job: Job, machine: Machine) -> Need:
     """What the job takes, as `load` and `Caches` plan it.
 
     Raises:
         UserError: settings do not fit each other, or so many ranks cannot share the model.
     """
-    device, most = machine.device, job.placement.max_batch_size
-    rows = min(job.rows, max(MOST_ROWS, most)) if job.shares else job.rows
+    device, place, longest = machine.device, job.placement, job.placement.max_seq_len
     target = shard_config(job.target, Group(0, machine.ranks, "") if machine.ranks > 1 else None)
-    settings = job.settings.resolve(device, has_model=job.draft is not None, offload=offload, shared=job.shares,
-                                    max_batch_size=max(most, rows) if job.shares else most,
-                                    query_group=target.query_group)
-    job = replace(job, target=target, settings=settings, placement=replace(job.placement, offload=offload), rows=rows)
-    dtype = find_dtype(job.placement.dtype, target.dtype, device)
+    settings = job.settings.resolve(device, has_model=job.draft is not None, offload=place.offload,
+                                    max_batch_size=place.max_batch_size, query_group=target.query_group)
+    dtype = find_dtype(place.dtype, target.dtype, device)
     parts = [] if machine.is_here or device.type != "cuda" else [CUDA_ITSELF]
     parts += memory.weight_parts(target, job.draft, dtype)
-    if job.placement.draft_dtype:
+    if place.draft_dtype:
         parts.append(Part("fp8 copy for drafting", fp8_bytes(target), ("no --draft-dtype",)))
     free = None if machine.memory is None else machine.memory - sum(part.bytes for part in parts)
-    fitting, budget, resident, caches, host = _caches(job, free, dtype, device)
-    host = replace(host, bytes=host.bytes * machine.ranks)
-    parts, room, host_room = [*parts, *caches], machine.memory, machine.host
-    if device.type == "cpu":  # the same memory, wherever a layer or a rank lies
-        parts, host_room = parts + [host] * bool(host.bytes), None
-        room = None if room is None else room // machine.ranks
-    return Need(offload, rows, fitting, budget, resident, parts, host, room, host_room)
+    capacity = usual_capacity(needed_tokens(job.prompt_len + job.max_new_tokens, settings, longest), longest)
+    budget, kept = settings.view_tokens(job.prompt_len, place.offload, capacity, 1), {
+        "batch": job.rows, "capacity": capacity, "dtype": dtype}
 
+    def state(resident: int | None) -> Sequence[Part]:
+        return memory.state_parts(target, job.draft, settings, **kept, budget=budget, num_resident_layers=resident,
+                                  vocab_size=min(one.vocab_size for one in (target, job.draft or target)),
+                                  device=device)
 
-def _caches(job: Job, free: int | None, dtype: torch.dtype,
-            device: torch.device) -> tuple[int, int, int, Sequence[Part], Part]:
-    """What `caches.Caches` plans: (rows that fit, tokens of a view, layers on the device, parts, part of the host).
-
-    Args:
-        job: of one rank, resolved. free: bytes beside the weights; None: nobody knows.
-    """
-    target, settings, place, longest = job.target, job.settings, job.placement, job.placement.max_seq_len
-    interval = settings.flush_interval
-    base = job.prompt_len // interval * interval if job.shares else 0
-    needed = needed_tokens(job.prompt_len + QUESTION * job.shares + job.max_new_tokens, settings, longest)
-    capacity = usual_capacity(needed, longest)
-    if base and longest is None:
-        capacity = base + own_tokens(needed, base, interval)
-    vocab_size = min(config.vocab_size for config in (target, job.draft) if config is not None)
-
-    def state(rows: int, view: int, resident: int | None = None) -> Sequence[Part]:
-        return memory.state_parts(target, job.draft, settings, batch=rows, capacity=capacity, budget=view, base=base,
-                                  vocab_size=vocab_size, num_resident_layers=resident, dtype=dtype, device=device)
-
-    def view(sharing: int) -> int:
-        return settings.view_tokens(job.prompt_len, place.offload, capacity, sharing)
-
-    kept = {"batch": 1 if base else job.rows, "capacity": base or capacity, "dtype": dtype}
-    least = min(view(1), VIEWS[0]) if base and settings.budget is None else view(1)
-    beside = state(1, least) if base else state(job.rows, least, 0 if place.offload else None)
-    resident = memory.resident_layers(target, place, beside, free, device, **kept)
+    resident = memory.resident_layers(target, place, state(0 if place.offload else None), free, device, **kept)
     layers = target.n_layer if resident is None else resident
     host = memory.host_part(target, target.n_layer - layers, **kept)
-    if not base:
-        return job.rows, least, layers, state(job.rows, least, resident), host
-    document = memory.prefix_parts(target, settings, capacity=base, dtype=dtype, device=device,
-                                   num_resident_layers=resident)
-    free = memory.less_spare(free, device)
-
-    def parts(rows: int, view: int) -> Sequence[Part]:
-        """Of parts that both name, the larger: they are not needed at the same time."""
-        found: dict[str, Part] = {}
-        for part in (*document, *state(rows, view)):
-            found[part.name] = max(part, found.get(part.name, part), key=lambda one: one.bytes)
-        return list(found.values())
-
-    rows = _largest(1, job.rows, lambda rows: free is None or sum(part.bytes for part in parts(rows, least)) <= free)
-    budget = view(rows)
-    if settings.budget is None and free is not None:
-        budget = view_within(lambda view: parts(rows, view), budget, free)
-    return rows, budget, layers, parts(rows, budget), host
+    parts += [*state(resident), *[host] * (device.type == "cpu" and host.bytes > 0)]  # a CPU's is the same memory
+    return Need(budget, layers, parts, replace(host, bytes=host.bytes * machine.ranks))
 
 
-def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `high` that fits, where all below one that fits do, too; `low` if none above it does."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
-def longest_prompt(job: Job, machine: Machine, offload: bool | str) -> int:
+def longest_prompt(job: Job, machine: Machine) -> int:
     """The most tokens of a prompt that fit: all that the model can attend over, or a multiple of 1,024. 0: none."""
     def fits(length: int) -> bool:
-        return need(replace(job, prompt_len=length), machine, offload).fits
+        return need(replace(job, prompt_len=length), machine).fits(machine)
 
-    return job.room if fits(job.room) else _largest(0, job.room // 1024, lambda count: fits(count * 1024)) * 1024
+    thousands = range(1024, job.room + 1, 1024)
+    return job.room if fits(job.room) else 1024 * bisect_left(thousands, True, key=lambda length: not fits(length))
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -190,28 +129,26 @@ def parser() -> cli.Parser:
     p.add_argument("--memory", metavar="SIZE", help="of one GPU, which need not be here, such as 24GiB; with --device "
                    "cpu of the machine (default: what this machine's device has free)")
     p.add_argument("--host-memory", metavar="SIZE", help="of the host (default: what this machine has free)")
-    p.add_argument("--gpus", type=int, default=1, metavar="N", help="so many share the model, as under torchrun")
-    p.add_argument("--batch-size", type=int, metavar="N", help="so many prompts side by side (default 1); questions "
-                   "and samples (--questions FILE, --num-samples N) share the document")
+    p.add_argument("--gpus", type=cli.count, default=1, metavar="N", help="so many share the model, as under torchrun")
+    p.add_argument("--batch-size", type=cli.count, metavar="N", help="so many prompts side by side (default 1)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
     return p
 
 
 def machine_of(own, device: str | None) -> Machine:
     """own: flags of this command. device: as `triforce` was to be told."""
-    host = memory.available(torch.device("cpu"))
-    host = parse_size(own.host_memory, "--host-memory") if own.host_memory else host
-    if own.memory:
-        if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-            find_device(device)  # says what is wrong with it
-        size = parse_size(own.memory, "--memory")
-        return Machine(torch.device(device or "cuda"), size, host, own.gpus, is_here=False)
-    here = find_device(device)
-    count = torch.cuda.device_count() if here.type == "cuda" else 1
-    if own.gpus > count:
-        raise UserError(f"--gpus ({own.gpus}) is more than the {count} that this machine has; say with --memory how "
-                        "much one of them has, to plan for another machine")
-    return Machine(here, memory.available(here), host, own.gpus)
+    if own.memory and re.fullmatch(r"cpu|cuda(:\d+)?", device or "cuda"):  # which need not be here
+        device, size = torch.device(device or "cuda"), parse_size(own.memory, "--memory")
+    else:
+        device = find_device(device)
+        size, count = memory.available(device), torch.cuda.device_count() if device.type == "cuda" else 1
+        if own.gpus > count:
+            raise UserError(f"--gpus ({own.gpus}) is more than the {count} that this machine has; say with --memory "
+                            "how much one of them has, to plan for another machine")
+    if device.type == "cpu":  # ranks have the same memory, and so have layers that are offloaded
+        return Machine(device, size and size // own.gpus, None, own.gpus, is_here=not own.memory)
+    host = parse_size(own.host_memory, "--host-memory") if own.host_memory else memory.available(torch.device("cpu"))
+    return Machine(device, size, host, own.gpus, is_here=not own.memory)
 
 
 def job_of(args, rows: int | None = None) -> Job:
@@ -227,111 +164,60 @@ def job_of(args, rows: int | None = None) -> Job:
     if (placement.num_resident_layers or 0) > target.n_layer:
         raise UserError(f"--num-resident-layers ({placement.num_resident_layers}) is more than the model's "
                         f"{target.n_layer} layers")
-    new = check_max_new_tokens(args.max_new_tokens)
-    job = Job(target, draft, settings, placement, 0, new)
-    length = _prompt_len(args, job)
-    if args.num_samples is not None:
-        whole(1, 4)("--num-samples", args.num_samples)
-        check_answers(args.num_samples, new)
-    about = max(len(request.questions_of(args)) + (args.question is not None), 1) * (args.num_samples or 1)
-    shares = about > 1 and length >= (settings.flush_interval or 128)
-    if args.prompts is not None and rows is None:
-        rows = min(len(request.read_prompts(args.prompts)), args.batch_size)
-    if about > 1:
-        rows = about if shares else min(about, args.batch_size)
-    return replace(job, prompt_len=length, rows=rows or 1, shares=shares)
-
-
-def _prompt_len(args, job: Job) -> int:
-    """Tokens of the prompt: as many as --keep leaves of it, if it is too long."""
-    if args.prompt_len is None:
-        text = request.first_given(args, "prompt", "prompt_file", "prompts", "prefix")
-        if text is not None:
-            raise UserError(f"a plan reads no text, and {text} names one; say how many tokens it has with --prompt-len")
-    else:
-        whole(1, request.DEFAULT_PROMPT_LEN)("--prompt-len", args.prompt_len)
+    job = Job(target, draft, settings, placement, 0, check_max_new_tokens(args.max_new_tokens))
+    text = request.first_given(args, "prompt", "prompt_file", "prompts", "prefix")
+    if text is not None and args.prompt_len is None:
+        raise UserError(f"a plan reads no text, and {text} names one; say how many tokens it has with --prompt-len")
     length = args.prompt_len or min(request.DEFAULT_PROMPT_LEN, max(job.room, 1))
     if length > job.room and (args.keep is None or job.room < 1):
-        limit = "--max-seq-len allows" if job.placement.max_seq_len else "the model can attend over"
-        remedy = f"--prompt-len {job.room}, or --keep start, end or both" if job.room > 0 else "fewer --max-new-tokens"
         raise UserError(f"a prompt of {length} tokens and {job.max_new_tokens} new ones exceed the "
-                        f"{job.room + job.max_new_tokens} that {limit}; use {remedy}")
-    return min(length, job.room)
+                        f"{job.room + job.max_new_tokens} that the model or --max-seq-len allows; use fewer, or --keep")
+    if args.prompts is not None and rows is None:
+        rows = min(len(request.read_prompts(args.prompts)), args.batch_size)
+    return replace(job, prompt_len=min(length, job.room), rows=rows or 1)
 
 
 def record(job: Job, machine: Machine) -> dict:
-    """The plan, as JSON has it. Where a GPU is too small, a second way keeps the rest of the cache on the host."""
-    ways = [need(job, machine, job.placement.offload)]
-    if machine.device.type == "cuda" and not job.placement.offload and not (ways[0].fits and
-                                                                            ways[0].rows == ways[0].wanted):
-        ways.append(need(job, machine, "auto"))
-    fitting = sorted((one for one in ways if one.fits), key=lambda one: one.rows < one.wanted)
+    """The plan, as JSON has it. Where a GPU is too small, the rest of the cache lies on the host."""
+    ways = [job]
+    if machine.device.type == "cuda" and not job.placement.offload:
+        ways.append(replace(job, placement=replace(job.placement, offload="auto")))
+    needs = [need(way, machine) for way in ways]
+    found, job = next((pair for pair in zip(needs, ways, strict=True) if pair[0].fits(machine)), (needs[-1], ways[-1]))
     return {
-        "name": "plan", "fits": bool(fitting), "device": str(machine.device), "memory": machine.memory,
-        "host_memory": machine.host, "gpus": machine.ranks, "is_here": machine.is_here,
-        "prompt_len": job.prompt_len, "max_new_tokens": job.max_new_tokens, "rows": job.rows, "shares": job.shares,
+        "name": "plan", "fits": found.fits(machine), "device": str(machine.device), "memory": machine.memory,
+        "host_memory": machine.host, "gpus": machine.ranks, "is_here": machine.is_here, "prompt_len": job.prompt_len,
+        "max_new_tokens": job.max_new_tokens, "rows": job.rows, "offload": job.placement.offload,
         "dtype": str(find_dtype(job.placement.dtype, job.target.dtype, machine.device)).removeprefix("torch."),
-        "ways": [{"offload": one.offload, "fits": one.fits, "rows": one.rows, "budget": one.budget,
-                  "resident_layers": one.resident, "layers": job.target.n_layer, "bytes": one.bytes,
-                  "host_bytes": one.host.bytes, "longest_prompt": longest_prompt(job, machine, one.offload),
-                  "parts": {part.name: part.bytes for part in one.parts},
-                  "remedies": {part.name: part.remedies for part in one.parts if part.remedies}} for one in ways],
-        "chosen": ways.index(fitting[0]) if fitting else None,
+        "budget": found.budget, "resident_layers": found.resident, "layers": job.target.n_layer,
+        "bytes": found.bytes, "host_bytes": found.host.bytes, "on_chip_bytes": needs[0].bytes,
+        "longest_prompt": max(longest_prompt(way, machine) for way in ways),
+        "parts": {part.name: part.bytes for part in found.parts},
+        "remedies": {part.name: part.remedies for part in found.parts},
     }
 
 
-def page(told: dict, *notes: str) -> str:
-    """A record as a page of Markdown, and sentences to end with."""
-    noun, ways = "GPU" if told["device"].startswith("cuda") else "CPU", told["ways"]
-    rows = [[name, *(gib(one["parts"][name]) if name in one["parts"] else "-" for one in ways)]
-            for name in dict.fromkeys(name for one in ways for name in one["parts"])]
-    rows.append(["all", *(gib(one["bytes"]) for one in ways)])
-    rows.append([f"{'free on' if told['is_here'] else 'memory of'} one {noun}", *[gib(told["memory"])] * len(ways)])
-    if any(one["offload"] for one in ways):
-        rows.append(["in host memory", *(gib(one["host_bytes"]) for one in ways)])
-        rows.append(["free on the host", *[gib(told["host_memory"])] * len(ways)])
-        rows.append([f"layers of the KV cache on the {noun}",
-                     *(f"{one['resident_layers']} of {one['layers']}" for one in ways)])
-    if told["rows"] > 1:
-        rows.append(["rows side by side", *(f"{one['rows']} of {told['rows']}" for one in ways)])
-    rows.append(["tokens of the view (--budget)", *(f"{one['budget']:,}" for one in ways)])
-    rows.append(["longest prompt that fits", *(f"{one['longest_prompt']:,}" for one in ways)])
-    rows.append(["fits", *("yes" if one["fits"] else "no" for one in ways)])
+def page(told: dict) -> str:
+    """A record as a page of Markdown."""
+    noun = "GPU" if told["device"].startswith("cuda") else "CPU"
+    rows = [*((name, gib(size)) for name, size in told["parts"].items()), ("all", gib(told["bytes"])),
+            (f"{'free on' if told['is_here'] else 'memory of'} one {noun}", gib(told["memory"]))]
+    if noun == "GPU":
+        rows += [("in host memory", gib(told["host_bytes"])), ("free on the host", gib(told["host_memory"]))]
+    rows += [(f"layers of the KV cache on the {noun}", f"{told['resident_layers']} of {told['layers']}"),
+             ("tokens of the view (--budget)", f"{told['budget']:,}"),
+             ("longest prompt that fits", f"{told['longest_prompt']:,}")]
     what = f"{told['prompt_len']:,} prompt tokens and {told['max_new_tokens']:,} new ones in {told['dtype']}"
-    if told["rows"] > 1:
-        what += f", {told['rows']} {'answers about one document' if told['shares'] else 'prompts side by side'}"
-    if told["gpus"] > 1:
-        what += f", on each of {told['gpus']} GPUs"
-    head = ["part", *(f"{noun} + host" if one["offload"] else noun for one in ways)]
-    return "\n\n".join([f"GiB, for {what}:", table(head, rows), items([_verdict(told, noun), *notes])])
-
-
-def _verdict(told: dict, noun: str) -> str:
-    if told["chosen"] is not None:
-        chosen = told["ways"][told["chosen"]]
-        added = " with --offload auto" * (told["chosen"] > 0)
-        rows = f", {chosen['rows']} of {told['rows']} rows side by side" * (chosen["rows"] < told["rows"])
-        copied = chosen["host_bytes"] // told["gpus"] if noun == "GPU" else 0
-        return f"It fits{added}{rows}." + (f" Each verify copies {gib(copied)} GiB over the bus." if copied else "")
-    least = min(told["ways"], key=lambda one: one["bytes"])
-    on_host = told["memory"] is None or least["bytes"] <= told["memory"]
-    where, needed, free = (("the host", least["host_bytes"], told["host_memory"]) if on_host else
-                           (f"one {noun}", least["bytes"], told["memory"]))
-    large = sorted((name for name in least["remedies"] if least["parts"][name] >= needed / 20),
-                   key=least["parts"].get, reverse=True)
-    smaller = [f"{name} ({', '.join(least['remedies'][name])})" for name in large]
-    return (f"Nothing fits: this takes {gib(needed)} GiB of {where}, and {gib(free)} GiB are there. What makes it "
-            f"smaller: {'; '.join(['a smaller --prompt-len', *['more --gpus'] * (noun == 'GPU'), *smaller])}.")
-
-
-def dropped(args, job: Job) -> str:
-    """What becomes of a text that is longer than the prompt of the plan."""
-    if args.prompt_len is not None and args.prompt_len <= job.room:
-        return f"Of a longer text the first {job.prompt_len:,} tokens are read (--prompt-len), and the rest is dropped."
-    if args.keep is not None:
-        kept = {"both": "half from the start and half from the end"}.get(args.keep, f"those at the {args.keep}")
-        return f"Of a longer prompt {job.room:,} tokens are kept, {kept} (--keep {args.keep}); the rest is dropped."
-    return f"A prompt of more than {job.room:,} tokens is refused; --keep start, end or both drops the rest of it."
+    what += f", {told['rows']} prompts side by side" * (told["rows"] > 1)
+    what += f", on each of {told['gpus']} GPUs" * (told["gpus"] > 1)
+    verdict = "It fits" if told["fits"] else "It does not fit"
+    if told["on_chip_bytes"] != told["bytes"]:
+        verdict += f" with --offload auto; without it {gib(told['on_chip_bytes'])} GiB are needed"
+    if not told["fits"]:
+        largest = sorted(told["parts"], key=told["parts"].get)[:-4:-1]
+        verdict += ". Smaller, by a shorter --prompt-len, more --gpus, or of the largest parts:" + "".join(
+            f"\n- {name}: {', '.join(told['remedies'][name])}" for name in largest if told["remedies"][name])
+    return "\n\n".join([f"GiB, for {what}:", table(["part", ""], rows), verdict])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -342,25 +228,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lined)
 
 
-def items(lines: Iterable[str]) -> str:
-    return "\n".join(textwrap.fill(line, 80, initial_indent="- ", subsequent_indent="  ", break_long_words=False,
-                                   break_on_hyphens=False) for line in lines)
-
-
 def gib(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 2**30:.2f}"
 
 
 def main(argv: list[str]) -> int:
     own, rest = parser().parse_known_args(argv)
-    for name, value in (("--gpus", own.gpus), ("--batch-size", own.batch_size)):
-        if value is not None:
-            whole(1, 1)(name, value)
     args = cli.parse(rest + ([] if own.batch_size is None else ["--batch-size", str(own.batch_size)]))
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
         raise UserError(f"torchrun started {ranks} processes, and a plan needs one; say --gpus {ranks} instead")
-    job = job_of(args, own.batch_size)
-    told = record(job, machine_of(own, getattr(args, "device", None)))
-    print(json.dumps(told) if own.json else page(told, dropped(args, job)))
+    told = record(job_of(args, own.batch_size), machine_of(own, getattr(args, "device", None)))
+    print(json.dumps(told) if own.json else page(told))
     return 0 if told["fits"] else 1
