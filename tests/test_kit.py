@@ -114,7 +114,7 @@ def test_what_this_machine_has_is_the_default(capsys, monkeypatch):
 @pytest.mark.parametrize("argv,text", [
     (["plan", "--memory", "2q"], "--memory ('2q') must be a number of bytes or a size such as '20GiB'"),
     (["plan", "--memory", "2GiB", "--device", "tpu"], "device 'tpu' is unknown; use 'cpu', 'cuda' or 'cuda:1'"),
-    (["plan", "--gpus", "0"], "--gpus: '0' must be a whole number, at least 1"),
+    (["plan", "--gpus", "0"], "--gpus (0) must be a whole number, at least 1"),
     (["plan", "--device", "cpu", "--gpus", "3"], "--gpus (3) is more than the 1"),
     (["plan", "--prompt-len", "200000"], "a prompt of 200000 tokens and 256 new ones exceed the 131072"),
     (["plan", "--memroy", "2GiB"], "--memroy is not a known flag"),
@@ -313,7 +313,7 @@ def test_inexact_output_is_a_failure(brief, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("argv,text", [
-    (["--lengths", "0"], "--lengths: '0' must be a whole number, at least 1"),
+    (["--lengths", "0"], "--lengths (0) must be a whole number, at least 1"),
     (["--lengths", "131000"], "--lengths 131000 and 96 new tokens exceed the 131072"),
     (["--far", "200000"], "--far (200000) must lie between 0 and the 131072"),
     (["--reference", "/no/such"], "no such folder"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__, cli, memory, request
-from ..config import Placement, Sampling, Settings, find_device
+from ..config import Placement, Sampling, Settings, find_device, whole
 from ..engine import Engine
 from ..errors import UserError
 from ..hf.checkpoint import read_config
@@ -53,9 +53,9 @@ def parser() -> cli.Parser:
                "    triforce check --checkpoint JackFram/llama-68m --lengths 512 1500")
     p.add_argument("--prompt-file", metavar="FILE", help="the text to continue (default: CPython's language "
                    "reference); it is repeated where it is too short")
-    p.add_argument("--lengths", type=cli.count, nargs="+", metavar="N", help="prompt lengths to time (default: 512 and "
+    p.add_argument("--lengths", type=int, nargs="+", metavar="N", help="prompt lengths to time (default: 512 and "
                    "2,048; on a GPU 4,096, 32,768 and 122,880, as far as they fit)")
-    p.add_argument("--new", type=cli.count, metavar="N", default=96, help="tokens of a timed call (default 96)")
+    p.add_argument("--new", type=int, metavar="N", default=96, help="tokens of a timed call (default 96)")
     p.add_argument("--far", type=int, metavar="N", help=f"compare the last {LAST:,} logits of so many tokens; 0: none "
                    "(default: of the longest prompt)")
     p.add_argument("--reference", metavar="FOLDER", help="of transformers, if it is not the checkpoint's own: the one "
@@ -194,9 +194,11 @@ def read_ids(tokenizer: Tokenizer, path: str | None, count: int) -> tuple[list[i
 
 def lengths_of(own, args, longest: int, device: torch.device) -> list[int]:
     """Prompt lengths, ascending. Settings that do not fit each other are found here."""
+    whole(1, 8)("--new", own.new)
     most = longest - own.new
     lengths = sorted(own.lengths or [length for length in LENGTHS[device.type] if length <= most] or [most])
-    if not 0 < lengths[-1] <= most:
+    whole(1, 2048)("--lengths", lengths[0])
+    if lengths[-1] > most:
         raise UserError(f"--lengths {lengths[-1]} and {own.new} new tokens exceed the {longest} that the model can "
                         f"attend over; use at most {most}")
     here = plan.machine_of(plan.parser().parse_args([]), str(device))

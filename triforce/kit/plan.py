@@ -15,7 +15,7 @@ import torch
 
 from .. import cli, memory, request
 from ..caches import needed_tokens, usual_capacity
-from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size
+from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
 from ..errors import UserError
 from ..hf.checkpoint import read_config
 from ..hf.folders import find_draft, resolve
@@ -129,8 +129,8 @@ def parser() -> cli.Parser:
     p.add_argument("--memory", metavar="SIZE", help="of one GPU, which need not be here, such as 24GiB; with --device "
                    "cpu of the machine (default: what this machine's device has free)")
     p.add_argument("--host-memory", metavar="SIZE", help="of the host (default: what this machine has free)")
-    p.add_argument("--gpus", type=cli.count, default=1, metavar="N", help="so many share the model, as under torchrun")
-    p.add_argument("--batch-size", type=cli.count, metavar="N", help="so many prompts side by side (default 1)")
+    p.add_argument("--gpus", type=int, default=1, metavar="N", help="so many share the model, as under torchrun")
+    p.add_argument("--batch-size", type=int, metavar="N", help="so many prompts side by side (default 1)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
     return p
 
@@ -234,6 +234,9 @@ def gib(size: int | None) -> str:
 
 def main(argv: list[str]) -> int:
     own, rest = parser().parse_known_args(argv)
+    for name, value in (("--gpus", own.gpus), ("--batch-size", own.batch_size)):
+        if value is not None:
+            whole(1, 1)(name, value)
     args = cli.parse(rest + ([] if own.batch_size is None else ["--batch-size", str(own.batch_size)]))
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
