@@ -215,8 +215,9 @@ def _is_sound(about: dict) -> bool:
 
 def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:
     """Whether a conversation goes on from another, whose last message may have become longer, as by `asked`."""
-    *earlier, last = storable(messages=before)["messages"]
-    *same, here = storable(messages=messages[: len(before)])["messages"]
+    # Tuples are lists, as a file gives them back.
+    (*earlier, last), (*same, here) = (json.loads(json.dumps(list(one), default=repr))
+                                       for one in (before, messages[: len(before)]))
     mine, content = here.pop("content", None), last.pop("content", None)
     if same != earlier or here != last:
         return False
