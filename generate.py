@@ -1,4 +1,4 @@
-"""`python generate.py`: the command line of the library, see `triforce/cli.py`."""
+"""`python generate.py`: the command line of the library, see `triforce/cli/main.py`."""
 
 import sys
 

@@ -20,8 +20,8 @@ import torch
 
 import triforce
 from triforce import cli, memory, request
+from triforce.cli import check, plan
 from triforce.config import Placement, Settings
-from triforce.kit import check, plan
 from triforce.loading import find_dtype
 from triforce.model import ModelConfig
 

@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 
 from triforce import cli
+from triforce.cli import plan
 from triforce.errors import UserError
 from triforce.hf.folders import resolve
 from triforce.hf.tokenizer import Tokenizer
-from triforce.kit import plan
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,6 +20,7 @@ from tokenizer_folders import sentencepiece_folder
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import triforce
+from triforce.cli import plan
 from triforce.errors import UserError
 from triforce.hf import checkpoint, folders
 from triforce.hf.checkpoint import eos_token_ids, load_model, parse_dtype, read_config
@@ -29,7 +30,6 @@ from triforce.hf.files import LFS
 from triforce.hf.fingerprint import model_fingerprint
 from triforce.hf.folders import resolve
 from triforce.hf.places import places
-from triforce.kit import plan
 from triforce.model import RotaryEmbedding, Transformer
 
 LENGTH = 250  # of a window of 256; the original one, where RoPE is scaled, is 32

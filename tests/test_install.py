@@ -55,7 +55,7 @@ def test_a_wheel_has_what_it_needs(clone, tmp_path):
     with zipfile.ZipFile(backend(clone, "build_wheel", tmp_path)) as wheel:
         names = set(wheel.namelist())
         wheel.extractall(tmp_path / "site")
-    assert {"triforce/py.typed", "triforce/tiny/target/model.safetensors", "triforce/cli.py"} <= names
+    assert {"triforce/py.typed", "triforce/tiny/target/model.safetensors", "triforce/cli/main.py"} <= names
     assert not any(name.startswith(("tests", "benchmarks", "generate")) for name in names)
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from triforce.cli import main; main()"
     shown = run(sys.executable, "-c", code, "--prompt", "Once upon a time", "--max-new-tokens", "4", "--device", "cpu",

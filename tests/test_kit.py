@@ -13,13 +13,13 @@ from conftest import slow
 
 import triforce
 from triforce import acceptance, cli, memory, request
+from triforce.cli import check
 from triforce.config import Placement, Settings
 from triforce.errors import UserError
 from triforce.graphs import SPARE
 from triforce.hf.checkpoint import open_tensors
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
-from triforce.kit import check
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import published  # noqa: E402

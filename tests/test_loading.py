@@ -8,12 +8,12 @@ from conftest import random_pair
 
 import triforce
 from triforce import memory
+from triforce.cli.plan import Job, Machine, need
 from triforce.config import Placement, Settings
 from triforce.engine import Engine
 from triforce.errors import UserError
 from triforce.hf.checkpoint import read_config
 from triforce.hf.folders import TINY
-from triforce.kit.plan import Job, Machine, need
 
 
 def test_defaults_on_a_cpu():

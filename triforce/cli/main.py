@@ -15,18 +15,18 @@ import sys
 import textwrap
 import time
 
-from .config import Placement, Sampling, Settings
-from .errors import UserError, not_known
-from .keep import WAYS
-from .request import read_request
-from .start import importing
-from .terminal import consoles
+from ..config import Placement, Sampling, Settings
+from ..errors import UserError, not_known
+from ..keep import WAYS
+from ..request import read_request
+from ..start import importing
+from ..terminal import consoles
 
 ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",
            "--target": "--checkpoint", "--on-chip": "--num-resident-layers"}
 
 # `triforce download ...`; without one of them, it generates.
-COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan", "check": "kit.check"}
+COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "cli.plan", "check": "cli.check"}
 
 # What most people need: `--help` has the first sentence of each.
 COMMON = tuple(f"--{name}" for name in """
@@ -83,7 +83,7 @@ json_object = kind(json.loads, lambda value: isinstance(value, dict),
 
 
 def parser() -> Parser:
-    from . import __version__
+    from .. import __version__
 
     p = Parser(
         prog="triforce", usage="triforce [flags]", add_help=False,
@@ -189,8 +189,8 @@ def run(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     request = read_request(args, not argv) if "WORLD_SIZE" not in os.environ else None
     with importing():
-        from .answers import answer
-        from .parallel import from_environment, leave, read_first
+        from ..answers import answer
+        from ..parallel import from_environment, leave, read_first
     group, args.device = from_environment(getattr(args, "device", None))
     stderr = sys.stderr
     if group is not None and group.rank > 0:
@@ -213,7 +213,7 @@ def run_command(argv: list[str]) -> int:
         if not argv or argv[0] not in COMMANDS:
             return run(argv)
         with importing():
-            command = importlib.import_module(f".{COMMANDS[argv[0]]}", __package__)
+            command = importlib.import_module(f"triforce.{COMMANDS[argv[0]]}")
         return command.main(argv[1:])
     finally:
         sys.stdout.flush()

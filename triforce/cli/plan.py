@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import cli, memory, request
+from .. import memory, request
 from ..caches import needed_tokens, usual_capacity
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
 from ..errors import UserError
@@ -24,6 +24,7 @@ from ..memory import Part
 from ..model import ModelConfig
 from ..parallel import Group, shard_config
 from ..quantize import check_wide, fp8_bytes
+from .main import Paragraphs, Parser, parse
 
 CUDA_ITSELF = Part("CUDA itself, about", 2**29)  # of a card's memory; what a running process finds free is without it
 
@@ -118,9 +119,9 @@ def longest_prompt(job: Job, machine: Machine) -> int:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
-def parser() -> cli.Parser:
-    p = cli.Parser(
-        prog="triforce plan", allow_abbrev=False, formatter_class=cli.Paragraphs,
+def parser() -> Parser:
+    p = Parser(
+        prog="triforce plan", allow_abbrev=False, formatter_class=Paragraphs,
         description="What a checkpoint and a prompt take of a machine's memory, part by part, and whether they fit. "
                     "Reads config.json alone. Exit status: 0; 1 if it does not fit; 2 for a mistake in the command.",
         epilog="Every flag of `triforce` that changes what is needed is known here, too: --checkpoint, --draft, "
@@ -237,7 +238,7 @@ def main(argv: list[str]) -> int:
     for name, value in (("--gpus", own.gpus), ("--batch-size", own.batch_size)):
         if value is not None:
             whole(1, 1)(name, value)
-    args = cli.parse(rest + ([] if own.batch_size is None else ["--batch-size", str(own.batch_size)]))
+    args = parse(rest + ([] if own.batch_size is None else ["--batch-size", str(own.batch_size)]))
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
         raise UserError(f"torchrun started {ranks} processes, and a plan needs one; say --gpus {ranks} instead")

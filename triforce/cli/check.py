@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import __version__, cli, memory, request
+from .. import __version__, memory, request
 from ..config import Placement, Sampling, Settings, find_device, whole
 from ..engine import Engine
 from ..errors import UserError
@@ -29,6 +29,7 @@ from ..plan import AUTOREGRESSION, Plan
 from ..prefix import first_difference
 from ..streams import use_one_stream
 from . import plan
+from .main import Paragraphs, Parser, parse
 
 GREEDY = 64  # tokens that are compared
 LAST = 2048  # positions whose logits are compared; tokens that transformers computes at a time
@@ -42,9 +43,9 @@ OTHERS = ("prompt", "prompts", "question", "questions", "num_samples", "interact
           "compare", "show_levels")
 
 
-def parser() -> cli.Parser:
-    p = cli.Parser(
-        prog="triforce check", allow_abbrev=False, formatter_class=cli.Paragraphs,
+def parser() -> Parser:
+    p = Parser(
+        prog="triforce check", allow_abbrev=False, formatter_class=Paragraphs,
         description="Is all well with a checkpoint on this machine? Compares its logits with those of transformers, "
                     "and greedy output with and without speculation; times both. Exit status: 0; 1 if a check failed; "
                     "2 for a mistake in the command.",
@@ -261,7 +262,7 @@ def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.d
 def read(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     """Flags of this command, and those of `triforce` beside them."""
     own, rest = parser().parse_known_args(argv)
-    args = cli.parse(rest)
+    args = parse(rest)
     other = request.first_given(args, *OTHERS)
     if other is not None or os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"triforce check asks its own questions, in one process; drop {other or 'torchrun'}")
