@@ -22,7 +22,6 @@ import triforce
 from triforce import cli, memory
 from triforce.cli import request
 from triforce.config import Placement, Settings
-from triforce.kit import check, plan
 from triforce.loading import find_dtype
 from triforce.model import ModelConfig
 
@@ -47,7 +46,7 @@ def planned(args, length: int, device: torch.device) -> dict:
     free = memory.available(device)
     free = None if free is None else free + sum(part.bytes for part in weights)
     here = plan.Machine(device, free, memory.available(torch.device("cpu")))
-    need = plan.need(job, here, job.placement.offload)
+    need = plan.need(job, here)
     return {"planned_gib": need.bytes / 2**30, "planned_host_gib": need.host.bytes / 2**30,
             "planned_resident_layers": need.resident,
             "parts_gib": {part.name: round(part.bytes / 2**30, 2) for part in need.parts}}

@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 
 from triforce import cli
+from triforce.cli import plan
 from triforce.errors import UserError
 from triforce.hf.folders import resolve
 from triforce.hf.tokenizer import Tokenizer
-from triforce.kit import plan
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,8 +86,8 @@ def obstacle(setup: Setup, args) -> str | None:
     job = plan.job_of(cli.parse(setup.command(args, "--batch-size", str(setup.rows))), setup.rows)
     own = plan.parser().parse_args([] if count == 0 else ["--gpus", str(setup.gpus)])
     machine = plan.machine_of(own, None)
-    need = plan.need(job, machine, job.placement.offload)
-    if not need.fits:
+    need = plan.need(job, machine)
+    if not need.fits(machine):
         return f"does not fit: {need.bytes / 2**30:.1f} GiB of {(machine.memory or 0) / 2**30:.1f}"
     return None
 

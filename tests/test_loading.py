@@ -8,12 +8,12 @@ from conftest import random_pair
 
 import triforce
 from triforce import memory
+from triforce.cli.plan import Job, Machine, need
 from triforce.config import Placement, Settings
 from triforce.engine import Engine
 from triforce.errors import UserError
 from triforce.hf.checkpoint import read_config
 from triforce.hf.folders import TINY
-from triforce.kit.plan import Job, Machine, need
 
 
 def test_defaults_on_a_cpu():
@@ -104,7 +104,7 @@ def test_blocks_are_as_wide_as_the_target_s_heads_suggest(monkeypatch):
     target, draft = random_pair()
     engine = Engine(target, None, draft, settings=Settings(gamma=3))
     engine.caches.settings_for(3, shared=True)
-    need(Job(target.config, None, Settings(), Placement(), 1000, 10), Machine(torch.device("cpu"), 2**30, 2**30), False)
+    need(Job(target.config, None, Settings(), Placement(), 1000, 10), Machine(torch.device("cpu"), 2**30, 2**30))
     assert told == [2, 2, 2]
     config = replace(read_config(TINY / "target"), n_kv_head=1)
     monkeypatch.setattr("triforce.hf.checkpoint.read_config", lambda *args: config)

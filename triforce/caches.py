@@ -31,8 +31,9 @@ from .kv.prefix import PrefixStore
 from .kv.target import TargetCache
 from .model import Transformer
 from .parallel import agreed, together
-from .prefix import Keeping, Prefix, check_room, common_length
+from .prefix import Keeping, Prefix, check_room, common_length, opened
 from .prefix_file import PrefixReader
+from .prefix_path import holds_something
 from .state import State
 
 if TYPE_CHECKING:
@@ -276,7 +277,9 @@ class Caches:
     def compute(self, tokens: list[int], on_progress=None, keeping: Keeping | None = None) -> Prefix:
         """Keys and values of a text, whole intervals of it. keeping: in a file, stretch by stretch."""
         length, start, num_read = self._whole(len(tokens)), 0, 0
-        kept = contextlib.nullcontext() if keeping is None else keeping.begun(tokens, self.engine)
+        kept = contextlib.nullcontext()
+        if keeping is not None and agreed(self.target.group, holds_something(keeping.path)):
+            kept = opened(keeping.path, self.engine, begins=tokens)
         with kept as reader:
             if length == 0:
                 return Prefix(self.engine, tokens, None)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -16,19 +15,15 @@ from . import prefix_file
 from .drafting.ngram import NgramMeter
 from .errors import UserError
 from .hf.tokenizer import is_messages
-from .host import check_process, not_pickled, own_settings
+from .host import not_pickled
 from .kv.prefix import PrefixStore
-from .parallel import agreed
+from .parallel import agreed, together
 from .prefix_file import Layout, PrefixReader
-from .prefix_path import holds_something
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-log = logging.getLogger("triforce")
-JOINTS = 16  # tokens by which the parts of a text may differ from the whole, where they are joined
-OF_DOCUMENT = {"messages": list, "chat_template": str, "chat_template_kwargs": dict, "rendered_at": datetime,
-               "part_of": int}
+OF_DOCUMENT = {"messages": list, "chat_template": str, "chat_template_kwargs": dict, "rendered_at": str, "part_of": int}
 KINDS = {"model": str, "tokenizer": str, "name": str, **OF_DOCUMENT}  # of what a file says; any may be None
 
 
@@ -38,19 +33,6 @@ class Keeping(NamedTuple):
     path: str | Path
     every: int  # tokens
     rendered_at: str | None  # see `Prefix`
-
-    @contextlib.contextmanager
-    def begun(self, tokens: list[int], engine: "Engine") -> Iterator[PrefixReader | None]:
-        """The file, open for reading, if it holds something. Raises UserError if that is no beginning of the tokens."""
-        if not agreed(engine.target.group, holds_something(self.path)):
-            yield None
-            return
-        with opened(self.path, engine) as reader:
-            same, kept = common_length(reader.tokens, tokens), len(reader.tokens)
-            if same < kept:
-                raise UserError(f"{self.path} keeps another document: of its {kept:,} tokens, the first {same:,} are "
-                                "those of this one; choose another name, or remove it")
-            yield reader
 
 
 class Prefix:
@@ -76,7 +58,6 @@ class Prefix:
         self.num_read = 0  # tokens of it that a prefill found in a file
         self.part_of: int | None = None  # tokens of the document whose prefill goes on, where these are a part of it
         self._meter: NgramMeter | None = None
-        self._has_warned = False  # that a chat template gives other tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -101,7 +82,6 @@ class Prefix:
             self._meter = NgramMeter(self.tokens[: self.num_shared])
         return self._meter
 
-    @own_settings()
     def save(self, path: str | Path) -> None:
         """Writes the document with its keys and values to a file, which `Engine.open` opens again.
 
@@ -111,10 +91,16 @@ class Prefix:
         Raises:
             UserError: the file cannot be written, or the disk is too small.
         """
-        check_process()
-        engine = self.engine
-        prefix_file.write(path, layout_of(engine, len(self), self.num_shared), self.about, self.tokens, self._layer,
-                          engine.caches.heads, engine.device, engine.target.group)
+        engine, length = self.engine, self.num_shared
+
+        def layer(i: int) -> Sequence[Tensor]:
+            if self.store is None:
+                return [torch.zeros(len(engine.caches.heads), 0, engine.target.config.head_dim)] * 2
+            return self.store.whole_layer(i, length)
+
+        with engine.holding_still():
+            prefix_file.write(path, layout_of(engine, len(self), length), self.about, self.tokens, layer,
+                              engine.caches.heads, engine.target.group)
 
     @property
     def about(self) -> dict:
@@ -128,13 +114,6 @@ class Prefix:
             return False
         with PrefixReader(path) as reader:
             return agreed(group, reader.tokens == self.tokens and reader.about == self.about)
-
-    def _layer(self, i: int) -> tuple[Tensor, Tensor]:
-        """K and V of layer i, [K, S, D] each, wherever they lie."""
-        if self.store is None:
-            config = self.engine.target.config
-            return (torch.zeros(config.n_kv_head, 0, config.head_dim, dtype=self.engine.target.dtype),) * 2
-        return self.store.whole_layer(i, self.num_shared)
 
     def part(self, length: int) -> "Prefix":
         """The first `length` tokens, a whole number of flush intervals, with the same storage."""
@@ -155,101 +134,96 @@ class Prefix:
         conversation, which begins with those of the prefix. chat_template_kwargs: None takes the prefix's.
         """
         variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
-        if is_messages(question):
-            if self.messages is None:
-                raise UserError("the prefix was made of text; give the question as text or ids")
-            if not begins_with(question, self.messages):
-                raise UserError("the messages do not begin with those of the prefix; give the question as text, or "
-                                "add messages to prefix.messages")
-            return self._rendered(question, variables)
         if self.messages is None:
+            if is_messages(question):
+                raise UserError("the prefix was made of text; give the question as text or ids")
             if chat_template_kwargs is not None:
                 raise UserError("the prefix was made of text, which no chat template reads; drop chat_template_kwargs")
-            if question == "":
-                return list(self.tokens)
             if isinstance(question, str):
-                return self.tokens + self.engine.tokenizer_or_raise().encode(question, bos=False)
-            return self.tokens + self.engine.encode_prompt(question)
-        if not isinstance(question, str):
+                more = self.engine.tokenizer_or_raise().encode(question, bos=False) if question else []
+            else:
+                more = self.engine.encode_prompt(question)
+            return self.tokens + more
+        if isinstance(question, str):
+            question = asked(self.messages, question)
+        elif not is_messages(question):
             raise UserError("the prefix was made of messages; give the question as text")
-        return self._rendered(asked(self.messages, question), variables)
-
-    def _rendered(self, messages: Sequence[dict], variables: dict | None) -> list[int]:
-        ids = self.engine.encode_prompt(messages, self.chat_template, variables, self.rendered_at)
-        shared = self.shared_with(ids)
-        if shared + JOINTS < self.num_shared and not self._has_warned:
-            self._has_warned = True
-            log.warning("%s of the document's %s tokens are computed anew with each question, since this chat template "
-                        "with these chat_template_kwargs gives others from token %s on; make the document anew with "
-                        "them", f"{len(self) - shared:,}", f"{len(self):,}", f"{shared:,}")
-        return ids
+        elif not begins_with(question, self.messages):
+            raise UserError("the messages do not begin with those of the prefix; give the question as text, or add "
+                            "messages to prefix.messages")
+        return self.engine.encode_prompt(question, self.chat_template, variables, self.rendered_at)
 
     def shared_with(self, ids: list[int]) -> int:
         """How many of the tokens whose keys and values are held these begin with."""
         return min(common_length(ids, self.tokens), self.num_shared)
 
 
-def layout_of(engine: "Engine", num_tokens: int, length: int | None = None) -> Layout:
-    """The sizes of a file. length: tokens that have keys and values; None: whole flush intervals."""
-    config, interval = engine.target.config, engine.settings.flush_interval
+def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
+    """The sizes of a file. length: tokens that have keys and values."""
+    config = engine.target.config
     [dtype] = (name for name, dtype in prefix_file.DTYPES.items() if dtype == engine.target.dtype)
-    length = num_tokens // interval * interval if length is None else length
     return Layout(num_tokens, config.n_layer, config.n_kv_head * config.num_shards, length, config.head_dim, dtype)
 
 
 def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
     """Raises UserError if a document of so many tokens cannot be written there. Every rank calls this."""
-    prefix_file.check_room(path, layout_of(engine, num_tokens).nbytes, engine.target.group)
+    group = engine.target.group
+    room = prefix_file.beside(path, layout_of(engine, num_tokens, num_tokens).nbytes)
+    with together(group) as do, contextlib.ExitStack() as stack:
+        do(lambda: stack.enter_context(room) if group is None or group.rank == 0 else None)
 
 
 @contextlib.contextmanager
-def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
-    """A file, open for reading. Raises UserError if it is of another model or tokenizer, or of no engine at all; see
-    `PrefixReader` for the rest."""
+def opened(path: str | Path, engine: "Engine", begins: list[int] | None = None) -> Iterator[PrefixReader]:
+    """A file, open for reading. begins: tokens that begin with all of its own.
+
+    Raises:
+        UserError: it is of another model or tokenizer, or of another document; or see `PrefixReader`.
+    """
     with PrefixReader(path) as reader:
-        about, layout, mine = reader.about, reader.layout, engine.identity()
-        altered = UserError(f"{path} is altered: it says what no document has; copy it again, or make it anew")
-        if about.keys() != KINDS.keys() or not all(_is_one(about[name], kind) for name, kind in KINDS.items()):
-            raise altered
+        about, layout, mine, count = reader.about, reader.layout, engine.identity(), len(reader.tokens)
+        if not _is_sound(about) or 0 < (about["part_of"] or 0) <= count:
+            raise _altered(path)
         for what in ("model", "tokenizer"):
             if about[what] != mine[what]:
                 theirs, ours = (f"{one['name']}, {str(one[what])[:8]}" for one in (about, mine))
                 raise UserError(f"{path} was made with another {what} ({theirs}) than this one ({ours}); open it with "
                                 "the checkpoint, weights and max_seq_len that it was made with, or make it anew")
-        sizes = replace(layout_of(engine, layout.num_tokens, layout.length), dtype=layout.dtype)
-        is_whole = about["part_of"] is None or about["part_of"] > len(reader.tokens)
-        if layout != sizes or not is_whole or max(reader.tokens, default=engine.vocab_size) >= engine.vocab_size:
-            raise altered
+        sizes = replace(layout_of(engine, count, layout.length), dtype=layout.dtype)
+        if layout != sizes or max(reader.tokens, default=0) >= engine.vocab_size:
+            raise _altered(path)
+        if begins is not None and (same := common_length(reader.tokens, begins)) < count:
+            raise UserError(f"{path} keeps another document: of its {count:,} tokens, the first {same:,} are those of "
+                            "this one; choose another name, or remove it")
         yield reader
 
 
-def _is_one(value, kind: type) -> bool:
-    """Whether it is of that kind, or None."""
-    if kind is datetime and isinstance(value, str):
-        try:
-            return bool(datetime.fromisoformat(value))
-        except ValueError:
-            return False
-    return value is None or (type(value) is kind and (kind is not list or is_messages(value)))
+def _altered(path: str | Path) -> UserError:
+    return UserError(f"{path} is altered: it says what no document has; copy it again, or make it anew")
+
+
+def _is_sound(about: dict) -> bool:
+    """Whether a document may have these values, which may be of any kind."""
+    if about.keys() != KINDS.keys() or not all(type(about[name]) in (kind, type(None)) for name, kind in KINDS.items()):
+        return False
+    try:
+        datetime.fromisoformat(about["rendered_at"] or "2000-01-01")
+    except ValueError:
+        return False
+    return about["messages"] is None or is_messages(about["messages"])
 
 
 def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:
     """Whether a conversation goes on from another, whose last message may have become longer, as by `asked`."""
-    *earlier, last = as_lists(before)
-    *same, here = as_lists(messages[: len(before)])
-    if same != earlier or {**here, "content": None} != {**last, "content": None}:
+    # Tuples are lists, as a file gives them back.
+    (*earlier, last), (*same, here) = (json.loads(json.dumps(list(one), default=repr))
+                                       for one in (before, messages[: len(before)]))
+    mine, content = here.pop("content", None), last.pop("content", None)
+    if same != earlier or here != last:
         return False
-    mine, content = here.get("content"), last.get("content")
     if type(mine) is type(content) and isinstance(content, (str, list)):
         return mine[: len(content)] == content
     return mine == content
-
-
-def as_lists(value):
-    """With lists in place of tuples, at any depth, as a file gives them back."""
-    if isinstance(value, (list, tuple)):
-        return [as_lists(one) for one in value]
-    return {name: as_lists(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def storable(**about) -> dict:

@@ -105,14 +105,3 @@ def like_this_thread(device: torch.device | str | None) -> Callable[[], None]:
             torch.cuda.set_stream(stream)
 
     return begin
-
-
-def on_new_stream(device: torch.device) -> Callable[[], None]:
-    """What a new thread calls first, to use this GPU, and a stream that no engine works on."""
-    def begin() -> None:
-        use_device(device)
-        if device.type == "cuda":
-            # Of a priority of its own: of each, PyTorch has 32, which it hands out in turns.
-            torch.cuda.set_stream(torch.cuda.Stream(device, priority=-2))
-
-    return begin

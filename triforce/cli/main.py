@@ -25,7 +25,7 @@ from ..render import consoles, say
 from .request import read_request
 
 # `triforce download ...`; without one of them, it generates.
-COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "kit.plan", "check": "kit.check"}
+COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "cli.plan", "check": "cli.check"}
 
 # Names of the reference implementations.
 ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",

@@ -1,0 +1,248 @@
+"""`triforce plan`: what a job takes of a machine's memory, part by part, and whether it fits. Reads config.json alone.
+
+The parts are those of `memory.py`, which `load` and a call check before they allocate. Here they are added up for a
+machine that need not be this one.
+"""
+
+import json
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .. import memory
+from ..caches import needed_tokens, usual_capacity
+from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
+from ..errors import UserError
+from ..fp8 import check_copy, copy_bytes
+from ..hf.checkpoint import read_config
+from ..hf.folders import find_draft, resolve
+from ..loading import find_dtype
+from ..memory import Part
+from ..model import ModelConfig
+from ..parallel import Group, shard_config
+from . import request
+from .main import Paragraphs, Parser, parse
+
+CUDA_ITSELF = Part("CUDA itself, about", 2**29)  # of a card's memory; what a running process finds free is without it
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan is for."""
+
+    device: torch.device
+    memory: int | None  # bytes of one device; None: nobody knows
+    host: int | None  # bytes of the host, for an offloaded cache
+    ranks: int = 1  # that share the model, a device each
+    is_here: bool = True  # `memory` is what is free now, rather than what a card has
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run on it: settings as the user gave them, placement resolved but for its device."""
+
+    target: ModelConfig
+    draft: ModelConfig | None
+    settings: Settings
+    placement: Placement
+    prompt_len: int
+    max_new_tokens: int
+    rows: int = 1  # prompts side by side
+
+    @property
+    def room(self) -> int:
+        """Tokens that a prompt may have beside the new ones."""
+        return (self.placement.max_seq_len or self.target.max_len) - self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job takes of each device."""
+
+    budget: int  # tokens of the view
+    resident: int  # layers of the KV cache on the device
+    parts: list[Part]
+    host: Part  # over all ranks
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def fits(self, machine: Machine) -> bool:
+        return all(most is None or size <= most for size, most in ((self.bytes, machine.memory),
+                                                                   (self.host.bytes, machine.host)))
+
+
+def need(job: Job, machine: Machine) -> Need:
+    """What the job takes, as `load` and `Caches` plan it.
+
+    Raises:
+        UserError: settings do not fit each other, or so many ranks cannot share the model.
+    """
+    device, place, longest = machine.device, job.placement, job.placement.max_seq_len
+    target = shard_config(job.target, Group(0, machine.ranks, "") if machine.ranks > 1 else None)
+    settings = job.settings.resolve(device, has_model=job.draft is not None, offload=place.offload,
+                                    max_batch_size=place.max_batch_size, query_group=target.query_group)
+    dtype = find_dtype(place.dtype, target.dtype, device)
+    parts = [] if machine.is_here or device.type != "cuda" else [CUDA_ITSELF]
+    parts += memory.weight_parts(target, job.draft, dtype)
+    if place.draft_dtype:
+        parts.append(Part("fp8 copy for drafting", copy_bytes(target), ("no --draft-dtype",)))
+    free = None if machine.memory is None else machine.memory - sum(part.bytes for part in parts)
+    capacity = usual_capacity(needed_tokens(job.prompt_len + job.max_new_tokens, settings, longest), longest)
+    budget, kept = settings.view_tokens(job.prompt_len, place.offload, capacity, 1), {
+        "batch": job.rows, "capacity": capacity, "dtype": dtype}
+
+    def state(resident: int | None) -> Sequence[Part]:
+        return memory.state_parts(target, job.draft, settings, **kept, budget=budget, num_resident_layers=resident,
+                                  vocab_size=min(one.vocab_size for one in (target, job.draft or target)),
+                                  device=device)
+
+    resident = memory.resident_layers(target, place, state(0 if place.offload else None), free, device, **kept)
+    layers = target.n_layer if resident is None else resident
+    host = memory.host_part(target, target.n_layer - layers, **kept)
+    parts += [*state(resident), *[host] * (device.type == "cpu" and host.bytes > 0)]  # a CPU's is the same memory
+    return Need(budget, layers, parts, replace(host, bytes=host.bytes * machine.ranks))
+
+
+def longest_prompt(job: Job, machine: Machine) -> int:
+    """The most tokens of a prompt that fit: all that the model can attend over, or a multiple of 1,024. 0: none."""
+    def fits(length: int) -> bool:
+        return need(replace(job, prompt_len=length), machine).fits(machine)
+
+    thousands = range(1024, job.room + 1, 1024)
+    return job.room if fits(job.room) else 1024 * bisect_left(thousands, True, key=lambda length: not fits(length))
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+def parser() -> Parser:
+    p = Parser(
+        prog="triforce plan", allow_abbrev=False, formatter_class=Paragraphs,
+        description="What a checkpoint and a prompt take of a machine's memory, part by part, and whether they fit. "
+                    "Reads config.json alone. Exit status: 0; 1 if it does not fit; 2 for a mistake in the command.",
+        epilog="Every flag of `triforce` that changes what is needed is known here, too: --checkpoint, --draft, "
+               "--prompt-len, --max-new-tokens, --dtype, --budget, --offload, ...\n\n"
+               "    triforce plan --checkpoint FOLDER --prompt-len 100000 --memory 24GiB")
+    p.add_argument("--memory", metavar="SIZE", help="of one GPU, which need not be here, such as 24GiB; with --device "
+                   "cpu of the machine (default: what this machine's device has free)")
+    p.add_argument("--host-memory", metavar="SIZE", help="of the host (default: what this machine has free)")
+    p.add_argument("--gpus", type=int, default=1, metavar="N", help="so many share the model, as under torchrun")
+    p.add_argument("--batch-size", type=int, metavar="N", help="so many prompts side by side (default 1)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
+    return p
+
+
+def machine_of(own, device: str | None) -> Machine:
+    """own: flags of this command. device: as `triforce` was to be told."""
+    if own.memory and re.fullmatch(r"cpu|cuda(:\d+)?", device or "cuda"):  # which need not be here
+        device, size = torch.device(device or "cuda"), parse_size(own.memory, "--memory")
+    else:
+        device = find_device(device)
+        size, count = memory.available(device), torch.cuda.device_count() if device.type == "cuda" else 1
+        if own.gpus > count:
+            raise UserError(f"--gpus ({own.gpus}) is more than the {count} that this machine has; say with --memory "
+                            "how much one of them has, to plan for another machine")
+    if device.type == "cpu":  # ranks have the same memory, and so have layers that are offloaded
+        return Machine(device, size and size // own.gpus, None, own.gpus, is_here=not own.memory)
+    host = parse_size(own.host_memory, "--host-memory") if own.host_memory else memory.available(torch.device("cpu"))
+    return Machine(device, size, host, own.gpus, is_here=not own.memory)
+
+
+def job_of(args, rows: int | None = None) -> Job:
+    """args: of `triforce`. rows: prompts side by side; None: as many as the other flags say."""
+    settings = Settings(**request.given(args, Settings))
+    placement = Placement(**request.given(args, Placement), max_batch_size=args.batch_size)
+    placement = replace(placement, device="cpu").resolve()  # a plan's device need not be here
+    target = read_config(resolve(args.checkpoint), weights=placement.weights)
+    if placement.draft_dtype:
+        check_copy(target)
+    folder = find_draft(args.checkpoint, settings.draft)
+    draft = None if folder is None else read_config(folder)
+    if (placement.num_resident_layers or 0) > target.n_layer:
+        raise UserError(f"--num-resident-layers ({placement.num_resident_layers}) is more than the model's "
+                        f"{target.n_layer} layers")
+    job = Job(target, draft, settings, placement, 0, check_max_new_tokens(args.max_new_tokens))
+    text = request.first_given(args, "prompt", "prompt_file", "prompts", "prefix")
+    if text is not None and args.prompt_len is None:
+        raise UserError(f"a plan reads no text, and {text} names one; say how many tokens it has with --prompt-len")
+    length = args.prompt_len or min(request.DEFAULT_PROMPT_LEN, max(job.room, 1))
+    if length > job.room and (args.keep is None or job.room < 1):
+        raise UserError(f"a prompt of {length} tokens and {job.max_new_tokens} new ones exceed the "
+                        f"{job.room + job.max_new_tokens} that the model or --max-seq-len allows; use fewer, or --keep")
+    if args.prompts is not None and rows is None:
+        rows = min(len(request.read_prompts(args.prompts)), args.batch_size)
+    return replace(job, prompt_len=min(length, job.room), rows=rows or 1)
+
+
+def record(job: Job, machine: Machine) -> dict:
+    """The plan, as JSON has it. Where a GPU is too small, the rest of the cache lies on the host."""
+    ways = [job]
+    if machine.device.type == "cuda" and not job.placement.offload:
+        ways.append(replace(job, placement=replace(job.placement, offload="auto")))
+    needs = [need(way, machine) for way in ways]
+    found, job = next((pair for pair in zip(needs, ways, strict=True) if pair[0].fits(machine)), (needs[-1], ways[-1]))
+    return {
+        "name": "plan", "fits": found.fits(machine), "device": str(machine.device), "memory": machine.memory,
+        "host_memory": machine.host, "gpus": machine.ranks, "is_here": machine.is_here, "prompt_len": job.prompt_len,
+        "max_new_tokens": job.max_new_tokens, "rows": job.rows, "offload": job.placement.offload,
+        "dtype": str(find_dtype(job.placement.dtype, job.target.dtype, machine.device)).removeprefix("torch."),
+        "budget": found.budget, "resident_layers": found.resident, "layers": job.target.n_layer,
+        "bytes": found.bytes, "host_bytes": found.host.bytes, "on_chip_bytes": needs[0].bytes,
+        "longest_prompt": max(longest_prompt(way, machine) for way in ways),
+        "parts": {part.name: part.bytes for part in found.parts},
+        "remedies": {part.name: part.remedies for part in found.parts},
+    }
+
+
+def page(told: dict) -> str:
+    """A record as a page of Markdown."""
+    noun = "GPU" if told["device"].startswith("cuda") else "CPU"
+    rows = [*((name, gib(size)) for name, size in told["parts"].items()), ("all", gib(told["bytes"])),
+            (f"{'free on' if told['is_here'] else 'memory of'} one {noun}", gib(told["memory"]))]
+    if noun == "GPU":
+        rows += [("in host memory", gib(told["host_bytes"])), ("free on the host", gib(told["host_memory"]))]
+    rows += [(f"layers of the KV cache on the {noun}", f"{told['resident_layers']} of {told['layers']}"),
+             ("tokens of the view (--budget)", f"{told['budget']:,}"),
+             ("longest prompt that fits", f"{told['longest_prompt']:,}")]
+    what = f"{told['prompt_len']:,} prompt tokens and {told['max_new_tokens']:,} new ones in {told['dtype']}"
+    what += f", {told['rows']} prompts side by side" * (told["rows"] > 1)
+    what += f", on each of {told['gpus']} GPUs" * (told["gpus"] > 1)
+    verdict = "It fits" if told["fits"] else "It does not fit"
+    if told["on_chip_bytes"] != told["bytes"]:
+        verdict += f" with --offload auto; without it {gib(told['on_chip_bytes'])} GiB are needed"
+    if not told["fits"]:
+        largest = sorted(told["parts"], key=told["parts"].get)[:-4:-1]
+        verdict += ". Smaller, by a shorter --prompt-len, more --gpus, or of the largest parts:" + "".join(
+            f"\n- {name}: {', '.join(told['remedies'][name])}" for name in largest if told["remedies"][name])
+    return "\n\n".join([f"GiB, for {what}:", table(["part", ""], rows), verdict])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown whose columns line up: the first is a name and stands left, the others are figures and stand right."""
+    widths = [max(2, *(len(row[i]) for row in (head, *rows))) for i in range(len(head))]
+    rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    lined = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, rule, *rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lined)
+
+
+def gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.2f}"
+
+
+def main(argv: list[str]) -> int:
+    own, rest = parser().parse_known_args(argv)
+    for name, value in (("--gpus", own.gpus), ("--batch-size", own.batch_size)):
+        if value is not None:
+            whole(1, 1)(name, value)
+    args = parse(rest + ([] if own.batch_size is None else ["--batch-size", str(own.batch_size)]))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        raise UserError(f"torchrun started {ranks} processes, and a plan needs one; say --gpus {ranks} instead")
+    told = record(job_of(args, own.batch_size), machine_of(own, getattr(args, "device", None)))
+    print(json.dumps(told) if own.json else page(told))
+    return 0 if told["fits"] else 1

@@ -1,1 +1,0 @@
-"""What one asks before and after a checkpoint is run: does it fit (`plan`), and is all well with it (`check`)."""
