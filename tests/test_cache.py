@@ -17,7 +17,7 @@ from conftest import (
     run_rounds,
     slow,
 )
-from reference import DenseKV, dense_logits
+from reference import dense_logits
 
 from triforce import attention
 from triforce.attention import partial
@@ -295,7 +295,7 @@ def test_a_draft_with_a_long_memory_equals_the_dense_twin(pair, kind, prompts):
             drafted = state.tape.tokens[row, before[row] : before[row] + 3].tolist()
             kept = next((i for i in range(3) if i >= len(emitted[row]) or drafted[i] != emitted[row][i]), 3)
             seen = torch.tensor([text + drafted[:kept]])
-            logits = draft.output(draft(seen, DenseKV(draft.rope)))[0, len(text) - 1 :][: max(kept, 1)]
+            logits = dense_logits(draft, seen)[0, len(text) - 1 :][: max(kept, 1)]
             expected = (logits / 0.8).softmax(-1)
             torch.testing.assert_close(probs[: len(expected)], expected, atol=2e-5, rtol=1e-3)
             text += emitted[row]
