@@ -3,12 +3,13 @@
 A promise of the whole library, not of one module.
 """
 
+import itertools
 from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
-from conftest import make_state, random_prompt, slow
+from conftest import assert_view_holds_its_selection, make_state, random_prompt, slow
 from enumeration import KEY_BASE, Enumerator, joint_laws, target_law, total_variation
 
 from triforce import naive
@@ -18,7 +19,7 @@ from triforce.naive import TriForce
 VOCAB, PROMPT, NEW = 20, 100, 40  # tokens; 40 new ones cross two flushes at least
 SIZES = {"budget": 48, "chunk_size": 4, "gamma": 5}
 LEVELS = {"hierarchy": (True, True), "retrieval": (True, False), "draft": (False, True)}
-LAWS = {"greedy": {"temperature": 0.0}, "drawn": {"temperature": 0.8}, "cut": {"temperature": 1.2, "top_p": 0.8},
+SAMPLINGS = {"greedy": {"temperature": 0.0}, "drawn": {"temperature": 0.8}, "cut": {"temperature": 1.2, "top_p": 0.8},
         "coupled": {"temperature": 0.8, "coupled": True}}
 
 
@@ -35,18 +36,18 @@ def models():
     return target, draft
 
 
-def both(models, levels: str, law: dict, seed: int, sink: int, window: int):
+def both(models, levels: str, sampling: dict, seed: int, sink: int, window: int):
     """A State with a fixed plan, and the naive method with the same."""
     retrieval, drafts = LEVELS[levels]
     target, draft = models[0], models[1] if drafts else None
-    prompt, law = random_prompt(PROMPT, seed, VOCAB), dict(law)
-    coupled = law.pop("coupled", False)
+    prompt, sampling = random_prompt(PROMPT, seed, VOCAB), dict(sampling)
+    coupled = sampling.pop("coupled", False)
     state = make_state(target, draft, [prompt], vocab_size=VOCAB, rule="coupled" if coupled else "rejection",
-                       sampling={**law, "seed": [seed]}, retrieval=retrieval, flush_interval=16, rebuild_interval=1,
-                       draft_sink=sink, draft_window=window, **SIZES)
+                       sampling={**sampling, "seed": [seed]}, retrieval=retrieval, flush_interval=16,
+                       rebuild_interval=1, draft_sink=sink, draft_window=window, **SIZES)
     same = TriForce(target, draft, VOCAB, rounds=state.pilot.default.rounds, retrieval=retrieval, window=16,
                     interval=16, newest=8, draft_sink=sink, draft_window=window, coupled=coupled, seed=seed,
-                    **{"top_p": 1.0, **law, **SIZES})
+                    **{"top_p": 1.0, **sampling, **SIZES})
     return state, same, prompt
 
 
@@ -68,6 +69,7 @@ def inner_counts(brought: naive.Brought, gamma: int) -> torch.Tensor:
 def assert_same_view(state, same: TriForce, text: list[int], first: int) -> None:
     """Each layer and head of the library's view holds the tokens that the naive method chooses."""
     state.hierarchy.view.catch_up([0])
+    assert_view_holds_its_selection(state.hierarchy.view)
     for i, seen in enumerate(same.choose_view(text, first)):
         held = state.hierarchy.view.positions(0, i)
         assert held.shape[1] == same.budget == int(seen[0].sum())
@@ -77,15 +79,15 @@ def assert_same_view(state, same: TriForce, text: list[int], first: int) -> None
 # A draft's window of the newest tokens, or all of the text. A sink beside a window is not compared: in the library the
 # distance to it depends on the tokens that a step of the draft takes in.
 SEEN = {"newest": (0, 24), "all": (4, 256)}
-QUICK = [("newest", levels, law, 0) for levels in LEVELS for law in ("greedy", "drawn", "coupled")]
+QUICK = [("newest", levels, sampling, 0) for levels in LEVELS for sampling in ("greedy", "drawn", "coupled")]
 QUICK.append(("all", "hierarchy", "cut", 0))
-CASES = [(seen, levels, law, seed) for seen in SEEN for levels in LEVELS for law in LAWS for seed in (0, 1)]
+CASES = list(itertools.product(SEEN, LEVELS, SAMPLINGS, (0, 1)))
 
 
-@pytest.mark.parametrize("seen,levels,law,seed", [*QUICK, *slow(*(case for case in CASES if case not in QUICK))])
+@pytest.mark.parametrize("seen,levels,sampling,seed", [*QUICK, *slow(*(case for case in CASES if case not in QUICK))])
 @torch.inference_mode()
-def test_the_library_says_what_the_naive_method_says(models, seen, levels, law, seed):
-    state, same, prompt = both(models, levels, LAWS[law], seed, *SEEN[seen])
+def test_the_library_says_what_the_naive_method_says(models, seen, levels, sampling, seed):
+    state, same, prompt = both(models, levels, SAMPLINGS[sampling], seed, *SEEN[seen])
     text, first, outer, inner = list(prompt), len(prompt) - 1 - same.newest, torch.zeros(2), torch.zeros(2)
     for brought in same.generate(prompt):
         if same.retrieval:
@@ -103,7 +105,7 @@ def test_the_library_says_what_the_naive_method_says(models, seen, levels, law, 
     assert state.num_flushes >= 2
     assert 5 <= outer[0] <= outer[1] - 5
     assert levels != "hierarchy" or 5 <= inner[0] <= inner[1] - 5
-    if law in ("greedy", "coupled"):
+    if sampling in ("greedy", "coupled"):
         assert same.plain(prompt, len(text) - PROMPT) == text[PROMPT:]
 
 
@@ -182,18 +184,18 @@ def distance(levels: str, **how) -> float:
     with torch.inference_mode():
         assert method.choose_view(TEXT, 5)[0].sum(1).tolist() == [8, 8]  # of 12
         exact = target_law(lambda text: method.probs(target, text, 1)[0], TEXT, 3)
-    [law], _ = joint_laws(OneRow(method, TEXT), (target, draft), [TEXT], kind=NaiveEnumerator)
-    assert sum(law.values()) == pytest.approx(1)
-    return total_variation(law, exact)
+    [found], _ = joint_laws(OneRow(method, TEXT), (target, draft), [TEXT], kind=NaiveEnumerator)
+    assert sum(found.values()) == pytest.approx(1)
+    return total_variation(found, exact)
 
 
 SMALL = {"gamma": 2, "gamma_inner": 1, "rounds": 2, "temperature": 0.9}
 
 
-@pytest.mark.parametrize("levels,law", [("hierarchy", {"top_p": 0.9}), ("hierarchy", {"temperature": 0.0}),
+@pytest.mark.parametrize("levels,sampling", [("hierarchy", {"top_p": 0.9}), ("hierarchy", {"temperature": 0.0}),
                                         ("retrieval", {}), ("draft", {}), *slow(("hierarchy", {}))])
-def test_the_naive_methods_distribution_is_the_targets(levels, law):
-    assert distance(levels, **{**SMALL, **law}) < 1e-9
+def test_the_naive_methods_distribution_is_the_targets(levels, sampling):
+    assert distance(levels, **{**SMALL, **sampling}) < 1e-9
 
 
 def test_enumeration_sees_a_biased_naive_method(monkeypatch):

@@ -306,9 +306,10 @@ def main() -> None:
     target, draft = (load_model(TINY / name, dtype=torch.float64) for name in ("target", "draft"))
     levels = TriForce(target, draft, tokenizer.vocab_size, temperature=0.0, draft_window=64)
     prompt = tokenizer.encode(f"\n{FACT}\n{TALE}\n{QUESTION}")
-    print(f"A prompt of {len(prompt)} tokens begins with {FACT!r} and ends with\n{QUESTION!r}. "
-          f"The draft reads its first {levels.draft_sink} and newest {levels.draft_window} tokens, so it\ncannot know "
-          f"the answer. The view has {levels.budget} tokens, chosen by the newest queries.")
+    print(f"The prompt has {len(prompt)} tokens. It begins with {FACT!r}\n"
+          f"and ends with {QUESTION!r}. The draft reads its first {levels.draft_sink} and newest "
+          f"{levels.draft_window}\ntokens, so it cannot know the answer. The retrieval level reads {levels.budget} "
+          "tokens, its\nview, chosen by the newest queries, and the few tokens after it.\nThe full level reads all.")
 
     def quoted(tokens: list[int]) -> str:
         return " ".join(repr(tokenizer.decode([token])) for token in tokens)
