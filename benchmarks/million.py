@@ -20,7 +20,7 @@ import torch
 
 import triforce
 from triforce import cli, memory
-from triforce.cli import request
+from triforce.cli import check, plan, request
 from triforce.config import Placement, Settings
 from triforce.loading import find_dtype
 from triforce.model import ModelConfig

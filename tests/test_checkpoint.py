@@ -1,7 +1,7 @@
 """Loading against transformers: the same logits from the same folder, for every family and layout; and every fault.
 
-Most run over the slow dense cache of `reference.py`, so that loading and the model are tested by themselves; one test
-goes through the engine.
+Most run through the passes of `naive.py`, so that loading and weights are tested by themselves; one test goes through
+the engine.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import in_fp8, make_state, slow
 from enumeration import joint_laws, target_law, total_variation
-from reference import DenseKV, reference_filter
+from reference import dense_logits, reference_filter
 
 from triforce import acceptance, fp8, speculator
 from triforce.controller import Controller, Costs, Rate
@@ -39,8 +39,7 @@ def models():
 
 def reference_law(target, sampling):
     def next_law(tokens):
-        hidden = target(torch.tensor([tokens]), DenseKV(target.rope))
-        logits = target.output(hidden)[0, -1, :VOCAB]
+        logits = dense_logits(target, torch.tensor([tokens]))[0, -1, :VOCAB]
         for token, bias in sampling.get("logit_bias", {}).items():
             logits[token] += bias
         if sampling["temperature"] == 0:
