@@ -13,8 +13,7 @@ import copy
 import random
 from statistics import mean
 
-from triforce.controller import Controller, Rate
-from triforce.costs import Costs
+from triforce.controller import Controller, Costs, Rate
 from triforce.plan import LENGTHS, PADDED, Padding, Plan
 
 ROW = 0.08  # on a CPU a further row takes so much of the first

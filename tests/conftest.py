@@ -14,8 +14,7 @@ import torch
 
 import triforce
 from triforce.config import Placement, Settings, split
-from triforce.controller import Controller
-from triforce.costs import Costs, guess
+from triforce.controller import Controller, Costs
 from triforce.cpu import row_unit
 from triforce.engine import Engine
 from triforce.fp8 import MADE
@@ -24,6 +23,7 @@ from triforce.hf.folders import TINY
 from triforce.hf.names import places, put
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
+from triforce.pilot import guess
 from triforce.state import State
 
 VOCAB = 64

@@ -13,8 +13,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from controller import kept, one_round  # noqa: E402
 
-from triforce.controller import Controller, Rate, at_least, emitted  # noqa: E402
-from triforce.costs import Costs  # noqa: E402
+from triforce.controller import (  # noqa: E402
+    Controller,
+    Costs,  # noqa: E402
+    Rate,
+    at_least,
+    emitted,
+)
 from triforce.pilot import Tally  # noqa: E402
 from triforce.plan import Padding, Plan  # noqa: E402
 from triforce.speculator import RowRound  # noqa: E402

@@ -8,8 +8,7 @@ from random import Random
 
 import pytest
 
-from triforce.controller import INNER_LEAVES, LEAVES, Controller, Rate, at_least, emitted
-from triforce.costs import Costs
+from triforce.controller import INNER_LEAVES, LEAVES, Controller, Costs, Rate, at_least, emitted
 from triforce.plan import Plan
 
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 from conftest import make_engine, make_state, random_prompt
 
-from triforce.costs import LAYER_ON_CPU, Costs, guess
+from triforce.controller import Costs
+from triforce.pilot import LAYER_ON_CPU, guess
 from triforce.plan import PADDED, Padding, Plan
 
 

@@ -8,8 +8,7 @@ import torch
 from conftest import bits, bits_of_rows, make_state, random_pair, random_prompt, slow
 
 from triforce import acceptance
-from triforce.controller import Controller
-from triforce.costs import Costs
+from triforce.controller import Controller, Costs
 from triforce.model import Transformer
 from triforce.plan import AUTOREGRESSION, Plan
 

@@ -12,8 +12,7 @@ from conftest import make_engine, make_state, random_pair, random_prompt
 from triforce import UserError
 from triforce.acceptance import match_nodes
 from triforce.config import Settings
-from triforce.controller import LEAVES, Controller
-from triforce.costs import Costs
+from triforce.controller import LEAVES, Controller, Costs
 from triforce.drafting.model import ModelDrafter
 from triforce.levels import levels_of
 from triforce.nodes import Nodes

@@ -11,8 +11,7 @@ import pytest
 import torch
 from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, slow
 
-from triforce.controller import Controller
-from triforce.costs import Costs
+from triforce.controller import Controller, Costs
 from triforce.plan import AUTOREGRESSION, Plan
 from triforce.tape import ACCEPTED, MISSED
 from triforce.tree import Chances, likeliest

@@ -2,17 +2,17 @@
 
 Knows nothing of tensors or models: times and counts go in, a `Plan` comes out. It never changes what is said, only how
 fast: the choice depends on tokens that were kept and on the first rejection of a round, never on discarded ones, and
-acceptance is exact whatever was drafted.
+acceptance is exact whatever was drafted. No step is run only to be timed.
 """
 
-import functools
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from .costs import Costs
 from .plan import LENGTHS, PADDED, Padding, Plan
 from .tree import best_tree
 
@@ -27,52 +27,28 @@ def emitted(rate, drafted, leaf=0.0):
     return (1 - rate ** (drafted + 1)) / (1 - rate) + leaf * (1 - rate**drafted)
 
 
-@functools.lru_cache(maxsize=256)
-def at_least(rate: float, max_inner: int, max_gamma: int, leaf: float = 0.0) -> np.ndarray:
-    """The chance that a level emits j tokens or more in so many rounds, if each time `inner` tokens are drafted for it
-    and kept at this rate, and `leaf` is the chance of one more where one is not: entry (inner - 1, rounds, j) of
-    [max_inner, max_gamma + 1, max_gamma + 1]."""
-    inner, kept = np.arange(1, max_inner + 1)[:, None], np.arange(max_inner + 1)
-    stops = np.where(kept < inner, (1 - rate) * rate**kept, 0.0)  # at a token that is not kept, after so many
-    more = np.pad(stops, ((0, 0), (1, 0)))[:, :-1]
-    chance = (1 - leaf) * stops + leaf * more + (kept == inner) * rate**kept  # of so many and one of its own
-    exactly = np.zeros((max_gamma + 1, max_inner, max_gamma + 1))  # by rounds; the last entry: max_gamma or more
-    exactly[0, :, 0] = 1
-    for before, after in zip(exactly, exactly[1:], strict=False):
-        for k in range(min(max_inner + 1, max_gamma)):
-            after[:, k + 1 :] += chance[:, k, None] * before[:, : max_gamma - k]
-        after[:, -1] = 1 - after[:, :-1].sum(1)
-    return exactly[..., ::-1].cumsum(-1)[..., ::-1].transpose(1, 0, 2)
-
-
 class Rate:
     """An acceptance rate over about the last hundred tests. At first a guess counts as four tests: of a draft that is
     never right, 256 tokens then take 3 or 4% more than without drafts, and with a guess of ten 5 to 7.
 
     It is given the benefit of the doubt, half of a standard deviation: by an estimate that chance made too low a level
-    would be left alone, and nothing would set it right. What lies idle is forgotten, so that what did badly once gets
-    another chance: half of it in IDLE_HALF tokens, and in twice as many after each try of which nothing was kept.
+    would be left alone, and nothing would set it right. What lies idle is forgotten, half of it in IDLE_HALF tokens, so
+    that what did badly once gets another chance.
     """
 
-    MEMORY, WEIGHT, DOUBT, IDLE_HALF, PATIENCE = 0.99, 4.0, 0.5, 128, 4
+    MEMORY, WEIGHT, DOUBT, IDLE_HALF = 0.99, 4.0, 0.5, 256
 
     def __init__(self, guess: float):
         self.guess, self.hits, self.tests = guess, self.WEIGHT * guess, self.WEIGHT
-        self.patience, self._is_idle = 1, False
 
     def update(self, hits: int, tests: int) -> None:
         kept = self.MEMORY**tests
         self.hits, self.tests = kept * self.hits + hits, kept * self.tests + tests
-        if hits:
-            self.patience = 1
-        elif self._is_idle:
-            self.patience = min(2 * self.patience, self.PATIENCE)
-        self._is_idle = False
 
     def idle(self, num_tokens: float) -> None:
-        kept = 0.5 ** (num_tokens / (self.IDLE_HALF * self.patience))
+        kept = 0.5 ** (num_tokens / self.IDLE_HALF)
         back = (1 - kept) * self.WEIGHT
-        self.hits, self.tests, self._is_idle = kept * self.hits + back * self.guess, kept * self.tests + back, True
+        self.hits, self.tests = kept * self.hits + back * self.guess, kept * self.tests + back
 
     def begin(self) -> None:
         """Another text begins: what earlier ones showed counts no more than a guess."""
@@ -86,6 +62,113 @@ class Rate:
     def value(self) -> float:
         mean = self.mean
         return min(mean + self.DOUBT * (mean * (1 - mean) / self.tests) ** 0.5, 0.98)
+
+
+class Costs:
+    """Milliseconds of each part that rounds are made of, and how often rounds have shown it.
+
+    A round shows two sums, of its drafting and of its verify. Each sum corrects its parts by one factor: fully the
+    first time, then by a share.
+
+    Args:
+        verify, retrieval: of a step over the full cache, and over the view, by rows. Other numbers of rows take what
+            the next larger one takes.
+        sources: the first token of a proposal, and each further one, by drafter.
+        plain: of a step that checks nothing, where that is not one of `verify`.
+        growth: of a step that grows the branches of a tree, if there are such.
+        preparing: of running a step of all layers for the first time, and of recording it.
+        seen: how often each part was shown. By default all are known well.
+    """
+
+    WELL = 4  # times seen: then a part is known well
+    SHARE = 0.25  # of a correction, in the long run
+    RECENT = 3  # sums of the same parts: their median counts, since one may be a hiccup of the machine
+    STALE, HOPE = 64, 0.95  # what was not seen for so many tokens may have become faster by so much
+
+    def __init__(self, verify: dict[int, float], retrieval: dict[int, float] | None = None,
+                 sources: dict[str, tuple[float, float]] | None = None, *, plain: float | None = None,
+                 growth: float | None = None, preparing: float = 0.0, seen: int = WELL):
+        parts = {("verify", rows): cost for rows, cost in sorted(verify.items())}
+        parts |= {("retrieval", rows): cost for rows, cost in sorted((retrieval or {}).items())}
+        parts |= {("plain", 1): plain} if plain is not None else {}
+        parts |= {("growth", 1): growth} if growth is not None else {}
+        for name, both in (sources or {}).items():
+            parts |= {(name, "first"): both[0], (name, "further"): both[1]}
+        self.sources, self.preparing = list(sources or {}), preparing
+        self.number = {part: i for i, part in enumerate(parts)}
+        self.values = np.maximum(list(parts.values()), 1e-6)
+        self.seen, self.age = np.full(len(parts), seen), np.zeros(len(parts))
+        self._sizes = {what: [rows for name, rows in parts if name == what] for what in ("verify", "retrieval")}
+        # From the largest step that checks to the smallest.
+        self._checks = [self.number["verify", rows] for rows in reversed(self._sizes["verify"])]
+        self._checks += [self.number["plain", 1]] if plain is not None else []
+        self._recent: dict[tuple, deque] = {}  # sums, by the parts that they are made of
+
+    def __getitem__(self, part: tuple) -> float:
+        return float(self.values[self.number[part]])
+
+    @property
+    def has_view(self) -> bool:
+        return bool(self._sizes["retrieval"])
+
+    def step(self, what: str, rows: int) -> tuple:
+        """The part that a step of so many rows is."""
+        sizes = self._sizes[what]
+        return what, next((size for size in sizes if size >= rows), sizes[-1])
+
+    def drafting(self, plan: Plan) -> np.ndarray:
+        """How often a round of the plan pays for each part before its verify."""
+        counts = {}
+        if plan.retrieval:
+            counts[self.step("retrieval", 1 + plan.gamma_inner)] = plan.rounds
+        if plan.gamma and plan.source:
+            rounds, each = (plan.rounds, plan.gamma_inner) if plan.retrieval else (1, plan.gamma)
+            counts |= {(plan.source, "first"): rounds, (plan.source, "further"): rounds * (each - 1)}
+        if plan.branches > 1:  # whose first rows are known
+            counts["growth", 1] = plan.branches - 1
+        return self._row(counts)
+
+    def checking(self, plan: Plan) -> np.ndarray:
+        """The same of its verify."""
+        is_plain = plan.gamma == 0 and not plan.padded and ("plain", 1) in self.number
+        return self._row({("plain", 1) if is_plain else self.step("verify", 1 + plan.gamma): 1})
+
+    def _row(self, counts: dict[tuple, float]) -> np.ndarray:
+        row = np.zeros(len(self.number))
+        for part, count in counts.items():
+            row[self.number[part]] = count
+        return row
+
+    def milliseconds(self, plan: Plan) -> tuple[float, float]:
+        """Of a round of the plan: drafting, and checking."""
+        return float(self.drafting(plan) @ self.values), float(self.checking(plan) @ self.values)
+
+    def observe(self, parts: np.ndarray, milliseconds: float) -> None:
+        """So often each part was paid for, and all of it took so long."""
+        used = np.flatnonzero(parts)
+        recent = self._recent.setdefault(tuple(used.tolist()), deque(maxlen=self.RECENT))
+        recent.append((parts, milliseconds))
+        factor = statistics.median(max(took, 1e-6) / float(row @ self.values) for row, took in recent)
+        if not self.seen.any():  # of the rest only what it takes beside this can be guessed
+            self.values *= factor
+        else:
+            self.values[used] *= factor ** np.maximum(1 / (self.seen[used] + 1.0), self.SHARE)
+        self.seen[used] += 1
+        self.age[used] = 0
+
+    @property
+    def believed(self) -> np.ndarray:
+        """`values`, but that a check takes no longer than one of more rows that was seen: a time that says so is that
+        of a busy machine."""
+        values, own = self.values.copy(), self.values[self._checks]
+        values[self._checks] = np.minimum(own, np.minimum.accumulate(np.where(self.seen[self._checks], own, np.inf)))
+        return values
+
+    def pass_by(self, num_tokens: float) -> None:
+        """So many tokens of a row were emitted. What lies idle gets another chance, now and then."""
+        self.age += num_tokens
+        before, now = (self.age - num_tokens) // self.STALE, self.age // self.STALE
+        self.values = np.where(now > before, self.HOPE * self.believed, self.values)
 
 
 class Controller:
@@ -114,7 +197,7 @@ class Controller:
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
                  leaves: tuple[bool, bool] = (False, False), trees: tuple[int, int] | None = None,
                  rates: dict[str, Rate] | None = None):
-        self.costs, self._sizes, self._trees = costs, (max_inner, max_gamma), trees
+        self.costs, self._depth, self._trees = costs, max_gamma, trees
         levels = [*costs.sources, *["retrieval"] * costs.has_view]
         names = [name for name in levels if name != "ngram"] + [LEAVES] * (leaves[0] or trees is not None)
         names += [INNER_LEAVES] * leaves[1]
@@ -141,14 +224,11 @@ class Controller:
         """How many tokens a round of each plan is expected to emit."""
         tokens, leaf = np.ones(len(self.plans)), 0.0 if self._trees else self._leaf(LEAVES)
         for (drafter, source), which in self._by_levels.items():
-            if drafter != "retrieval" or source is None:
-                tokens[which] = emitted(rates.get(drafter, 0.0), self._gamma[which], leaf)
-                continue
-            # Token j + 1 is emitted if j or more are drafted, and all of them kept; or by a leaf, if all but the last.
-            rate, drafted = rates[drafter], at_least(round(rates[source], 2), *self._sizes, self._leaf(INNER_LEAVES))
-            kept = drafted * rate ** np.arange(drafted.shape[2])
-            kept[..., 1:] *= 1 + leaf * (1 - rate) / rate
-            tokens[which] = kept.cumsum(2)[self._inner[which] - 1, self._rounds[which], self._gamma[which]]
+            drafted = self._gamma[which]
+            if drafter == "retrieval" and source is not None:  # so many of these as its rounds are expected to bring
+                each = emitted(rates[source], self._inner[which], self._leaf(INNER_LEAVES))
+                drafted = np.minimum(drafted, self._rounds[which] * each)
+            tokens[which] = emitted(rates.get(drafter, 0.0), drafted, leaf)
         return tokens
 
     def _leaf(self, name: str) -> float:
@@ -196,7 +276,7 @@ class Controller:
             for length in BRANCHES if which and times[i] < np.inf else ():
                 if length > self.SHORT and not is_known:
                     break
-                shape, more = best_tree(rates["retrieval"], rates[LEAVES], gamma, length, self._sizes[1], *self._trees)
+                shape, more = best_tree(rates["retrieval"], rates[LEAVES], gamma, length, self._depth, *self._trees)
                 time = (times[i] - preparing[i] + each * (shape.length - 1) / tokens[i]) / more + preparing[i]
                 if shape.parents and time < least:
                     least, self.tokens = time, float(more * tokens[i])
@@ -211,7 +291,7 @@ class Controller:
             return
         if plan.gamma:
             self.costs.observe(self.costs.drafting(plan), drafting)
-        self.costs.observe(self.costs.checking(plan), checking, checks=True)
+        self.costs.observe(self.costs.checking(plan), checking)
 
     def update(self, num_tokens: float, **observed: tuple[int, int]) -> None:
         """After a round: tokens kept in the mean of the rows, and by level (hits, tests) of all rows.

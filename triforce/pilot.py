@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .config import Settings
-from .controller import INNER_LEAVES, LEAVES, Controller, Rate
-from .costs import Costs, guess
+from .controller import INNER_LEAVES, LEAVES, Controller, Costs, Rate
 from .drafting.ngram import NgramMeter
 from .kv.views import COMMON
-from .plan import PADDED, Padding, Plan
+from .plan import LENGTHS, PADDED, Padding, Plan
 from .speculator import RowRound
 from .tape import ACCEPTED, LEAF, MISSED
 from .tree import best_tree
@@ -22,7 +21,12 @@ from .tree import best_tree
 if TYPE_CHECKING:
     from .hierarchy import Hierarchy, Round
     from .parallel import Group
+    from .speculator import Speculator
 
+ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
+LAYER_ON_CPU, LAYER_ON_GPU = 0.3, 0.1  # milliseconds of a layer, whatever it reads: it is made of many operations
+# Milliseconds that a layer takes the host where a step is run for the first time, or recorded: on an H100's host 1.7.
+PREPARING = 1.7
 BRANCHES = 8  # where the length of branches is not chosen
 STRIDE = 4096  # tokens: what was learned at one length counts for all that are as near as this
 
@@ -264,3 +268,34 @@ class RebuildPolicy:
 
     def rebuilt(self) -> None:
         self.tokens, self.recent = 0, self.average if self.average is not None else 1.0
+
+
+def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:
+    """By a step's layers, and the bytes that it reads. A round soon shows what it takes."""
+    outer, inner, prefix = hierarchy.outer, hierarchy.inner, hierarchy.cache.prefix
+    on_cpu, config = outer.length.device.type == "cpu", outer.model.config
+    rate, layer = (2e7, LAYER_ON_CPU) if on_cpu else (4e9, LAYER_ON_GPU)  # bytes a millisecond
+    held = prefix.base + sum(length - prefix.base for length in lengths)  # what rows share is read once
+    kv = held * config.kv_elements_per_token * outer.model.dtype.itemsize
+    on_host = 0 if prefix.streams is None else kv * len(prefix.streams.layers) / config.n_layer
+    layers = layer * config.n_layer
+    full = layers + (outer.model.weight_bytes + kv - on_host) / rate + on_host / (rate if on_cpu else 5e7)
+
+    def by_rows(level: "Speculator", padded: bool, first: float) -> dict[int, float]:
+        unit = level.row_unit if padded else 1
+        sizes = {min(-(-(1 + gamma) // unit) * unit, level.rows) for gamma in (0, *LENGTHS, level.rows - 1)}
+        return {rows: first * (1 + ROW * (max(rows, level.tree.size) - 1) * on_cpu) for rows in sizes}
+
+    costs = {"verify": by_rows(outer, padding.drafts, full)}
+    if padding.drafts and not padding.plain:
+        costs["plain"] = full
+    if inner is not None:
+        first = layers + (inner.model.weight_bytes + min(hierarchy.view.nbytes, kv)) / rate
+        costs["retrieval"] = by_rows(inner, padding.inner, first)
+        if outer.tree.size:
+            costs["growth"] = first * (1 + ROW * (outer.tape.nodes.width - 1) * on_cpu)
+    costs["sources"] = {}
+    for name, source in hierarchy.sources.items():
+        first = layer * source.num_layers + (source.nbytes + source.weight_bytes) / rate + 0.001
+        costs["sources"][name] = first, first if source.weight_bytes else 0.0
+    return Costs(**costs, seen=0, preparing=0.0 if hierarchy.compiler.recorder is None else PREPARING * config.n_layer)
