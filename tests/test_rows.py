@@ -95,7 +95,7 @@ def test_attention(heads, dtype, threads):
             k, v = torch.randn(2, 1, num, length, dim).to(dtype)
             bias = torch.zeros(1, 1, group * rows, length)
             bias[..., 1::2] = float("-inf")
-            states = [attention.partial(q, k, v), attention.masked(q, k, v, bias, True)]
+            states = [attention.dense(q, k, v), attention.masked(q, k, v, bias, True)]
             if dtype == torch.float32:
                 states.append(attention.masked(q, k, v, bias))
                 states.append(PackedPrefix(k[0], v[0]).partial(q))

@@ -56,7 +56,7 @@ class PackedPrefix:
         self.nbytes = k.nbytes + v.nbytes  # about: what a packed tensor takes is not told
 
     def partial(self, q: Tensor) -> State:
-        """`attention.partial` of q [1, K, R, D] over all of it."""
+        """`attention.dense` of q [1, K, R, D] over all of it."""
         outs, lses, num_rows = [], [], q.shape[2]
         q = torch.nn.functional.pad(q[0] * q.shape[-1] ** -0.5, (0, 0, 0, max(4 - num_rows, 0)))  # 4 are faster than 3
         for rows, keys, values in zip(q, self.keys, self.values, strict=True):

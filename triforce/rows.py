@@ -51,7 +51,7 @@ def _functions(target: Transformer, batch: int, rows: int) -> Iterator[tuple]:
 
     x, heads = random(batch, rows, config.dim), random(batch, config.n_head, rows, config.head_dim)
     keys, values = (random(1, config.n_kv_head, KEYS, config.head_dim) for _ in range(2))
-    of_all = [partial(attention.partial, k=keys, v=values)]  # over a prefix that the batch shares
+    of_all = [partial(attention.dense, k=keys, v=values)]  # over a prefix that the batch shares
     if packs(target.device, target.dtype):
         of_all.append(PackedPrefix(keys[0], values[0]).partial)
 
@@ -60,7 +60,7 @@ def _functions(target: Transformer, batch: int, rows: int) -> Iterator[tuple]:
         k, v = (one.expand(len(q), -1, -1, -1) for one in (keys, values))
         over = (q, k, v, torch.zeros(len(q), 1, q.shape[2], KEYS))
         # Of a tail, of what is ragged in a batch, and of a prefix.
-        states = [attention.masked(*over, True), attention.masked(*over), attention.partial(q, k, v)]
+        states = [attention.masked(*over, True), attention.masked(*over), attention.dense(q, k, v)]
         return layers[0].attention.output(states + [attention.of_batch(one, q) for one in of_all], target.dtype)
 
     yield lambda x: target.output(target.norm(x)), x, 1, 1

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,11 +35,10 @@ class ComputeStream:
             return
         if device.index is None:  # whichever GPU a thread uses later
             self.device = device = torch.device("cuda", torch.cuda.current_device())
-        here = torch.cuda.current_stream(device)
+        here, unused = torch.cuda.current_stream(device), _unused[device]
         if here in _locks:
             self.cuda, self.lock = here, _locks[here]
             return
-        unused = _unused[device]
         try:
             self.cuda = unused.pop()
         except IndexError:
@@ -77,14 +77,12 @@ class ComputeStream:
 def use_one_stream(device: torch.device) -> None:
     """For a program that does nothing else on a GPU: this thread, and the engines that it makes from now on, work on
     one stream. Not where the thread has chosen one already."""
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return
-    default = torch.cuda.default_stream(device)
-    if torch.cuda.current_stream(device) == default:
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(default)
-        _locks[stream] = threading.RLock()
-        torch.cuda.set_stream(stream)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    _locks[stream] = threading.RLock()
+    torch.cuda.set_stream(stream)
 
 
 def use_device(device: torch.device | str | None) -> None:
@@ -98,21 +96,16 @@ def like_this_thread(device: torch.device | str | None) -> Callable[[], None]:
     """What a new thread calls first, to use this thread's GPU, and its stream. Threads begin with the default one."""
     device = torch.device(device or "cpu")
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def begin() -> None:
-        use_device(device)
-        if stream is not None:
-            torch.cuda.set_stream(stream)
-
-    return begin
+    return partial(_begin, device, lambda: stream)
 
 
 def on_new_stream(device: torch.device) -> Callable[[], None]:
     """What a new thread calls first, to use this GPU, and a stream that no engine works on."""
-    def begin() -> None:
-        use_device(device)
-        if device.type == "cuda":
-            # Of a priority of its own: of each, PyTorch has 32, which it hands out in turns.
-            torch.cuda.set_stream(torch.cuda.Stream(device, priority=-2))
+    # Of a priority of its own: of each, PyTorch has 32, which it hands out in turns.
+    return partial(_begin, device, lambda: torch.cuda.Stream(device, priority=-2))
 
-    return begin
+
+def _begin(device: torch.device, stream: Callable[[], torch.cuda.Stream]) -> None:
+    use_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_stream(stream())

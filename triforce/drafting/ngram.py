@@ -36,8 +36,7 @@ class NgramDrafter(Drafter):
     def __init__(self, tape: Tape, *, max_drafted: int, longest: int = 4, shortest: int = 2, compiler: Compiler):
         self.tape, self.max_drafted, self.longest, self.shortest = tape, max_drafted, longest, shortest
         self.base, self.num_drafted = tape.buffer(), tape.buffer()
-        self.compiled = compiler.level()
-        self.step = self.compiled.step(self._step)
+        self.compiler, self.step = compiler, compiler.step(self._step)
 
     def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
@@ -52,7 +51,7 @@ class NgramDrafter(Drafter):
         return self.max_drafted if probs is None else probs.shape[1] - 1, probs
 
     def _step(self, n: int, probs: Tensor | None) -> None:
-        self.compiled(NgramDrafter._look_up)(self, n, probs)
+        self.compiler(NgramDrafter._look_up)(self, n, probs)
 
     def _look_up(self, n: int, probs: Tensor | None) -> None:
         tokens, start = self.tape.tokens, self.base  # [B, N], [B]
