@@ -102,9 +102,9 @@ def test_masked_keys_contribute_exactly_nothing():
     assert (nothing[0] == 0).all() and (nothing[1] == float("-inf")).all()
 
 
-@pytest.mark.parametrize("function", [attention.masked_long, attention.masked])
+@pytest.mark.parametrize("long", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_masked_keys_go_to_one_kernel_of_a_gpu(function, dtype, monkeypatch):
+def test_masked_keys_go_to_one_kernel_of_a_gpu(long, dtype, monkeypatch):
     """In half precision, with a mask that hides keys by a finite number, whichever mask was given: of a row that sees
     nothing the kernel would otherwise say that it sees one key."""
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def test_masked_keys_go_to_one_kernel_of_a_gpu(function, dtype, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
     monkeypatch.setattr(attention, "_efficient_cuda", kernel)
     monkeypatch.setattr(attention, "_matmul", lambda a, b, dtype: (a.float() @ b.float()).to(dtype))
-    found = function(q, k, v, bias)
+    found = attention.masked(q, k, v, bias, long=long)
     assert [one.shape for one in asked] == [(3, 2, 4, 16)]
     assert asked[0].dtype == torch.bfloat16 and asked[0].isfinite().all()
     monkeypatch.undo()

@@ -504,7 +504,7 @@ def test_masked_keys(dtype):
         k, v = k[:, :, 128 : 128 + keys], v[:, :, 128 : 128 + keys]
         seen = torch.arange(keys, device="cuda") < torch.tensor([0, 5, keys // 2, keys], device="cuda")[:, None]
         bias = attention.fold_mask(seen[:, None].expand(-1, rows, -1), group, dtype)
-        out, lse = attention.masked_long(q, k, v, bias)
+        out, lse = attention.masked(q, k, v, bias, long=True)
         expected = attention._plain(q.double(), k.double(), v.double(), False, bias.double())
         torch.testing.assert_close(out[1:].double(), expected[0][1:], atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(lse[1:].double(), expected[1][1:], atol=1e-4, rtol=1e-4)
@@ -513,7 +513,7 @@ def test_masked_keys(dtype):
         for one, mine in zip(attention.merge(own, (out, lse)), own, strict=True):
             assert torch.equal(one[0], mine[0].float())
         assert torch.equal(attention.join([own, other, (out, lse)])[0], attention.join([own, other])[0])
-        alone = attention.masked_long(q[2:3, :, 1:2], k[2:3], v[2:3], bias[2:3, :, 1:2])
+        alone = attention.masked(q[2:3, :, 1:2], k[2:3], v[2:3], bias[2:3, :, 1:2], long=True)
         assert torch.equal(alone[0][0, :, 0], out[2, :, 1]) and torch.equal(alone[1][0, :, 0], lse[2, :, 1])
 
 

@@ -237,8 +237,9 @@ def up_to(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: 
     return out.unflatten(1, (n_kv_head, -1))[:, :, :rows], lse[:, :, :rows]
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False, alone: bool = False) -> State:
-    """Attention over few keys with an additive mask. A masked key contributes exactly nothing to a row that sees one.
+def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False, alone: bool = False,
+           long: bool = False) -> State:
+    """Attention with an additive mask. A masked key contributes exactly nothing to a row that sees one.
 
     Args:
         q: [B, K, R, D]. k, v: [B, K, S, D]. bias: [B, 1, R, S], see `fold_mask`. A row that sees no key has an lse of
@@ -246,34 +247,23 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
         no_empty_rows: the caller vouches that each row sees a key. The CPU kernel answers lse 0 for a row that
             sees none, so it may only be used then.
         alone: and that no other state is joined with this one, whose lse may then be None.
+        long: one kernel is to take them even if they are many.
     """
-    if k.shape[2] <= AT_ONCE and not is_compiling() and _masks_at_once(q, k):
-        return _at_once(q, k, v, bias)
+    half = _is_half(q.dtype)
+    fits = q.is_cuda and half and q.shape[3] % 8 == 0 and k.shape[2] % 8 == 0
+    if fits and (long or k.shape[2] <= AT_ONCE) and not is_compiling():
+        if bias.dtype != q.dtype:
+            bias = bias.clamp(min=HIDDEN).to(q.dtype)
+        return _efficient_cuda(q, k, v, False, bias.expand(-1, q.shape[1], -1, -1))
     missing = FEWEST - k.shape[2] if q.device.type == "cpu" else 0
     if missing > 0:
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (k, v))
         bias = torch.nn.functional.pad(bias, (0, missing), value=float("-inf"))
     if no_empty_rows and q.device.type == "cpu" and q.dtype == torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)[:2]
-    if alone and no_empty_rows and q.is_cuda and _is_half(q.dtype):
+    if alone and no_empty_rows and q.is_cuda and half:
         return _plain_output(q, k, v, bias), None
     return _plain(q, k, v, False, bias)
-
-
-def masked_long(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> State:
-    """`masked` of any number of keys, never compiled: on a GPU one kernel, for q in half precision."""
-    return _at_once(q, k, v, bias) if _masks_at_once(q, k) else masked(q, k, v, bias)
-
-
-def _masks_at_once(q: Tensor, k: Tensor) -> bool:
-    """Whether a GPU has one kernel for masked keys of such a shape."""
-    return q.is_cuda and _is_half(q.dtype) and q.shape[3] % 8 == 0 and k.shape[2] % 8 == 0
-
-
-def _at_once(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> State:
-    if bias.dtype != q.dtype:
-        bias = bias.clamp(min=HIDDEN).to(q.dtype)
-    return _efficient_cuda(q, k, v, False, bias.expand(-1, q.shape[1], -1, -1))
 
 
 def apart(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> State:

@@ -50,9 +50,6 @@ class ModelDrafter(Drafter):
             self._seen[row] = 0  # from now on, since an interrupt may come before `open`
         self._awaited[row] = length
 
-    def rewind(self, row: int, length: int) -> None:
-        self.prefill(row, length)
-
     def open(self, ends: list[int]) -> None:
         self._take_in(self._awaited)
         self._awaited = {}

@@ -173,7 +173,7 @@ class TargetLayer:
                         for x in (k, v))
             else:
                 seen = (x[:, :, dense + begin : dense + end] for x in (k, v))
-            states.append(attention.masked_long(q, *seen, self._block.ragged_bias[..., begin:end]))
+            states.append(attention.masked(q, *seen, self._block.ragged_bias[..., begin:end], long=True))
         return functools.reduce(self._block.compiled(attention.merge), states)
 
     def _read_pieces(self, q: Tensor) -> list:
@@ -188,7 +188,7 @@ class TargetLayer:
             states = [attention.dense(q, k[:, :, :split], v[:, :, :split])] if split else []
             if split < k.shape[2]:
                 bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
-                states.append(attention.masked_long(q, k[:, :, split:], v[:, :, split:], bias))
+                states.append(attention.masked(q, k[:, :, split:], v[:, :, split:], bias, long=True))
             merged = [functools.reduce(merge, merged + states)]
             if block.on_piece is not None:
                 block.on_piece(self._i, number, kv)

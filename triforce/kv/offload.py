@@ -1,14 +1,12 @@
 """The layers of the KV prefix that do not fit the device: in host memory, streamed past the queries piece by piece.
 
-Knows nothing of attention or of speculation: it keeps tokens and hands out pieces. A piece is a few megabytes of one
-layer's keys and values, copied on a stream of its own into one of a few staging buffers, the next ones in flight while
-the device attends to this one. The pieces that a step, or a prefill, asks for one after the other are a **passage**.
-Its copies are enqueued far ahead of the device, so the host never waits within a step; the first ones even before
-tokens are drafted. A step with its passage can be recorded as a graph.
+A piece is a few megabytes of one layer's keys and values, copied on a stream of its own into one of a few staging
+buffers, the next ones in flight while the device attends to this one. The pieces that a step, or a prefill, asks for
+one after the other are a **passage**. Its copies are enqueued far ahead of the device, so the host never waits within a
+step; the first ones even before tokens are drafted. A step with its passage can be recorded as a graph.
 
 Tokens lie in host memory one after the other, so that the keys, or the values, of any run of tokens are one contiguous
-copy: a piece, a chunk of a prefill, a flush. On a CPU, where host memory is the device's, a piece is a view and nothing
-is copied.
+copy. On a CPU, where host memory is the device's, a piece is a view and nothing is copied.
 
 Shapes: B batch, K KV heads, S capacity, P tokens of a piece, D head_dim.
 """

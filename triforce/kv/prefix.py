@@ -93,8 +93,6 @@ class PrefixStore(View):
         """Layers on the device: the first so many."""
         return len(self.k)
 
-    # -- tokens, and whole layers --------------------------------------------------------------------------------------
-
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
         if start < self.base:
             parts = [self.shared.load(i, 0, start, min(stop, self.base))]
@@ -150,8 +148,6 @@ class PrefixStore(View):
         if length >= MIN_TOKENS:
             layers = zip(self.k, self.v, strict=True)
             self.packed = [PackedPrefix(k[0, :, :length], v[0, :, :length]) for k, v in layers]
-
-    # -- how much of it a step attends to ------------------------------------------------------------------------------
 
     def open(self, ends: list[int]) -> None:
         """The prompts are in, and no row will outgrow its end: decides what of a batch is masked."""

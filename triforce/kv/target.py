@@ -40,8 +40,7 @@ class Tail(Store):
         self.whole = torch.zeros(shape, device=device, dtype=dtype)
         self.storage = list(self.whole)  # by layer
         self.kv = [kv[:, :, :, room:] for kv in self.storage]  # per layer [2, B, K, T, D]
-        self.slots, self.room = slots, room
-        self.lens = [0] * batch  # the levels hold the tail's lengths; it is not told
+        self.slots, self.room = slots, room  # the levels hold the tail's lengths
 
     def tensors(self) -> list[Tensor]:
         return self.kv
@@ -123,13 +122,6 @@ class TargetCache(Store):
         if stop > border:
             parts.append(self.tail.load(i, row, max(start - border, 0), stop - border))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-    def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
-        border = max(self.lens[row] - start, 0)
-        if border:
-            self.prefix.store(i, row, start, kv[:, :, :border])
-        if kv.shape[2] > border:
-            self.tail.store(i, row, start + border - self.lens[row], kv[:, :, border:])
 
     def truncate(self, row: int, length: int) -> None:
         """Goes on from `length` tokens, which all lie in the prefix: those past `whole` move to the tail."""

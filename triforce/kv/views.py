@@ -108,8 +108,6 @@ class RetrievalView(View):
     def base(self) -> int:
         return 0 if self.shared is None else self.shared.lens[0]
 
-    # -- when a view is chosen -----------------------------------------------------------------------------------------
-
     def open(self, row: int) -> None:
         """A row has been prefilled, or is back at an earlier length. Its view is chosen now, or by `catch_up`."""
         if self._offload is None and (self.kind.renews or self.kind.unit is None):  # else by the prompt's queries
@@ -215,8 +213,6 @@ class RetrievalView(View):
         for i in range(len(self.k)):
             self.store(i, row, at, self.cache.tail.load(i, row, 0, interval))  # where it still stands
 
-    # -- what is chosen ------------------------------------------------------------------------------------------------
-
     def positions(self, row: int, i: int) -> Tensor:
         """Where the tokens of layer i's selection stand in the row's own part of the prefix: [K, held]."""
         return self._positions(self._chunks[row, i, None], self._prefix_len[row])[0]
@@ -288,8 +284,6 @@ class RetrievalView(View):
             x[0].copy_(value)
         else:
             torch.ops.aten.index_put_(x, [self._row], value[None].to(x.dtype))
-
-    # -- what streams past ---------------------------------------------------------------------------------------------
 
     @property
     def awaiting(self) -> list[int]:
