@@ -259,31 +259,23 @@ class RetrievalView(View):
 
     def _select_and_copy(self) -> None:
         """The selection of a row, in static shapes: what lies beyond its prefix is masked, so a graph can replay it."""
-        source, chunks = self.source, self._of_row(self._chunks)
-        prefix_len = self._of_row(source.own_len)
+        source, row, chunks = self.source, self._row, self._of_row(self._chunks)
+        prefix_len = self._of_row(source.own_len).long()
         if self.num_selected:
             # One call for all layers: ten times faster on a GPU than one a layer.
             chunks = self._all_scores().topk(self.num_selected, -1, sorted=False).indices
-            self._set_row(self._chunks, chunks)  # [L, K, num_selected]
-        self._set_row(self._prefix_len, prefix_len)
+            self._chunks[row] = chunks[None]  # [L, K, num_selected]
+        self._prefix_len[row] = prefix_len[None]
         if source.num_resident == 0:
             return
         at = self._positions(chunks[: source.num_resident], prefix_len)  # [L, K, held]
         for i in range(source.num_resident):
             for tokens, view in ((source.k[i], self.k[i]), (source.v[i], self.v[i])):
-                view = _in_words(view[:, :, : at.shape[2]])
-                self._set_row(view, _pick(_in_words(tokens), at[i], self._row))
+                _in_words(view[:, :, : at.shape[2]])[row] = _pick(_in_words(tokens), at[i], row)[None]
 
     def _of_row(self, x: Tensor, dim: int = 0) -> Tensor:
         """Of a tensor in which `dim` counts the rows of the batch, the row that is chosen for. A copy, of several."""
         return x.select(dim, 0) if x.shape[dim] == 1 else x.index_select(dim, self._row).squeeze(dim)
-
-    def _set_row(self, x: Tensor, value: Tensor) -> None:
-        """Writes the row that is chosen for, the first dimension of x being that of the rows."""
-        if len(x) == 1:
-            x[0].copy_(value)
-        else:
-            torch.ops.aten.index_put_(x, [self._row], value[None].to(x.dtype))
 
     @property
     def awaiting(self) -> list[int]:
