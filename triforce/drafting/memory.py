@@ -21,42 +21,24 @@ from ..model import Transformer
 from ..tree import TokenTree
 
 
-class DraftMemory:
-    """What a draft model attends to. What has nothing to do does nothing."""
-
-    extent = Extent()  # how much of the cache is attended to now; a recorded step serves one extent
-    never_grows: bool  # that is always the same
-    goes_on: bool  # with a text that has become longer; else the end of each prompt chooses anew what is attended to
-    nbytes: int
-
-    def open(self, ends: list[int]) -> None:
-        """Called once all prompts are in: no row's prefix will outgrow its end."""
-
-    def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
-        """By row of the tape: so many tokens are settled, and the first so many of them not new. Rows ascend."""
-        raise NotImplementedError
-
-    def flush(self, row: int, length: int) -> bool:
-        """The target has just flushed at `length`. Returns whether all tokens before are taken in now."""
-        return False
-
-    def block(self, start: Tensor, rows: int, extent: Extent, compiled):
-        """`kv` of a step: `rows` tokens a row of the batch, at consecutive positions from start [B]."""
-        raise NotImplementedError
-
-
-class StreamingMemory(DraftMemory):
+class StreamingMemory:
     """The first and the newest tokens, at positions that a model of short context knows: see `StreamingCache`."""
 
     PREFILL_ROWS = 64
-    never_grows, goes_on = True, True
+    extent = Extent()  # how much of the cache is attended to now; a recorded step serves one extent
+    never_grows = True  # that is always the same
+    goes_on = True  # with a text that has become longer; else each prompt's end chooses anew what is attended to
 
     def __init__(self, model: Transformer, tokens: Tensor, cache: StreamingCache):
         """tokens: [B, capacity], the tape."""
         self.model, self.tokens, self.cache = model, tokens, cache
         self.nbytes = cache.nbytes
 
+    def open(self, ends: list[int]) -> None:
+        """Called once all prompts are in: no row's prefix will outgrow its end."""
+
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
+        """By row of the tape: so many tokens are settled, and the first so many of them not new. Rows ascend."""
         alike = defaultdict(list)  # by the sizes of their chunks: rows, and where each chunk begins
         for row, (length, known) in rows.items():
             edges = self._chunks(row, length, known)
@@ -84,13 +66,18 @@ class StreamingMemory(DraftMemory):
             starts.insert(0, 0)  # the attention sinks
         return [(start, min(start + self.PREFILL_ROWS, length)) for start in starts]
 
+    def flush(self, row: int, length: int) -> bool:
+        """The target has just flushed at `length`. Returns whether all tokens before are taken in now."""
+        return False
+
     def block(self, start: Tensor, rows: int, extent: Extent, compiled):
+        """`kv` of a step: `rows` tokens a row of the batch, at consecutive positions from start [B]."""
         return StreamingBlock(self.cache, start, rows, compiled)
 
 
-class LongMemory(DraftMemory):
+class LongMemory:
     """All tokens, in a cache like the target's: attended to whole ("full"), or those that the prompt's end attends to
-    and the newest ("snapkv")."""
+    and the newest ("snapkv"). Methods and attributes are those of `StreamingMemory`."""
 
     never_grows = False
 

@@ -15,7 +15,7 @@ from ..model import Transformer
 from ..plan import Plan
 from ..sampling import SAMPLE
 from ..tape import DRAFT, Tape
-from .memory import DraftMemory
+from .memory import LongMemory, StreamingMemory
 from .protocol import Drafter
 
 
@@ -32,7 +32,8 @@ class ModelDrafter(Drafter):
     CATCH_UP_ROWS = 4
     records_unseen = True
 
-    def __init__(self, model: Transformer, memory: DraftMemory, tape: Tape, *, max_drafted: int, compiler: Compiler):
+    def __init__(self, model: Transformer, memory: StreamingMemory | LongMemory, tape: Tape, *, max_drafted: int,
+                 compiler: Compiler):
         self.model, self.memory, self.tape = model, memory, tape
         self.nbytes, self.weight_bytes, self.num_layers = memory.nbytes, model.weight_bytes, model.config.n_layer
         self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each

@@ -5,6 +5,8 @@ Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, T tai
 
 import functools
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -139,7 +141,7 @@ class TargetLayer:
             return self._read_pieces(q)
         states = []
         if view.shared is not None:
-            states.append(over_shared(view, self._i, q, block.passage, block.compiled, block.on_piece))
+            states.append(over_shared(view, self._i, q, block.passage, block.on_piece))
         if view.joined:
             return states
         k, v = view.k[self._i], view.v[self._i]
@@ -174,12 +176,11 @@ class TargetLayer:
             else:
                 seen = (x[:, :, dense + begin : dense + end] for x in (k, v))
             states.append(attention.masked(q, *seen, self._block.ragged_bias[..., begin:end], long=True))
-        return functools.reduce(self._block.compiled(attention.merge), states)
+        return functools.reduce(attention.merge, states)
 
     def _read_pieces(self, q: Tensor) -> list:
         """The same of a layer that streams past: the states of its pieces, merged as they come."""
         block, merged = self._block, []
-        merge = block.compiled(attention.merge)
         dense, longest, _ = block.extent
         for number, kv in block.passage.pieces(self._i, longest):
             start = number * block.view.offload.piece
@@ -189,13 +190,13 @@ class TargetLayer:
             if split < k.shape[2]:
                 bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
                 states.append(attention.masked(q, k[:, :, split:], v[:, :, split:], bias, long=True))
-            merged = [functools.reduce(merge, merged + states)]
+            merged = [functools.reduce(attention.merge, merged + states)]
             if block.on_piece is not None:
                 block.on_piece(self._i, number, kv)
         return merged
 
 
-def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, compiled=eager, on_piece=None,
+def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, on_piece=None,
                 once: bool = False) -> attention.State:
     """The state of queries [B, K, R, D] over layer i of what all rows have before a view, perhaps one of parts.
 
@@ -215,28 +216,30 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, c
     for number, kv in passage.pieces(i, base):
         k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each
         states.append(attention.merge_parts(*attention.shared(q, k, v, once)))
-        states = [functools.reduce(compiled(attention.merge), states)]
+        states = [functools.reduce(attention.merge, states)]
         if on_piece is not None:
             on_piece(i, number, kv)
     return states[0]
 
 
+@dataclass
 class PrefillBlock:
-    """`kv` of a prefill chunk of some rows: positions [start, stop), written straight into the prefix.
+    """`kv` of a prefill chunk of some rows: positions [start, stop), written straight into the prefix."""
 
-    Args:
-        rows: of the batch, with the same positions.
-        begin, end: the positions of the whole prefill that this chunk is a part of.
-        lengths: where the tokens of each row end. What comes after is padding.
-        passage: of all chunks together, where a shared prefix streams past.
-        on_layer: called with each layer's number when the last chunk's keys and values are written.
-    """
+    cache: TargetCache
+    rows: range  # of the batch, with the same positions
+    start: int
+    stop: int
+    begin: int  # of the whole prefill that this chunk is a part of
+    end: int
+    lengths: list[int]  # where the tokens of each row end; what comes after is padding
+    keep_queries: bool
+    passage: Passage | None  # of all chunks together, where a shared prefix streams past
+    on_layer: Callable[[int], None] | None  # called with each layer's number when the last chunk's K and V are written
 
-    def __init__(self, cache: TargetCache, rows: range, start: int, stop: int, *, begin: int, end: int,
-                 lengths: list[int], keep_queries: bool = False, passage: Passage | None = None, on_layer=None):
-        self.cache, self.rows, self.start, self.stop, self.begin, self.end = cache, rows, start, stop, begin, end
-        self.lengths, self.keep_queries, self.passage, self.on_layer = lengths, keep_queries, passage, on_layer
-        self.cos, self.sin = cache.rope(torch.arange(start, stop, device=cache.prefix.len.device))  # [M, D]
+    def __post_init__(self):
+        place = torch.arange(self.start, self.stop, device=self.cache.prefix.len.device)
+        self.cos, self.sin = self.cache.rope(place)  # [M, D]
 
     def layer(self, i: int) -> "PrefillLayer":
         return PrefillLayer(self, i)
@@ -318,7 +321,5 @@ def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size:
             cache.query_weight[row] = place < min(length - edges[-2], cache.newest)
     if cache.prefix.streams is not None:
         passage = Passage(cache.prefix.streams)
-    return [(a - start, b - start, PrefillBlock(cache, rows, a, b, begin=start, end=stop, lengths=lengths,
-                                                passage=passage, on_layer=on_layer,
-                                                keep_queries=keep_queries and b == stop))
-            for a, b in itertools.pairwise(edges)]
+    return [(a - start, b - start, PrefillBlock(cache, rows, a, b, start, stop, lengths, keep_queries and b == stop,
+                                                passage, on_layer)) for a, b in itertools.pairwise(edges)]
