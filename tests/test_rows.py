@@ -175,7 +175,7 @@ def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
         looked_at(Linear, "forward", product(size))
     masked, norm, scaled = attention.masked, RMSNorm.forward, ScaledLinear.forward
     rows = lambda q, *_, **more: q.shape[2]  # noqa: E731
-    for name in ("partial", "masked"):
+    for name in ("dense", "masked"):
         looked_at(attention, name, unevenly(getattr(attention, name), rows))
     looked_at(attention, "masked", lambda q, *args: (  # of a batch's ragged part alone
         masked(q, *args) if len(args) == 4 else unevenly(masked, rows)(q, *args)))
