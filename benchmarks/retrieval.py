@@ -49,7 +49,7 @@ def by_layer(shares: tuple[float, ...], num_selected: int):
     def choosing(view, row, at_once=True):
         choose(view, row, at_once)
         for i, share in enumerate(shares):
-            scores = view._scores(i)
+            scores = view._scores(slice(i, i + 1))[0]
             ranks = scores.argsort(-1, descending=True).argsort(-1).gather(1, view._chunks[row, i])  # [K, chunks]
             seen = torch.ones(len(scores), view.cache.tail.storage[i].shape[3], dtype=torch.bool)  # [K, view and tail]
             start = view.held - view.num_selected * view.select_size

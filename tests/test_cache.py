@@ -20,7 +20,7 @@ from conftest import (
 from reference import dense_logits
 
 from triforce import attention
-from triforce.attention import partial, rotate
+from triforce.attention import dense, rotate
 from triforce.kv import prefix as prefix_module
 from triforce.kv.streaming import StreamingBlock, StreamingCache
 from triforce.pilot import RebuildPolicy
@@ -53,17 +53,16 @@ def lengths_on_device(monkeypatch):
     """As a GPU's kernel would, from lengths on the device alone. What each call was given: lengths, and their bound."""
     given = []
 
-    def up_to(q, rows, k, v, lengths, bound, places, is_empty=None):
+    def up_to(q, k, v, lengths, bound, places, is_empty=None):
         lens, here = lengths.tolist(), [place // k.shape[1] // k.shape[2] for place in places[1, :-1].tolist()]
         given.append((lens, bound))
         assert max(lens) <= bound <= k.shape[2] and (is_empty is not None or min(lens) > 0)
         assert places[0].tolist() == list(range(len(here) + 1)) and len(lens) == len(here)
         assert places[1, :-1].tolist() == [row * k.shape[1] * k.shape[2] for row in here]
         assert k.stride(0) == k.shape[1] * k.shape[2] * k.shape[3] and len(q) == len(here)
-        q = attention.as_rows(q, k.shape[1], rows)
         out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
         for i, (row, n) in enumerate(zip(here, lens, strict=True)):
-            out[i], lse[i] = (x[0] for x in partial(q[i, None], k[row, None, :, :n], v[row, None, :, :n]))
+            out[i], lse[i] = (x[0] for x in dense(q[i, None], k[row, None, :, :n], v[row, None, :, :n]))
             lse[i] = lse[i] if n else float("inf")  # as that kernel says
         return out, lse if is_empty is None else lse.masked_fill(is_empty, float("-inf"))
 

@@ -321,7 +321,7 @@ def test_attention_of_many_sequences(rows):
     """In several calls: 40 sequences of 8 heads are more than the kernel splits the keys of."""
     q = torch.randn(40, 8, rows, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(40, 8, 2100, 128, device="cuda", dtype=torch.bfloat16)[:, :, :2080] for _ in range(2))
-    out, lse = attention.partial(q, k, v)
+    out, lse = attention.dense(q, k, v)
     assert out.shape == q.shape and lse.shape == q.shape[:3]
     scores = (q.double() @ k.double().transpose(-1, -2)) * 128**-0.5
     torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), rtol=2e-2, atol=2e-2)
@@ -342,8 +342,7 @@ def test_attention_up_to_lengths_on_the_device(batch, heads, rows, dim, dtype):
     lengths, is_empty = torch.full((batch,), 300, device="cuda", dtype=torch.int32), None
     if batch > 1:
         is_empty = torch.zeros(batch, 1, 1, device="cuda", dtype=torch.bool)
-    args = attention.as_one_query(q), rows, k, v, lengths, 2048, attention.places(k), is_empty
-    assert torch.equal(attention.as_rows(args[0], heads, rows), q)
+    args = q, k, v, lengths, 2048, attention.places(k), is_empty
     attention.up_to(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -506,16 +505,16 @@ def test_masked_keys(dtype):
         k, v = k[:, :, 128 : 128 + keys], v[:, :, 128 : 128 + keys]
         seen = torch.arange(keys, device="cuda") < torch.tensor([0, 5, keys // 2, keys], device="cuda")[:, None]
         bias = attention.fold_mask(seen[:, None].expand(-1, rows, -1), group, dtype)
-        out, lse = attention.masked_long(q, k, v, bias)
-        expected = attention._plain(q.double(), k.double(), v.double(), bias.double())
+        out, lse = attention.masked(q, k, v, bias, long=True)
+        expected = attention._plain(q.double(), k.double(), v.double(), False, bias.double())
         torch.testing.assert_close(out[1:].double(), expected[0][1:], atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(lse[1:].double(), expected[1][1:], atol=1e-4, rtol=1e-4)
         assert lse.isfinite().all() and (lse[0] < -60_000).all()
-        own, other = (attention.partial(q, k[:, :, at], v[:, :, at]) for at in (slice(64), slice(64, None)))
+        own, other = (attention.dense(q, k[:, :, at], v[:, :, at]) for at in (slice(64), slice(64, None)))
         for one, mine in zip(attention.merge(own, (out, lse)), own, strict=True):
             assert torch.equal(one[0], mine[0].float())
         assert torch.equal(attention.join([own, other, (out, lse)])[0], attention.join([own, other])[0])
-        alone = attention.masked_long(q[2:3, :, 1:2], k[2:3], v[2:3], bias[2:3, :, 1:2])
+        alone = attention.masked(q[2:3, :, 1:2], k[2:3], v[2:3], bias[2:3, :, 1:2], long=True)
         assert torch.equal(alone[0][0, :, 0], out[2, :, 1]) and torch.equal(alone[1][0, :, 0], lse[2, :, 1])
 
 
@@ -529,7 +528,7 @@ def test_masked_keys_that_are_all_that_rows_see(dtype):
         seen[..., 0] = True
         bias = attention.fold_mask(seen, 1)
         out, lse = attention.masked(q, k, v, bias, no_empty_rows=True, alone=True)
-        expected, _ = attention._plain(q.double(), k.double(), v.double(), bias.double())
+        expected, _ = attention._plain(q.double(), k.double(), v.double(), False, bias.double())
         assert lse is None and attention.join([(out, lse)]) is out
         torch.testing.assert_close(out.double(), expected, atol=5e-3, rtol=1e-2)
 
@@ -773,7 +772,7 @@ def test_a_graph_gets_memory_that_the_allocator_keeps():
     torch.cuda.empty_cache()
     limit = torch.cuda.memory_reserved() + 3 * size + 2**25
     out = torch.zeros(size, dtype=torch.uint8, device=device)
-    level = Compiler(device, recorder=torch.cuda.Stream()).level()
+    level = Compiler(device, recorder=torch.cuda.Stream())
     step = level.step(lambda: out.copy_(torch.ones_like(out) + 1))
     try:
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
@@ -807,7 +806,7 @@ def test_recordings_share_a_workspace():
     x, out = (torch.rand(512, 512, device="cuda", dtype=torch.float16) for _ in range(2))
     compiler, steps, held = Compiler(x.device, recorder=torch.cuda.Stream()), [], []
     for _ in range(6):
-        steps.append(compiler.level().step(lambda: torch.matmul(x, x, out=out)))
+        steps.append(compiler.step(lambda: torch.matmul(x, x, out=out)))
         steps[-1]()
         steps[-1]()
         held.append(torch.cuda.memory_allocated())

@@ -44,11 +44,11 @@ def test_attention_over_a_million_keys(how):
     scores = (q.double() @ k.double().transpose(-1, -2)) * 0.25
     expected = scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
     if how == "packed":
-        found = PackedPrefix(k[0], v[0]).partial(q)
+        found = PackedPrefix(k[0], v[0]).dense(q)
     elif how == "masked":
         found = attention.masked(q, k, v, torch.zeros(1, 1, 4, MILLION))
     else:
-        found = attention.partial(q, k, v)
+        found = attention.dense(q, k, v)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[0][0, 0, 0], v[0, 0, MILLION - 3], rtol=1e-2, atol=1e-2)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), r
 def test_states_over_a_packed_prefix(rows):
     torch.manual_seed(rows)
     q, k, v = torch.randn(1, 2, rows, 16), torch.randn(2, 500, 16), torch.randn(2, 500, 16)
-    for mine, plain in zip(PackedPrefix(k, v).partial(q), attention.partial(q, k[None], v[None]), strict=True):
+    for mine, plain in zip(PackedPrefix(k, v).dense(q), attention.dense(q, k[None], v[None]), strict=True):
         assert mine.shape == plain.shape
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
 

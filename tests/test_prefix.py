@@ -12,11 +12,10 @@ from conftest import (
     random_prompt,
     run_rounds,
     slow,
-    traced,
 )
 
 from triforce import attention
-from triforce.attention import for_join, merge, merge_parts, partial, parts_of_keys
+from triforce.attention import dense, merge, merge_parts, parts_of_keys
 from triforce.kv import blocks
 from triforce.kv.views import COMMON, RetrievalView
 from triforce.plan import AUTOREGRESSION, Plan
@@ -33,7 +32,7 @@ FAST = ("packed", "offloaded", "packed in part")
 
 def digest(store) -> str:
     found = hashlib.sha256()
-    for _, tensor in store.tensors():
+    for tensor in store.tensors():
         found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
@@ -201,16 +200,13 @@ def test_what_streams_past_is_gathered_for_all_rows(pair):
 
 def test_parts_of_the_keys_merge_to_the_whole():
     q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (5, 64, 64))
-    whole = partial(q, k, v)
+    whole = dense(q, k, v)
     parts = [x[0].unflatten(1, (4, -1)).transpose(0, 1) for x in (k, v)]
-    states = attention._plain(q.expand(4, -1, -1, -1), *parts, None)
-    with traced():
-        compiled, joined = merge_parts(*states), for_join(*states)
-    assert all(x is y for x, y in zip(for_join(*states), states, strict=True))  # `join` takes them as they are
-    for out, lse in (compiled, joined, merge_parts(*states)):
-        torch.testing.assert_close(out, whole[0])
-        torch.testing.assert_close(lse, whole[1])
-    halves = merge(partial(q, k[:, :, :32], v[:, :, :32]), partial(q, k[:, :, 32:], v[:, :, 32:]))
+    states = [x[:, None] for x in attention._plain(q.expand(4, -1, -1, -1), *parts, False)]  # [P, B, K, R, D]
+    out, lse = merge_parts(*states)
+    torch.testing.assert_close(out, whole[0])
+    torch.testing.assert_close(lse, whole[1])
+    halves = merge(dense(q, k[:, :, :32], v[:, :, :32]), dense(q, k[:, :, 32:], v[:, :, 32:]))
     torch.testing.assert_close(halves[0], out)
     assert parts_of_keys(8, 64, 122_880) == 16 and parts_of_keys(32, 512, 122_880) == 1
     assert parts_of_keys(4, 1, 40) == 8  # as many as divide the keys

@@ -96,10 +96,10 @@ def test_attention(heads, dtype, threads):
             k, v = torch.randn(2, 1, num, length, dim).to(dtype)
             bias = torch.zeros(1, 1, group * rows, length)
             bias[..., 1::2] = float("-inf")
-            states = [attention.partial(q, k, v), attention.masked(q, k, v, bias, True)]
+            states = [attention.dense(q, k, v), attention.masked(q, k, v, bias, True)]
             if dtype == torch.float32:
                 states.append(attention.masked(q, k, v, bias))
-                states.append(PackedPrefix(k[0], v[0]).partial(q))
+                states.append(PackedPrefix(k[0], v[0]).dense(q))
             states += [attention.merge(states[0], states[-1]), (attention.join(states), states[0][1])]
             assert all(same(out) and same(lse) for out, lse in states)
 
@@ -176,11 +176,11 @@ def test_where_rows_are_not_even_padded_steps_have_all(monkeypatch):
         looked_at(Linear, "forward", product(size))
     masked, norm, scaled, silu = attention.masked, RMSNorm.forward, ScaledLinear.forward, SiLU.forward
     rows = lambda q, *_, **more: q.shape[2]  # noqa: E731
-    for name in ("partial", "masked"):
+    for name in ("dense", "masked"):
         looked_at(attention, name, unevenly(getattr(attention, name), rows))
     looked_at(attention, "masked", lambda q, *args: (  # of a batch's ragged part alone
         masked(q, *args) if len(args) == 4 else unevenly(masked, rows)(q, *args)))
-    looked_at(PackedPrefix, "partial", unevenly(PackedPrefix.partial, lambda _, q: q.shape[2]))
+    looked_at(PackedPrefix, "dense", unevenly(PackedPrefix.dense, lambda _, q: q.shape[2]))
     looked_at(RMSNorm, "forward", lambda self, x: norm(self, x) * (1 + 1e-3 * x.shape[1]))
     looked_at(SiLU, "forward", lambda self, x: silu(self, x) * x.shape[1])
     looked_at(SiLU, "forward", lambda self, x: silu(self, x) * (x.shape[1] in (8, 12)), block=16)  # between

@@ -70,7 +70,7 @@ def test_a_view_chosen_late_goes_by_the_newest_tokens_and_lasts(pair):
         state.round(Plan(3, "model"))
     view.choose(0)
     expected = chosen(state)
-    view._put_off = [True]
+    view._due = [True]
     state.round(Plan(1, "model", True, 1, 1))
     assert view.num_rebuilds == 0 and chosen(state) == expected != at_first
 
@@ -80,7 +80,7 @@ def test_rows_that_have_ended_choose_no_view(pair):
     state.round(Plan())
     state.close_row(0)
     state.round(Plan(4, "model", True, 2, 2))
-    assert state.hierarchy.view._put_off == [True, False]
+    assert state.hierarchy.view._due == [True, False]
 
 
 def test_an_interrupt_while_a_view_is_chosen_leaves_it_to_be_chosen(pair, monkeypatch):
@@ -93,13 +93,6 @@ def test_an_interrupt_while_a_view_is_chosen_leaves_it_to_be_chosen(pair, monkey
         patch.setattr(state.hierarchy.view, "_select", interrupted)
         state.round(Plan(4, "model", True, 2, 2))
     state.round(Plan(4, "model", True, 2, 2))
-    assert_view_holds_its_selection(state.hierarchy.view, 0)
-
-
-def test_what_is_put_off_is_chosen_before_it_is_given_away(pair):
-    state = make_state(*pair, [random_prompt(300)])
-    given = state.hierarchy.view.state_dict()
-    assert given["k.0"].data_ptr() == state.hierarchy.view.k[0].data_ptr()
     assert_view_holds_its_selection(state.hierarchy.view, 0)
 
 

@@ -5,6 +5,23 @@ of their exponentials. Two states over disjoint keys merge exactly (the identity
 2205.14135, and Flash-Decoding), so a long unmasked prefix goes to the fastest fused kernel of the device, while the
 few newest keys, which need a mask, go through another kernel, or through plain matmuls.
 
+Which kernel (`dense`, `causal`, `masked`, `shared` and `up_to` choose by this table; measured on an H200):
+
+    keys      device  dtype    rows, and what else        kernel
+    unmasked  GPU     half     512 or more, whole tiles   cuDNN: 1.7 times faster on 8,192 rows
+    causal                     others                     flash: reads at full bandwidth for 16 rows
+              GPU     float32                             memory-efficient
+              CPU     float32                             flash
+              CPU     half     64 or more                 flash: in bf16, plain products are faster on few rows
+              others                                      products and a softmax
+    masked    GPU     half     up to 1,024 keys, in eights  memory-efficient
+              CPU     float32  each sees a key            flash
+              others                                      products and a softmax
+    shared    GPU     half     many, or many KV heads     cuDNN, over parts of the keys
+              others                                      as unmasked, rows of all sequences together
+    up to a   GPU     half     D is 64 or 128             flash for sequences of any lengths
+    length
+
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, R = G * M folded rows, S keys, D head_dim.
 """
 
@@ -17,6 +34,7 @@ from torch.compiler import is_compiling
 LONG = 2048  # keys from which on it pays to have a kernel split them
 TILE = 128  # rows that cuDNN's kernel takes at a time
 HALF = TILE // 2  # of which it computes less: of many KV heads that counts
+MANY = 512  # rows, in whole tiles: cuDNN takes most of a second to plan for a number that fills no tiles
 FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
 AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and a softmax, one after the other
 FEW_ELEMENTS = 2**18  # of heads: for more, a GPU spends its time on reading and writing them
@@ -36,11 +54,6 @@ def fold(q: Tensor, n_kv_head: int) -> Tensor:
     return q.reshape(q.shape[0], n_kv_head, -1, q.shape[-1])
 
 
-def unfold(out: Tensor, n_head: int) -> Tensor:
-    """[B, K, G * M, D] -> [B, H, M, D]."""
-    return out.reshape(out.shape[0], n_head, -1, out.shape[-1])
-
-
 def fold_mask(visible: Tensor, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Boolean [B, M, S] -> additive [B, 1, G * M, S] of a dtype: 0 where visible, elsewhere -inf, or HIDDEN in half
     precision.
@@ -52,72 +65,37 @@ def fold_mask(visible: Tensor, group: int, dtype: torch.dtype = torch.float32) -
     return (bias if group == 1 else bias.repeat(1, group, 1))[:, None]
 
 
-def empty(q: Tensor) -> State:
-    """The neutral element of `merge`: attention over no keys."""
-    return torch.zeros_like(q), torch.full(q.shape[:-1], float("-inf"), dtype=_wide(q.dtype), device=q.device)
-
-
-def partial(q: Tensor, k: Tensor, v: Tensor) -> State:
-    """Attention of every row over every key, through the fastest kernel of the device.
+def dense(q: Tensor, k: Tensor, v: Tensor) -> State:
+    """Attention of every row over every key.
 
     Args:
         q: [B, K, R, D]. k, v: [B, K, S, D]; any strides as long as D is contiguous. S may be 0.
     """
     if k.shape[2] == 0:  # the fused kernels answer +inf, or end the process, on no keys
-        return empty(q)
+        return torch.zeros_like(q), torch.full(q.shape[:-1], float("-inf"), dtype=_wide(q.dtype), device=q.device)
     if q.device.type == "cpu" and k.shape[2] < FEWEST:
         return masked(q, k, v, torch.zeros(1, 1, q.shape[2], k.shape[2]), no_empty_rows=True)
     kernel = _kernel(q)
     if kernel is _flash_cuda and len(q) > 1 and k.shape[2] >= LONG:
-        count = sequences_a_call(len(q), k.shape[1], q.shape[2], _processors(q.device))
+        count = sequences_a_call(len(q), k.shape[1], q.shape[2], q.device)
         if count < len(q):
             return as_batch([kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)])
     return kernel(q, k, v, False)
 
 
-def over_shared(q: Tensor, k: Tensor, v: Tensor, merged=None, once: bool = False) -> State:
-    """`partial` of all sequences of a batch over keys that they share, which are read once for all.
-
-    cuDNN's kernel does not split long keys. It is given them in parts, as many as a GPU's processors can work on side
-    by side. So it reads at full bandwidth and computes at full speed, whatever the number of rows: over 122,880 keys
-    of 8 KV heads 0.34 ms for 256 rows and 0.52 for 512, where the flash kernel takes 0.51 and 0.82. But each number of
-    rows is planned for, 40 to 80 ms (on an H200).
-
-    Args:
-        q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
-        merged: `merge_parts`, or `for_join`, compiled perhaps. None: the former, as it is.
-        once: so many rows are met in one pass over the layers, as in a prefill, and not again.
-    """
-    number, (heads, length) = len(q) * q.shape[2], k.shape[1:3]
-    plans = pays_to_plan(heads, number, length, once) and _can_split(q)
-    count = parts_of_keys(heads, number, length) if plans else 1
-
-    def attend(rows: Tensor) -> State:
-        if not plans or once and count == 1:
-            return partial(rows, k, v)
-        parts = [x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (k, v)]  # [P, K, S / P, D]
-        states = (x[:, :, :number] for x in _cudnn(rows.expand(count, -1, -1, -1), *parts, False))
-        return (merged or merge_parts)(*states)
-
-    return of_batch(attend, q, filled_up(number) if plans and not once else number)
-
-
-def filled_up(rows: int) -> int:
-    """How many rows cuDNN's kernel is given for so many: one plan serves all that are filled up to the same number."""
-    return HALF if rows <= HALF else -(-rows // TILE) * TILE
+def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
+    """Causal attention of a chunk on itself: q, k, v [B, H, M, D], row i sees keys 0 to i."""
+    return _kernel(q)(q, k, v, True)
 
 
 def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
-    """`partial` of many rows over many keys, as states over parts of the keys.
+    """`dense` of many rows [B, K, R, D] over many keys [B, K, S, D], as states over parts of the keys.
 
     cuDNN's kernel is planned anew for each number of keys, which takes 75 ms (on an H200), and a process that answers
     one prompt meets each number once. In powers of two there are few.
-
-    Args:
-        q: [B, K, R, D]. k, v: [B, K, S, D].
     """
     if _kernel(q) is not _cudnn:
-        return [partial(q, k, v)]
+        return [dense(q, k, v)]
     states, start, length = [], 0, k.shape[2]
     while length - start >= LONG:
         stop = start + (1 << (length - start).bit_length() - 1)
@@ -128,9 +106,66 @@ def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
     return states
 
 
+def sequences_a_call(batch: int, n_kv_head: int, rows: int, device: torch.device) -> int:
+    """How many sequences to give to one call of the flash kernel: all, or so many that it splits their keys.
+
+    PyTorch has it split them only where it would otherwise have fewer than 1.6 blocks (a KV head and 64 rows) for each
+    of a GPU's processors. Unsplit keys are read at half the speed: on an H200 2.5 TB/s, where parts of one block a
+    processor are read at 3.7 to 4.0.
+    """
+    each = n_kv_head * -(-rows // 64)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return batch if batch * each < 1.6 * processors else max(processors // each, 1)
+
+
+def as_batch(states: list[State]) -> State:
+    """The states of consecutive sequences as those of one batch."""
+    out, lse = zip(*states, strict=True)
+    return torch.cat(out), torch.cat(lse)
+
+
+def shared(q: Tensor, k: Tensor, v: Tensor, once: bool = False) -> State:
+    """`dense` of all sequences of a batch over keys that they share, which are read once for all: a state, or one of
+    parts of the keys.
+
+    cuDNN's kernel does not split long keys. It is given them in parts, as many as a GPU's processors can work on side
+    by side. So it reads at full bandwidth and computes at full speed, whatever the number of rows: over 122,880 keys
+    of 8 KV heads 0.34 ms for 256 rows and 0.52 for 512, where the flash kernel takes 0.51 and 0.82. But each number of
+    rows is planned for, 40 to 80 ms (on an H200).
+
+    Args:
+        q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
+        once: so many rows are met in one pass over the layers, as in a prefill, and not again.
+    """
+    rows, (heads, length) = len(q) * q.shape[2], k.shape[1:3]
+    few = heads <= FEW[0] and rows <= FEW[1]
+    pays = length >= LONG and not few and not (once and heads * rows * length < PLANNED)
+    plans = pays and _has_cudnn(q)
+    count = parts_of_keys(heads, rows, length) if plans else 1
+    if not plans or once and count == 1:
+        return of_batch(lambda q: dense(q, k, v), q)
+
+    def over_parts(q: Tensor) -> State:
+        parts = [x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (k, v)]  # [P, K, S / P, D]
+        out, lse = _cudnn(q.expand(count, -1, -1, -1), *parts, False)
+        return out[:, :, :rows], lse[:, :, :rows]
+
+    # In a round, one plan serves all numbers of rows that are filled up to the same one.
+    filled = HALF if rows <= HALF else -(-rows // TILE) * TILE
+    return of_batch(over_parts, q, rows if once else filled)
+
+
+def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128) -> int:
+    """A power of 2 that divides the keys: so many parts give each of a GPU's processors a KV head and 128 rows."""
+    count = 1
+    while count * n_kv_head * -(-rows // TILE) < processors and length % (2 * count) == 0:
+        count *= 2
+    return count
+
+
 def of_batch(attend: Callable[[Tensor], State], q: Tensor, room: int = 0) -> State:
     """The state of q [B, K, R, D] by a function of one sequence, [1, K, B * R, D], over keys that all rows share; or,
-    if it gives several, states over parts of them.
+    if it gives several, a state of parts of the keys.
 
     Args:
         room: so many rows are given to `attend`, at least. Those beyond B * R are 0, and it returns none for them.
@@ -145,67 +180,23 @@ def of_batch(attend: Callable[[Tensor], State], q: Tensor, room: int = 0) -> Sta
     return (out, lse) if len(out) > 1 else (out[0], lse[0])
 
 
-def pays_to_plan(n_kv_head: int, rows: int, length: int, once: bool) -> bool:
-    """Whether cuDNN's kernel, over parts of the keys, is faster than the flash kernel by more than its plan takes.
-    once: see `over_shared`."""
-    few = n_kv_head <= FEW[0] and rows <= FEW[1]
-    return length >= LONG and not few and not (once and n_kv_head * rows * length < PLANNED)
-
-
-def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128) -> int:
-    """A power of 2 that divides the keys: so many parts give each of a GPU's processors a KV head and 128 rows."""
-    count = 1
-    while count * n_kv_head * -(-rows // TILE) < processors and length % (2 * count) == 0:
-        count *= 2
-    return count
-
-
 def merge_parts(out: Tensor, lse: Tensor) -> State:
-    """States over parts of the keys, [P, K, R, D] and [P, K, R] -> their union as a batch of one."""
-    if is_compiling():  # one kernel
-        logs = lse.log_softmax(0)  # of each part's share
-        return (out * logs.exp()[..., None]).sum(0, keepdim=True), lse[:1] - logs[:1]
-    # As products, and with the numbers of a row side by side: in half of the time.
-    logs = lse.flatten(1).t().contiguous().log_softmax(-1)  # [K * R, P]
-    parts = out.to(logs.dtype).flatten(1, 2).transpose(0, 1)  # [K * R, P, D]
-    whole = (logs.exp()[:, None] @ parts).view(out[:1].shape)
-    return whole, lse[:1] - logs[:, 0].view(lse[:1].shape)
-
-
-def for_join(out: Tensor, lse: Tensor) -> State:
-    """States over parts of the keys, as `join` takes them: their union where that is compiled, since it is one kernel.
-    As it is written, `join` takes in all of them at once, which is faster."""
-    return merge_parts(out, lse) if is_compiling() else (out, lse)
-
-
-def sequences_a_call(batch: int, n_kv_head: int, rows: int, processors: int) -> int:
-    """How many sequences to give to one call of the flash kernel: all, or so many that it splits their keys.
-
-    PyTorch has it split them only where it would otherwise have fewer than 1.6 blocks (a KV head and 64 rows) for each
-    of a GPU's processors. Unsplit keys are read at half the speed: on an H200 2.5 TB/s, where parts of one block a
-    processor are read at 3.7 to 4.0.
-    """
-    each = n_kv_head * -(-rows // 64)
-    return batch if batch * each < 1.6 * processors else max(processors // each, 1)
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """The state over all of some keys, of one that is of parts: out [P, B, K, R, D], lse [P, B, K, R]. Another stays
+    what it is."""
+    if out.ndim == 4:
+        return out, lse
+    # As products, and with the numbers of a row side by side: in half of the time that a sum over parts takes. By KV
+    # head and then by row of the batch, as parts lie in memory.
+    out, lse = out.transpose(1, 2), lse.transpose(1, 2)  # [P, K, B, R, D]
+    logs = lse.flatten(1).t().contiguous().log_softmax(-1)  # [K * B * R, P]
+    parts = out.to(logs.dtype).flatten(1, 3).transpose(0, 1)  # [K * B * R, P, D]
+    whole = (logs.exp()[:, None] @ parts).view(out.shape[1:])
+    return whole.transpose(0, 1), (lse[0] - logs[:, 0].view(lse.shape[1:])).transpose(0, 1)
 
 
 def spans(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether `up_to` has a kernel there that is tested."""
     return device.type == "cuda" and _is_half(dtype) and head_dim in (64, 128)
-
-
-def as_one_query(q: Tensor) -> Tensor:
-    """[B, K, R, D] -> [B, K * R', D], contiguous: the rows as `up_to` takes them, R' of a KV head, at least 2."""
-    return (q.expand(-1, -1, 2, -1) if q.shape[2] == 1 else q).flatten(1, 2)
-
-
-def as_rows(q: Tensor, n_kv_head: int, rows: int) -> Tensor:
-    """[B, K, R, D] again of what `as_one_query` made of it. rows: R."""
-    return q.unflatten(1, (n_kv_head, -1))[:, :, :rows]
 
 
 def places(k: Tensor) -> Tensor:
@@ -214,28 +205,27 @@ def places(k: Tensor) -> Tensor:
     return torch.tensor([[*counts], [n * apart for n in counts]], dtype=torch.int32, device=k.device)
 
 
-def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: Tensor,
+def up_to(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: Tensor,
           is_empty: Tensor | None = None) -> State:
-    """`partial` over the first keys of each sequence. The device alone knows how many: a graph of it stays valid as
+    """`dense` over the first keys of each sequence. The device alone knows how many: a graph of it stays valid as
     lengths change. The bits of a sequence depend on no other's length, and keys behind a length are not read.
 
-    The kernel is the one for sequences of any lengths, which splits long keys over a GPU only where each sequence has
-    one query, of more heads than the keys have: so the rows are given as those heads.
-
     Args:
-        q: what `as_one_query` makes of [n, K, rows, D]. k, v: [B, K, S, D], of equal strides; D is contiguous.
-        lengths: [n], int32. bound: at least as much. Each part of split keys has its share of it.
-        places: of the n sequences, see `places`: [2, n + 1].
-        is_empty: boolean [n, 1, 1], where lengths are 0. None: nowhere.
+        q: [B, K, R, D]. k, v: [B, K, S, D], of equal strides; D is contiguous.
+        lengths: [B], int32. bound: at least as much. Each part of split keys has its share of it.
+        places: of these keys, see `places`.
+        is_empty: boolean [B, 1, 1], where lengths are 0. None: nowhere.
     """
-    batch, n_kv_head, slots, dim = k.shape
+    (batch, n_kv_head, slots, dim), rows = k.shape, q.shape[2]
+    # The kernel splits long keys over a GPU only where each sequence has one query, of more heads than the keys have:
+    # so the rows are given as those heads, [B, K * R, D], at least 2 of a KV head.
+    q = (q.expand(-1, -1, 2, -1) if rows == 1 else q).contiguous().flatten(1, 2)
     # One sequence after the other, as if of one.
     apart = k.stride(0) // k.stride(2)
     k, v = (x.as_strided(((batch - 1) * apart + slots, n_kv_head, dim), (x.stride(2), x.stride(1), 1)) for x in (k, v))
-    number = len(lengths)
-    count = sequences_a_call(number, n_kv_head, rows, _processors(q.device)) if bound >= LONG else number
+    count = sequences_a_call(batch, n_kv_head, rows, q.device) if bound >= LONG else batch
     outs, lses = [], []
-    for some in (slice(a, min(a + count, number)) for a in range(0, number, count)):
+    for some in (slice(a, min(a + count, batch)) for a in range(0, batch, count)):
         begins = places[0, : some.stop - some.start + 1], places[1, some.start : some.stop + 1]
         out, lse = torch.ops.aten._flash_attention_forward(q[some], k, v, *begins, 1, bound, 0.0, False, False,
                                                            seqused_k=lengths[some])[:2]
@@ -248,13 +238,9 @@ def up_to(q: Tensor, rows: int, k: Tensor, v: Tensor, lengths: Tensor, bound: in
     return out.unflatten(1, (n_kv_head, -1))[:, :, :rows], lse[:, :, :rows]
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
-    """Causal attention of a chunk on itself: q, k, v [B, H, M, D], row i sees keys 0 to i."""
-    return _kernel(q)(q, k, v, True)
-
-
-def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False, alone: bool = False) -> State:
-    """Attention over few keys with an additive mask. A masked key contributes exactly nothing to a row that sees one.
+def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = False, alone: bool = False,
+           long: bool = False) -> State:
+    """Attention with an additive mask. A masked key contributes exactly nothing to a row that sees one.
 
     Args:
         q: [B, K, R, D]. k, v: [B, K, S, D]. bias: [B, 1, R, S], see `fold_mask`. A row that sees no key has an lse of
@@ -262,34 +248,23 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
         no_empty_rows: the caller vouches that each row sees a key. The CPU kernel answers lse 0 for a row that
             sees none, so it may only be used then.
         alone: and that no other state is joined with this one, whose lse may then be None.
+        long: one kernel is to take them even if they are many.
     """
-    if k.shape[2] <= AT_ONCE and not is_compiling() and _masks_at_once(q, k):
-        return _at_once(q, k, v, bias)
+    half = _is_half(q.dtype)
+    fits = q.is_cuda and half and q.shape[3] % 8 == 0 and k.shape[2] % 8 == 0
+    if fits and (long or k.shape[2] <= AT_ONCE) and not is_compiling():
+        if bias.dtype != q.dtype:
+            bias = bias.clamp(min=HIDDEN).to(q.dtype)
+        return _efficient_cuda(q, k, v, False, bias.expand(-1, q.shape[1], -1, -1))
     missing = FEWEST - k.shape[2] if q.device.type == "cpu" else 0
     if missing > 0:
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (k, v))
         bias = torch.nn.functional.pad(bias, (0, missing), value=float("-inf"))
     if no_empty_rows and q.device.type == "cpu" and q.dtype == torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)[:2]
-    if alone and no_empty_rows and q.is_cuda and _is_half(q.dtype):
+    if alone and no_empty_rows and q.is_cuda and half:
         return _plain_output(q, k, v, bias), None
-    return _plain(q, k, v, bias)
-
-
-def masked_long(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> State:
-    """`masked` of any number of keys, never compiled: on a GPU one kernel, for q in half precision."""
-    return _at_once(q, k, v, bias) if _masks_at_once(q, k) else masked(q, k, v, bias)
-
-
-def _masks_at_once(q: Tensor, k: Tensor) -> bool:
-    """Whether a GPU has one kernel for masked keys of such a shape."""
-    return q.is_cuda and _is_half(q.dtype) and q.shape[3] % 8 == 0 and k.shape[2] % 8 == 0
-
-
-def _at_once(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> State:
-    if bias.dtype != q.dtype:
-        bias = bias.clamp(min=HIDDEN).to(q.dtype)
-    return _efficient_cuda(q, k, v, False, bias.expand(-1, q.shape[1], -1, -1))
+    return _plain(q, k, v, False, bias)
 
 
 def apart(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> State:
@@ -315,12 +290,8 @@ def merge(a: State, b: State) -> State:
     """Attention over the union of two disjoint sets of keys. Two empty states merge to an empty one."""
     (out_a, lse_a), (out_b, lse_b) = a, b
     weight = _evenly(torch.sigmoid, (lse_b - lse_a).nan_to_num(nan=0.0))  # nan: -inf minus -inf, both outs are 0
-    return _mix(out_a, out_b, weight), _evenly(torch.logaddexp, lse_a, lse_b)
-
-
-def merge_last(a: State, b: State) -> Tensor:
-    """The output alone of `merge`, where every row of `a` or `b` sees a key: the last merge of a step."""
-    return _mix(a[0], b[0], _evenly(torch.sigmoid, b[1] - a[1]))
+    out = torch.lerp(out_a.to(weight.dtype), out_b.to(weight.dtype), weight.unsqueeze(-1))
+    return out, _evenly(torch.logaddexp, lse_a, lse_b)
 
 
 def join(states: list[State]) -> Tensor:
@@ -328,10 +299,10 @@ def join(states: list[State]) -> Tensor:
     may be of parts."""
     if len(states) > 1 and states[0][0].is_cuda and not is_compiling() and states[0][0].shape[2] <= FEW_ROWS:
         return _join_at_once(states)
-    state, *others = [_whole(*state) for state in states]
-    for other in others[:-1]:
+    state, *others = [merge_parts(*state) for state in states]
+    for other in others:
         state = merge(state, other)
-    return merge_last(state, others[-1]) if others else state[0]
+    return state[0]
 
 
 def _join_at_once(states: list[State]) -> Tensor:
@@ -359,24 +330,6 @@ def _join_at_once(states: list[State]) -> Tensor:
     return whole
 
 
-def _whole(out: Tensor, lse: Tensor) -> State:
-    """One state, of one or of several over parts of its keys."""
-    if out.ndim == 4:
-        return out, lse
-    merged = merge_parts(out.flatten(1, 2), lse.flatten(1, 2))
-    return tuple(x[0].view(one.shape[1:]) for x, one in zip(merged, (out, lse), strict=True))
-
-
-def as_batch(states: list[State]) -> State:
-    """The states of consecutive sequences as those of one batch."""
-    out, lse = zip(*states, strict=True)
-    return torch.cat(out), torch.cat(lse)
-
-
-def _mix(out_a: Tensor, out_b: Tensor, weight: Tensor) -> Tensor:
-    return torch.lerp(out_a.to(weight.dtype), out_b.to(weight.dtype), weight.unsqueeze(-1))
-
-
 def _evenly(function, *args: Tensor) -> Tensor:
     """An elementwise function of tensors of one shape, with the same bits at every place: on a CPU, PyTorch's loops
     take whole vectors, and round what is left over at a tensor's end in another way, so nothing is to be left over."""
@@ -387,69 +340,50 @@ def _evenly(function, *args: Tensor) -> Tensor:
     return function(*padded)[:count].view(shape)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _is_half(dtype: torch.dtype) -> bool:
-    return dtype in (torch.bfloat16, torch.float16)
-
-
-def _kernel(q: Tensor):
-    """The fastest kernel for these rows. A decoding step has few rows, a prefill chunk thousands."""
+def _kernel(q: Tensor) -> Callable[[Tensor, Tensor, Tensor, bool], State]:
+    """Of unmasked and causal keys, by the table above."""
     rows, head_dim = q.shape[2:]
     half = _is_half(q.dtype)
     if q.device.type == "cuda" and head_dim % 8 == 0 and head_dim <= 256:
-        if half:  # measured on an H200: cuDNN is 1.7 times faster on 8,192 rows, flash reads at full bandwidth on 16
-            # For a number of rows that fills no tiles, cuDNN takes most of a second to plan.
-            many = rows >= 512 and rows % TILE == 0 and head_dim <= 128
-            return _cudnn if many and _has_cudnn_attention(q.device) else _flash_cuda
+        if half:
+            return _cudnn if rows >= MANY and rows % TILE == 0 and _has_cudnn(q) else _flash_cuda
         if q.dtype == torch.float32:
             return _efficient_cuda
     if q.device.type == "cpu" and (q.dtype == torch.float32 or half and rows >= 64):
-        return _flash_cpu  # in bf16 its few-row case is slower than plain matmuls
-    return _plain_causal
+        return _flash_cpu
+    return _plain
 
 
-def _can_split(rows: Tensor) -> bool:
-    """Whether cuDNN's kernel, over parts of the keys, takes such rows."""
-    return (rows.is_cuda and _is_half(rows.dtype) and rows.shape[3] % 8 == 0 and rows.shape[3] <= 128
-            and _has_cudnn_attention(rows.device))
+def _has_cudnn(q: Tensor) -> bool:
+    """Whether cuDNN's kernel takes such rows."""
+    return (q.is_cuda and _is_half(q.dtype) and q.shape[3] % 8 == 0 and q.shape[3] <= 128
+            and torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(q.device) >= (8, 0))
 
 
-def _has_cudnn_attention(device: torch.device) -> bool:
-    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _cudnn(q, k, v, is_causal) -> State:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> State:
     out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[:2]
     return out, lse.reshape(q.shape[:3])
 
 
-def _flash_cuda(q, k, v, is_causal) -> State:
+def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> State:
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[:2]
 
 
-def _efficient_cuda(q, k, v, is_causal, bias=None) -> State:
+def _efficient_cuda(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, bias: Tensor | None = None) -> State:
     out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal)[:2]
     return out, lse[:, :, : q.shape[2]]  # the kernel pads the rows of lse
 
 
-def _flash_cpu(q, k, v, is_causal) -> State:
+def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> State:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[:2]
 
 
-def _plain_causal(q, k, v, is_causal) -> State:
-    bias = None
+def _plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, bias: Tensor | None = None) -> State:
+    """Two matmuls and a softmax in float32 or wider: the slow twin of every kernel, and the small masked part."""
+    wide = _wide(q.dtype)
     if is_causal:
         rows = torch.arange(q.shape[2], device=q.device)
         bias = torch.zeros(q.shape[2], q.shape[2], device=q.device).masked_fill(rows[:, None] < rows, float("-inf"))
-    return _plain(q, k, v, bias)
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> State:
-    """Two matmuls and a softmax in float32 or wider: the slow twin of every kernel, and the small masked part."""
-    wide = _wide(q.dtype)
     # In half precision the operands stay as they are: widening K and V would read and write them once more. A GPU's
     # tensor cores give the float32 sums; a CPU rounds them, which it may do only where no mask needs exact zeros.
     narrow = _is_half(q.dtype) and (q.is_cuda or q.device.type == "cpu" and bias is None)
@@ -530,3 +464,9 @@ def _in_three_kernels(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tenso
     for mine, other, share, place in parts:
         torch.addcmul(mine, other, share, out=place)
     return out
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)

@@ -125,8 +125,8 @@ class PackedPrefix:
         self.values = [pack(head.t().contiguous(), PACKED_FOR) for head in v]  # [D, S] each
         self.nbytes = k.nbytes + v.nbytes  # about: what a packed tensor takes is not told
 
-    def partial(self, q: Tensor) -> attention.State:
-        """`attention.partial` of q [1, K, R, D] over all of it."""
+    def dense(self, q: Tensor) -> attention.State:
+        """`attention.dense` of q [1, K, R, D] over all of it."""
         outs, lses, num_rows = [], [], q.shape[2]
         q = F.pad(q[0] * q.shape[-1] ** -0.5, (0, 0, 0, max(4 - num_rows, 0)))  # 4 are faster than 3
         for rows, keys, values in zip(q, self.keys, self.values, strict=True):
@@ -174,16 +174,16 @@ def _functions(target: nn.Module, batch: int, rows: int) -> Iterator[tuple]:
 
     x, heads = random(batch, rows, config.dim), random(batch, config.n_head, rows, config.head_dim)
     keys, values = (random(1, config.n_kv_head, KEYS, config.head_dim) for _ in range(2))
-    of_all = [partial(attention.partial, k=keys, v=values)]  # over a prefix that the batch shares
+    of_all = [partial(attention.dense, k=keys, v=values)]  # over a prefix that the batch shares
     if packs(target.device, target.dtype):
-        of_all.append(PackedPrefix(keys[0], values[0]).partial)
+        of_all.append(PackedPrefix(keys[0], values[0]).dense)
 
     def attend(heads: Tensor) -> Tensor:
         q = attention.fold(heads, config.n_kv_head)  # [B, K, G * M, D]
         k, v = (one.expand(len(q), -1, -1, -1) for one in (keys, values))
         over = (q, k, v, torch.zeros(len(q), 1, q.shape[2], KEYS))
         # Of a tail, of what is ragged in a batch, and of a prefix.
-        states = [attention.masked(*over, True), attention.masked(*over), attention.partial(q, k, v)]
+        states = [attention.masked(*over, True), attention.masked(*over), attention.dense(q, k, v)]
         return layers[0].attention.output(states + [attention.of_batch(one, q) for one in of_all], target.dtype)
 
     yield lambda x: target.output(target.norm(x)), x, 1, 1

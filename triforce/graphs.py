@@ -38,21 +38,19 @@ SHAPES = 256  # for which one function may be compiled, by all engines of a proc
 _recording = threading.Lock()
 
 
-def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1, rows: Tensor | None = None) -> None:
+def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:
     """Writes, for each row b of the batch, value[b, j] at place index[b, j] of dimension `dim` of x.
 
     In place even where it is compiled: of what `scatter_` writes to, the compiler copies the whole, twice.
 
     Args:
         index: [B, M]. value: [B, M, ...], the other dimensions of x in their order.
-        rows: the row of each place, [B, M] or [B, 1]. None: in their order.
     """
-    if len(index) == 1 and rows is None and not is_compiling():  # the same in half of the time
+    if len(index) == 1 and not is_compiling():  # the same in half of the time
         x.index_copy_(dim, index[0], value.movedim((0, 1), (batch_dim, dim)))
         return
     places: list[Tensor | None] = [None] * x.ndim
-    places[batch_dim] = torch.arange(len(index), device=index.device)[:, None] if rows is None else rows
-    places[dim] = index
+    places[batch_dim], places[dim] = torch.arange(len(index), device=index.device)[:, None], index
     torch.ops.aten.index_put_(x, places, value)
 
 
@@ -110,22 +108,8 @@ def cache_folder() -> Path:
     return path
 
 
-def compiled(function: Callable) -> Callable:
-    """The function, compiled for each set of shapes that it is called with, when it is first called with them."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder()))
-    run = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
-    limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": 4 * SHAPES}
-
-    @functools.wraps(function)
-    def call(*args):
-        with torch._dynamo.config.patch(limits):
-            return run(*args)
-
-    return call
-
-
 class Compiler:
-    """Makes the levels of a State, which say how their functions run.
+    """Says how the functions of a State's levels run: `compiler(function)`, and `compiler.step(function)`.
 
     All graphs of a State share one pool of memory, which ends with the last of them.
 
@@ -141,32 +125,9 @@ class Compiler:
         self.seconds = 0.0  # that the host spent on those that ran or were recorded when they were called
         self.settings: Hashable = None  # by which steps that are not compiled differ from text to text
 
-    @contextlib.contextmanager
-    def recording(self):
-        """A call of a step that is no replay."""
-        begun = time.perf_counter()
-        yield
-        self.num_recorded += 1
-        self.seconds += time.perf_counter() - begun
-
-    def level(self) -> "Level":
-        return Level(self)
-
-
-class Level:
-    """The functions of one level, whose shapes are all constant: `level(function)`, and `level.step(function)`."""
-
-    def __init__(self, compiler: Compiler):
-        self.compiler = compiler
-        self._compiled: dict[Callable, Callable] = {}
-
     def __call__(self, function: Callable) -> Callable:
         """The function, compiled where that is wanted."""
-        if not self.compiler.compiles:
-            return function
-        if function not in self._compiled:
-            self._compiled[function] = compiled(function)
-        return self._compiled[function]
+        return compiled(function) if self.compiles else function
 
     def step(self, function: Callable, num_lengths: int = 0, warm_up: int = 1) -> Callable:
         """The function as a graph, on a GPU; it must write its results into tensors that stay where they are.
@@ -177,9 +138,22 @@ class Level:
             warm_up: calls with the same arguments before a graph is recorded, unless it is prepared. More than 1 for
                 what is made of steps that are graphs already, and may not be called again.
         """
-        if self.compiler.recorder is None:
-            return function
-        return Graphed(function, self.compiler, num_lengths, warm_up)
+        return function if self.recorder is None else Graphed(function, self, num_lengths, warm_up)
+
+
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    """The function, compiled for each set of shapes that it is called with, when it is first called with them."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder()))
+    run = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
+    limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": 4 * SHAPES}
+
+    @functools.wraps(function)
+    def call(*args):
+        with torch._dynamo.config.patch(limits):
+            return run(*args)
+
+    return call
 
 
 class Graphed:
@@ -202,12 +176,16 @@ class Graphed:
             return
         key, kind = self._key(args)
         if key not in self.graphs:
-            with self.compiler.recording():
-                if self.calls[kind] < self.warm_up:  # the device begins while the host still finds its kernels
-                    self.calls[kind] += 1
-                    self.function(*args)
-                    return
+            begun, runs = time.perf_counter(), self.calls[kind] < self.warm_up
+            if runs:  # the device begins while the host still finds its kernels
+                self.calls[kind] += 1
+                self.function(*args)
+            else:
                 self._record(key, args)
+            self.compiler.num_recorded += 1
+            self.compiler.seconds += time.perf_counter() - begun
+            if runs:
+                return
         elif key in self._unplayed:
             self._unplayed.discard(key)
             self.compiler.num_recorded += 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .config import Settings
-from .drafting.memory import DraftMemory, LongMemory, StreamingMemory
+from .drafting.memory import LongMemory, StreamingMemory
 from .drafting.model import ModelDrafter
 from .drafting.ngram import NgramDrafter
 from .drafting.protocol import Drafter
@@ -256,7 +256,7 @@ def make_sources(target: Transformer, draft: Transformer | None, tape: Tape, set
 
 
 def _memory(draft: Transformer, tape: Tape, settings: Settings, *, capacity: int, budget: int, compiler: Compiler,
-            runs_on) -> DraftMemory:
+            runs_on) -> StreamingMemory | LongMemory:
     """What a draft model attends to."""
     if settings.draft_attends_to != "streaming":
         return LongMemory(draft, tape.tokens, kind=settings.draft_attends_to, capacity=capacity, budget=budget,

@@ -128,7 +128,7 @@ class Speculator(Drafter):
         self._nothing, self.beside = tape.buffer(), tape.buffer()
         # How many were drafted, for `step`: one place for all drafters, or each would have graphs of its own.
         self.checked = tape.buffer()
-        self._compiled = compiler.level()
+        self._compiled = compiler
         self.step = self._compiled.step(self._step, num_lengths=2)
         self.gathering: RetrievalView | None = None  # takes what it awaits out of what the next step streams past
         # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.

@@ -34,11 +34,10 @@ class ComputeStream:
             return
         if device.index is None:  # whichever GPU a thread uses later
             self.device = device = torch.device("cuda", torch.cuda.current_device())
-        here = torch.cuda.current_stream(device)
+        here, unused = torch.cuda.current_stream(device), _unused[device]
         if here in _locks:
             self.cuda, self.lock = here, _locks[here]
             return
-        unused = _unused[device]
         try:
             self.cuda = unused.pop()
         except IndexError:
@@ -77,14 +76,12 @@ class ComputeStream:
 def use_one_stream(device: torch.device) -> None:
     """For a program that does nothing else on a GPU: this thread, and the engines that it makes from now on, work on
     one stream. Not where the thread has chosen one already."""
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return
-    default = torch.cuda.default_stream(device)
-    if torch.cuda.current_stream(device) == default:
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(default)
-        _locks[stream] = threading.RLock()
-        torch.cuda.set_stream(stream)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    _locks[stream] = threading.RLock()
+    torch.cuda.set_stream(stream)
 
 
 def use_device(device: torch.device | str | None) -> None:

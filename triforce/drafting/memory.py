@@ -7,7 +7,6 @@ Shapes: B batch.
 """
 
 from collections import defaultdict
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,33 +21,13 @@ from ..model import Transformer
 from ..tree import TokenTree
 
 
-class DraftMemory(Protocol):
-    extent: Extent  # how much of the cache is attended to now; a recorded step serves one extent
-    never_grows: bool  # that is always the same
-    goes_on: bool  # with a text that has become longer; else the end of each prompt chooses anew what is attended to
-    nbytes: int
-
-    def open(self, ends: list[int]) -> None:
-        """Called once all prompts are in: no row's prefix will outgrow its end."""
-
-    def rewind(self, row: int, length: int) -> bool:
-        """Back to the first `length` tokens, where `open` was called. False: they are to be taken in once more."""
-
-    def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
-        """By row of the tape: so many tokens are settled, and the first so many of them not new. Rows ascend."""
-
-    def flush(self, row: int, length: int) -> bool:
-        """The target has just flushed at `length`. Returns whether all tokens before are taken in now."""
-
-    def block(self, start: Tensor, rows: int, extent: Extent, compiled):
-        """`kv` of a step: `rows` tokens a row of the batch, at consecutive positions from start [B]."""
-
-
 class StreamingMemory:
     """The first and the newest tokens, at positions that a model of short context knows: see `StreamingCache`."""
 
     PREFILL_ROWS = 64
-    extent, never_grows, goes_on = Extent(), True, True
+    extent = Extent()  # how much of the cache is attended to now; a recorded step serves one extent
+    never_grows = True  # that is always the same
+    goes_on = True  # with a text that has become longer; else each prompt's end chooses anew what is attended to
 
     def __init__(self, model: Transformer, tokens: Tensor, cache: StreamingCache):
         """tokens: [B, capacity], the tape."""
@@ -56,49 +35,49 @@ class StreamingMemory:
         self.nbytes = cache.nbytes
 
     def open(self, ends: list[int]) -> None:
-        """It never grows."""
+        """Called once all prompts are in: no row's prefix will outgrow its end."""
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
-        chunks = {row: self._chunks(*lengths) for row, lengths in rows.items()}
-        for row, (anew, _) in chunks.items():
-            for tensor in (*self.cache.k, *self.cache.v) if anew else ():  # what is drafted depends on this tape alone
-                tensor[row].zero_()
-        alike = defaultdict(list)  # rows side by side whose chunks have the same sizes
-        for row, (_, edges) in chunks.items():
-            alike[tuple(stop - start for start, stop in edges)].append(row)
+        """By row of the tape: so many tokens are settled, and the first so many of them not new. Rows ascend."""
+        alike = defaultdict(list)  # by the sizes of their chunks: rows, and where each chunk begins
+        for row, (length, known) in rows.items():
+            edges = self._chunks(row, length, known)
+            alike[tuple(stop - start for start, stop in edges)].append((row, [start for start, _ in edges]))
         for sizes, members in alike.items():
-            for run in runs(members):
+            begins = dict(members)
+            for run in runs(list(begins)):  # rows side by side
                 cache, tape = self.cache.part(run), self.tokens[run]
-                starts = [[start for start, _ in chunks[row][1]] for row in range(run.start, run.stop)]
-                starts = staged(starts, tape.device).to(tape.device, non_blocking=True)
+                starts = staged([begins[row] for row in range(run.start, run.stop)], tape.device)
+                starts = starts.to(tape.device, non_blocking=True)
                 for size, start in zip(sizes, starts.unbind(1), strict=True):
                     tokens = tape.gather(1, start[:, None] + torch.arange(size, device=tape.device))
                     self.model(tokens, StreamingBlock(cache, start, size))
 
-    def _chunks(self, length: int, known: int) -> tuple[bool, list[tuple[int, int]]]:
-        """Whether all is to be taken in anew, and [start, stop) of what is computed for that, in order."""
+    def _chunks(self, row: int, length: int, known: int) -> list[tuple[int, int]]:
+        """[start, stop) of what is computed to take in a row, in order. Where that is all of it, the row is cleared:
+        what is drafted depends on this tape alone."""
         # A window's worth of context per layer reaches as far as attention over the window can look back.
-        span = min(self.model.config.n_layer, 4) * self.cache.window_size
-        anew = known == 0 or known < length - span
-        first = max(length - span, 0) if anew else known
-        starts = list(range(first, length, self.PREFILL_ROWS))
-        if anew and first > 0:
+        reach = max(length - min(self.model.config.n_layer, 4) * self.cache.window_size, 0)
+        anew = known == 0 or known < reach
+        for tensor in self.cache.tensors() if anew else ():
+            tensor[row].zero_()
+        starts = list(range(reach if anew else known, length, self.PREFILL_ROWS))
+        if anew and reach > 0:
             starts.insert(0, 0)  # the attention sinks
-        return anew, [(start, min(start + self.PREFILL_ROWS, length)) for start in starts]
-
-    def rewind(self, row: int, length: int) -> bool:
-        return False
+        return [(start, min(start + self.PREFILL_ROWS, length)) for start in starts]
 
     def flush(self, row: int, length: int) -> bool:
+        """The target has just flushed at `length`. Returns whether all tokens before are taken in now."""
         return False
 
     def block(self, start: Tensor, rows: int, extent: Extent, compiled):
+        """`kv` of a step: `rows` tokens a row of the batch, at consecutive positions from start [B]."""
         return StreamingBlock(self.cache, start, rows, compiled)
 
 
 class LongMemory:
     """All tokens, in a cache like the target's: attended to whole ("full"), or those that the prompt's end attends to
-    and the newest ("snapkv")."""
+    and the newest ("snapkv"). Methods and attributes are those of `StreamingMemory`."""
 
     never_grows = False
 
@@ -118,7 +97,6 @@ class LongMemory:
         self.view = self.choice or self.cache.prefix
         self.goes_on = self.choice is None
         self.nbytes = self.cache.nbytes + (self.choice.nbytes if self.choice else 0)
-        self._opened: list[Tensor] = []  # the tails at `open`
 
     @property
     def extent(self) -> Extent:
@@ -126,7 +104,6 @@ class LongMemory:
 
     def open(self, ends: list[int]) -> None:
         self.cache.prefix.open(ends)
-        self._opened = [tail.clone() for tail in self.cache.tail.kv]
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
         """Computes anew what lies in the tail: the model is small, and its last tokens may not have been settled. What
@@ -150,14 +127,6 @@ class LongMemory:
         cache.truncate(row, length)
         if self.choice and start == 0:
             self.choice.choose(row)
-
-    def rewind(self, row: int, length: int) -> bool:
-        self.cache.prefix.truncate(row, self.cache.whole(length))
-        for i, opened in enumerate(self._opened):
-            self.cache.tail.store(i, row, 0, opened[:, row])
-        if self.choice:
-            self.choice.choose(row)  # from the prompt's queries: the same selection
-        return True
 
     def flush(self, row: int, length: int) -> bool:
         self._take_in(row, length, length)

@@ -15,7 +15,7 @@ from ..model import Transformer
 from ..plan import Plan
 from ..sampling import SAMPLE
 from ..tape import DRAFT, Tape
-from .memory import DraftMemory
+from .memory import LongMemory, StreamingMemory
 from .protocol import Drafter
 
 
@@ -32,49 +32,41 @@ class ModelDrafter(Drafter):
     CATCH_UP_ROWS = 4
     records_unseen = True
 
-    def __init__(self, model: Transformer, memory: DraftMemory, tape: Tape, *, max_drafted: int, compiler: Compiler):
+    def __init__(self, model: Transformer, memory: StreamingMemory | LongMemory, tape: Tape, *, max_drafted: int,
+                 compiler: Compiler):
         self.model, self.memory, self.tape = model, memory, tape
         self.nbytes, self.weight_bytes, self.num_layers = memory.nbytes, model.weight_bytes, model.config.n_layer
         self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
         self.num_drafted = tape.buffer()
         self.noise = None if tape.coupled else tape.buffer(max_drafted, dtype=torch.float64)
-        self._compiled = compiler.level()
-        self.step = self._compiled.step(self._step, num_lengths=2)
+        self.compiler = compiler
+        self.step = compiler.step(self._step, num_lengths=2)
         self._seen = [0] * len(tape.tokens)  # tokens of each row that it has taken in for certain
-        self._awaited: dict[int, tuple[int, int]] = {}  # by row: tokens to take in at `open`, and those it knows
+        self._awaited: dict[int, int] = {}  # by row: tokens to take in at `open`
         self._left_out = False  # of the last round
         self._departed: set[int] = set()  # rows whose text went another way in the last round
 
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
         if fresh or not self.memory.goes_on:
             self._seen[row] = 0  # from now on, since an interrupt may come before `open`
-        self._awaited[row] = length, self._seen[row]
-
-    def rewind(self, row: int, length: int) -> None:
-        if self.memory.rewind(row, length):
-            self._is_at(row, length)
-        else:
-            self.prefill(row, length)
+        self._awaited[row] = length
 
     def open(self, ends: list[int]) -> None:
         self._take_in(self._awaited)
         self._awaited = {}
         self.memory.open(ends)
 
-    def _take_in(self, rows: dict[int, tuple[int, int]]) -> None:
-        """By row: its length, and how many of these tokens are known."""
-        if rows:
-            self.memory.take_in(rows)
-        for row, (length, _) in rows.items():
-            self._is_at(row, length)
-
-    def _is_at(self, row: int, length: int) -> None:
-        self.length[row].fill_(length)
-        self._seen[row] = length
+    def _take_in(self, lengths: dict[int, int]) -> None:
+        """Of these rows, so many tokens."""
+        if lengths:
+            self.memory.take_in({row: (length, self._seen[row]) for row, length in lengths.items()})
+        for row, length in lengths.items():
+            self.length[row].fill_(length)
+            self._seen[row] = length
 
     def catch_up(self, lengths: list[int]) -> None:
-        self._take_in({row: (length, known) for row, (length, known) in enumerate(zip(lengths, self._seen, strict=True))
-                       if length > known and (self._left_out or row in self._departed)})
+        self._take_in({row: length for row, length in enumerate(lengths)
+                       if length > self._seen[row] and (self._left_out or row in self._departed)})
         self._seen, self._left_out = list(lengths), False
         self._departed.clear()
 
@@ -102,14 +94,14 @@ class ModelDrafter(Drafter):
 
     def _rows(self, i: int) -> int:
         """Of the step that draws token i of a proposal. Where steps are compiled they have one size."""
-        return self.CATCH_UP_ROWS if i == 0 or self._compiled.compiler.compiles else 1
+        return self.CATCH_UP_ROWS if i == 0 or self.compiler.compiles else 1
 
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
 
     def _step(self, dense: int, longest: int, starts: tuple, rows: int, probs: Tensor | None) -> None:
         """Takes in the tape up to `head`, then draws the token at head + 1."""
-        compiled = self._compiled
+        compiled = self.compiler
         tokens = compiled(ModelDrafter._begin)(self, rows)
         kv = self.memory.block(self.length, rows, Extent(dense, longest, starts), compiled)
         hidden = self.model(tokens, kv)  # [B, rows, dim]

@@ -28,16 +28,15 @@ class NgramDrafter(Drafter):
 
     Args:
         max_drafted: the most tokens of a proposal to a level that wants no laws.
-        longest: tokens that are compared. shortest: a match of fewer proposes nothing.
     """
 
+    LONGEST, SHORTEST = 4, 2  # tokens that are compared; a match of fewer proposes nothing
     emits_laws, records_unseen = False, True
 
-    def __init__(self, tape: Tape, *, max_drafted: int, longest: int = 4, shortest: int = 2, compiler: Compiler):
-        self.tape, self.max_drafted, self.longest, self.shortest = tape, max_drafted, longest, shortest
+    def __init__(self, tape: Tape, *, max_drafted: int, compiler: Compiler):
+        self.tape, self.max_drafted = tape, max_drafted
         self.base, self.num_drafted = tape.buffer(), tape.buffer()
-        self.compiled = compiler.level()
-        self.step = self.compiled.step(self._step)
+        self.compiler, self.step = compiler, compiler.step(self._step)
 
     def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
@@ -52,20 +51,20 @@ class NgramDrafter(Drafter):
         return self.max_drafted if probs is None else probs.shape[1] - 1, probs
 
     def _step(self, n: int, probs: Tensor | None) -> None:
-        self.compiled(NgramDrafter._look_up)(self, n, probs)
+        self.compiler(NgramDrafter._look_up)(self, n, probs)
 
     def _look_up(self, n: int, probs: Tensor | None) -> None:
         tokens, start = self.tape.tokens, self.base  # [B, N], [B]
         position = torch.arange(tokens.shape[1], device=tokens.device)
         run = torch.ones_like(tokens, dtype=torch.bool)
         matched = torch.zeros_like(tokens)  # length of the match that ends at each position
-        for back in range(self.longest):
+        for back in range(self.LONGEST):
             newest = tokens.gather(1, (start - back).clamp(min=0)[:, None])
             run = run & (tokens.roll(back, 1) == newest) & (position >= back) & (start >= back)[:, None]
             matched += run
         matched = torch.where(position < start[:, None], matched, 0)  # not the newest tokens themselves
         best = (matched * tokens.shape[1] + position).argmax(1)  # [B]: the longest, of those the latest
-        long_enough = matched.gather(1, best[:, None]).squeeze(1) >= self.shortest
+        long_enough = matched.gather(1, best[:, None]).squeeze(1) >= self.SHORTEST
         follow = best[:, None] + 1 + torch.arange(n, device=tokens.device)
         drafted = tokens.gather(1, torch.minimum(follow, start[:, None]))  # padded with a valid token
         known = (start - best).clamp(max=n)  # what follows the match ends at the newest token
@@ -82,12 +81,13 @@ class NgramMeter:
     dictionary entry a token: it costs next to nothing per token, whatever the prompt's length.
     """
 
+    LENGTH = 3  # tokens that are looked up
     RUNS = (0, 1, 4)  # a rate from each of these on
     PRIORS = (0.1, 0.4, 0.8)
     JUDGED = 2048  # of the prompt's tokens, the last are already judged by
 
-    def __init__(self, tokens: list[int], length: int = 3):
-        self.length, self.follows, self.run = length, {}, 0
+    def __init__(self, tokens: list[int]):
+        self.follows, self.run, length = {}, 0, self.LENGTH
         self.shared: dict = {}  # of a text that others continue, too: it is read, and not written
         self.rates = [Rate(prior) for prior in self.PRIORS]
         self.tokens = list(tokens[: max(len(tokens) - self.JUDGED, length)])
@@ -106,7 +106,7 @@ class NgramMeter:
 
     def fork(self, tokens: list[int]) -> "NgramMeter":
         """A meter of this text and what follows it, without a copy of what is known of this text."""
-        fork = NgramMeter(self.tokens[-self.length :], self.length)
+        fork = NgramMeter(self.tokens[-self.LENGTH :])
         fork.shared, fork.run, fork.rates = self.follows, self.run, copy.deepcopy(self.rates)
         fork.update(tokens)
         return fork
@@ -114,7 +114,7 @@ class NgramMeter:
     def update(self, tokens: list[int]) -> None:
         """Takes in kept tokens."""
         for token in tokens:
-            key = tuple(self.tokens[-self.length :])
+            key = tuple(self.tokens[-self.LENGTH :])
             right = self.follows.get(key, self.shared.get(key)) == token
             self._rate.update(right, 1)
             self.run = self.run + 1 if right else 0

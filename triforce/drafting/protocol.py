@@ -49,9 +49,9 @@ class Drafter:
         raise NotImplementedError
 
     def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
-        """Functions that record the steps of `propose`, see `graphs.preparations`. They are called before `open`, while
-        the device works on the prompts, and in a round, once its tokens are proposed, for the plan of the next one: if
-        all drafters have `records_unseen`."""
+        """Functions that record the steps of `propose`, see `graphs.preparations`: called before `open`, while the
+        device works on the prompts, and in a round, for the plan of the next one, if all drafters have
+        `records_unseen`."""
         yield from ()
 
     def commit(self, length: Tensor) -> None:
@@ -61,6 +61,7 @@ class Drafter:
         The level above may still reject some of them: a later call may name a smaller length, or the same one again. It
         comes after rounds in which this drafter was left out, too. Settled tokens are told by `catch_up`.
         """
+
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
         """The first `length` tokens of a row of the tape are settled. fresh: they do not begin with those that it was
         told of before, or it was told of none. False: they do, as in the next turn of a conversation."""
@@ -69,7 +70,8 @@ class Drafter:
         """All prompts are in: no row's prefix will outgrow its end."""
 
     def rewind(self, row: int, length: int) -> None:
-        """Back to the first `length` tokens of a row, where `open` was called."""
+        """Back to the first `length` tokens of a row, where `open` was called; `open` follows."""
+        self.prefill(row, length)
 
     def catch_up(self, lengths: list[int]) -> None:
         """It drafts in the next round: so many tokens of each row are settled, some of them perhaps without it."""
@@ -78,11 +80,8 @@ class Drafter:
         """It does not draft in the next round."""
 
     def depart(self, row: int) -> None:
-        """The text of a row left the tokens that were drafted in the last round for those of a branch.
-
-        What was taken in is right up to the last `commit`. The next `catch_up` names the settled length: what lies
-        between is to be taken in.
-        """
+        """The text of a row left the tokens that were drafted in the last round for those of a branch. What was taken
+        in is right up to the last `commit`; what lies between that and the next `catch_up` is to be taken in."""
 
     def flush(self, row: int, length: int) -> None:
         """The target has just flushed a row at `length`."""

@@ -23,12 +23,14 @@ class SharedDrafter(Drafter):
     records_unseen = True
 
     def __init__(self, drafter: ModelDrafter | None, tape: Tape, group: Group, source: int):
-        self.runs_here = drafter is not None
-        self.own = drafter if drafter is not None else Drafter()
-        self.tape, self.group, self.source = tape, group, source
-        self.nbytes, self.weight_bytes = self.own.nbytes, max(self.own.weight_bytes, 1)
-        self.num_layers = self.own.num_layers
+        self.own = own = Drafter() if drafter is None else drafter
+        self.runs_here, self.tape, self.group, self.source = drafter is not None, tape, group, source
+        self.nbytes, self.weight_bytes, self.num_layers = own.nbytes, max(own.weight_bytes, 1), own.num_layers
         self.num_drafted = tape.buffer()
+        # What is settled is the business of this rank's own drafter, and of nobody where there is none.
+        self.prefill, self.open, self.rewind = own.prefill, own.open, own.rewind
+        self.catch_up, self.leave_out, self.commit = own.catch_up, own.leave_out, own.commit
+        self.depart, self.flush = own.depart, own.flush
 
     def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
         if self.runs_here:
@@ -46,29 +48,3 @@ class SharedDrafter(Drafter):
 
     def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
         yield from self.own.preparations(plan, probs)
-
-    # The rest is the business of this rank's own drafter, and of nobody where there is none.
-
-    def commit(self, length: Tensor) -> None:
-        self.own.commit(length)
-
-    def prefill(self, row: int, length: int, fresh: bool = True) -> None:
-        self.own.prefill(row, length, fresh)
-
-    def open(self, ends: list[int]) -> None:
-        self.own.open(ends)
-
-    def rewind(self, row: int, length: int) -> None:
-        self.own.rewind(row, length)
-
-    def catch_up(self, lengths: list[int]) -> None:
-        self.own.catch_up(lengths)
-
-    def leave_out(self) -> None:
-        self.own.leave_out()
-
-    def depart(self, row: int) -> None:
-        self.own.depart(row)
-
-    def flush(self, row: int, length: int) -> None:
-        self.own.flush(row, length)

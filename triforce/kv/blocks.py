@@ -3,11 +3,13 @@
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, T tail slots, D head_dim.
 """
 
-from functools import cached_property, partial
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .. import attention
 from ..attention import rotate
@@ -70,74 +72,59 @@ class TargetBlock:
         tree: a `TokenTree`, or else what has rows and a `Layout`.
         on_piece: called with (layer, number, piece) for what `Passage.pieces` gives, before it is overwritten.
         """
-        rows = tree.rows
-        self.cache, self.view, self.rows, self.extent = cache, view, rows, extent
+        self.cache, self.view, self.rows, self.extent = cache, view, tree.rows, extent
         self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
         self.passage = None if view.streams is None else Passage(view.streams, ahead=True)
         tail = cache.tail
-        keys = tail.slots + (tail.room if view.joined else 0)
-        self.written = tail.storage if view.joined else tail.kv  # where `write` writes, and what it attends over
+        # Where `write` writes, and what it attends over.
+        self.written, room = (tail.storage, tail.room) if view.joined else (tail.kv, 0)
         self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
-            cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if view.joined else None,
-            tail.room if view.joined else 0,
-            torch.float32 if keys > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
+            cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if room else None, room,
+            torch.float32 if tail.slots + room > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
         self.ragged_bias = self.is_empty = None
+        dense, longest, starts = extent
+        if longest <= dense or view.joined:
+            return
         if view.length_on_device:
-            if extent.longest > extent.dense:
-                self.is_empty = (view.own_len == 0)[:, None, None]
-        elif not view.joined and extent.longest > extent.dense:
-            first = 0 if extent.starts else extent.dense
-            self.ragged_bias = _view_bias(view.own_len - view.starts if extent.starts else view.own_len, first,
-                                          first + extent.longest - extent.dense, rows, cache.group, tail.whole.dtype)
-
-    @cached_property
-    def batch_rows(self) -> Tensor | None:
-        """[B, M]: the row of the batch that each slot belongs to, made once for all layers. None: of one row."""
-        if len(self.slots) == 1:
-            return None
-        return torch.arange(len(self.slots), device=self.slots.device)[:, None].expand_as(self.slots).contiguous()
+            self.is_empty = (view.own_len == 0)[:, None, None]
+        else:
+            first, length = (0, view.own_len - view.starts) if starts else (dense, view.own_len)
+            self.ragged_bias = _view_bias(length, first, first + longest - dense, self.rows, cache.group,
+                                          tail.whole.dtype)
 
     def layer(self, i: int) -> "TargetLayer":
         return TargetLayer(self, i)
 
 
 class TargetLayer:
-    """One layer of a TargetBlock."""
+    """One layer of a TargetBlock. Compiled code sees attributes of its own: what it reads is then the same for all
+    layers."""
 
     def __init__(self, block: TargetBlock, i: int):
-        cache, config = block.cache, block.cache.config
+        cache, config, view = block.cache, block.cache.config, block.view
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.cos, self.sin, self.slots, self.bias = block.cos, block.sin, block.slots, block.bias
         self.written = block.written[i]  # [2, B, K, T, D], or with the view before it
         self.queries = cache.queries[i] if block.keep_queries else None
         self.path, self.path_bias = block.path, block.path_bias
-        self.length_on_device = block.view.length_on_device
+        self.length_on_device, self.alone = view.length_on_device, view.joined and view.shared is None
         self._block, self._i = block, i
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
-        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], or as `attention.up_to` takes them, and what they
-        see in the tail, or, where it lies before that, in view and tail; K and V are written."""
-        sizes = [self.n_head, 2 * self.n_kv_head]
-        if is_compiling():  # two kernels; of the shorter form the compiler makes a third, for both
-            (q, kv), cos, sin = (x.split(sizes, dim=1) for x in (heads, self.cos, self.sin))
-            q, kv = rotate(q, cos[0], sin[0]), rotate(kv, cos[1], sin[1])
-        else:
-            q, kv = rotate(heads, self.cos, self.sin).split(sizes, dim=1)
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], and what they see in the tail, or, where it lies
+        before that, in view and tail; K and V are written."""
+        q, kv = rotate(heads, self.cos, self.sin).split([self.n_head, 2 * self.n_kv_head], dim=1)
         if self.queries is not None:
             self.queries[:, :, : q.shape[2]] = q
         kv = kv.unflatten(1, (2, -1))  # [B, 2, K, M, D]
-        put(self.written, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3,
-            rows=None if is_compiling() else self._block.batch_rows)
+        put(self.written, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3)
         q = attention.fold(q, self.n_kv_head)
         if self.length_on_device:
             q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
-        apart = self.path is not None
-        alone = self._block.view.joined and self._block.view.shared is None
-        over = partial(attention.masked, no_empty_rows=not apart, alone=alone)
-        states = [over(q, *self.written, self.bias)]
-        if apart:  # first, since every row sees itself
-            states.insert(0, attention.apart(q, *self._path(kv), self.path_bias))
-        return attention.as_one_query(q) if self.length_on_device else q, states
+        if self.path is None:
+            return q, [attention.masked(q, *self.written, self.bias, no_empty_rows=True, alone=self.alone)]
+        # First itself and its path, since every row sees itself.
+        return q, [attention.apart(q, *self._path(kv), self.path_bias), attention.masked(q, *self.written, self.bias)]
 
     def _path(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of each row's path, [B, K, M, P, D] each. kv: [B, 2, K, M, D], those of the rows."""
@@ -153,29 +140,27 @@ class TargetLayer:
         block, view = self._block, self._block.view
         if self._i >= len(view.k):
             return self._read_pieces(q)
-        queries = block.rows * block.cache.group  # of a row of the batch and a KV head
-        folded = attention.as_rows(q, self.n_kv_head, queries) if view.length_on_device else q
         states = []
-        if view.shared is not None:  # in one call
-            states += over_shared(view, self._i, folded, block.passage, block.compiled, block.on_piece, joined=True)
+        if view.shared is not None:
+            states.append(over_shared(view, self._i, q, block.passage, block.on_piece))
         if view.joined:
             return states
         k, v = view.k[self._i], view.v[self._i]
         dense, longest, starts = block.extent
         if view.length_on_device:
             if longest:
-                states.append(attention.up_to(q, queries, k, v, view.own_len, longest, view.places, block.is_empty))
+                states.append(attention.up_to(q, k, v, view.own_len, longest, view.places, block.is_empty))
             return states
         start = 0
         if view.packed is not None and q.shape[2] >= MIN_ROWS:
             packed = view.packed[self._i]
-            states.append(packed.partial(q))
+            states.append(packed.dense(q))
             start = packed.length
         if dense > start:
-            states.append(attention.partial(q, k[:, :, start:dense], v[:, :, start:dense]))
+            states.append(attention.dense(q, k[:, :, start:dense], v[:, :, start:dense]))
         if starts:
             states.append(attention.as_batch([
-                attention.partial(one[None], *(x[row, None, :, dense : starts[row]] for x in (k, v)))
+                attention.dense(one[None], *(x[row, None, :, dense : starts[row]] for x in (k, v)))
                 for row, one in enumerate(q)]))
         if block.ragged_bias is not None:
             states.append(self._ragged(q, k, v))
@@ -183,92 +168,79 @@ class TargetLayer:
 
     def _ragged(self, q: Tensor, k: Tensor, v: Tensor) -> attention.State:
         """Over what is masked, GROWTH positions at a time."""
-        block, merged = self._block, None
-        dense, longest, starts = block.extent
+        (dense, longest, starts), states = self._block.extent, []
         for begin in range(0, longest - dense, prefix.GROWTH):
             end = min(begin + prefix.GROWTH, longest - dense)
-            bias = block.ragged_bias[..., begin:end]
             if starts:
                 seen = (torch.stack([x[row, :, first + begin : first + end] for row, first in enumerate(starts)])
                         for x in (k, v))
             else:
                 seen = (x[:, :, dense + begin : dense + end] for x in (k, v))
-            state = attention.masked_long(q, *seen, bias)
-            merged = state if merged is None else block.compiled(attention.merge)(merged, state)
-        return merged
+            states.append(attention.masked(q, *seen, self._block.ragged_bias[..., begin:end], long=True))
+        return functools.reduce(attention.merge, states)
 
     def _read_pieces(self, q: Tensor) -> list:
         """The same of a layer that streams past: the states of its pieces, merged as they come."""
-        block, merged = self._block, None
-        merge = block.compiled(attention.merge)
+        block, merged = self._block, []
         dense, longest, _ = block.extent
         for number, kv in block.passage.pieces(self._i, longest):
             start = number * block.view.offload.piece
             k, v = kv[:, :, : longest - start].transpose(2, 3)  # [B, K, n, D] each
             split = min(max(dense - start, 0), k.shape[2])
-            if split > 0:
-                state = attention.partial(q, k[:, :, :split], v[:, :, :split])
-                merged = state if merged is None else merge(merged, state)
+            states = [attention.dense(q, k[:, :, :split], v[:, :, :split])] if split else []
             if split < k.shape[2]:
                 bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
-                state = attention.masked_long(q, k[:, :, split:], v[:, :, split:], bias)
-                merged = state if merged is None else merge(merged, state)
+                states.append(attention.masked(q, k[:, :, split:], v[:, :, split:], bias, long=True))
+            merged = [functools.reduce(attention.merge, merged + states)]
             if block.on_piece is not None:
                 block.on_piece(self._i, number, kv)
-        return [] if merged is None else [merged]
+        return merged
 
 
-def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, compiled=eager, on_piece=None,
-                prefills: bool = False, joined: bool = False) -> list[attention.State]:
-    """The state of queries [B, K, R, D] over layer i of what all rows have before a view.
+def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, on_piece=None,
+                once: bool = False) -> attention.State:
+    """The state of queries [B, K, R, D] over layer i of what all rows have before a view, perhaps one of parts.
 
     Args:
         passage: of what streams past, if anything does.
         on_piece: see `TargetBlock`.
-        prefills: the kernel may depend on the number of rows. In a round on a CPU it may not: rows that end would
-            change the bits of the others.
-        joined: the state goes to `attention.join` alone, which takes one over parts, too.
+        once: it is a prefill's: the kernel may depend on the number of rows. In a round on a CPU it may not: rows that
+            end would change the bits of the others.
     """
-    shared, base, united = view.shared, view.base, compiled(attention.for_join)
-
-    def merged(*parts: Tensor) -> attention.State:
-        out, lse = united(*parts)
-        whole = len(out) == 1 and out.dtype == lse.dtype  # merged already, as what is compiled does
-        return (out, lse) if whole else attention.merge_parts(out, lse)
-
+    shared, base = view.shared, view.base
     if i < len(shared.k):
         rows = len(q) * q.shape[2]
-        if shared.packed is not None and rows >= MIN_ROWS and not (prefills and rows >= MANY_ROWS):
-            return [attention.of_batch(shared.packed[i].partial, q)]
-        return [attention.over_shared(q, *view.before(i), united if joined else merged, once=prefills)]
-    state = None
+        if shared.packed is not None and rows >= MIN_ROWS and not (once and rows >= MANY_ROWS):
+            return attention.of_batch(shared.packed[i].dense, q)
+        return attention.shared(q, shared.k[i][:, :, :base], shared.v[i][:, :, :base], once)
+    states = []
     for number, kv in passage.pieces(i, base):
         k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each
-        seen = attention.over_shared(q, k, v, merged, once=prefills)
-        state = seen if state is None else compiled(attention.merge)(state, seen)
+        states.append(attention.merge_parts(*attention.shared(q, k, v, once)))
+        states = [functools.reduce(attention.merge, states)]
         if on_piece is not None:
             on_piece(i, number, kv)
-    return [state]
+    return states[0]
 
 
+@dataclass
 class PrefillBlock:
-    """`kv` of a prefill chunk of some rows: positions [start, stop), written straight into the prefix.
+    """`kv` of a prefill chunk of some rows: positions [start, stop), written straight into the prefix."""
 
-    Args:
-        rows: of the batch, with the same positions.
-        begin, end: the positions of the whole prefill that this chunk is a part of.
-        lengths: of several rows, where the tokens of each end. What comes after is padding. None: at `end`, all.
-        passage: of all chunks together, where a shared prefix streams past.
-        on_layer: called with each layer's number when the last chunk's keys and values are written.
-    """
+    cache: TargetCache
+    rows: range  # of the batch, with the same positions
+    start: int
+    stop: int
+    begin: int  # of the whole prefill that this chunk is a part of
+    end: int
+    lengths: list[int]  # where the tokens of each row end; what comes after is padding
+    keep_queries: bool
+    passage: Passage | None  # of all chunks together, where a shared prefix streams past
+    on_layer: Callable[[int], None] | None  # called with each layer's number when the last chunk's K and V are written
 
-    def __init__(self, cache: TargetCache, rows: range, start: int, stop: int, *, begin: int, end: int,
-                 lengths: list[int] | None = None, keep_queries: bool = False, passage: Passage | None = None,
-                 on_layer=None):
-        self.cache, self.rows, self.start, self.stop, self.begin, self.end = cache, rows, start, stop, begin, end
-        self.lengths = lengths or [end] * len(rows)
-        self.keep_queries, self.passage, self.on_layer = keep_queries, passage, on_layer
-        self.cos, self.sin = cache.rope(torch.arange(start, stop, device=cache.prefix.len.device))  # [M, D]
+    def __post_init__(self):
+        place = torch.arange(self.start, self.stop, device=self.cache.prefix.len.device)
+        self.cos, self.sin = self.cache.rope(place)  # [M, D]
 
     def layer(self, i: int) -> "PrefillLayer":
         return PrefillLayer(self, i)
@@ -278,65 +250,50 @@ class PrefillLayer:
     """One layer of a PrefillBlock."""
 
     def __init__(self, block: PrefillBlock, i: int):
-        config, prefix = block.cache.config, block.cache.prefix
-        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
-        self.cos, self.sin = block.cos, block.sin
-        self._block, self._i = block, i
-        self._offload = prefix.offload if i >= prefix.num_resident else None
-        if self._offload is not None:
-            if block.start == block.begin:
-                self._offload.open_work(i, block.rows.start, block.begin, block.end)
-            self._offload.await_chunk(block.start)
-        self._own_k, self._own_v = prefix.working_layer(i, block.rows)  # [B, K, S, D], from position `base` on
-        here = slice(block.start - prefix.base, block.stop - prefix.base)
-        self.k, self.v = self._own_k[:, :, here], self._own_v[:, :, here]  # [B, K, M, D]
+        self.block, self.i, prefix = block, i, block.cache.prefix
+        self.n_head, self.n_kv_head = block.cache.config.n_head, block.cache.config.n_kv_head
+        self.offload = prefix.offload if i >= prefix.num_resident else None
+        if self.offload is not None and block.start == block.begin:
+            self.offload.open_work(i, block.rows.start, block.begin, block.end)
+        kv = prefix.working_layer(i, block.rows)  # K, V [B, K, S, D], from position `base` on
+        start, stop = block.start - prefix.base, block.stop - prefix.base
+        self.before = [x[:, :, :start] for x in kv]
+        self.k, self.v = (x[:, :, start:stop] for x in kv)  # [B, K, M, D]
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
         """Unrotated [B, H + 2K, M, D] -> queries [B, H, M, D]; K and V are written."""
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
-        q = rotate(q, self.cos, self.sin)
-        rotate(k, self.cos, self.sin, out=self.k)
+        q = rotate(q, self.block.cos, self.block.sin)
+        rotate(k, self.block.cos, self.block.sin, out=self.k)
         self.v.copy_(v)
         return q, []
 
     def close(self, q: Tensor) -> None:
         """All that a chunk leaves behind is there, once its last queries are kept."""
-        block = self._block
-        if self._offload is not None:
-            self._offload.store_chunk(self._i, block.rows.start, block.start, block.stop)
+        block = self.block
+        if self.offload is not None:
+            self.offload.store_chunk(self.i, block.rows.start, block.start, block.stop)
         if block.keep_queries:
             for row, mine, length in zip(block.rows, q, block.lengths, strict=True):
-                kept, newest = block.cache.queries[self._i][row], length - block.start
+                newest = length - block.start
                 count = min(block.cache.newest, newest)
-                kept[:, :count] = mine[:, newest - count : newest]
+                block.cache.queries[self.i][row][:, :count] = mine[:, newest - count : newest]
         if block.on_layer is not None and block.stop == block.end:
-            block.on_layer(self._i)
+            block.on_layer(self.i)
 
     def read(self, q: Tensor) -> list:
         """The causal square of the chunk, and all that comes before it, unmasked."""
-        block, prefix = self._block, self._block.cache.prefix
         self.close(q)
-        group, own = self.n_head // self.n_kv_head, block.start - prefix.base
-        states = [attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))]
-        folded = attention.fold(q, self.n_kv_head)
-        before = [] if prefix.shared is None else over_shared(prefix, self._i, folded, block.passage, prefills=True)
-        if own > 0:
-            count, over = block.stop - block.start, (folded, self._own_k[:, :, :own], self._own_v[:, :, :own])
+        group, prefix, rows = self.n_head // self.n_kv_head, self.block.cache.prefix, q.shape[2]
+        own = attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))
+        q, before = attention.fold(q, self.n_kv_head), []
+        if prefix.shared is not None:
+            before.append(attention.merge_parts(*over_shared(prefix, self.i, q, self.block.passage, once=True)))
+        if self.before[0].shape[2]:
             # A number of rows that is met once only needs one plan for all keys.
-            before += [attention.partial(*over)] if count & (count - 1) else attention.by_powers(*over)
-        states += [(attention.unfold(out, self.n_head), lse.reshape(states[0][1].shape)) for out, lse in before]
-        return states
-
-
-def chunk_edges(start: int, stop: int, size: int, tile: int, least: int) -> list[int]:
-    """Where the chunks of a prefill of the tokens [start, stop) begin, and its end. What the last one has beyond whole
-    tiles is a chunk of its own, of at least so many tokens: for it, another kernel is the fastest."""
-    edges = [*range(start, stop, size), stop]
-    count = stop - edges[-2]
-    whole = (count - least) // tile * tile
-    if count % tile and count < size and whole > 0:  # where a chunk is no whole tiles, none of them is cut
-        edges.insert(-1, edges[-2] + whole)
-    return edges
+            once = rows & (rows - 1)
+            before += [attention.dense(q, *self.before)] if once else attention.by_powers(q, *self.before)
+        return [own, *((out.reshape(own[0].shape), lse.reshape(own[1].shape)) for out, lse in before)]
 
 
 def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size: int, *,
@@ -350,18 +307,20 @@ def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size:
         keep_queries: of the last tokens, for a view to choose by.
         on_layer: see `PrefillBlock`.
     """
-    lengths = lengths or [stop] * len(rows)
-    tile = attention.TILE if cache.prefix.len.is_cuda and min(lengths) == stop else 1
-    edges = chunk_edges(start, stop, size, tile, cache.newest if keep_queries else 1)
+    lengths, passage = lengths or [stop] * len(rows), None
+    edges = [*range(start, stop, size), stop]
+    if cache.prefix.len.is_cuda and min(lengths) == stop:
+        # What the last chunk has beyond whole tiles is a chunk of its own, with all queries that are kept: for it,
+        # another kernel is the fastest. Where a chunk of full size is no whole tiles, none of them is cut.
+        count = stop - edges[-2]
+        whole = (count - (cache.newest if keep_queries else 1)) // attention.TILE * attention.TILE
+        if count % attention.TILE and count < size and whole > 0:
+            edges.insert(-1, edges[-2] + whole)
     if keep_queries:
-        count = cache.newest
+        place = torch.arange(cache.query_weight.shape[1], device=cache.query_weight.device)
         for row, length in zip(rows, lengths, strict=True):
-            kept = min(length - edges[-2], count)
-            cache.query_weight[row] = torch.arange(cache.query_weight.shape[1], device=cache.query_weight.device) < kept
-    blocks, streams = [], cache.prefix.streams
-    passage = None if streams is None else Passage(streams)
-    for a, b in zip(edges, edges[1:], strict=False):
-        block = PrefillBlock(cache, rows, a, b, begin=start, end=stop, lengths=lengths, passage=passage,
-                             on_layer=on_layer, keep_queries=keep_queries and b == stop)
-        blocks.append((a - start, b - start, block))
-    return blocks
+            cache.query_weight[row] = place < min(length - edges[-2], cache.newest)
+    if cache.prefix.streams is not None:
+        passage = Passage(cache.prefix.streams)
+    return [(a - start, b - start, PrefillBlock(cache, rows, a, b, start, stop, lengths, keep_queries and b == stop,
+                                                passage, on_layer)) for a, b in itertools.pairwise(edges)]

@@ -1,14 +1,12 @@
 """The layers of the KV prefix that do not fit the device: in host memory, streamed past the queries piece by piece.
 
-Knows nothing of attention or of speculation: it keeps tokens and hands out pieces. A piece is a few megabytes of one
-layer's keys and values, copied on a stream of its own into one of a few staging buffers, the next ones in flight while
-the device attends to this one. The pieces that a step, or a prefill, asks for one after the other are a **passage**.
-Its copies are enqueued far ahead of the device, so the host never waits within a step; the first ones even before
-tokens are drafted. A step with its passage can be recorded as a graph.
+A piece is a few megabytes of one layer's keys and values, copied on a stream of its own into one of a few staging
+buffers, the next ones in flight while the device attends to this one. The pieces that a step, or a prefill, asks for
+one after the other are a **passage**. Its copies are enqueued far ahead of the device, so the host never waits within a
+step; the first ones even before tokens are drafted. A step with its passage can be recorded as a graph.
 
 Tokens lie in host memory one after the other, so that the keys, or the values, of any run of tokens are one contiguous
-copy: a piece, a chunk of a prefill, a flush. On a CPU, where host memory is the device's, a piece is a view and nothing
-is copied.
+copy. On a CPU, where host memory is the device's, a piece is a view and nothing is copied.
 
 Shapes: B batch, K KV heads, S capacity, P tokens of a piece, D head_dim.
 """
@@ -56,23 +54,34 @@ class Offload:
         bytes_per_token = batch * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
         self.piece = piece_tokens(bytes_per_token, interval, capacity, piece)
         self.on_cuda = self.device.type == "cuda"
-        streams = torch.device(runs_on or device).type == "cuda"  # on a CPU a piece is a part of `host`
         self.host: dict[int, Tensor] = {}  # by layer: K and V, [2, B, S, K, D]
-        self._pins = Pins() if self.on_cuda else None
+        self._pinned: list[Tensor] = []
+        weakref.finalize(self, _unpin, self._pinned).atexit = False
         for i in self.layers:
             # empty and filled: by all cores, which pins twice as fast as pages that nobody has touched.
             place = "meta" if self.device.type == "meta" else "cpu"
             self.host[i] = torch.empty(2, batch, capacity, *token, dtype=dtype, device=place).zero_()
-            if self._pins is not None:
-                self._pins.add(self.host[i])
+            if self.on_cuda:
+                self._pin(self.host[i])
         # Two tensors: compiled code that writes to two views of one would mistake where they begin.
         self._work: tuple[Tensor, Tensor] | None = None
-        self._stored: dict[int, torch.cuda.Event] = {}
         fewest, most = STAGING_BUFFERS
+        streams = torch.device(runs_on or device).type == "cuda"  # on a CPU a piece is a part of `host`
         buffers = min(max(-(-capacity // self.piece) + 1, fewest), most) if streams else 0
         self.staging = [torch.zeros(2, batch, self.piece, *token, dtype=dtype, device=device) for _ in range(buffers)]
         if self.on_cuda:
             self._open_stream()
+
+    def _pin(self, tensor: Tensor) -> None:
+        """Page-locks a host tensor. PyTorch's own pinned allocator would round a layer of 2.01 GiB up to 4."""
+        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        if code != 0:
+            pinned = sum(t.nbytes for t in self._pinned) / 2**30
+            _unpin(self._pinned)
+            raise UserError(f"the system pins {pinned:.2f} GiB of host memory and refuses {tensor.nbytes / 2**30:.2f} "
+                            f"GiB more (CUDA error {code}); raise the limit (ulimit -l unlimited), or keep more layers "
+                            "on the device (--num-resident-layers)")
+        self._pinned.append(tensor)
 
     def _open_stream(self) -> None:
         # Of another priority than streams to record on: of each, PyTorch has 32, which it hands out in turns.
@@ -118,25 +127,20 @@ class Offload:
         self.host[i][:, row, start : start + kv.shape[2]] = kv.transpose(1, 2).cpu()
 
     def open_work(self, i: int, row: int, start: int, stop: int) -> None:
-        """Before a prefill's tokens [start, stop) go through layer i: the row's earlier tokens come to the device."""
+        """Before a prefill's tokens [start, stop) go through layer i: the layer before has been copied out, and the
+        row's earlier tokens come to the device."""
         if not self.on_cuda:
             return
         if self._work is None:
             shape = (stop, *self.staging[0].shape[3:])
             self._work = self.staging[0].new_empty(shape), self.staging[0].new_empty(shape)
-        if start > 0:
-            self.wait_stored()
-            for work, host in zip(self._work, self.host[i][:, row], strict=True):
-                work[:start].copy_(host[:start], non_blocking=True)
+        torch.cuda.current_stream(self.device).wait_stream(self.copy_stream)
+        for work, host in zip(self._work, self.host[i][:, row], strict=True):
+            work[:start].copy_(host[:start], non_blocking=True)
 
     def work(self, i: int, row: int) -> tuple[Tensor, Tensor]:
         """K and V, each [S, K, D], where a prefill writes layer i and reads it again, on the device."""
         return self._work if self.on_cuda else tuple(self.host[i][:, row])
-
-    def await_chunk(self, start: int) -> None:
-        """Before a prefill writes the chunk at `start`: the layer before must have been copied out."""
-        if start in self._stored:
-            torch.cuda.current_stream(self.device).wait_event(self._stored.pop(start))
 
     def store_chunk(self, i: int, row: int, start: int, stop: int) -> None:
         """Copies a chunk of the work buffer out, while the device goes on."""
@@ -146,17 +150,11 @@ class Offload:
         with torch.cuda.stream(self.copy_stream):
             for host, work in zip(self.host[i][:, row], self._work, strict=True):
                 host[start:stop].copy_(work[start:stop], non_blocking=True)
-        self._stored[start] = self.copy_stream.record_event()
-
-    def wait_stored(self) -> None:
-        """No copy is in flight any more."""
-        if self.on_cuda:
-            self.copy_stream.synchronize()
-            self._stored = {}
 
     def close_work(self) -> None:
-        """After a prefill, whether it ended or was broken off."""
-        self.wait_stored()
+        """After a prefill, whether it ended or was broken off: no copy is in flight any more."""
+        if self.on_cuda:
+            self.copy_stream.synchronize()
         self._work = None
 
 
@@ -203,28 +201,6 @@ class Passage:
                 compute.wait_stream(copies)
         self._count += 1
         return offload.staging[slot]
-
-
-class Pins:
-    """Page-locked host tensors, unlocked before they are freed.
-
-    PyTorch's own pinned allocator rounds each request up to a power of two: a layer of 2.01 GiB would take 4.
-    """
-
-    def __init__(self):
-        self._tensors: list[Tensor] = []
-        self.release = weakref.finalize(self, _unpin, self._tensors)
-        self.release.atexit = False
-
-    def add(self, tensor: Tensor) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        if code != 0:
-            pinned = sum(t.nbytes for t in self._tensors) / 2**30
-            self.release()
-            raise UserError(f"the system pins {pinned:.2f} GiB of host memory and refuses {tensor.nbytes / 2**30:.2f} "
-                            f"GiB more (CUDA error {code}); raise the limit (ulimit -l unlimited), or keep more layers "
-                            "on the device (--num-resident-layers)")
-        self._tensors.append(tensor)
 
 
 def _unpin(tensors: list[Tensor]) -> None:

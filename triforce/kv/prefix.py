@@ -6,7 +6,7 @@ the prefixes of all rows of a batch, which begin where it ends, at position `bas
 Shapes: B batch, K KV heads, S capacity less base, C chunks, D head_dim.
 """
 
-from collections.abc import Iterator
+import copy
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class PrefixStore(View):
         shared: what lies before all rows. It is not written to.
     """
 
-    _batch_extent: Extent | None = None
+    _batch_extent: Extent | None = None  # of a batch, at its widest
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, offload: Offload | None = None,
                  length_on_device: bool = False, chunk_size: int = 0, shared: "PrefixStore | None" = None):
@@ -44,6 +44,7 @@ class PrefixStore(View):
         slots = capacity - self.base
         super().__init__(config, batch, slots, device, dtype, num_layers=offload and offload.num_resident)
         self.offload, self.capacity, self.chunk_size = offload, capacity, chunk_size
+        self.streams = offload if shared is None else shared.offload
         self.length_on_device = length_on_device and offload is None
         self.places = attention.places(self.k[0]) if self.k else None
         self.starts = torch.zeros(batch, dtype=torch.int32, device=device)  # what `extent` says of them, on the device
@@ -55,41 +56,22 @@ class PrefixStore(View):
             self.truncate(row, self.base)
 
     @classmethod
-    def blank(cls, config: ModelConfig, length: int, device, dtype, chunk_size: int = 0) -> "PrefixStore":
-        """One row of so many tokens, to be shared where nothing is computed: by plans of memory, and by tracing."""
-        store = cls(config, 1, length, device, dtype, chunk_size=chunk_size)
+    def blank(cls, config: ModelConfig, length: int, device, dtype) -> "PrefixStore":
+        """One row of so many tokens, to be shared where nothing is computed: by plans of memory."""
+        store = cls(config, 1, length, device, dtype)
         store.truncate(0, length)
         return store
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().tensors()
-        if self.offload is not None:
-            yield from ((f"host.{i}", kv) for i, kv in self.offload.host.items())
-        yield from ((f"chunk_keys.{i}", keys) for i, keys in enumerate(self.chunk_keys))
+    def tensors(self) -> list[Tensor]:
+        host = [] if self.offload is None else self.offload.host.values()
+        return [*super().tensors(), *host, self.all_chunk_keys]
 
     def part(self, length: int) -> "PrefixStore":
         """The same storage, seen as one row of `length` tokens, for others to share."""
-        part = object.__new__(PrefixStore)
-        part.__dict__.update(self.__dict__)
+        part = copy.copy(self)
         part.lens, part.len, part.packed = [length], torch.full_like(self.len, length), None
         part.own_len, part.length_on_device = part.len, False
         return part
-
-    @property
-    def streams(self) -> Offload | None:
-        """What a step streams past from host memory: layers of this prefix, or of the shared one."""
-        return self.shared.offload if self.shared is not None else self.offload
-
-    def worth_recording(self, extent: Extent) -> bool:
-        return self.streams is None or self.streams.in_few_pieces(self._streamed(extent))
-
-    def run_ahead(self) -> None:
-        if self.streams is not None:
-            self.streams.run_ahead(self._streamed(self.extent))
-
-    def _streamed(self, extent: Extent) -> int:
-        """Tokens that a step streams past."""
-        return self.base if self.shared is not None else extent.longest
 
     def truncate(self, row: int, length: int) -> None:
         super().truncate(row, length)
@@ -101,10 +83,10 @@ class PrefixStore(View):
         if self.length_on_device:
             self.own_len[row].clamp_(max=1)
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        super().load_state_dict(state)
-        for row, length in enumerate(self.lens):  # `own_len`, too
-            self.truncate(row, length)
+    @property
+    def own_lens(self) -> list[int]:
+        """`lens` without the base."""
+        return [length - self.base for length in self.lens]
 
     @property
     def num_resident(self) -> int:
@@ -169,39 +151,27 @@ class PrefixStore(View):
 
     def open(self, ends: list[int]) -> None:
         """The prompts are in, and no row will outgrow its end: decides what of a batch is masked."""
-        self._batch_extent = None
-        own = self.own_lens
-        dense = min(own)
+        self._batch_extent, own = None, self.own_lens
         if len(own) == 1 and (self.length_on_device or self.shared is None):
             return
-        if self.length_on_device:
-            self._batch_extent = self._bounded(dense, max(ends) - self.base)
-        elif self.offload is None and max(own) > dense:
+        dense, longest, starts = min(own), max(ends) - self.base, ()
+        # The pieces of what streams past are those of all rows.
+        if not self.length_on_device and self.offload is None and max(own) > dense:
             grown = max(end - length for end, length in zip(ends, self.lens, strict=True))
             room = self.capacity - max(self.lens)  # what is read has to lie there, even if it is masked
-            self._batch_extent = Extent(dense, dense + min(grown, room), tuple(own))
+            longest, starts = dense + min(grown, room), tuple(own)
             self.starts.copy_(staged(own, self.starts.device), non_blocking=True)
-        else:  # the pieces of what streams past are those of all rows
-            self._batch_extent = Extent(dense, max(ends) - self.base)
-
-    @property
-    def own_lens(self) -> list[int]:
-        """`lens` without the base."""
-        return [length - self.base for length in self.lens]
+        self._batch_extent = Extent(dense, longest, starts)
 
     @property
     def extent(self) -> Extent:
         """It counts from `base` on."""
         own = self.own_lens
+        dense, longest, starts = self._batch_extent or Extent(min(own), max(own))
         if self.length_on_device:
-            return self._bounded(min(own), max(own)) if self._batch_extent is None else self._batch_extent
-        if self._batch_extent is None:
-            return Extent(min(own), max(own))
-        dense, longest, starts = self._batch_extent
-        grown = max(n - start for n, start in zip(own, starts or [dense] * len(own), strict=True))
-        return Extent(dense, min(longest, dense + max(-(-grown // GROWTH), 1) * GROWTH), starts)
-
-    def _bounded(self, shortest: int, longest: int) -> Extent:
-        """Of lengths that a kernel reads on the device."""
-        bound = min(-(-longest // STRIDE) * STRIDE, self.capacity - self.base)
-        return Extent(bound if shortest else 0, bound)
+            bound = min(-(-longest // STRIDE) * STRIDE, self.capacity - self.base)
+            return Extent(bound if dense else 0, bound)
+        if self._batch_extent is not None:
+            grown = max(length - start for length, start in zip(own, starts or [dense] * len(own), strict=True))
+            longest = min(longest, dense + max(-(-grown // GROWTH), 1) * GROWTH)
+        return Extent(dense, longest, starts)

@@ -16,7 +16,6 @@ erased: `truncate` forgets a length, and later tokens overwrite the slots.
 Shapes: B batch, K KV heads, S capacity, D head_dim.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,12 +39,12 @@ class Extent(NamedTuple):
 
 
 class Store:
-    """Keys and values of one model for the rows of one batch. What has nothing to do does nothing."""
+    """Keys and values of one model for the rows of one batch."""
 
     lens: list[int]  # per row: tokens that are held
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of all that is kept."""
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
         raise NotImplementedError
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
@@ -60,32 +59,10 @@ class Store:
         """Holds the first `length` tokens of a row."""
         self.lens[row] = length
 
-    def flush(self, row: int) -> None:
-        """A flush interval of a row's verified tokens leaves the tail for the prefix."""
-
     @property
     def nbytes(self) -> int:
         """Bytes of all that is kept."""
-        return sum(tensor.nbytes for _, tensor in self.tensors())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All that is kept, by name, and the rows' lengths: references, not copies."""
-        return {**dict(self.tensors()), "lens": torch.tensor(self.lens)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copies in what `state_dict` of an equally shaped store gave.
-
-        Raises:
-            ValueError: a tensor is missing, or has another shape.
-        """
-        for name, tensor in self.tensors():
-            if name not in state or state[name].shape != tensor.shape:
-                found = tuple(state[name].shape) if name in state else "missing"
-                raise ValueError(f"{name} must have the shape {tuple(tensor.shape)}, and is {found}")
-        for name, tensor in self.tensors():  # once all of it is known to fit
-            tensor.copy_(state[name])
-        for row, length in enumerate(state["lens"].tolist()):
-            self.lens[row] = length
+        return sum(tensor.nbytes for tensor in self.tensors())
 
 
 class View(Store):
@@ -106,30 +83,23 @@ class View(Store):
         """num_layers: keeps the first so many, None: all. storage: per layer [2, B, K, capacity or more, D], to lie in;
         None: it is allocated."""
         if storage is None:
-            shape = (2, batch, config.n_kv_head, capacity, config.head_dim)
+            shape = (batch, config.n_kv_head, capacity, config.head_dim)
             layers = config.n_layer if num_layers is None else num_layers
             # K and V are tensors of their own: compiled code that writes to two views of one storage keeps the offsets
             # that it first saw.
-            self.k, self.v = ([torch.zeros(shape[1:], device=device, dtype=dtype) for _ in range(layers)]
-                              for _ in range(2))
+            self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)] for _ in range(2))
         else:
             self.k, self.v = ([kv[half, :, :, :capacity] for kv in storage] for half in range(2))
         self.lens = [0] * batch
         self.len = torch.zeros(batch, dtype=torch.int32, device=device)  # [B], the same on the device
         self.own_len = self.len  # without what is shared
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
-            yield f"k.{i}", k
-            yield f"v.{i}", v
+    def tensors(self) -> list[Tensor]:
+        return [*self.k, *self.v]
 
     def truncate(self, row: int, length: int) -> None:
         self.lens[row] = length
         self.len[row].fill_(length)
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        super().load_state_dict(state)
-        self.len.copy_(state["lens"])
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
         return torch.stack([self.k[i][row, :, start:stop], self.v[i][row, :, start:stop]])
@@ -138,21 +108,23 @@ class View(Store):
         stop = start + kv.shape[2]
         self.k[i][row, :, start:stop], self.v[i][row, :, start:stop] = kv
 
-    def before(self, i: int) -> tuple[Tensor, Tensor]:
-        """K and V of layer i of what is shared, each [1, K, base, D], if that is resident."""
-        return tuple(x[i][:, :, : self.base] for x in (self.shared.k, self.shared.v))
-
     @property
     def extent(self) -> Extent:
         return Extent(min(self.lens), max(self.lens))
 
+    def _streamed(self, extent: Extent) -> int:
+        """Tokens that a step streams past."""
+        return self.base if self.shared is not None else extent.longest
+
     def worth_recording(self, extent: Extent) -> bool:
         """Whether a step over it is to become a graph: not if to enqueue it takes no time beside what streams past."""
-        return True
+        return self.streams is None or self.streams.in_few_pieces(self._streamed(extent))
 
     def run_ahead(self) -> None:
         """Begins to copy what the next step streams past. To be called before each step, and nothing that it reads may
         change in between."""
+        if self.streams is not None:
+            self.streams.run_ahead(self._streamed(self.extent))
 
 
 def runs(rows: list[int]) -> list[slice]:

@@ -3,7 +3,7 @@
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, D head_dim.
 """
 
-from collections.abc import Iterator
+import copy
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from .. import attention
 from ..attention import rotate
 from ..graphs import put
 from ..model import ModelConfig, RotaryEmbedding, eager
-from .store import Store
+from .store import View
 
 
-class StreamingCache(Store):
+class StreamingCache(View):
     """Attention sinks and a ring of recent tokens (StreamingLLM, arXiv 2309.17453), for a draft of short context.
 
     Keys are stored unrotated and rotated by their rank in the cache whenever they are attended to, so that a model
-    trained on 2,048 positions never meets position 124,928.
+    trained on 2,048 positions never meets position 124,928. Whoever drafts with it holds the lengths.
 
     Args:
         slack: how many tokens at least may be written ahead and then forgotten. The ring holds `window_size + slack`.
@@ -27,30 +27,20 @@ class StreamingCache(Store):
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, num_sink: int, window_size: int,
                  slack: int, device, dtype):
-        self.config = config
         capacity = -(-(num_sink + window_size + slack) // 8) * 8  # a multiple of what tensor cores load at a time
-        self.num_sink, self.window_size = num_sink, window_size
-        shape = (batch, config.n_kv_head, capacity, config.head_dim)
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        super().__init__(config, batch, capacity, device, dtype)
+        self.config, self.num_sink, self.window_size = config, num_sink, window_size
         positions = torch.tensor(range(capacity), device=device)
         if positions.is_meta:  # a plan of the memory; PyTorch would import its compiler to compute, which takes seconds
-            self.angles = (positions.new_empty(shape[2:], dtype=torch.float32),) * 2
+            self.angles = (positions.new_empty(capacity, config.head_dim, dtype=torch.float32),) * 2
         else:
             self.angles = rope(positions)  # cos, sin of every rank, [capacity, D] each
-        self.lens = [0] * batch  # whoever drafts with it holds the lengths
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
-            yield f"k.{i}", k
-            yield f"v.{i}", v
 
     def part(self, rows: slice) -> "StreamingCache":
         """The same storage, seen as a batch of some of its rows."""
-        view = object.__new__(StreamingCache)
-        view.__dict__.update(self.__dict__)
-        view.k, view.v = [k[rows] for k in self.k], [v[rows] for v in self.v]
-        return view
+        part = copy.copy(self)
+        part.k, part.v = [k[rows] for k in self.k], [v[rows] for v in self.v]
+        return part
 
 
 def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int, num_sink: int, window_size: int,

@@ -9,7 +9,6 @@ what the full level verifies, the others see.
 Shapes: B batch, K KV heads, T tail slots, M rows of a block, C chunks, D head_dim.
 """
 
-from collections.abc import Iterator
 from itertools import groupby
 
 import torch
@@ -41,11 +40,10 @@ class Tail(Store):
         self.whole = torch.zeros(shape, device=device, dtype=dtype)
         self.storage = list(self.whole)  # by layer
         self.kv = [kv[:, :, :, room:] for kv in self.storage]  # per layer [2, B, K, T, D]
-        self.slots, self.room = slots, room
-        self.lens = [0] * batch  # the levels hold the tail's lengths; it is not told
+        self.slots, self.room = slots, room  # the levels hold the tail's lengths
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((f"tail.{i}", kv) for i, kv in enumerate(self.kv))
+    def tensors(self) -> list[Tensor]:
+        return self.kv
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copies slots to others in all layers, for each row: source, target [B, n]. All are read before any is
@@ -68,7 +66,8 @@ class TargetCache(Store):
         budget: tokens of a view that is to lie before the tail; 0: none.
         chunk_size: tokens whose mean key is kept; 0: none is.
         newest: queries that a view is chosen by, at most. None: block_size.
-        ahead: slots of the tail behind those of a flush interval. None: 2 * block_size.
+        ahead: slots of the tail behind those of a flush interval, for a block that starts just before a flush, and for
+            a drafting level that runs ahead. None: 2 * block_size.
         offload: keeps the prefix of the last layers. None: all of it is on the device.
         shared: the prefix that all rows have in common.
         runs_on: the device whose kernels will read it, if it is not the one that it is allocated on.
@@ -78,18 +77,16 @@ class TargetCache(Store):
                  flush_interval: int, chunk_size: int, budget: int = 0, newest: int | None = None,
                  ahead: int | None = None, offload: Offload | None = None, shared: PrefixStore | None = None, device,
                  dtype, runs_on: torch.device | None = None):
-        self.config, self.rope = config, rope
-        self.group = config.query_group
+        self.config, self.rope, self.group = config, rope, config.query_group
         self.capacity, self.flush_interval = capacity, flush_interval
         runs_on = torch.device(device if runs_on is None else runs_on)
         self.prefix = PrefixStore(config, batch, capacity, device, dtype, offload=offload, chunk_size=chunk_size,
                                   length_on_device=attention.spans(runs_on, dtype, config.head_dim), shared=shared)
         # In bf16 on a CPU, the kernel for unmasked keys is worth more than one call over view and tail.
         joins = runs_on.type == "cuda" or dtype == torch.float32
-        # The tail has room for a block that starts just before a flush, and for a drafting level that runs ahead.
-        ahead = 2 * block_size if ahead is None else ahead
-        self.tail = Tail(config, batch, aligned(flush_interval + ahead), aligned(budget) if joins else 0, device, dtype)
         self.joins_view = joins and budget > 0
+        slots = aligned(flush_interval + (2 * block_size if ahead is None else ahead))
+        self.tail = Tail(config, batch, slots, aligned(budget) if joins else 0, device, dtype)
         # What views are chosen by: the queries of the block that was last verified.
         rows = (batch, config.n_head, block_size, config.head_dim)
         self.all_queries = torch.zeros(config.n_layer, *rows, device=device, dtype=dtype)
@@ -103,16 +100,8 @@ class TargetCache(Store):
         """Tokens of each row's prefix."""
         return self.prefix.lens
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.prefix.tensors()
-        yield from self.tail.tensors()
-        yield from ((f"queries.{i}", queries) for i, queries in enumerate(self.queries))
-        yield "query_weight", self.query_weight
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        super().load_state_dict(state)
-        for row, length in enumerate(self.lens):  # on the device, too
-            self.prefix.truncate(row, length)
+    def tensors(self) -> list[Tensor]:
+        return [*self.prefix.tensors(), *self.tail.tensors(), self.all_queries, self.query_weight]
 
     def newest_queries(self, queries: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """What a row's view is chosen by, of its queries [..., M, D] and their weights [M]: [..., m, D] and [m]. Of a
@@ -133,13 +122,6 @@ class TargetCache(Store):
         if stop > border:
             parts.append(self.tail.load(i, row, max(start - border, 0), stop - border))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-    def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
-        border = max(self.lens[row] - start, 0)
-        if border:
-            self.prefix.store(i, row, start, kv[:, :, :border])
-        if kv.shape[2] > border:
-            self.tail.store(i, row, start + border - self.lens[row], kv[:, :, border:])
 
     def truncate(self, row: int, length: int) -> None:
         """Goes on from `length` tokens, which all lie in the prefix: those past `whole` move to the tail."""
@@ -168,6 +150,7 @@ class TargetCache(Store):
             self.prefix.store(i, row, start, self.tail.load(i, row, 0, tokens))
 
     def flush(self, row: int) -> None:
+        """A flush interval of a row's verified tokens leaves the tail for the prefix."""
         start = self.lens[row]
         self.spill_tail(row)
         self.prefix.truncate(row, start + self.flush_interval)

@@ -12,7 +12,8 @@ A layer's chosen chunks are copied into the view at once where the layer's prefi
 offloaded layer are **gathered**: picked out of the pieces that the next verify streams past anyway, so that a rebuild
 reads nothing from the host.
 
-Where nothing streams past, a view is chosen when a round first reads it: many texts never draft from theirs.
+A view is **due** until that is done. Where nothing streams past, it is chosen when a round first reads it: many texts
+never draft from theirs.
 
 Rows that share a prefix read it through one view, a `CommonView`, chosen by the queries of all of them: it takes the
 memory, the copying and the reading of one row. Each has a view of its own for what comes after.
@@ -23,7 +24,7 @@ longer than the budget, the view is all of that, in order.
 Shapes: B batch, L layers, K KV heads, G query heads per KV head, M rows of queries, C chunks, D head_dim.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -82,12 +83,11 @@ class RetrievalView(View):
         self._chunks = torch.zeros(batch, cache.config.n_layer, cache.config.n_kv_head, self.num_selected,
                                    dtype=torch.int64, device=device)
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._offload, self._awaited = self.source.offload, [False] * batch
-        self._put_off = [False] * batch  # per row: its view is yet to be chosen
+        self._offload, self._due = self.source.offload, [False] * batch
         self.is_stale = False  # of what streams past, it holds what an earlier call selected, or nothing
-        self._piece = self._place = torch.empty(0)  # of the layer that streams past: see `_locate`
+        self._piece = self._place = torch.empty(0)  # of the layer that streams past: see `gather`
         self._row = torch.zeros(1, dtype=torch.int64, device=device)  # that is chosen for: one graph serves all rows
-        self._select = compiler.level().step(self._select_and_copy)
+        self._select = compiler.step(self._select_and_copy)
 
     def _split(self, recent: float) -> tuple[int, int]:
         """Tokens of the window, and how many chunks are selected."""
@@ -96,23 +96,9 @@ class RetrievalView(View):
             return (self.budget - self.chunk_size) // interval * interval, 0
         return split_view(self.budget, self.chunk_size, interval, recent)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().tensors()
-        yield "chunks", self._chunks
-        yield "prefix_len", self._prefix_len
-        if self.shared is not None:
-            yield from ((f"common.{name}", tensor) for name, tensor in self.shared.tensors())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        self.catch_up(range(len(self._put_off)))
-        return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        super().load_state_dict(state)
-        self.selected = [length > self.budget for length in self.source.own_lens]
-        self._put_off = [False] * len(self._put_off)
-        if self.shared is not None:  # its tensors are among those that were copied
-            self.shared._put_off = [False]
+    def tensors(self) -> list[Tensor]:
+        common = [] if self.shared is None else self.shared.tensors()
+        return [*super().tensors(), self._chunks, self._prefix_len, *common]
 
     @property
     def extent(self) -> Extent:
@@ -126,7 +112,7 @@ class RetrievalView(View):
         """A row has been prefilled, or is back at an earlier length. Its view is chosen now, or by `catch_up`."""
         if self._offload is None and (self.kind.renews or self.kind.unit is None):  # else by the prompt's queries
             self.fit(row)
-            self._put_off[row] = True
+            self._due[row] = True
         else:
             self.choose(row)
 
@@ -138,10 +124,9 @@ class RetrievalView(View):
     def catch_up(self, rows: Iterable[int]) -> list[int]:
         """A round is about to read the views of these rows. Returns those that one was chosen for, COMMON among them
         if the common one was."""
-        late = [row for row in rows if self._put_off[row]]
+        late = [row for row in rows if self._due[row] and self._offload is None]
         for row in late:
             self.choose(row)
-            self._put_off[row] = False
         return late + [COMMON] if self.shared is not None and self.shared.catch_up([0]) else late
 
     def renew(self, rows: Iterable[int]) -> list[int]:
@@ -149,12 +134,11 @@ class RetrievalView(View):
         which it did. What streams past is gathered in the next verify."""
         renewed = []
         for row in rows if self.kind.renews else ():
-            if row == COMMON:
-                chosen = bool(self.shared.renew([0]))
-                self.num_rebuilds += chosen
-            elif chosen := self.selected[row]:
-                self.rebuild(row, at_once=False)
-            renewed += [row] * chosen
+            view, place = (self.shared, 0) if row == COMMON else (self, row)
+            if view.selected[place]:
+                view.choose(place, at_once=False)
+                renewed.append(row)
+        self.num_rebuilds += len(renewed)
         return renewed
 
     def rebuild(self, row: int, at_once: bool = True) -> None:
@@ -171,152 +155,49 @@ class RetrievalView(View):
         """
         self.fit(row)
         if not self.selected[row]:
-            start, length = self.source.base, self.lens[row]
-            for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
-                k[row, :, :length], v[row, :, :length] = self.source.load(i, row, start, start + length)
+            for i in range(len(self.k)):
+                self._take_whole(i, row, *self.source.layer(i, row))
+            self._due[row] = False
             return
         self._row.fill_(row)
         self._select()
-        if self._offload is None:
-            return
-        self._awaited[row] = True
-        if at_once:
+        self._due[row] = self._offload is not None
+        if self._offload is not None and at_once:
             passage = Passage(self._offload)
             for i in self._offload.layers:
                 for number, kv in passage.pieces(i, self.source.lens[row]):
                     self.gather(i, number, kv)
-            self._awaited[row] = False
+            self._due[row] = False
 
     def fit(self, row: int) -> None:
         """Sets the length of a row's view by that of what it views."""
         prefix_len = self.source.own_lens[row]
         self.selected[row] = prefix_len > self.budget
-        self._awaited[row] = False
         self.truncate(row, self.held if self.selected[row] else prefix_len)
+
+    def _take_whole(self, i: int, row: int, k: Tensor, v: Tensor) -> None:
+        """Of layer i's k, v [K, S, D], as many tokens as the row's view has."""
+        length = self.lens[row]
+        self.k[i][row, :, :length], self.v[i][row, :, :length] = k[:, :length], v[:, :length]
 
     def rebuild_layer(self, i: int, row: int) -> None:
         """`rebuild` for one layer that a prefill has just written, while it is at hand; after `fit`."""
+        self._due[row] = False
         k, v = (x[0] for x in self.source.working_layer(i, range(row, row + 1)))
         if not self.selected[row]:
-            length = self.lens[row]
-            self.k[i][row, :, :length], self.v[i][row, :, :length] = k[:, :length], v[:, :length]
+            self._take_whole(i, row, k, v)
             return
         self._row.fill_(row)
         if self.num_selected:
-            self._chunks[row, i] = self._scores(i, k).topk(self.num_selected, dim=-1, sorted=False).indices
+            self._chunks[row, i] = self._scores(slice(i, i + 1), k)[0].topk(self.num_selected, -1, sorted=False).indices
         self._prefix_len[row] = self.source.own_len[row]
         at = self.positions(row, i)
         for tokens, view in ((k, self.k[i][row]), (v, self.v[i][row])):
             _in_words(view[:, : at.shape[1]]).copy_(_pick(_in_words(tokens)[None], at))
 
-    def positions(self, row: int, i: int) -> Tensor:
-        """Where the tokens of layer i's selection stand in the row's own part of the prefix: [K, held]."""
-        return self._positions(self._chunks[row, i, None], self._prefix_len[row])[0]
-
-    def _positions(self, chunks: Tensor, prefix_len: Tensor) -> Tensor:
-        return _token_index(chunks, prefix_len, self.window_size, self.chunk_size, self.select_size)
-
-    @property
-    def awaiting(self) -> list[int]:
-        """Rows that the next verify gathers tokens for."""
-        return [row for row, awaited in enumerate(self._awaited) if awaited]
-
-    def gathered(self) -> None:
-        """All pieces of all offloaded layers have been given to `gather`."""
-        self._awaited, self.is_stale = [False] * len(self._awaited), False
-
-    def gather(self, i: int, number: int, piece: Tensor) -> None:
-        """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it. The pieces
-        of a layer come in order."""
-        if number == 0:
-            self._locate(i)
-        here, at = (self._piece == number)[..., None], self._place  # [B, K, held, 1], [B, K, held]
-        if piece.shape[2] < self._offload.piece:
-            at = at.clamp(max=piece.shape[2] - 1)
-        heads = torch.arange(at.shape[1], device=at.device)[:, None]
-        for rows in self._together():
-            whose = torch.arange(len(at), device=at.device)[rows, None, None]
-            for tokens, view in zip(piece, (self.k[i], self.v[i]), strict=True):
-                tokens, view = _in_words(tokens), _in_words(view[rows, :, : at.shape[2]])
-                torch.where(here[rows], tokens[whose, at[rows], heads], view, out=view)
-
-    def _together(self) -> Iterator[slice]:
-        """The rows that await pieces, as many at a time as are picked together."""
-        count = max(GATHERED // (self.held * self._chunks.shape[2] * self.cache.config.head_dim), 1)
-        for run in runs(self.awaiting):
-            for first in range(run.start, run.stop, count):
-                yield slice(first, min(first + count, run.stop))
-
-    def _locate(self, i: int) -> None:
-        """Of the tokens that layer i's views hold: in which piece each comes, and where in it."""
-        at = self._positions(self._chunks[:, i], self._prefix_len)
-        self._piece, self._place = at // self._offload.piece, at % self._offload.piece
-
-    def _of_row(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Of a tensor in which `dim` counts the rows of the batch, the row that is chosen for. A copy, of several."""
-        return x.select(dim, 0) if x.shape[dim] == 1 else x.index_select(dim, self._row).squeeze(dim)
-
-    def _set_row(self, x: Tensor, value: Tensor) -> None:
-        """Writes the row that is chosen for, the first dimension of x being that of the rows."""
-        if len(x) == 1:
-            x[0].copy_(value)
-        else:
-            torch.ops.aten.index_put_(x, [self._row], value[None].to(x.dtype))
-
-    def _newest(self, layers: slice) -> tuple[Tensor, Tensor]:
-        """What the row's view is chosen by: queries of some layers [L, H, m, D], and their weights [m]."""
-        queries, weight = self._of_row(self.cache.all_queries[layers], 1), self._of_row(self.cache.query_weight)
-        return self.cache.newest_queries(queries, weight)
-
-    def _scores(self, i: int, keys: Tensor | None = None) -> Tensor:
-        """[K, chunks or tokens] of one layer, -inf for what is not to choose.
-
-        keys: [K, S, D], those of all tokens. None: the resident ones.
-        """
-        if self.kind.unit == "chunk":
-            keys, smoothed = self._of_row(self.source.chunk_keys[i])[:, : self.room // self.chunk_size], 0
-        else:
-            keys, smoothed = self._of_row(self.source.k[i])[:, : self.room] if keys is None else keys, SMOOTHED
-        queries, weight = self._newest(slice(i, i + 1))
-        return chunk_scores(queries[0], keys, weight, self._mask(keys.shape[1]), smoothed)
-
-    def _mask(self, count: int) -> Tensor:
-        """Of so many chunks or tokens, what there is to choose from; see `_choice_mask`."""
-        end = (self._of_row(self.source.own_len) - self.window_size) // self.select_size  # from here on: the window
-        return _choice_mask(self.chunk_size // self.select_size, end, count)
-
-    def _all_scores(self) -> Tensor:
-        """`_scores` of all layers, [L, K, chunks or tokens]; several layers at a time, where keys are few enough."""
-        count = self.cache.config.n_layer
-        if self.kind.unit != "chunk":
-            return torch.stack([self._scores(i) for i in range(count)])
-        queries, weight = self._newest(slice(None))
-        keys = self.source.all_chunk_keys[:, :, :, : self.room // self.chunk_size]  # [L, B, K, C, D]
-        mask = self._mask(keys.shape[3])
-        together = scored_together(queries.shape[1] * queries.shape[2] * keys.shape[3], count)
-        layers = [slice(first, first + together) for first in range(0, count, together)]
-        return torch.cat([chunk_scores(queries[some], self._of_row(keys[some], 1), weight, mask) for some in layers])
-
-    def _select_and_copy(self) -> None:
-        """The selection of a row, in static shapes: what lies beyond its prefix is masked, so a graph can replay it."""
-        source, chunks = self.source, self._of_row(self._chunks)
-        prefix_len = self._of_row(source.own_len)
-        if self.num_selected:
-            # One call for all layers: ten times faster on a GPU than one a layer.
-            chunks = self._all_scores().topk(self.num_selected, dim=-1, sorted=False).indices
-            self._set_row(self._chunks, chunks)  # [L, K, num_selected]
-        self._set_row(self._prefix_len, prefix_len)
-        if source.num_resident == 0:
-            return
-        at = self._positions(chunks[: source.num_resident], prefix_len)  # [L, K, held]
-        for i in range(source.num_resident):
-            for tokens, view in ((source.k[i], self.k[i]), (source.v[i], self.v[i])):
-                view = _in_words(view[:, :, : at.shape[2]])
-                self._set_row(view, _pick(_in_words(tokens), at[i], self._row))
-
     def flush(self, row: int) -> None:
         """Takes in the interval that the cache has just flushed, so that drafting never loses the newest tokens."""
-        if self._put_off[row]:
+        if self._due[row] and self._offload is None:
             self.fit(row)
             return
         interval = self.cache.flush_interval
@@ -331,6 +212,101 @@ class RetrievalView(View):
             at = self.chunk_size + start % self.window_size
         for i in range(len(self.k)):
             self.store(i, row, at, self.cache.tail.load(i, row, 0, interval))  # where it still stands
+
+    def positions(self, row: int, i: int) -> Tensor:
+        """Where the tokens of layer i's selection stand in the row's own part of the prefix: [K, held]."""
+        return self._positions(self._chunks[row, i, None], self._prefix_len[row])[0]
+
+    def _positions(self, chunks: Tensor, prefix_len: Tensor) -> Tensor:
+        """Of chunks [N, K, num_selected], the sink, the recent window, the chunks: [N, K, held]. prefix_len: one for
+        all, or [N]."""
+        window, size, device = self.window_size, self.select_size, chunks.device
+        recent_start = (prefix_len - window).reshape(-1, 1, 1)
+        # Ring slot j holds the position of the window that is congruent to j, so that a flush overwrites the oldest.
+        recent = recent_start + (torch.arange(window, device=device) - recent_start) % window
+        sink = torch.arange(self.chunk_size, device=device)
+        tokens = (chunks[..., None] * size + torch.arange(size, device=device)).flatten(2)
+        return torch.cat([part.expand(*tokens.shape[:2], -1) for part in (sink, recent, tokens)], 2)
+
+    def _newest(self, layers: slice) -> tuple[Tensor, Tensor]:
+        """What the row's view is chosen by: queries of some layers [L, H, m, D], and their weights [m]."""
+        queries, weight = self._of_row(self.cache.all_queries[layers], 1), self._of_row(self.cache.query_weight)
+        return self.cache.newest_queries(queries, weight)
+
+    def _scores(self, layers: slice, keys: Tensor | None = None) -> Tensor:
+        """Of some layers [L, K, chunks or tokens], -inf for what is not to choose.
+
+        keys: [K, S, D], those of all tokens of one layer. None: the resident ones.
+        """
+        if self.kind.unit == "chunk":
+            keys = self._of_row(self.source.all_chunk_keys[layers, :, :, : self.room // self.chunk_size], 1)
+        else:
+            keys = (self._of_row(self.source.k[layers.start])[:, : self.room] if keys is None else keys)[None]
+        queries, weight = self._newest(layers)
+        place = torch.arange(keys.shape[2], device=keys.device)
+        begin = self.chunk_size // self.select_size  # after the sink
+        end = (self._of_row(self.source.own_len) - self.window_size) // self.select_size  # from here on: the window
+        mask = torch.where((place >= begin) & (place < end), 0.0, float("-inf"))
+        return chunk_scores(queries, keys, weight, mask, 0 if self.kind.unit == "chunk" else SMOOTHED)
+
+    def _all_scores(self) -> Tensor:
+        """`_scores` of all layers: several at a time, where keys are few enough."""
+        count, together = self.cache.config.n_layer, 1
+        if self.kind.unit == "chunk":
+            _, heads, rows, _ = self._newest(slice(0, 1))[0].shape
+            together = scored_together(heads * rows * (self.room // self.chunk_size), count)
+        return torch.cat([self._scores(slice(first, first + together)) for first in range(0, count, together)])
+
+    def _select_and_copy(self) -> None:
+        """The selection of a row, in static shapes: what lies beyond its prefix is masked, so a graph can replay it."""
+        source, row, chunks = self.source, self._row, self._of_row(self._chunks)
+        prefix_len = self._of_row(source.own_len).long()
+        if self.num_selected:
+            # One call for all layers: ten times faster on a GPU than one a layer.
+            chunks = self._all_scores().topk(self.num_selected, -1, sorted=False).indices
+            self._chunks[row] = chunks[None]  # [L, K, num_selected]
+        self._prefix_len[row] = prefix_len[None]
+        if source.num_resident == 0:
+            return
+        at = self._positions(chunks[: source.num_resident], prefix_len)  # [L, K, held]
+        for i in range(source.num_resident):
+            for tokens, view in ((source.k[i], self.k[i]), (source.v[i], self.v[i])):
+                _in_words(view[:, :, : at.shape[2]])[row] = _pick(_in_words(tokens), at[i], row)[None]
+
+    def _of_row(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Of a tensor in which `dim` counts the rows of the batch, the row that is chosen for. A copy, of several."""
+        return x.select(dim, 0) if x.shape[dim] == 1 else x.index_select(dim, self._row).squeeze(dim)
+
+    @property
+    def awaiting(self) -> list[int]:
+        """Rows that the next verify gathers tokens for."""
+        return [] if self._offload is None else [row for row, due in enumerate(self._due) if due]
+
+    def gathered(self) -> None:
+        """All pieces of all offloaded layers have been given to `gather`."""
+        self._due, self.is_stale = [False] * len(self._due), False
+
+    def gather(self, i: int, number: int, piece: Tensor) -> None:
+        """Picks the selected tokens of layer i out of a piece [2, B, P, K, D], for the rows that await it. The pieces
+        of a layer come in order."""
+        if number == 0:  # in which piece each of its tokens comes, and where in it
+            at = self._positions(self._chunks[:, i], self._prefix_len)
+            self._piece, self._place = at // self._offload.piece, at % self._offload.piece
+        here, at = (self._piece == number)[..., None], self._place  # [B, K, held, 1], [B, K, held]
+        if piece.shape[2] < self._offload.piece:
+            at = at.clamp(max=piece.shape[2] - 1)
+        heads = torch.arange(at.shape[1], device=at.device)[:, None]
+        for rows in self._together():
+            whose = torch.arange(len(at), device=at.device)[rows, None, None]
+            for tokens, view in zip(piece, (self.k[i], self.v[i]), strict=True):
+                tokens, view = _in_words(tokens), _in_words(view[rows, :, : at.shape[2]])
+                torch.where(here[rows], tokens[whose, at[rows], heads], view, out=view)
+
+    def _together(self) -> list[slice]:
+        """The rows that await pieces, as many at a time as are picked together."""
+        count = max(GATHERED // (self.held * self._chunks.shape[2] * self.cache.config.head_dim), 1)
+        return [slice(first, min(first + count, run.stop)) for run in runs(self.awaiting)
+                for first in range(run.start, run.stop, count)]
 
 
 class CommonView(RetrievalView):
@@ -353,7 +329,7 @@ class CommonView(RetrievalView):
             super().open(row)
         else:  # the first verify gathers it
             self.choose(row, at_once=False)
-            self.is_stale = self._awaited[row]
+            self.is_stale = self._due[row]
 
     def _newest(self, layers: slice) -> tuple[Tensor, Tensor]:
         """Of all rows of the batch: each has a weight of 1 in all, but none if it brought no tokens."""
@@ -366,12 +342,6 @@ class CommonView(RetrievalView):
         weight = weight / weight.sum(1, keepdim=True).clamp(min=1)
         queries = queries.transpose(2, 3)[:, rows, kept]  # [L, B, count, H, D]
         return queries.flatten(1, 2).transpose(1, 2), weight.flatten()
-
-
-def _choice_mask(start: int, end: Tensor, count: int) -> Tensor:
-    """[C], additive: 0 for the chunks after the sink and before `end`, -inf for all others."""
-    chunk = torch.arange(count, device=end.device)
-    return torch.where((chunk >= start) & (chunk < end), 0.0, float("-inf"))
 
 
 def chunk_scores(queries: Tensor, chunk_keys: Tensor, weight: Tensor, mask: Tensor, smoothed: int = 0) -> Tensor:
@@ -391,17 +361,6 @@ def chunk_scores(queries: Tensor, chunk_keys: Tensor, weight: Tensor, mask: Tens
     if smoothed:
         attended = torch.nn.functional.avg_pool1d(attended, smoothed, 1, smoothed // 2)
     return attended + mask  # once more: a far chunk's share may round to the same 0
-
-
-def _token_index(chunks: Tensor, prefix_len: Tensor, window_size: int, num_sink: int, chunk_size: int) -> Tensor:
-    """[N, K, num_selected] chunks -> [N, K, held] positions: the sink, the recent window, the chunks. prefix_len: one
-    for all, or [N]."""
-    recent_start = (prefix_len - window_size).reshape(-1, 1, 1)
-    # Ring slot j holds the position of the window that is congruent to j, so that a flush overwrites the oldest.
-    recent = recent_start + (torch.arange(window_size, device=chunks.device) - recent_start) % window_size
-    sink = torch.arange(num_sink, device=chunks.device)
-    tokens = (chunks[..., None] * chunk_size + torch.arange(chunk_size, device=chunks.device)).flatten(2)
-    return torch.cat([part.expand(*tokens.shape[:2], -1) for part in (sink, recent, tokens)], 2)
 
 
 def _pick(tokens: Tensor, index: Tensor, row: Tensor | None = None) -> Tensor:
