@@ -53,7 +53,7 @@ def test_where_steps_are_recorded_the_first_round_takes_the_step_that_checks_dra
     outer = state.hierarchy.outer
     assert state.last_round.plan == Plan(padded=padded)
     assert outer.num_rows == (outer.row_unit if padded else 1)
-    state.pilot.keep()
+    state.pilot.learn()
     costs = state.pilot.controller.costs
     [shown] = [part for part, seen in zip(costs.number, costs.seen, strict=True) if seen]
     assert shown == (("verify", outer.num_rows) if padded else ("plain", 1))
@@ -98,7 +98,7 @@ def test_the_last_round_of_a_text_is_learned_from(pair):
     state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)
     state.round()
     assert not state.pilot.controller.costs.seen.any()
-    state.pilot.keep()
+    state.pilot.learn()
     assert state.pilot.controller.costs.seen.any()
 
 
@@ -117,7 +117,7 @@ def test_the_controller_is_told_what_may_come(pair, monkeypatch):
         for _ in range(8):
             state.round()
         assert told and all(remaining == max_new_tokens - (known - first) + earlier for remaining, known in told)
-        state.pilot.keep()
+        state.pilot.learn()
         earlier += state.known[0] - first
     assert earlier >= 24 and state.pilot.controller.costs.seen.any()
     state.params.set(temperature=0.5, top_p=0.9, top_k=None, min_p=None, seed=[0])
@@ -126,8 +126,8 @@ def test_the_controller_is_told_what_may_come(pair, monkeypatch):
 
 
 def test_thinking_does_not_count_as_the_rounds_time(pair, monkeypatch):
-    state, learn = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), Pilot._learn
-    monkeypatch.setattr(Pilot, "_learn", lambda self: (time.sleep(0.3), learn(self))[1])
+    state, learn = make_state(*pair, [random_prompt(100)], auto=True, gamma=3), Pilot.learn
+    monkeypatch.setattr(Pilot, "learn", lambda self: (time.sleep(0.3), learn(self))[1])
     for _ in range(2):
         state.round()
         assert state.last_round.timing.checking < 250

@@ -58,7 +58,6 @@ class Pilot:
         # Tokens of a row: that this text may have yet, and that texts have had. Later texts are expected to have as
         # many as earlier ones: so recording a step may pay although each text is short.
         self._remaining, self._emitted = 0.0, 0.0
-        self._fixed: Plan | None = None
         self._planned: list[Plan] = []  # of the rounds to come, as far as that is known
         self._on_cpu = hierarchy.outer.length.device.type == "cpu"
         self._unseen: Round | None = None  # followed what was chosen, and has not been learned from yet
@@ -73,7 +72,7 @@ class Pilot:
             lengths: settled tokens of each row. max_new_tokens: of a row, at most.
             texts: gives each row's tokens from a position on, the pending one among them.
         """
-        self._fixed, self.padding, self._planned, self._unseen = plan, padding, [], None
+        self.fixed, self.padding, self._planned, self._unseen = plan, padding, [], None
         self._remaining = max_new_tokens + self._emitted
         self.controller, self.meters = None, []
         has_views, base = self.hierarchy.view is not None, self.hierarchy.cache.prefix.base
@@ -82,8 +81,10 @@ class Pilot:
             self.rebuilds[COMMON] = RebuildPolicy(self.common_interval)
         if plan is None and self.auto:
             self.controller = self._controller(lengths)
-            if "ngram" in self.hierarchy.sources:
-                self.meters = self._meters(texts, base)
+        if self.controller is not None and "ngram" in self.hierarchy.sources:
+            # What all rows share, so many tokens, is gone through once.
+            meter = self._shared_meter or (lambda: NgramMeter(texts(0)[0][:base]))
+            self.meters = [meter().fork(text) for text in texts(base)] if base else list(map(NgramMeter, texts(0)))
 
     def _controller(self, lengths: list[int]) -> Controller:
         """Of one text. It goes on where the last one under such circumstances ended."""
@@ -104,17 +105,10 @@ class Pilot:
         self.shelf[name] = costs, controller.rates
         return controller
 
-    def _meters(self, texts: Callable[[int], list[list[int]]], base: int) -> list[NgramMeter | None]:
-        """One a row. What all rows share, so many tokens, is gone through once."""
-        if base == 0:
-            return [NgramMeter(text) for text in texts(0)]
-        shared = NgramMeter(texts(0)[0][:base]) if self._shared_meter is None else self._shared_meter()
-        return [shared.fork(text) for text in texts(base)]
-
     def choose(self) -> Plan:
         """The next round's plan."""
         if self._on_cpu:
-            self._learn()
+            self.learn()
         self.ahead()
         self._begins = self._begins and self.controller is None
         return self._planned.pop(0)
@@ -131,8 +125,8 @@ class Pilot:
         The very first drafts nothing: so the first token waits for nothing that does. Where steps are recorded, and
         drafts are to come, it takes the step that checks them: the next rounds then need not run it as it is written.
         """
-        if self._fixed is not None:
-            return [self._fixed]
+        if self.fixed is not None:
+            return [self.fixed]
         if self.controller is None:
             gathering = self.hierarchy.gathering
             if gathering is not None and gathering.is_stale and self.default.retrieval:
@@ -153,11 +147,11 @@ class Pilot:
     def think(self) -> None:
         """While the device works. On a CPU nothing goes on beside: there a choice waits for what the round shows."""
         if not self._on_cpu:
-            self._learn()
+            self.learn()
             self.ahead()
 
-    def _learn(self) -> None:
-        """Takes in what the round before showed."""
+    def learn(self) -> None:
+        """Takes in what the round before showed, if that has not been done."""
         result, self._unseen = self._unseen, None
         if result is None:
             return
@@ -169,10 +163,6 @@ class Pilot:
         self.controller.update(seen.tokens_a_row, **seen.counts)
         self._remaining -= seen.tokens_a_row
         self._emitted += seen.tokens_a_row
-
-    def keep(self) -> None:
-        """The generation has ended: what its last round showed is learned from."""
-        self._learn()
 
     def close_row(self, row: int) -> None:
         """The row is finished."""

@@ -97,7 +97,7 @@ class Session:
     def close(self) -> None:
         """No round will follow: what was said is kept, and the caches are let go."""
         if self.state is not None:
-            self.state.pilot.keep()
+            self.state.pilot.learn()
         self._results, self.state = self.results(), None
 
     def _result(self, row: int, peak: int) -> Generation:
