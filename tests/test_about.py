@@ -13,7 +13,7 @@ import torch
 
 import triforce
 from triforce import answers, interactive, request
-from triforce.caches import Caches
+from triforce.buffers import Buffers
 from triforce.cli import main
 from triforce.errors import UserError
 from triforce.prefix_file import PrefixReader
@@ -132,7 +132,7 @@ def test_a_saved_chat_is_asked_with_chat(folder, capsys):
 
 
 def test_an_interrupted_prefill_says_what_is_kept(folder, capsys, monkeypatch):
-    file, compute = folder / "part.prefix", Caches._compute
+    file, compute = folder / "part.prefix", Buffers._compute
 
     def broken(self, cache, tokens, start, *more):
         if start > 0:
@@ -141,11 +141,11 @@ def test_an_interrupted_prefill_says_what_is_kept(folder, capsys, monkeypatch):
 
     file.touch()  # an empty file keeps nothing
     with monkeypatch.context() as patch:
-        patch.setattr(Caches, "_compute", lambda self, *more: broken(self, None, [], 1))
+        patch.setattr(Buffers, "_compute", lambda self, *more: broken(self, None, [], 1))
         flags = ["--prompt-file", str(folder / "book.txt"), "--save-prefix", str(file), "--save-every", "256",
                  "--prefill-chunk-size", "256", *FEW]
         assert main(flags) == 130 and "keeps what was computed" not in capsys.readouterr().err
-        patch.setattr(Caches, "_compute", broken)
+        patch.setattr(Buffers, "_compute", broken)
         assert main(flags) == 130
     assert "part.prefix keeps what was computed; the same command goes on from there" in capsys.readouterr().err
     assert main(["--prefix", str(file), "--question", "Who?", *FEW]) == 2

@@ -54,7 +54,7 @@ def test_the_plan_is_what_is_allocated(flags, options, capsys):
     engine.prepare([list(range(5, 255)) * 10], 40)
     of_caches = {"tail", "chunk keys", "retrieval view", "draft cache"}
     parts = sum(size for name, size in way["parts"].items() if name.startswith("KV cache") or name in of_caches)
-    assert parts == engine.caches.state.nbytes
+    assert parts == engine.buffers.state.nbytes
     numbers = sum(tensor.numel() for tensor in open_tensors(TINY / "target" / "model.safetensors").values())
     assert way["parts"]["target weights"] == 4 * numbers
     assert way["resident_layers"] == options.get("num_resident_layers", 8)
@@ -77,7 +77,7 @@ def test_a_plan_for_one_document_is_what_is_allocated(flags, tmp_path, capsys):
     assert document == book.nbytes
     of_caches = {"tail", "chunk keys", "retrieval view", "draft cache"}
     rows = sum(size for name, size in parts.items() if name.startswith("KV cache") or name in of_caches)
-    assert rows == engine.caches.state.nbytes
+    assert rows == engine.buffers.state.nbytes
 
 
 def test_a_plan_says_how_many_rows_fit(llama_8b, capsys):

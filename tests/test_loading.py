@@ -103,7 +103,7 @@ def test_blocks_are_as_wide_as_the_target_s_heads_suggest(monkeypatch):
     monkeypatch.setattr(Settings, "resolve", resolved)
     target, draft = random_pair()
     engine = Engine(target, None, draft, settings=Settings(gamma=3))
-    engine.caches.settings_for(3, shared=True)
+    engine.buffers.settings_for(3, shared=True)
     need(Job(target.config, None, Settings(), Placement(), 1000, 10), Machine(torch.device("cpu"), 2**30, 2**30), False)
     assert told == [2, 2, 2]
     config = replace(read_config(TINY / "target"), n_kv_head=1)

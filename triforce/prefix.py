@@ -114,7 +114,7 @@ class Prefix:
         check_process()
         engine = self.engine
         prefix_file.write(path, layout_of(engine, len(self), self.num_shared), self.about, self.tokens, self._layer,
-                          engine.caches.heads, engine.device, engine.target.group)
+                          engine.buffers.heads, engine.device, engine.target.group)
 
     @property
     def about(self) -> dict:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import cli, memory, request
-from ..caches import MOST_ROWS, VIEWS, needed_tokens, own_tokens, usual_capacity, view_within
+from ..buffers import MOST_ROWS
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
 from ..errors import UserError
 from ..free_memory import check_answers
 from ..hf.checkpoint import read_config
 from ..hf.folders import find_draft, resolve
 from ..loading import find_dtype
-from ..memory import Part
+from ..memory import VIEWS, Part, Sizes
 from ..model import ModelConfig
 from ..parallel import Group, shard_config
 from ..quantize import check_wide, fp8_bytes
@@ -85,7 +85,7 @@ class Need:
 
 
 def need(job: Job, machine: Machine, offload: bool | str) -> Need:
-    """What the job takes, as `load` and `Caches` plan it.
+    """What the job takes, as `load` and `Buffers` plan it.
 
     Raises:
         UserError: settings do not fit each other, or so many ranks cannot share the model.
@@ -114,51 +114,53 @@ def need(job: Job, machine: Machine, offload: bool | str) -> Need:
 
 def _caches(job: Job, free: int | None, dtype: torch.dtype,
             device: torch.device) -> tuple[int, int, int, Sequence[Part], Part]:
-    """What `caches.Caches` plans: (rows that fit, tokens of a view, layers on the device, parts, part of the host).
+    """What `Buffers` plans: (rows that fit, tokens of a view, layers on the device, parts, part of the host).
 
     Args:
         job: of one rank, resolved. free: bytes beside the weights; None: nobody knows.
     """
     target, settings, place, longest = job.target, job.settings, job.placement, job.placement.max_seq_len
-    interval = settings.flush_interval
-    base = job.prompt_len // interval * interval if job.shares else 0
-    needed = needed_tokens(job.prompt_len + QUESTION * job.shares + job.max_new_tokens, settings, longest)
-    capacity = usual_capacity(needed, longest)
-    if base and longest is None:
-        capacity = base + own_tokens(needed, base, interval)
-    vocab_size = min(config.vocab_size for config in (target, job.draft) if config is not None)
+    base = job.prompt_len // settings.flush_interval * settings.flush_interval if job.shares else 0
+    needed = memory.needed_tokens(job.prompt_len + QUESTION * job.shares + job.max_new_tokens, settings, longest)
+    capacity = memory.row_capacity(needed, settings, longest, job.rows, base, target.max_len)
+    sizes = Sizes(job.rows, capacity, 0, min(config.vocab_size for config in (target, job.draft) if config is not None),
+                  base)
 
-    def state(rows: int, view: int, resident: int | None = None) -> Sequence[Part]:
-        return memory.state_parts(target, job.draft, settings, batch=rows, capacity=capacity, budget=view, base=base,
-                                  vocab_size=vocab_size, num_resident_layers=resident, dtype=dtype, device=device)
+    def planned(rows: int, view: int, resident: int | None = None) -> memory.MemoryPlan:
+        chosen = replace(sizes, batch=rows, budget=view, resident_layers=resident)
+        return memory.plan_memory(target, job.draft, settings, chosen, dtype, device)
 
     def view(sharing: int) -> int:
         return settings.view_tokens(job.prompt_len, place.offload, capacity, sharing)
 
-    kept = {"batch": 1 if base else job.rows, "capacity": base or capacity, "dtype": dtype}
-    least = min(view(1), VIEWS[0]) if base and settings.budget is None else view(1)
-    beside = state(1, least) if base else state(job.rows, least, 0 if place.offload else None)
-    resident = memory.resident_layers(target, place, beside, free, device, **kept)
-    layers = target.n_layer if resident is None else resident
-    host = memory.host_part(target, target.n_layer - layers, **kept)
+    def resident(layer: int, beside: memory.MemoryPlan) -> int | None:
+        return memory.resident_layers(place, target.n_layer, layer, beside.parts, free, device)
+
     if not base:
-        return job.rows, least, layers, state(job.rows, least, resident), host
-    document = memory.prefix_parts(target, settings, capacity=base, dtype=dtype, device=device,
-                                   num_resident_layers=resident)
-    free = memory.less_spare(free, device)
+        budget, least = view(1), 0 if place.offload else None
+        beside = planned(job.rows, budget, least)
+        on_device = resident(beside.layer, beside)
+        plan = planned(job.rows, budget, on_device)
+        return job.rows, budget, target.n_layer if on_device is None else on_device, plan.parts, plan.host
+    least = min(view(1), VIEWS[0]) if settings.budget is None else view(1)
+    sizes = replace(sizes, budget=least)
+    document = memory.plan_document(target, settings, sizes, dtype, device)
+    on_device = resident(document.layer, planned(1, least))
+    document = memory.plan_document(target, settings, replace(sizes, resident_layers=on_device), dtype, device)
+    room = memory.less_spare(free, device)
 
     def parts(rows: int, view: int) -> Sequence[Part]:
         """Of parts that both name, the larger: they are not needed at the same time."""
         found: dict[str, Part] = {}
-        for part in (*document, *state(rows, view)):
+        for part in (*document.parts, *planned(rows, view).parts):
             found[part.name] = max(part, found.get(part.name, part), key=lambda one: one.bytes)
         return list(found.values())
 
-    rows = _largest(1, job.rows, lambda rows: free is None or sum(part.bytes for part in parts(rows, least)) <= free)
+    rows = _largest(1, job.rows, lambda rows: room is None or memory.total(parts(rows, least)) <= room)
     budget = view(rows)
-    if settings.budget is None and free is not None:
-        budget = view_within(lambda view: parts(rows, view), budget, free)
-    return rows, budget, layers, parts(rows, budget), host
+    if settings.budget is None and room is not None:
+        budget = memory.view_within(lambda view: parts(rows, view), budget, room)
+    return rows, budget, target.n_layer if on_device is None else on_device, parts(rows, budget), document.host
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
