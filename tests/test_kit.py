@@ -73,7 +73,7 @@ def test_a_plan_for_one_document_is_what_is_allocated(flags, tmp_path, capsys):
     engine.generate([random_prompt(plan.QUESTION, seed=row, vocab_size=2000) for row in range(3)], 40, prefix=book)
     parts, alone = dict(way["parts"]), planned(capsys, "--device", "cpu", "--prompt-len", "2500")[1]["ways"][0]["parts"]
     assert parts["prefill activations"] > 0.9 * alone["prefill activations"]  # of the document
-    document = parts.pop("KV cache of the shared prefix") + parts.pop("its chunk keys")
+    document = parts.pop("KV cache of the document") + parts.pop("chunk keys of the document")
     assert document == book.nbytes
     of_caches = {"tail", "chunk keys", "retrieval view", "draft cache"}
     rows = sum(size for name, size in parts.items() if name.startswith("KV cache") or name in of_caches)

@@ -305,9 +305,10 @@ class Buffers:
         settings, config, dtype = self.settings, self.target.config, self.target.dtype
         self.release()
         sizes = Sizes(1, length + 1024, 1024, self.vocab_size, length)  # of questions, which are to fit beside it
-        resident = self._resident(self._plan_document(sizes).layer, self._plan(settings, sizes))
+        resident = offload = None
+        if self.placement.offload:
+            resident = self._resident(1, length, self._plan(settings, sizes))
         self._check(self._plan_document(sizes, resident), sizes, resident)
-        offload = None
         with torch.inference_mode(False):
             if resident is not None and resident < config.n_layer:
                 offload = Offload(config, resident, batch=1, capacity=length, interval=settings.flush_interval,
@@ -396,11 +397,12 @@ class Buffers:
                                        self.target.config.max_len)
         return Sizes(batch, capacity, budget, self.vocab_size, base)
 
-    def _resident(self, layer: int, beside: MemoryPlan) -> int | None:
-        """How many layers of a prefix, of so many bytes each, stay on the device; None: all."""
-        resident = memory.resident_layers(self.placement, self.target.config.n_layer, layer, beside.parts,
-                                          memory.available(self.device), self.device)
-        return None if resident is None else agreed(self.target.group, resident)
+    def _resident(self, batch: int, capacity: int, beside: MemoryPlan) -> int:
+        """How many layers of an offloaded prefix stay on the device."""
+        layer = memory.layer_bytes(self.target.config, batch, capacity, self.target.dtype)
+        return agreed(self.target.group, memory.resident_layers(
+            self.placement, self.target.config.n_layer, layer, beside.parts, memory.available(self.device),
+            self.device))
 
     def _fitting(self, settings: Settings, sizes: Sizes) -> Sizes:
         """With the layers that stay on the device, and with a smaller view where the user left that open and these do
@@ -408,7 +410,7 @@ class Buffers:
         free, budget = self._comfortable(), sizes.budget
         if not sizes.shared and self.placement.offload:
             least = self._plan(settings, replace(sizes, resident_layers=0))
-            sizes = replace(sizes, resident_layers=self._resident(least.layer, least))
+            sizes = replace(sizes, resident_layers=self._resident(sizes.batch, sizes.capacity, least))
         elif sizes.shared and settings.budget is None and free is not None:
             budget = memory.view_within(lambda view: self._plan(settings, replace(sizes, budget=view)).parts, budget,
                                         free)

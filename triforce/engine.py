@@ -96,7 +96,6 @@ class Engine:
         self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)
         self.warming = None  # the thread that warms up kernels, see warm_up.py
         self._serving: Session | None = None  # whom the state belongs to
-        self._num_prepared = 0  # calls of `prepare`
         self._folder, self._identity = folder, None
         belongs_here()
 
@@ -498,6 +497,8 @@ class Engine:
             self._serving = session
             session.state = self.prepare(call.ids, call.max_new_tokens, self.threads.between(call.on_prefill),
                                          call.plan, call.prefix, **vars(call.sampling))
+            if self._serving is not session:  # on_prefill has begun another: the State has tokens of two prompts
+                self.buffers.release()
         while not session.done and not call.is_cancelled.is_set():
             with self.working():
                 if self._serving is not session or self.buffers.state is not session.state or session.state is None:
@@ -528,7 +529,6 @@ class Engine:
             prefix: what the prompts begin with.
             sampling: the fields of `Sampling`.
         """
-        self._num_prepared = mine = self._num_prepared + 1
         self._end_warm_up()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -543,10 +543,6 @@ class Engine:
             state.rewind(max_new_tokens, plan, padding)
             return state
         self.buffers.fill(state, ids, on_prefill)
-        if self._num_prepared != mine:
-            state.reset()  # it has tokens of two prompts
-            raise UserError("another generation has begun on this engine within on_prefill; begin it afterwards, or "
-                            "load a second engine")
         state.begin(max_new_tokens, plan, padding)
         state.prompts = ids
         return state

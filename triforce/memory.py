@@ -51,7 +51,6 @@ class Sizes:
 class MemoryPlan:
     parts: tuple[Part, ...]  # of the device's memory
     host: Part  # of the KV prefix
-    layer: int  # bytes of one layer of the prefix
 
 
 def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settings, sizes: Sizes, dtype: torch.dtype,
@@ -92,18 +91,17 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
         parts += [Part("a layer's KV during prefill", offload.nbytes // batch // len(offload.layers),
                        ("--max-seq-len",)),
                   Part("staging buffers", sum(x.nbytes for x in offload.staging), ("piece_tokens", "--batch-size"))]
-    layer = layer_bytes(target, batch, own, dtype)
     on_host = 0 if sizes.resident_layers is None else target.n_layer - sizes.resident_layers
-    return MemoryPlan(tuple(part for part in parts if part.bytes),
-                      Part(f"KV cache of {on_host} layers in host memory", on_host * layer,
-                           ("--num-resident-layers", "--max-seq-len", "--batch-size")), layer)
+    host = Part(f"KV cache of {on_host} layers in host memory", on_host * layer_bytes(target, batch, own, dtype),
+                ("--num-resident-layers", "--max-seq-len", "--batch-size"))
+    return MemoryPlan(tuple(part for part in parts if part.bytes), host)
 
 
 def plan_document(target: ModelConfig, settings: Settings, sizes: Sizes, dtype: torch.dtype,
                   device: torch.device) -> MemoryPlan:
     """Of the document that a batch of these sizes shares, and of its prefill."""
     alone = replace(sizes, batch=1, capacity=sizes.shared, shared=0)
-    plan = plan_memory(target, None, settings, alone, dtype, device)
+    plan = plan_memory(target, None, replace(settings, draft=None), alone, dtype, device)  # no drafter of the user's
     kept = [part for part in plan.parts if part.name.startswith(OF_DOCUMENT)]
     return replace(plan, parts=tuple(
         replace(part, name=f"{part.name} of the document" if part.name.startswith(("KV", "chunk")) else part.name,
@@ -228,15 +226,13 @@ def view_within(parts_of: Callable[[int], Collection[Part]], budget: int, free: 
 
 
 def resident_layers(place: Placement, num_layers: int, layer: int, beside: Collection[Part], free: int | None,
-                    device: torch.device) -> int | None:
-    """How many layers of a KV prefix stay on the device. None: all, since nothing is offloaded.
+                    device: torch.device) -> int:
+    """How many layers of an offloaded KV prefix stay on the device.
 
     Args:
         place: resolved. layer: bytes of one layer.
         beside: what else the device holds. free: its bytes; None: nobody knows.
     """
-    if not place.offload:
-        return None
     if place.num_resident_layers is not None or place.offload is True and place.resident_memory is None:
         return place.num_resident_layers or 0
     room = [] if place.resident_memory is None else [place.resident_memory]

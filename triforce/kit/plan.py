@@ -133,19 +133,20 @@ def _caches(job: Job, free: int | None, dtype: torch.dtype,
     def view(sharing: int) -> int:
         return settings.view_tokens(job.prompt_len, place.offload, capacity, sharing)
 
-    def resident(layer: int, beside: memory.MemoryPlan) -> int | None:
+    def resident(batch: int, capacity: int, beside: memory.MemoryPlan) -> int | None:
+        if not place.offload:
+            return None
+        layer = memory.layer_bytes(target, batch, capacity, dtype)
         return memory.resident_layers(place, target.n_layer, layer, beside.parts, free, device)
 
     if not base:
         budget, least = view(1), 0 if place.offload else None
-        beside = planned(job.rows, budget, least)
-        on_device = resident(beside.layer, beside)
+        on_device = resident(job.rows, capacity, planned(job.rows, budget, least))
         plan = planned(job.rows, budget, on_device)
         return job.rows, budget, target.n_layer if on_device is None else on_device, plan.parts, plan.host
     least = min(view(1), VIEWS[0]) if settings.budget is None else view(1)
     sizes = replace(sizes, budget=least)
-    document = memory.plan_document(target, settings, sizes, dtype, device)
-    on_device = resident(document.layer, planned(1, least))
+    on_device = resident(1, base, planned(1, least))
     document = memory.plan_document(target, settings, replace(sizes, resident_layers=on_device), dtype, device)
     room = memory.less_spare(free, device)
 
