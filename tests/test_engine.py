@@ -307,7 +307,7 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
     (lambda e: e.generate("a", 5, seed=2**63), "seed (9223372036854775808)"),
     (lambda e: e.generate("a", 5, seed="x"), "seed ('x')"),
     (lambda e: e.logits([[]]), "logits takes [B, S] ids"),
-    (lambda e: e.logits([5, 6, 7]), "this one is of type int"),
+    (lambda e: e.logits([5, 6, 7]), r"put the ids of one text into a list of their own: [[5, 6, 7]]"),
     (lambda e: e.generate(["a", ""], num_samples=2), "prompt 1: the prompt is empty")])
 def test_mistakes_in_a_call(tiny_engine, call, text):
     with pytest.raises(triforce.UserError) as error:

@@ -321,7 +321,11 @@ class Engine:
         Raises:
             UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S.
         """
-        rows = [_as_ids(row) for row in tokens]
+        try:
+            rows = [_as_ids(row) for row in tokens]
+        except (TypeError, UserError):
+            raise UserError("logits takes [B, S] ids, a list of rows; put the ids of one text into a list of their "
+                            "own: [[5, 6, 7]], or [engine.encode_prompt(text)]") from None
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
             raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
         self._check_ids([token for row in rows for token in row])
