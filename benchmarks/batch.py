@@ -76,7 +76,7 @@ def engine_of(base: Engine, way: str) -> Engine:
 def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args, autoregression: bool) -> list[dict]:
     """Rows of one way at one budget: the controller's plans, each fixed gamma, and autoregression if asked for."""
     engine, (drafts, view, _) = engine_of(base, way), WAYS[way]
-    engine.caches.settings = replace(engine.settings, budget=budget or None)
+    engine.buffers.settings = replace(engine.settings, budget=budget or None)
     limit = (args.warm_up + args.rounds + 1) * engine.settings.block_size  # more than they can emit
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None,
                 "seed": list(range(len(prompts)))}

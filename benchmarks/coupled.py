@@ -90,7 +90,7 @@ def measure(engines: dict, prompts: list[list[int]], args, law: dict) -> dict[st
     for seed in range(args.seeds):
         for way, engine in engines.items():
             outs[way].append(generate(engine, args.max_new_tokens, seed))
-            hierarchy = engine.caches.state.hierarchy
+            hierarchy = engine.buffers.state.hierarchy
             for name, level in (("retrieval", hierarchy.inner), ("full", hierarchy.outer)):
                 leaves[way][name] += int(level.totals[:, 2].sum())
     rows = {way: expected(engine) for way, engine in engines.items()}
@@ -116,10 +116,10 @@ def told(outs: list[list], leaves: Counter, plain: list, args) -> dict:
 
 def expected(engine) -> dict:
     """The last plan, and, of a tree, the tokens a verify that it is expected to bring."""
-    controller = engine.caches.state.pilot.controller
+    controller = engine.buffers.state.pilot.controller
     if controller is None:
         return {}
-    plan = engine.caches.state.last_round.plan
+    plan = engine.buffers.state.last_round.plan
     row = {"plan": str(replace(plan, shape=None))}
     if not plan.branches:
         return row
@@ -129,7 +129,7 @@ def expected(engine) -> dict:
 
 def draws(engine, ids: list[int]) -> dict:
     """Milliseconds to draw all rows of a verify from their law, as it is written, and of a round without drafts."""
-    tape, level = engine.caches.state.tape, engine.caches.state.hierarchy.outer
+    tape, level = engine.buffers.state.tape, engine.buffers.state.hierarchy.outer
     law = tape.law(engine.logits([ids[-level.rows:]]).to(engine.device))
     position = torch.arange(level.rows, device=law.device)[None]
     engine.generate(ids, 8, speculate=False, seed=0)

@@ -62,7 +62,7 @@ def measure(engine, ids: list[int], count: int) -> dict:
     return {"prefill_s": first.prefill, "verify_ms": 1e3 * statistics.median(generate().tbt for _ in range(2)),
             "autoregression_ms": 1e3 * min(generate(one_row=True).tbt for _ in range(2)),
             "peak_gib": first.peak_memory / 2**30,
-            "resident_layers": engine.caches.state.cache.prefix.num_resident}
+            "resident_layers": engine.buffers.state.cache.prefix.num_resident}
 
 
 def law(engine, ids: list[int]) -> torch.Tensor:

@@ -87,5 +87,5 @@ def lend(holder: Engine, ids: list[int], engine: Engine, last: int) -> Prefix:
     if holder.target is not engine.target:
         raise UserError("the prompt was computed by another model; let an engine over the same weights answer it first")
     length = max(len(ids) - last, 0) // mine.flush_interval * mine.flush_interval
-    store = holder.caches.state.cache.prefix
+    store = holder.buffers.state.cache.prefix
     return Prefix(engine, ids[:length], store.part(length) if length else None)

@@ -69,7 +69,7 @@ def measure(engine, args, ids: list[int], count: int) -> dict:
     print(f"    {time.perf_counter() - begun:7.1f} s  first answer", file=sys.stderr, flush=True)
     again = engine.generate(ids, count, **how).stats
     plain = engine.generate(ids, min(count, 8), speculate=False, one_row=True, **how).stats
-    state = engine.caches.state
+    state = engine.buffers.state
     view = state.hierarchy.view
     return row | {"reused_tokens": again.reused_tokens, "speculation_tbt_ms": 1e3 * again.tbt,
                   "autoregression_tbt_ms": 1e3 * plain.tbt, "speedup": plain.tbt / again.tbt,
@@ -93,7 +93,7 @@ def run(own) -> None:
         # Just enough room: a cache as long as this may not be rounded up.
         room = -(-(length + own.new) // 256) * 256 + 256
         args.max_seq_len = room
-        engine.placement = replace(engine.placement, max_seq_len=room)
+        engine.buffers.placement = replace(engine.placement, max_seq_len=room)
         report(f"{length:,} tokens", measure(engine, args, ids[:length], own.new), machine, own.out)
         engine.release()
 

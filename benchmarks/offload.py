@@ -42,9 +42,9 @@ def stage(what: str) -> None:
 def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[float, State]:
     """A prefill once everything is compiled and allocated."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None, "seed": [0]}
-    if engine.caches.state is not None:
-        engine.caches.state.reset()
-    state = engine.caches.find([ids], new, None)
+    if engine.buffers.state is not None:
+        engine.buffers.state.reset()
+    state = engine.buffers.find([ids], new, None)
     state.params.set(**sampling)
     state.reset()
     begun = wait()
@@ -190,7 +190,7 @@ def timeline(state: State, path: str) -> dict[str, float]:
 def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[str, float]:
     new = max(args.max_new_tokens, args.warm_up) + 80
     engine.release()
-    engine.placement = replace(engine.placement, offload=True, num_resident_layers=resident)
+    engine.buffers.placement = replace(engine.placement, offload=True, num_resident_layers=resident)
     begun = wait()
     torch.cuda.reset_peak_memory_stats()
     engine.generate(ids, 8, temperature=args.temperature, top_p=args.top_p, seed=0, ignore_eos=True)
@@ -220,7 +220,7 @@ def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[
     row["streamed_gb_s"] = streamed / 1e6 / plain["tbt_ms"]
     row |= on_chip.decode(engine, ids, args)
     stage(f"speculation: {row['tbt_ms']:.1f} ms per token")
-    chosen = engine.caches.state.pilot.controller
+    chosen = engine.buffers.state.pilot.controller
     row["plan"] = str(chosen.plan)
     row |= {f"rate_{name}": rate.value for name, rate in chosen.rates.items()}
     costs = chosen.learned.now()
@@ -242,7 +242,7 @@ def peers(engine: Engine, ids: list[int], args) -> dict[str, float]:
     """What needs the memory that the offloaded cache took: the resident prefill, and transformers."""
     row = {}
     engine.release()
-    engine.placement = replace(engine.placement, offload=False, num_resident_layers=None)
+    engine.buffers.placement = replace(engine.placement, offload=False, num_resident_layers=None)
     engine.generate(ids, 2, temperature=0)
     row["resident_prefill_s"] = prefill_seconds(engine, ids, args, 256)[0]
     engine.release()
@@ -301,7 +301,7 @@ def run(args) -> None:
     prompts = read_prompts(tokenizer, args)
     machine = {**on_chip.about(engine, args), "flush_interval": args.flush_interval}
     for ids, budget, resident in itertools.product(prompts, args.budgets, args.resident):
-        engine.caches.settings = replace(engine.settings, budget=budget)
+        engine.buffers.settings = replace(engine.settings, budget=budget)
         row = measure(engine, ids, resident, args)
         title = f"{args.shape} (widened), {len(ids):,} tokens, {resident} resident layers"
         report(title, row, machine, args.out)

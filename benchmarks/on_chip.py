@@ -125,7 +125,7 @@ def sweep_plans(state: State) -> list[Plan]:
 
 def fixed(engine: Engine, plan: Plan) -> None:
     """Turns the present state's controller off and sets a plan."""
-    pilot = engine.caches.state.pilot
+    pilot = engine.buffers.state.pilot
     pilot.auto, pilot.default = False, plan
 
 
@@ -245,7 +245,7 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     stats = engine.generate(ids, 8, **{**sampling, "seed": 0}, ignore_eos=True).stats
     row["first_call_s"] = time.perf_counter() - begun  # prefill, compiling and recording included
     row["ttft_s"] = stats.ttft
-    engine.caches.state.reset()  # prefills anew
+    engine.buffers.state.reset()  # prefills anew
     begun = time.perf_counter()
     state = engine.prepare([ids], longest, **sampling)
     if cuda:
@@ -415,7 +415,7 @@ def run(args) -> None:
     model = f"{args.shape} (widened)" if args.shape else args.checkpoint
     for ids in prompts:
         for budget in args.budgets or [None]:
-            engine.caches.settings = replace(engine.settings, budget=budget)
+            engine.buffers.settings = replace(engine.settings, budget=budget)
             rows.append(measure_context(engine, ids, args))
             title = f"{model}, {len(ids):,} tokens, {machine['device']}, torch {torch.__version__}"
             report(title, rows[-1], machine, args.out)

@@ -96,9 +96,9 @@ def rows_of(engine: Engine, tokenizer, ids: list[int], args):
         return timed(engine, lambda: engine.generate(questions, tokens, prefix=book, seed=seed, **law, **more))
 
     def plan():
-        controller = engine.caches.state.pilot.controller
-        return {"plan": str(controller and controller.plan), "budget": engine.caches.state.budget,
-                "block": engine.caches.state.settings.block_size, "compiled": engine.caches.state.compiler.compiles}
+        controller = engine.buffers.state.pilot.controller
+        return {"plan": str(controller and controller.plan), "budget": engine.buffers.state.budget,
+                "block": engine.buffers.state.settings.block_size, "compiled": engine.buffers.state.compiler.compiles}
 
     if "questions" in args.parts:
         yield "questions", {**answered(*ask(asked)), **plan()}

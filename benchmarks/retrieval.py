@@ -103,10 +103,10 @@ def measure(ids: list[int], variant: dict, budget: int, args) -> tuple[float, in
     with patches:
         for seed in range(args.seeds):
             engine.generate(ids, args.max_new_tokens, seed=seed, ignore_eos=True)
-            kept, drafted, _ = engine.caches.state.hierarchy.outer.totals[0].tolist()
+            kept, drafted, _ = engine.buffers.state.hierarchy.outer.totals[0].tolist()
             accepted, tested = accepted + kept, tested + drafted
     with torch.inference_mode():
-        view = engine.caches.state.hierarchy.view
+        view = engine.buffers.state.hierarchy.view
         rebuild = milliseconds(lambda: view.rebuild(0), engine.device, repeats=9, warm_up=3)
     return accepted / tested, tested, rebuild, engine
 

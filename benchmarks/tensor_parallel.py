@@ -88,7 +88,7 @@ def run(args) -> None:
         common |= all_reduce_us(group, engine.target.config.dim, engine.target.dtype)
     for ids in read_prompts(tokenizer, args):
         for budget in args.budgets or [None]:
-            engine.caches.settings = replace(engine.settings, budget=budget)
+            engine.buffers.settings = replace(engine.settings, budget=budget)
             if args.offload:
                 row = offload.measure(engine, ids, args.resident, args)
             elif args.profile:

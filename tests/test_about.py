@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import triforce
-from triforce.caches import Caches
+from triforce.buffers import Buffers
 from triforce.chat import Chat
 from triforce.cli import interactive, main, request, run
 from triforce.errors import UserError
@@ -101,7 +101,7 @@ def test_a_saved_chat_is_asked_with_chat(folder, capsys):
 
 
 def test_an_interrupted_prefill_is_gone_on_with(folder, capsys, monkeypatch):
-    file, compute = folder / "part.prefix", Caches._compute
+    file, compute = folder / "part.prefix", Buffers._compute
 
     def broken(self, cache, tokens, start, *more):
         if start > 0:
@@ -111,7 +111,7 @@ def test_an_interrupted_prefill_is_gone_on_with(folder, capsys, monkeypatch):
     flags = ["--prompt-file", str(folder / "book.txt"), "--save-prefix", str(file), "--save-every", "256",
              "--prefill-chunk-size", "256", *FEW]
     with monkeypatch.context() as patch:
-        patch.setattr(Caches, "_compute", broken)
+        patch.setattr(Buffers, "_compute", broken)
         assert main(flags) == 130 and capsys.readouterr().err.endswith("interrupted\n")
     assert main(["--prefix", str(file), "--question", "Who?", *FEW]) == 2
     assert "of its document, whose prefill was broken off" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""Caches against a slow twin: one growing cache, or a loop over positions.
+"""Buffers against a slow twin: one growing cache, or a loop over positions.
 
 Of triforce/kv/ as a whole.
 """

@@ -71,7 +71,7 @@ def engine_for(models, *, levels="triforce", keep_logits=False, budget=512, gamm
 
 
 def prepare(engine, ids, vocab_size, temperature=0.0, new=2048):
-    engine.vocab_size = vocab_size
+    engine.buffers.vocab_size = vocab_size
     return engine.prepare([ids], new, temperature=temperature, top_p=0.9, top_k=None, min_p=None, seed=[1])
 
 
@@ -192,7 +192,7 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
     document = random_prompt(CONTEXT, vocab_size=VOCAB)
     engine = engine_for(random_models_in(dtype), keep_logits=True, rebuild_interval=64, flush_interval=128,
                         **{"block_size": 8, **how})
-    engine.vocab_size = VOCAB
+    engine.buffers.vocab_size = VOCAB
     book = engine.prefill(document)
     ids = [book.ids(random_prompt(20 + 60 * i, seed=i, vocab_size=VOCAB)) for i in range(5)]
     before = [x.float().sum().item() for i in range(4) for x in book.store.layer(i, 0)]
@@ -214,7 +214,7 @@ def test_greedy_bits_of_rows_over_a_shared_prefix(dtype, how, eager_to_draft):
 def test_a_saved_document_is_opened_by_a_gpu(dtype, tmp_path):
     """Bit for bit, through pinned memory, resident and offloaded."""
     engine = engine_for(random_models_in(dtype), levels="retrieval")
-    engine.vocab_size = VOCAB
+    engine.buffers.vocab_size = VOCAB
     book = engine.prefill(random_prompt(CONTEXT, vocab_size=VOCAB))
     book.save(tmp_path / "book.prefix")
     for how in ({}, {"offload": True, "num_resident_layers": 2}):
@@ -398,7 +398,7 @@ def test_a_call_with_other_settings_has_its_own_law(random_models, compile):
     for options in [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 1.0},
                     {"temperature": 1.0, "top_p": 1.0, "logit_bias": {7: 1e4}}] * 2:
         said.append(engine.generate(ids, 60, seed=1, ignore_eos=True, **options).tokens)
-        graphs = engine.caches.state.hierarchy.outer.step.graphs
+        graphs = engine.buffers.state.hierarchy.outer.step.graphs
     assert said[:3] == said[3:] and said[2] == [7] * 60 and said[0] != said[1] and len(set(said[1])) > 20
     assert len({key[0] for key in graphs}) == 3
 
@@ -722,7 +722,7 @@ def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory():
 
     with pytest.raises(Cut):
         list(engine.stream(ids, 64, on_prefill=cut))
-    offload = engine.caches.state.cache.prefix.offload
+    offload = engine.buffers.state.cache.prefix.offload
     assert offload.copy_stream.query()
     expected = engine.generate(ids, 64, temperature=0).tokens
     stream = engine.stream(ids, 64, temperature=0)
@@ -740,7 +740,7 @@ def test_a_closed_stream_leaves_no_copy_and_no_pinned_memory():
 def test_pinning_refused_and_a_device_that_is_full(random_models, monkeypatch):
     ids = random_prompt(4096, vocab_size=VOCAB)
     engine = offloading(random_models)
-    engine.vocab_size = VOCAB
+    engine.buffers.vocab_size = VOCAB
     register, calls = torch.cuda.cudart().cudaHostRegister, []
 
     class Refuses:
@@ -758,7 +758,7 @@ def test_pinning_refused_and_a_device_that_is_full(random_models, monkeypatch):
     monkeypatch.undo()
     assert len(engine.generate(ids, 16, temperature=0).tokens) == 16
     hog = torch.empty(int(torch.cuda.mem_get_info()[0]) - 2**26, dtype=torch.uint8, device="cuda")
-    engine.placement = replace(engine.placement, max_seq_len=None)
+    engine.buffers.placement = replace(engine.placement, max_seq_len=None)
     with pytest.raises(UserError, match="this needs|ran out of memory"):
         engine.generate(random_prompt(60_000, vocab_size=VOCAB), 16)
     del hog
@@ -791,7 +791,7 @@ def test_a_warm_up_leaves_no_trace(dtype, monkeypatch):
     for begin in (real, real, lambda *args: None, real):
         monkeypatch.setattr(warm_up, "begin", begin)
         engine = triforce.load("tiny", dtype=dtype)
-        thread = engine.caches.warming
+        thread = engine.warming
         assert (thread is not None) == (begin is real)
         said.append(engine.generate(TEXT, 64, temperature=0, ignore_eos=True).tokens)
         assert thread is None or not thread.is_alive()

@@ -40,14 +40,6 @@ def test_budgets_that_are_given(pair):
         assert settings.view_tokens(5000, room=1001) == -(-1001 // chunk) * chunk < settings.view_tokens(5000)
 
 
-def test_only_the_same_prompt_is_taken_over(pair):
-    prompts = [random_prompt(100, seed=seed) for seed in range(2)]
-    fresh = [engine_of(pair, budget=64).generate(prompt, 20, temperature=0.0).tokens for prompt in prompts]
-    engine = engine_of(pair, budget=64)
-    for i in (0, 1, 1, 0):
-        assert engine.generate(prompts[i], 20, temperature=0.0).tokens == fresh[i]
-
-
 def test_ids_that_the_draft_does_not_know_are_refused(pair):
     small = Transformer.random(ModelConfig(40, 16, 1, 2, 2, 8, 32), seed=1, std=0.3)
     engine = engine_of((pair[0], small), budget=64)

@@ -84,7 +84,7 @@ def test_one_row_of_several():
 
 def test_logits_of_finite_models_are_finite(tiny_engine):
     tiny_engine.generate("Once upon a time", 8)
-    assert all(row.is_finite for row in tiny_engine.caches.state.last_round.rows)
+    assert all(row.is_finite for row in tiny_engine.buffers.state.last_round.rows)
 
 
 @pytest.fixture

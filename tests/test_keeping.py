@@ -15,7 +15,7 @@ from test_prefix_file import ODD, rewritten
 
 import triforce
 from triforce import UserError, chat, cli, engine
-from triforce.caches import Caches
+from triforce.buffers import Buffers
 from triforce.model import Transformer
 from triforce.prefix_file import Layout, PrefixReader, write
 
@@ -187,7 +187,7 @@ def test_a_template_that_names_the_day_is_told_the_one_of_the_document(tiny_engi
     """By questions, and by a prefill that goes on the next day."""
     path, messages = tmp_path / "book.prefix", [{"role": "user", "content": "Call me Ishmael. " * 120}]
     engine = make_engine(tiny_engine.target, tokenizer=tiny_engine.tokenizer, prefill_chunk_size=256)
-    compute = Caches._compute
+    compute = Buffers._compute
 
     def broken(self, cache, tokens, start, *more):
         if start > 0:
@@ -195,7 +195,7 @@ def test_a_template_that_names_the_day_is_told_the_one_of_the_document(tiny_engi
         compute(self, cache, tokens, start, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Caches, "_compute", broken)
+        patch.setattr(Buffers, "_compute", broken)
         with pytest.raises(KeyboardInterrupt):
             engine.prefill(messages, chat_template=OF_THE_DAY, keep=path, keep_every=256)
     days.now = datetime(2026, 12, 24)

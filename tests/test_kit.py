@@ -53,7 +53,7 @@ def test_the_plan_is_what_is_allocated(flags, options, capsys):
     engine.prepare([list(range(5, 255)) * 10], 40)
     of_caches = {"tail", "chunk keys", "retrieval view", "draft cache"}
     parts = sum(size for name, size in told["parts"].items() if name.startswith("KV cache") or name in of_caches)
-    assert parts == engine.caches.state.nbytes
+    assert parts == engine.buffers.state.nbytes
     numbers = sum(tensor.numel() for tensor in open_tensors(TINY / "target" / "model.safetensors").values())
     assert told["parts"]["target weights"] == 4 * numbers
     assert told["resident_layers"] == options.get("num_resident_layers", 8)

@@ -37,17 +37,6 @@ def test_a_text_ends_where_the_model_ends_it(monkeypatch):
     assert engine.generate("Once upon a time", 12, temperature=0.0, ignore_eos=True).tokens == whole
 
 
-@pytest.mark.parametrize("options, looks_up", [({}, True), ({"gamma": 6}, False), ({"draft": False}, False),
-                                               ({"draft": "ngram", "gamma": 6}, True), ({"retrieval": False}, True)])
-def test_what_looks_up(options, looks_up):
-    assert triforce.load("tiny", device="cpu", **options).settings.ngram == looks_up
-
-
-def test_all_layers_may_be_resident():
-    engine = triforce.load("tiny", device="cpu", offload=True, num_resident_layers=8, gamma=3)
-    assert len(engine.generate([5] * 100, 4, ignore_eos=True).tokens) == 4
-
-
 def test_snapkv_wants_its_cache_on_the_device():
     with pytest.raises(UserError, match="'snapkv' chooses from a cache on the device"):
         triforce.load("tiny", device="cpu", offload=True, draft_cache="snapkv")
@@ -103,7 +92,7 @@ def test_blocks_are_as_wide_as_the_target_s_heads_suggest(monkeypatch):
     monkeypatch.setattr(Settings, "resolve", resolved)
     target, draft = random_pair()
     engine = Engine(target, None, draft, settings=Settings(gamma=3))
-    engine.caches.settings_for(3, shared=True)
+    engine.buffers.settings_for(3, shared=True)
     need(Job(target.config, None, Settings(), Placement(), 1000, 10), Machine(torch.device("cpu"), 2**30, 2**30))
     assert told == [2, 2, 2]
     config = replace(read_config(TINY / "target"), n_kv_head=1)

@@ -59,7 +59,7 @@ def test_rows_of_a_batch_have_their_own(pair):
 def test_words_without_a_name_have_no_share(pair):
     """A model's vocabulary may be padded beyond the tokenizer's."""
     engine = make_engine(*pair, **SIZES)
-    engine.vocab_size = 20
+    engine.buffers.vocab_size = 20
     out = engine.generate(random_prompt(40, vocab_size=20), 8, seed=0, temperature=1.0, top_p=1.0, logprobs=20)
     for told in out.logprobs:
         assert sum(math.exp(value) for _, value in told.top) == pytest.approx(1.0, abs=1e-5)

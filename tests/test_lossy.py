@@ -53,7 +53,7 @@ def test_later_tokens_see_keys_and_values_that_were_computed_over_the_view(base)
     engine, ids = ViewEngine(base, "retrieval", 64), random_prompt(PROMPT)
     tokens = engine.generate(ids, NEW, temperature=0.0).tokens
     base.generate(ids + tokens, 1, temperature=0.0, speculate=False)
-    lossy, exact = engine.caches.state.cache, base.caches.state.cache
+    lossy, exact = engine.buffers.state.cache, base.buffers.state.cache
     start, stop = PROMPT, PROMPT + NEW - 1  # the last token is pending
     assert start < lossy.lens[0] < stop  # some are flushed, some are not
     first, second = ([cache.load(i, 0, start, stop) for cache in (lossy, exact)] for i in (0, 1))

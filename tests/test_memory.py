@@ -10,7 +10,7 @@ import torch
 from triforce import free_memory, memory
 from triforce.config import Settings
 from triforce.errors import UserError
-from triforce.memory import Part, check, layer_bytes, state_parts
+from triforce.memory import Part, Sizes, check, layer_bytes, plan_memory
 from triforce.model import ModelConfig
 
 TARGET, DRAFT = ModelConfig(64, 32, 4, 4, 2, 8, 48), ModelConfig(64, 16, 1, 2, 2, 8, 32)
@@ -19,16 +19,15 @@ CPU = torch.device("cpu")
 
 
 def parts(settings=None, draft=DRAFT, **more) -> dict[str, int]:
-    given = {"batch": 1, "capacity": 4096, "budget": 256, "vocab_size": 64, "dtype": torch.float32, "device": CPU,
-             **more}
+    sizes = Sizes(**{"batch": 1, "capacity": 4096, "budget": 256, "vocab_size": 64, **more})
     settings = (settings or Settings(gamma=6)).resolve(has_model=draft is not None)
-    return {part.name: part.bytes for part in state_parts(TARGET, draft, settings, **given)}
+    plan = plan_memory(TARGET, draft, settings, sizes, torch.float32, CPU)
+    return {part.name: part.bytes for part in plan.parts}
 
 
 def test_parts_by_their_definitions():
     planned = parts()
-    assert planned["KV cache"] == 4 * TOKEN * 4096 == 4 * layer_bytes(TARGET, batch=1, capacity=4096,
-                                                                      dtype=torch.float32)
+    assert planned["KV cache"] == 4 * TOKEN * 4096 == 4 * layer_bytes(TARGET, 1, 4096, torch.float32)
     assert parts(batch=3)["KV cache"] == 3 * planned["KV cache"]
     assert planned["chunk keys"] == 4 * TOKEN // 2 * 4096 // 8  # of each 8 tokens one mean key
     # Logits, laws, sorted, summed up; and a law for each level that drafts. Of 8 rows, 64 words, 4 bytes each.
@@ -40,7 +39,7 @@ def test_parts_by_their_definitions():
     assert parts(capacity=2**22)["choice of the retrieval view"] == 2**25 * (4 + 8)  # one layer at a time, or few
     # Of what 4 rows share, by 8 queries of each; or of what is a row's own, which is copied.
     snapkv = Settings(gamma=6, draft_cache="snapkv")
-    shared, own = (parts(snapkv, batch=4, base=base)["choice of the SnapKV view"] for base in (3072, 128))
+    shared, own = (parts(snapkv, batch=4, shared=base)["choice of the SnapKV view"] for base in (3072, 128))
     assert shared == 3 * 4 * 4 * (4 * 8) * 3072 and parts(snapkv)["choice of the SnapKV view"] == 3 * 4 * 4 * 8 * 4096
     assert own == 3 * 4 * 4 * 8 * (4096 - 128) + 2 * 8 * 4 * (4096 - 128)
     # 64 rows with paths of 8: products of 4 heads, and keys and values of 2 as they are and widened.
@@ -52,15 +51,15 @@ def test_parts_by_their_definitions():
 
 @pytest.mark.quick
 def test_a_plan_does_not_import_the_compiler():
-    code = ("import sys, torch\nfrom triforce.config import Settings\nfrom triforce.memory import state_parts\n"
+    code = ("import sys, torch\nfrom triforce.config import Settings\nfrom triforce.memory import Sizes, plan_memory\n"
             "from triforce.model import ModelConfig\n"
             "target, draft = ModelConfig(64, 32, 4, 4, 2, 8, 48), ModelConfig(64, 16, 1, 2, 2, 8, 32)\n"
             "for options in ({}, dict(sampling='coupled', tree_size=512), dict(retrieval=False, draft_cache='full')):\n"
             "    for device in map(torch.device, ('cpu', 'cuda')):\n"
-            "        for more in ({}, {'base': 1024}, {'num_resident_layers': 1}):\n"
-            "            settings = Settings(**options).resolve(device, offload='num_resident_layers' in more)\n"
-            "            assert state_parts(target, draft, settings, batch=1, budget=512,\n"
-            "                               capacity=4096, vocab_size=64, dtype=torch.float16, device=device, **more)\n"
+            "        for more in ({}, {'shared': 1024}, {'resident_layers': 1}):\n"
+            "            settings = Settings(**options).resolve(device, offload='resident_layers' in more)\n"
+            "            sizes = Sizes(batch=1, capacity=4096, budget=512, vocab_size=64, **more)\n"
+            "            assert plan_memory(target, draft, settings, sizes, torch.float16, device)\n"
             "print([name for name in ('sympy', 'torch._inductor', 'torch._dynamo') if name in sys.modules])\n")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert found.stdout.strip() == "[]"

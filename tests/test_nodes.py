@@ -345,7 +345,7 @@ def test_the_fastest_autoregression_has_one_row():
     engine.generate(random_prompt(80), 8, **law)
     engine.target.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
     one = engine.generate(random_prompt(80), 40, speculate=False, one_row=True, logprobs=0, **law)
-    assert set(rows) == {1} and engine.caches.state.num_flushes == 1
+    assert set(rows) == {1} and engine.buffers.state.num_flushes == 1
     rows.clear()
     padded = engine.generate(random_prompt(80), 40, speculate=False, logprobs=0, **law)
     assert set(rows) == {32} and padded.tokens == one.tokens
@@ -372,7 +372,7 @@ def test_tokens_of_a_tree_say_who_proposed_them():
     engine = make_engine(*random_pair(std=0.15), sampling="coupled", tree_size=32, flush_interval=32, budget=64,
                          draft_cache="streaming", gamma=7)
     out = engine.generate(random_prompt(300), 60, temperature=1.0, seed=2)
-    by_branches = int(engine.caches.state.hierarchy.outer.totals[0, 2])
+    by_branches = int(engine.buffers.state.hierarchy.outer.totals[0, 2])
     assert set(out.levels) == {"draft", "retrieval", "target"} and by_branches >= 3
     assert 0 < out.levels.count("target") <= out.stats.target_forwards
     row = RowRound([1, 2, 3, 4], [ACCEPTED] * 7, 1, 7, False, 2, [0, 1, 9, 12])

@@ -19,7 +19,7 @@ from conftest import (
 
 import triforce
 from triforce import memory
-from triforce.config import parse_size
+from triforce.config import Placement, parse_size
 from triforce.errors import UserError
 from triforce.kv import views
 from triforce.kv.offload import PIECE_BYTES, Offload, piece_tokens
@@ -164,15 +164,15 @@ def test_sizes_and_plans():
     config, cpu = ModelConfig(64, 32, 4, 4, 2, 8, 48), torch.device("cpu")
     assert piece_tokens(16384, 128, 10**6) * 16384 == PIECE_BYTES
     assert piece_tokens(10**9, 128, 10**6) == 128 and piece_tokens(1, 128, 1000) == 1000
-    fit = {"batch": 1, "capacity": 1000, "dtype": torch.float32}
-    layer = memory.host_part(config, 1, **fit).bytes
+    layer = memory.layer_bytes(config, 1, 1000, torch.float32)
     assert layer == 1000 * 2 * 2 * 8 * 4
     other = memory.Part("other", 2 * layer)
     for parts, free, device, most, fits in (
             ([], 10**12, cpu, 2 * layer + 1, 2), ([], 10**12, cpu, None, 4), ([], 4 * layer, cpu, None, 3),
             ([other], 4 * layer, cpu, None, 1), ([memory.Part("all there is", 10**15)], 10**12, cpu, None, 0),
             ([], memory.SPARE + 3 * layer, torch.device("cuda"), None, 3)):  # steps are recorded there, too
-        assert memory.layers_within(config, parts, free, device, most, **fit) == fits
+        place = Placement(offload="auto", resident_memory=most)
+        assert memory.resident_layers(place, config.n_layer, layer, parts, free, device) == fits
     assert [parse_size(size, "x") for size in ("20GiB", "1.5 kB", 7, "8M")] == [20 * 2**30, 1500, 7, 8 * 10**6]
     for size, words in (("much", "20GiB"), ("-3GB", "20GiB"), (-1, "20GiB"), (None, "20GiB"),
                         (24.5, "write '24.5GiB'")):
@@ -211,7 +211,7 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error, sta
     monkeypatch.setattr("triforce.state.State.round", fails)
     with pytest.raises(UserError, match="ran out of memory.*--max-seq-len") as told:
         engine.generate(prompt, max_new_tokens=20, temperature=0)
-    assert ("out of memory when 9 bytes more were asked for;" in str(told.value)) == ("9 bytes" in str(error))
+    assert (str(error) or "MemoryError") in str(told.value)
     assert rounds and len(states) == 1
     monkeypatch.undo()
     assert engine.generate(prompt, max_new_tokens=20, temperature=0).tokens == whole

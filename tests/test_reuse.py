@@ -11,12 +11,13 @@ import torch
 from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random_prompt
 
 import triforce
-from triforce import UserError, caches, prefix_file
-from triforce.caches import Caches
+from triforce import UserError, buffers, prefix_file
+from triforce.buffers import Buffers
 from triforce.drafting.memory import LongMemory
 from triforce.drafting.model import ModelDrafter
 from triforce.kv.offload import Passage
 from triforce.kv.target import TargetCache
+from triforce.memory import Sizes, plan_memory, total
 from triforce.model import Transformer
 from triforce.prefix import asked, begins_with, storable
 
@@ -27,7 +28,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
 
 @pytest.fixture
 def engine(pair, monkeypatch):
-    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    monkeypatch.setattr(buffers, "SHARED_FROM", 64)
     return make_engine(*pair, **SETTINGS)
 
 
@@ -101,7 +102,7 @@ def test_a_prompt_that_goes_on_computes_only_the_rest(engine, twin, computed):
 
 def test_reuse_can_be_switched_off(pair, computed, monkeypatch):
     """Side by side, too."""
-    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    monkeypatch.setattr(buffers, "SHARED_FROM", 64)
     engine = make_engine(*pair, **SETTINGS, reuse=False, max_batch_size=2)
     prompts = [DOCUMENT + random_prompt(n, seed=n) for n in (3, 20)]
     results = engine.generate(prompts, **GREEDY)
@@ -167,8 +168,8 @@ def test_a_conversation_outgrows_its_buffers(engine, twin, computed, states):
     computed.clear()
     more = question + said + [5]
     answer = begun(engine.stream(more, prefix=book, temperature=0.0, max_new_tokens=1000), 12)
-    assert len(states) >= 2 and states[-1]() is engine.caches.state and states[-2]() is not engine.caches.state
-    newest = engine.caches.state.cache.newest
+    assert len(states) >= 2 and states[-1]() is engine.buffers.state and states[-2]() is not engine.buffers.state
+    newest = engine.buffers.state.cache.newest
     assert answer.stats.reused_tokens == len(DOCUMENT) + 9 + 60 - newest and computed == [newest]
     assert answer.tokens[:12] == twin.generate(DOCUMENT + more, **GREEDY).tokens
 
@@ -204,27 +205,29 @@ def test_fewer_rows_where_memory_does_not_suffice(pair, monkeypatch, caplog):
     book, questions = engine.prefill(DOCUMENT), [random_prompt(n, seed=n) for n in range(1, 6)]
 
     def need(rows: int) -> int:
-        settings, capacity = engine.caches.settings_for(rows, shared=True), 288 + 3 * 16  # whole flush intervals
-        return sum(part.bytes for part in engine.caches._parts(settings, rows, 288, capacity, 96))
+        settings = engine.buffers.settings_for(rows, shared=True)
+        sizes = Sizes(rows, 288 + 3 * 16, 96, engine.vocab_size, 288)  # whole flush intervals
+        models = engine.target.config, engine.draft.config
+        return total(plan_memory(*models, settings, sizes, torch.float32, engine.device).parts)
 
-    monkeypatch.setattr(caches.memory, "available", lambda device: need(3) + 1000)
+    monkeypatch.setattr(buffers.memory, "available", lambda device: need(3) + 1000)
     engine.release()
     with caplog.at_level("INFO", "triforce"):
-        assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 3
+        assert engine.buffers.rows([DOCUMENT + question for question in questions], 12, book) == 3
     assert "3 of 5 prompts run side by side behind their 288 common tokens; more fit with --offload or" in caplog.text
-    monkeypatch.setattr(caches.memory, "comfortable", lambda device: need(2) + 1000)  # what a GPU has to spare
-    assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 2
+    monkeypatch.setattr(buffers.memory, "less_spare", lambda free, device: need(2) + 1000)  # what a GPU has to spare
+    assert engine.buffers.rows([DOCUMENT + question for question in questions], 12, book) == 2
     assert len(engine.generate(questions[1:], prefix=book, **GREEDY)) == 4  # two at a time
 
 
 @pytest.mark.parametrize("way", ["shared", "prefill", "open", "release"])
 def test_a_stream_that_is_left_behind_lets_go_of_its_buffers(engine, states, monkeypatch, tmp_path, way):
     """Before what comes next is planned, and where prompts share what is computed for them now."""
-    alive, check = [], Caches._check
+    alive, check = [], Buffers._check
     engine.prefill(DOCUMENT).save(tmp_path / "document")
     stream = engine.stream(random_prompt(25, seed=25), **GREEDY)
     next(stream)
-    monkeypatch.setattr(Caches, "_check", lambda *args, **how: alive.append(states[0]() is not None)
+    monkeypatch.setattr(Buffers, "_check", lambda *args, **how: alive.append(states[0]() is not None)
                         or check(*args, **how))
     shared = random_prompt(200, seed=3)
     {"shared": lambda: engine.generate([shared + [1, 2], shared + [3]], **GREEDY),
@@ -232,7 +235,7 @@ def test_a_stream_that_is_left_behind_lets_go_of_its_buffers(engine, states, mon
      "release": engine.release}[way]()
     assert not any(alive) and states[0]() is None and bool(alive) == (way != "release")
     assert stream.result.tokens
-    with pytest.raises(UserError, match="were freed while|taken over"):
+    with pytest.raises(UserError, match="another generation has begun .* or its caches were freed"):
         list(stream)
 
 
@@ -263,7 +266,7 @@ def test_an_interrupt_on_the_way_back(pair, twin, what, draft_cache, monkeypatch
     """Of what a State holds, a part has gone: the same prompt again, or one that begins like what was said."""
     engine = make_engine(*pair, **SETTINGS, draft_cache=draft_cache)
     said = DOCUMENT + engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=50).tokens
-    state = engine.caches.state
+    state = engine.buffers.state
     place, name = (state.hierarchy.view, "open") if what == "rewind" else (state.cache, "truncate")
     whole = getattr(place, name)
 
@@ -273,7 +276,7 @@ def test_an_interrupt_on_the_way_back(pair, twin, what, draft_cache, monkeypatch
 
     interrupted(monkeypatch, place, name, broken,
                 lambda: engine.generate(DOCUMENT if what == "rewind" else said[:310] + [1] * 20, **GREEDY))
-    assert engine.caches.state is state
+    assert engine.buffers.state is state
     longer = said + random_prompt(20, seed=5)
     assert same(engine.generate(longer, **GREEDY), twin.generate(longer, **GREEDY))
 
@@ -287,10 +290,10 @@ def test_an_interrupt_once_a_state_over_a_document_is_there(engine, twin, monkey
         if name == "state" and value is not None:
             raise KeyboardInterrupt
 
-    interrupted(monkeypatch, Caches, "__setattr__", broken,
+    interrupted(monkeypatch, Buffers, "__setattr__", broken,
                 lambda: engine.generate([5, 6, 7], prefix=book, **GREEDY))
     other = random_prompt(320, seed=9)
-    assert engine.caches.state.base > 0 and same(engine.generate(other, **GREEDY), twin.generate(other, **GREEDY))
+    assert engine.buffers.state.base > 0 and same(engine.generate(other, **GREEDY), twin.generate(other, **GREEDY))
 
 
 def test_a_draft_goes_on_with_a_conversation(pair, monkeypatch):
@@ -299,7 +302,7 @@ def test_a_draft_goes_on_with_a_conversation(pair, monkeypatch):
     read, take_in = [], LongMemory.take_in
     monkeypatch.setattr(LongMemory, "take_in", lambda self, rows: (read.append(dict(rows)), take_in(self, rows))[1])
     said = DOCUMENT + engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=20).tokens
-    held = engine.caches.state.lens[0]
+    held = engine.buffers.state.lens[0]
     read.clear()
     engine.generate(said + [5, 6], **GREEDY)
     [(length, known)] = read[0].values()
@@ -383,7 +386,7 @@ def test_an_interrupt_in_the_middle_of_a_flush(engine, twin, monkeypatch):
 
     interrupted(monkeypatch, TargetCache, "flush", broken,
                 lambda: engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=60))
-    [said] = engine.caches.state.texts()
+    [said] = engine.buffers.state.texts()
     assert len(calls) == 2 and len(said) > 320
     again = engine.generate(said + [7], **GREEDY)
     assert again.stats.reused_tokens == 0 and same(again, twin.generate(said + [7], **GREEDY))
@@ -412,7 +415,7 @@ def test_a_seed_says_the_same_whatever_was_reused(tiny_engine, with_prefix):
     first = ask(5, 6, 7)
     ask(5, 6, 9)
     again = ask(5, 6, 7)
-    assert tiny_engine.caches.state.hierarchy.view.selected[0] or with_prefix
+    assert tiny_engine.buffers.state.hierarchy.view.selected[0] or with_prefix
     assert again.stats.reused_tokens > first.stats.reused_tokens and again.tokens == first.tokens
 
 
@@ -431,7 +434,7 @@ def test_a_conversation_keeps_its_turns(tiny, computed):
         prompt += tiny.tokenizer.encode(f"\n\n{text}\n" if i else f"{text}\n", bos=not i)
         assert answer.stats.prompt_len == len(prompt)
         if i:  # all that was there before, but for the token that was emitted last, and those whose queries choose
-            again = max(len(prompt) - held, tiny.caches.state.cache.newest)
+            again = max(len(prompt) - held, tiny.buffers.state.cache.newest)
             assert answer.stats.reused_tokens >= len(prompt) - 1 - again and computed[0] <= again + 1
         prompt += [token for token in answer.tokens if token not in tiny.eos_ids]
         held = len(prompt)
@@ -620,11 +623,11 @@ def test_a_document_is_saved_and_opened(pair, engine, twin, tmp_path):
                          ids=["resident", "offloaded", "in parts"])
 def test_what_a_conversation_holds_is_saved_with_its_document(pair, monkeypatch, tmp_path, how):
     """Wherever the two lie: they are one text in the file. What another text left in the State is not in it."""
-    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    monkeypatch.setattr(buffers, "SHARED_FROM", 64)
     engine, question = make_engine(*pair, **SETTINGS, **how), random_prompt(60, seed=3)
     book = engine.prefill(DOCUMENT)
     tokens = DOCUMENT + question + engine.generate(question, 60, prefix=book, temperature=0.0, ignore_eos=True).tokens
-    held = engine.caches.held(tokens, book)
+    held = engine.buffers.held(tokens, book)
     held.save(tmp_path / "talk.prefix")
     other = make_engine(*pair, **SETTINGS)
     opened = other.open(tmp_path / "talk.prefix")
@@ -634,8 +637,8 @@ def test_what_a_conversation_holds_is_saved_with_its_document(pair, monkeypatch,
         for one, two in zip(opened.store.layer(i, 0), anew.store.layer(i, 0), strict=True):
             torch.testing.assert_close(one[:, : held.num_shared], two[:, : held.num_shared])
     elsewhere = DOCUMENT + random_prompt(100, seed=4)
-    assert engine.caches.held(elsewhere, book).num_shared == book.num_shared
-    assert engine.caches.held(random_prompt(100, seed=5), None).store is None
+    assert engine.buffers.held(elsewhere, book).num_shared == book.num_shared
+    assert engine.buffers.held(random_prompt(100, seed=5), None).store is None
 
 
 def test_a_document_of_another_dtype_is_converted_and_told(tmp_path, caplog):

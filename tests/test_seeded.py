@@ -282,7 +282,7 @@ def test_logprobs_of_what_leaves_won(models):
     on, off = (engine.generate(random_prompt(CONTEXT), speculate=speculate, **law) for speculate in (True, False))
     assert on.tokens == off.tokens and on.logprobs == off.logprobs
     engine.generate(random_prompt(CONTEXT), **law)
-    assert engine.caches.state.hierarchy.outer.totals[0, 2] >= 3
+    assert engine.buffers.state.hierarchy.outer.totals[0, 2] >= 3
 
 
 def rounds_with_leaves(state, wanted: int):

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from conftest import make_engine, random_prompt, slow
 
-from triforce import caches
+from triforce import buffers
 
 # Small, so that a short text is flushed, and its view chosen anew, many times.
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True, "max_seq_len": 4096}
@@ -116,7 +116,7 @@ class Sequence:
 
 @pytest.mark.parametrize("first", [0, *slow(*range(A_TEST, 100, A_TEST))])
 def test_a_hundred_sequences_against_a_twin(first, tiny_engine, monkeypatch, tmp_path):
-    monkeypatch.setattr(caches, "SHARED_FROM", 64)
+    monkeypatch.setattr(buffers, "SHARED_FROM", 64)
     models, met = (tiny_engine.target, tiny_engine.draft), Counter()
     how = {**SETTINGS, "tokenizer": tiny_engine.tokenizer, "eos_ids": tiny_engine.eos_ids}
     twin = make_engine(*models, **how, reuse=False)

@@ -71,11 +71,6 @@ def test_counts(pair, monkeypatch):
     assert stats.acceptance_rate == state.hierarchy.acceptance_rates()[0]
 
 
-def test_rows_report_their_own_prompts(pair, monkeypatch):
-    outs = Timed(pair, monkeypatch).engine.generate([random_prompt(100), random_prompt(30)], 5, seed=[4, 9])
-    assert [(out.stats.prompt_len, out.stats.seed, out.stats.new_tokens) for out in outs] == [(100, 4, 5), (30, 9, 5)]
-
-
 def test_rows_that_have_ended_are_left_alone_and_report_what_was_theirs(pair, monkeypatch):
     said, rates, step = [0, 0], [None, None], State.round
 

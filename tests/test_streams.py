@@ -11,7 +11,7 @@ from conftest import random_prompt
 
 import triforce
 from triforce import prefix_file, streams
-from triforce.caches import Caches
+from triforce.buffers import Buffers
 from triforce.cpu import Linear
 from triforce.hierarchy import Hierarchy
 from triforce.model import Transformer
@@ -110,7 +110,7 @@ def spied(monkeypatch):
     """Of what touches a GPU, whether it was within, by name."""
     engine, found = triforce.load("tiny", device="cpu"), []
     engine.compute_stream = spy = Spy(torch.device("cpu"))
-    for owner, name in ((Transformer, "prefill"), (Transformer, "forward"), (Linear, "forward"), (Caches, "release"),
+    for owner, name in ((Transformer, "prefill"), (Transformer, "forward"), (Linear, "forward"), (Buffers, "release"),
                         (Hierarchy, "acceptance_rates"), (prefix_file, "write")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, real=real, name=name, **more: found.append(

@@ -81,8 +81,8 @@ def test_generations_and_prefills_have_threads_for_free_cores(four):
     engine.threads = world.threads()
     world.pass_by(1.0, 2.0)
     engine.generate("Once upon a time there was", 4, temperature=0.0, on_prefill=look)
-    rounds, in_prefill = engine.caches.state.hierarchy.round, len(seen)
-    engine.caches.state.hierarchy.round = lambda *args: look() or rounds(*args)
+    rounds, in_prefill = engine.buffers.state.hierarchy.round, len(seen)
+    engine.buffers.state.hierarchy.round = lambda *args: look() or rounds(*args)
     engine.generate("Once upon a time there was", 4, temperature=0.0)
     assert 1 < in_prefill < len(seen) and set(seen) == {2} and torch.get_num_threads() == 4
 
@@ -105,7 +105,7 @@ def test_the_number_of_threads_changes_no_bits(options):
             torch.set_num_threads(counts[0])
             out = engine.generate(prompt, 32, temperature=0.8 if "sampling" in options else 0.0, seed=3,
                                   ignore_eos=True, on_prefill=change, on_decode=change)
-            cache = engine.caches.state.cache
+            cache = engine.buffers.state.cache
             kv = [cache.load(i, 0, 0, len(prompt) + 24) for i in range(engine.target.config.n_layer)]
             found.append((out.tokens, torch.stack(kv)))
     finally:

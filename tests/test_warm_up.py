@@ -8,26 +8,26 @@ import pytest
 import torch
 from conftest import make_engine, random_pair, random_prompt, slow
 
-from triforce import warm_up
+from triforce import memory, warm_up
 from triforce.config import Settings
 from triforce.model import ModelConfig
 from triforce.state import State
 
 CPU = torch.device("cpu")
 TARGET, DRAFT = ModelConfig(512, 64, 4, 4, 2, 16, 128), ModelConfig(480, 32, 2, 2, 2, 16, 64)
+
+
 @pytest.mark.parametrize("draft", [DRAFT, None], ids=["draft", "no-draft"])
 @pytest.mark.parametrize("options", [{}, {"retrieval": False}, *slow({"sampling": "coupled", "tree_size": 16}),
                                      {"draft": "ngram"}, *slow({"draft_cache": "snapkv"})], ids=str)
 def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, draft):
-    """Of large weights, also through questions side by side."""
     settings = Settings(**options).resolve(CPU, has_model=draft is not None, query_group=2)
-    rounds, real = [], State.round
-    monkeypatch.setattr(State, "round", lambda state, plan: rounds.append((state.batch, plan)) or real(state, plan))
-    state = warm_up.warm_up(TARGET, draft, settings, torch.float32, CPU, 2**30, 2, length=2000)
-    alone, beside = ([plan for count, plan in rounds if count == rows] for rows in (1, 2))
+    plans, real = [], State.round
+    monkeypatch.setattr(State, "round", lambda state, plan: plans.append(plan) or real(state, plan))
+    state = warm_up.warm_up(TARGET, draft, settings, torch.float32, CPU, 2**30, length=2000)
     expected = {"model": draft is not None, "ngram": settings.ngram, "retrieval": settings.retrieval}
-    assert {plan.drafter for plan in alone} == {None, *(name for name, drafts in expected.items() if drafts)}
-    assert alone == beside and state.base >= 1900 and state.target.config.n_layer == 1
+    assert {plan.drafter for plan in plans} == {None, *(name for name, drafts in expected.items() if drafts)}
+    assert state.lens[0] >= 1900 and state.target.config.n_layer == 1
     assert not settings.retrieval or state.hierarchy.view.num_rebuilds == state.hierarchy.view.kind.renews
     gone = weakref.ref(state)
     del state
@@ -35,35 +35,30 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
 
 
 def test_it_leaves_the_weights_their_memory(monkeypatch):
-    """What it needs is what a plan of the same says, which is what it holds."""
-    settings, needed, check = Settings().resolve(CPU, query_group=2), [], warm_up.memory.state_parts
-    monkeypatch.setattr(warm_up.memory, "state_parts", lambda *args, **more: needed.append(check(*args, **more)) or
-                        needed[-1])
+    """What it needs is what a plan of the same says."""
+    planned, plan = [], memory.plan_memory
+    monkeypatch.setattr(memory, "plan_memory", lambda *args: planned.append(plan(*args)) or planned[-1])
 
-    def rows(free: int, most: int = 0) -> int:
-        state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, most, length=2000)
-        return 0 if state is None else state.batch
+    def warms_up(free: int) -> bool:
+        settings = Settings().resolve(CPU, query_group=2)
+        return warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, length=2000) is not None
 
-    weights = warm_up.memory.weight_parts(replace(TARGET, n_layer=1), replace(DRAFT, n_layer=1), torch.float32)
-    assert rows(0) == 0
-    free = sum(part.bytes for part in [*weights, *needed[0]])
-    assert (rows(free - 1), rows(free)) == (0, 1)
-    needed.clear()
-    assert rows(free, 2) == 1
-    free = sum(part.bytes for part in [*weights, *needed[0], *needed[1]])
-    assert (rows(free - 1, 2), rows(free, 2)) == (1, 2)
+    assert not warms_up(0)
+    weights = memory.weight_parts(replace(TARGET, n_layer=1), replace(DRAFT, n_layer=1), torch.float32)
+    needed = memory.total(weights + planned[0].parts)
+    assert (warms_up(needed - 1), warms_up(needed)) == (False, True)
 
 
 @pytest.mark.parametrize("what", ["prefill", "open", "logits", "rows"])
 def test_whatever_takes_time_or_memory_waits_for_it(what, tmp_path, monkeypatch):
     engine, path, ids = make_engine(*random_pair()), tmp_path / "a.prefix", random_prompt(100)
     engine.prefill(ids).save(path)
-    rows = engine.caches.rows
-    monkeypatch.setattr(engine.caches, "rows", lambda *args: seen.append(bool(done)) or rows(*args))
+    rows = engine.buffers.rows
+    monkeypatch.setattr(engine.buffers, "rows", lambda *args: seen.append(bool(done)) or rows(*args))
     calls = {"prefill": lambda: engine.prefill(ids), "open": lambda: engine.open(path),
              "logits": lambda: engine.logits([ids]), "rows": lambda: engine.generate(ids, 2)}
     done, seen = [], []
-    engine.caches.warming = threading.Timer(0.3, done.append, [1])
-    engine.caches.warming.start()
+    engine.warming = threading.Timer(0.3, done.append, [1])
+    engine.warming.start()
     calls[what]()
-    assert done and engine.caches.warming is None and all(seen) and bool(seen) == (what == "rows")
+    assert done and engine.warming is None and all(seen) and bool(seen) == (what == "rows")

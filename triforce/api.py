@@ -2,11 +2,9 @@
 
 import gc
 
-from .config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, names_of, split
-from .engine import Engine, generate_options
-from .generation import stop_ids, stop_strings
+from .config import Placement, Sampling, Settings, names_of, split
+from .engine import Engine, check_call, generate_options
 from .host import ProcessLock
-from .keep import check_keep
 from .loading import load
 
 _kept: dict[str, Engine] = {}  # at most one engine, under the description of how it was loaded
@@ -25,24 +23,20 @@ def generate(prompt, checkpoint="tiny", **options):
     Raises:
         UserError: see `load` and `Engine.generate`; wrong options are found before anything is loaded.
     """
-    loads = names_of(Settings, Placement) | {"group"}
     [sampling, *_], rest = split(options, Sampling, Settings, Placement, what="option",
                                  known=generate_options() | {"group"})
-    check_max_new_tokens(rest.get("max_new_tokens", 1))
-    stop_strings(rest.get("stop"))
-    stop_ids(rest.get("stop_token_ids"))
-    check_logprobs(rest.get("logprobs"))
-    check_keep(rest.get("keep"))
+    check_call(**rest)
     columns = [value for value in vars(sampling).values() if isinstance(value, (list, tuple))]
     sampling.columns(len(columns[0]) if columns else 1)
-    loading = {name: value for name, value in options.items() if name in loads}
+    names = names_of(Settings, Placement) | {"group"}
+    loading = {name: options.pop(name) for name in names & options.keys()}
     key = repr((str(checkpoint), sorted((name, str(value)) for name, value in loading.items())))
     with _lock:
         if key not in _kept:
             unload()
             _kept[key] = load(checkpoint, **loading)
         engine = _kept[key]
-    return engine.generate(prompt, **{name: value for name, value in options.items() if name not in loads})
+    return engine.generate(prompt, **options)
 
 
 def unload() -> None:

@@ -109,12 +109,12 @@ class Chat:
         """The conversation as a prefix of others, with what the engine holds of it."""
         book = self.prefix
         if not self.uses_template:
-            return self.engine.caches.held([*(book.tokens if book is not None else []), *self._ids()], book)
+            return self.engine.buffers.held([*(book.tokens if book is not None else []), *self._ids()], book)
         messages, variables = self.messages, self.options.get("chat_template_kwargs")
         if book is not None and variables is None:
             variables = book.chat_template_kwargs
         ids = self.engine.encode_beginning(messages, self.chat_template, variables, self.rendered_at)
-        held = self.engine.caches.held(ids, book)
+        held = self.engine.buffers.held(ids, book)
         held.messages, held.chat_template, held.chat_template_kwargs = messages, self.chat_template, variables
         held.rendered_at = self.rendered_at
         return held

@@ -13,17 +13,17 @@ import operator
 import random
 import reprlib
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from . import finite, memory, prefix_file
-from .caches import Caches, Models
+from .buffers import Buffers, Models
 from .chat import Chat
 from .config import (
     Placement,
@@ -40,7 +40,7 @@ from .config import (
 from .errors import TooLong, UserError
 from .finite import NotFinite
 from .free_memory import check_answers
-from .generation import Generation, RowOutput, special_ids, stop_ids, stop_strings
+from .generation import Generation, special_ids, stop_ids, stop_strings
 from .hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from .hf.tokenizer import Tokenizer, is_messages
 from .host import belongs_here, check_process, is_forked, not_pickled, own_settings
@@ -50,15 +50,16 @@ from .kv.target import TargetCache
 from .model import Transformer
 from .parallel import agreed
 from .plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
-from .prefix import Keeping, Prefix, asked, check_prefix, common_length, opened, storable
+from .prefix import Keeping, Prefix, asked, check_prefix, check_room, common_length, opened, storable
 from .prefix_path import check_target, holds_something
-from .render import Bar, characters, in_notebook, notebook_bars, spans
-from .session import Session
+from .render import Bar, in_notebook, notebook_bars
+from .session import Call, Session, Stream
 from .state import State
 from .streams import ComputeStream
 from .threads import Threads
 
 log = logging.getLogger("triforce")
+OF_PROMPT = ("messages", "chat_template", "chat_template_kwargs", "rendered_at")  # of a `Prefix`: what it was made of
 
 
 class Engine:
@@ -80,41 +81,42 @@ class Engine:
                  drafting: Transformer | None = None, settings: Settings | None = None,
                  placement: Placement | None = None, eos_ids: Sequence[int] = (), folder: Path | None = None,
                  compute_stream: ComputeStream | None = None, defaults: dict[str, float] | None = None):
-        self.defaults = defaults or {}
+        self.defaults, self.eos_ids = defaults or {}, tuple(eos_ids)
         self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
-        settings, placement = settings or Settings(), placement or Placement()
-        self.placement = replace(placement, device=target.device).resolve()
-        self.eos_ids = tuple(eos_ids)
-        models = [target] if draft is None else [target, draft]
-        self.vocab_size = min(model.config.vocab_size for model in models)
-        if tokenizer is not None:
-            self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
-        self.vocab_size = agreed(target.group, self.vocab_size)  # a rank without the draft does not know its vocabulary
+        self.compute_stream = compute_stream or ComputeStream(target.device)
+        placement = replace(placement or Placement(), device=target.device).resolve()
         limit, longest = target.config.max_len, placement.max_seq_len
         if longest is not None and longest > limit:
             raise UserError(f"max_seq_len ({longest}) exceeds the model's {target.config.limit_name} ({limit}); "
                             f"use at most {limit}")
-        self.compute_stream = compute_stream or ComputeStream(target.device)
-        self.caches = Caches(self, Models(target, draft, drafting), settings)
+        known = [one.vocab_size for one in (target.config, draft and draft.config, tokenizer) if one is not None]
+        vocab_size = agreed(target.group, min(known))  # a rank without the draft does not know its vocabulary
+        self.buffers = Buffers(Models(target, draft, drafting), settings or Settings(), placement, vocab_size,
+                               self.compute_stream.cuda, partial(Prefix, self))
         self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)
+        self.warming = None  # the thread that warms up kernels, see warm_up.py
         self._serving: Session | None = None  # whom the state belongs to
-        self._num_prepared = 0  # calls of `prepare`
         self._folder, self._identity = folder, None
         belongs_here()
 
     def __repr__(self) -> str:
-        config, dtype = self.target.config, self.target.dtype_name
-        drafts = [] if self.draft is None else [f"a model of {self.draft.config.num_parameters / 1e6:,.1f}M parameters"]
-        if self.settings.retrieval:
-            drafts.append(f"a {self.settings.draft_cache} view")
-        drafts += ["a drafter of the user's"] * callable(self.settings.draft) + ["n-grams"] * self.settings.ngram
-        return (f"<triforce.Engine: {config.architecture}, {self.num_parameters / 1e6:,.1f}M parameters, {dtype} on "
-                f"{self.device}; drafts by {', '.join(drafts) or 'nothing'}>")
+        return (f"<triforce.Engine: {self.target.config.architecture}, {self.num_parameters / 1e6:,.1f}M parameters, "
+                f"{self.target.dtype_name} on {self.device}>")
 
     @property
     def settings(self) -> Settings:
         """Resolved."""
-        return self.caches.settings
+        return self.buffers.settings
+
+    @property
+    def placement(self) -> Placement:
+        """Resolved."""
+        return self.buffers.placement
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that all models and the tokenizer know."""
+        return self.buffers.vocab_size
 
     @property
     def num_parameters(self) -> int:
@@ -147,9 +149,10 @@ class Engine:
         count = 1 if num_samples is None else as_numbers(num_samples)
         whole(1, 8)("num_samples", count)
         with notebook_bars(options, len(prompts) * count * check_max_new_tokens(max_new_tokens)):
-            pieces, sessions, _ = self._serve(prompts, max_new_tokens, prefix=prefix, count=count, **options)
+            call = self._call(prompts, max_new_tokens, prefix=prefix, count=count, **options)
+            sessions: list[Session] = []
             with self.compute_stream.lock:
-                for _ in pieces:
+                for _ in self._answer(call, sessions):
                     pass
         results = [result for session in sessions for result in session.results()]
         if num_samples is not None:
@@ -177,11 +180,10 @@ class Engine:
                 another one.
         """
         whole(1, 65_536)("keep_every", keep_every)
-        messages = list(document) if is_messages(document) else None
+        messages, rendered_at = list(document) if is_messages(document) else None, None
         if keep is not None:  # before hours of work
             check_target(keep)
             storable(messages=messages, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
-        rendered_at = None
         if messages is None:
             ids = self.encode_prompt(document)
         else:
@@ -191,16 +193,30 @@ class Engine:
                     rendered_at = reader.about["rendered_at"] or rendered_at
             ids = self.encode_beginning(messages, chat_template, chat_template_kwargs, rendered_at)
         self.check_len(len(ids), 1)
-        with self._computing():
-            self._end_stream()
-            prefix = self.caches.compute(ids, self.threads.between(on_progress),
-                                         None if keep is None else Keeping(keep, keep_every, rendered_at))
-            if prefix.store is not None:
-                self.caches.pack(prefix.store)  # here, so that no question waits for it
-        prefix.messages, prefix.chat_template = messages, chat_template
-        prefix.chat_template_kwargs, prefix.rendered_at = chat_template_kwargs, rendered_at
+        prefix = self._prefilled(ids, on_progress, None if keep is None else Keeping(keep, keep_every, rendered_at))
+        for name, value in zip(OF_PROMPT, (messages, chat_template, chat_template_kwargs, rendered_at), strict=True):
+            setattr(prefix, name, value)
         if keep is not None and not prefix.is_kept(keep):
             prefix.save(keep)
+        return prefix
+
+    def _prefilled(self, ids: list[int], on_progress, keeping: Keeping | None) -> Prefix:
+        """Keys and values of a document; kept in a file, stretch by stretch, and begun with what that holds."""
+        def save(part: Prefix) -> None:
+            part.part_of, part.rendered_at = len(ids), keeping.rendered_at
+            part.save(keeping.path)
+
+        kept = contextlib.nullcontext()
+        if keeping is not None and agreed(self.target.group, holds_something(keeping.path)):
+            kept = opened(keeping.path, self, begins=ids)
+        with self.working(), kept as reader:
+            self._end_stream()
+            if keeping is not None and (reader is None or len(reader.tokens) < len(ids)):
+                check_room(keeping.path, self, len(ids))  # before hours of work
+            prefix = self.buffers.compute(ids, self.threads.between(on_progress), reader,
+                                          None if keeping is None else keeping.every, save)
+            if prefix.store is not None:
+                self.buffers.pack(prefix.store)  # here, so that no question waits for it
         return prefix
 
     @own_settings()
@@ -221,10 +237,10 @@ class Engine:
             if (dtype := prefix_file.DTYPES[reader.layout.dtype]) != self.target.dtype:
                 log.info("%s was saved in %s; its keys and values are converted to %s", path,
                          str(dtype).removeprefix("torch."), self.target.dtype_name)
-            with self._computing():
+            with self.working():
                 self._end_stream()
-                prefix = self.caches.read(reader)
-            for name in ("messages", "chat_template", "chat_template_kwargs", "rendered_at"):
+                prefix = self.buffers.compute(reader.tokens, reader=reader, length=reader.layout.length)
+            for name in OF_PROMPT:
                 setattr(prefix, name, reader.about[name])
             return prefix
 
@@ -233,11 +249,11 @@ class Engine:
         """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer. And
         the name of the model, for who reads that they differ."""
         if self._identity is None:
-            folder, longest = self._folder, self.placement.max_seq_len
+            folder, place, tokenizer = self._folder, self.placement, self.tokenizer
             self._identity = {
                 "model": (weights_fingerprint(self.target) if folder is None else
-                          model_fingerprint(folder, longest, self.placement.weights)),
-                "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer),
+                          model_fingerprint(folder, place.max_seq_len, place.weights)),
+                "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
                 "name": model_name(folder, self.target.config.architecture, self.num_parameters)}
         return self._identity
 
@@ -255,15 +271,13 @@ class Engine:
 
     def check_options(self, options: dict) -> None:
         """Raises UserError for a name that is no option of `stream`."""
-        known = generate_options()
-        split({name: value for name, value in options.items() if name not in known}, Sampling,
-              what="option of a turn", known=known)
+        split(options, Sampling, what="option of a turn", known=generate_options())
 
     @takes(Sampling)
     def stream(self, prompt, max_new_tokens: int = 256, *, prefix: Prefix | None = None, stop=None,
                stop_token_ids=None, ignore_eos: bool = False, speculate: bool = True, one_row: bool = False,
                logprobs: int | None = None, keep: str | None = None, chat_template: str | None = None,
-               chat_template_kwargs: dict | None = None, on_prefill=None, on_decode=None, **options) -> "Stream":
+               chat_template_kwargs: dict | None = None, on_prefill=None, on_decode=None, **options) -> Stream:
         """Continues one prompt, piece by piece: iterate over the text, then read `.result`. Without a tokenizer pieces
         are empty, one a round.
 
@@ -292,11 +306,12 @@ class Engine:
             raise UserError("stream gives one answer to one prompt; generate takes a list, and num_samples")
         if on_prefill is None and in_notebook():
             on_prefill = Bar("prefill", 100, "%")
-        return Stream(*self._serve([prompt], max_new_tokens, prefix=prefix, stop=stop, stop_token_ids=stop_token_ids,
-                                   ignore_eos=ignore_eos, speculate=speculate, one_row=one_row, logprobs=logprobs,
-                                   keep=keep, chat_template=chat_template,
-                                   chat_template_kwargs=chat_template_kwargs, on_prefill=on_prefill,
-                                   on_decode=on_decode, **options))
+        call = self._call([prompt], max_new_tokens, prefix=prefix, stop=stop, stop_token_ids=stop_token_ids,
+                          ignore_eos=ignore_eos, speculate=speculate, one_row=one_row, logprobs=logprobs, keep=keep,
+                          chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
+                          on_prefill=on_prefill, on_decode=on_decode, **options)
+        sessions: list[Session] = []
+        return Stream(self._answer(call, sessions), sessions, call)
 
     def logits(self, tokens, last: int | None = None) -> Tensor:
         """Logits after every token, or after the last ones: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in
@@ -309,14 +324,15 @@ class Engine:
         Raises:
             UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S.
         """
-        if isinstance(tokens, str) or not _is_sequence(tokens) or not all(map(_is_sequence, tokens)):
+        try:
+            rows = [_as_ids(row) for row in tokens]
+        except (TypeError, UserError):
             raise UserError("logits takes [B, S] ids, a list of rows; put the ids of one text into a list of their "
-                            "own: [[5, 6, 7]], or [engine.encode_prompt(text)]")
-        rows = [_as_ids(row) for row in tokens]
+                            "own: [[5, 6, 7]], or [engine.encode_prompt(text)]") from None
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
             raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
         self._check_ids([token for row in rows for token in row])
-        size, length = self.settings.prefill_chunk_size, len(rows[0])
+        length = len(rows[0])
         self.check_len(length, 0)
         if last is not None:
             whole(1, 1)("last", last := as_numbers(last))
@@ -324,12 +340,12 @@ class Engine:
                 raise UserError(f"last ({last}) must be at most {length}, the number of ids in a row; leave it out for "
                                 "all of them")
         first = 0 if last is None else length - last
-        with self._computing(), torch.inference_mode():
+        with self.working(), torch.inference_mode():
             cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                                 flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
-            blocks = prefill_blocks(cache, range(1), 0, length, size)
-            tokens = torch.tensor(rows, device=self.device)
-            hidden = (self.target.prefill(row[None], blocks)[:, first:] for row in tokens)  # [1, S or last, dim] each
+            blocks = prefill_blocks(cache, range(1), 0, length, self.settings.prefill_chunk_size)
+            hidden = (self.target.prefill(row[None], blocks)[:, first:]
+                      for row in torch.tensor(rows, device=self.device))  # [1, S or last, dim] each
             found = torch.cat([self.target.output(one).float() for one in hidden])
         return self.compute_stream.hand_out(found)
 
@@ -337,8 +353,9 @@ class Engine:
         """What to tell of logits that are not finite after these tokens: which part of the model, and which position,
         they come from. Takes a prefill, slowly, and the room of one. Every rank calls this."""
         self.release()
-        with self._computing():
-            cache = self.caches.allocate(-(-len(tokens) // self.settings.flush_interval) * self.settings.flush_interval)
+        interval = self.settings.flush_interval
+        with self.working():
+            cache = self.buffers.allocate(-(-len(tokens) // interval) * interval)
             found = finite.origin(self.target, cache, tokens, self.settings.prefill_chunk_size)
         return finite.explain(self.target, found, len(tokens))
 
@@ -346,14 +363,14 @@ class Engine:
     def working(self):
         """Within, this thread of the program computes on this engine, and no other does."""
         with self.holding_still(), self.threads.working():
+            self._end_warm_up()
             yield
 
-    @contextlib.contextmanager
-    def _computing(self):
-        """`working`, for what is no answer."""
-        with self.working():
-            self.caches.begin()
-            yield
+    def _end_warm_up(self) -> None:
+        """On a GPU a prefill takes several times as long beside another thread that needs Python's lock."""
+        if self.warming is not None:
+            self.warming.join()
+            self.warming = None
 
     @contextlib.contextmanager
     def holding_still(self):
@@ -391,28 +408,23 @@ class Engine:
                     for question in ("a?", "The b.")]
         return rendered[0][: common_length(*rendered)]
 
-    def _serve(self, prompts, max_new_tokens: int, *, count: int = 1, prefix=None, stop=None, stop_token_ids=None,
-               ignore_eos=False, speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None,
-               chat_template_kwargs=None, on_prefill=None, on_decode=None,
-               **options) -> tuple[Iterator[tuple[int, str]], list[Session], threading.Event]:
-        """Checks everything, then gives a generator of (index of the prompt, piece of text), a list that gets the
-        sessions whose results these are, and what ends the generation after the round that is under way, once it is
-        set. count: samples of each prompt, which is encoded once."""
+    def _call(self, prompts, max_new_tokens: int, *, count: int = 1, prefix=None, stop=None, stop_token_ids=None,
+              ignore_eos=False, speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None,
+              chat_template_kwargs=None, on_prefill=None, on_decode=None, **options) -> Call:
+        """Checks everything. count: samples of each prompt, which is encoded once."""
         check_process()
         defaults = {name: value for name, value in self.defaults.items() if name not in options}
         [sampling], _ = split({**defaults, **options}, Sampling, what="option of generate", known=generate_options())
         if as_numbers(sampling.temperature) == 0:  # the most probable token is the same with all others
             defaults = {name: value for name, value in defaults.items() if name == "temperature"}
-        max_new_tokens = check_max_new_tokens(max_new_tokens)
+        max_new_tokens, stops, ends = check_call(max_new_tokens, stop, stop_token_ids, logprobs, keep)
+        check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
         if one_row and speculate:
             raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
-        stops, ends = stop_strings(stop), stop_ids(stop_token_ids)
-        check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
         if ends:
             self._check_ids(ends, "stop_token_ids: ")
         if stops:
             ends += special_ids(stops, self.tokenizer_or_raise())
-        check_keep(keep)
         for name, callback in (("on_prefill", on_prefill), ("on_decode", on_decode)):
             if callback is not None and not callable(callback):
                 raise UserError(f"{name} ({callback!r}) must be a function of one number")
@@ -421,92 +433,94 @@ class Engine:
             if keep is not None:
                 raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
         check_answers(len(prompts) * count, max_new_tokens)
-        room, ids, lengths = self.room(max_new_tokens), [], []
-        for index, prompt in enumerate(prompts):
-            try:
-                one = (self.encode_prompt(prompt, chat_template, chat_template_kwargs) if prefix is None else
-                       prefix.ids(prompt, chat_template_kwargs))
-                lengths += [len(one)] * count
-                if keep is not None and room > 0:
-                    one = cut(one, room, keep, getattr(self.tokenizer, "bos_id", None))
-                self.check_len(len(one), max_new_tokens, 0 if prefix is None else len(prefix))
-            except UserError as error:
-                raise type(error)(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-            ids += [one] * count
+        ids, dropped = self._encoded(prompts, max_new_tokens, prefix, keep, chat_template, chat_template_kwargs)
+        ids, dropped = ([one for one in each for _ in range(count)] for each in (ids, dropped))
         sampling = sampling.repeated(len(prompts), count)
         sampling = sampling.with_seed(len(ids), lambda: agreed(self.target.group, random.getrandbits(32)))
         check_biases(sampling.columns(len(ids))["logit_bias"], self.vocab_size)
-        plan = None if speculate else ONE_ROW if one_row else AUTOREGRESSION
-        request = Request(ids, prefix, max_new_tokens, sampling, (*ends, *(() if ignore_eos else self.eos_ids)), stops,
-                          plan, on_prefill, on_decode, logprobs,
-                          [length - len(prompt) for length, prompt in zip(lengths, ids, strict=True)], defaults)
-        sessions: list[Session] = []
-        return self._answer(request, sessions), sessions, request.is_cancelled
+        return Call(ids=ids, prefix=prefix, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops,
+                    eos_ids=(*ends, *(() if ignore_eos else self.eos_ids)),
+                    plan=None if speculate else ONE_ROW if one_row else AUTOREGRESSION, on_prefill=on_prefill,
+                    on_decode=on_decode, logprobs=logprobs, dropped=dropped, defaults=defaults)
 
-    def _answer(self, request: "Request", sessions: list[Session]) -> Iterator[tuple[int, str]]:
-        """Group by group, of as many prompts as run side by side."""
-        with self.holding_still():
-            self.caches.begin()
-            size = self.caches.rows(request.ids, request.max_new_tokens, request.prefix)
-        for first in range(0, len(request.ids), size):
-            group = request.part(first, min(first + size, len(request.ids)), sum(one.num_tokens for one in sessions))
-            outputs = [RowOutput(self.tokenizer, group.eos_ids, group.stops, group.max_new_tokens) for _ in group.ids]
-            session = Session(group.ids, outputs, group.sampling.seed, self.device, group.logprobs,
-                              group.dropped, group.defaults)
-            where = tokens = None
-            sessions.append(session)
+    def _encoded(self, prompts, max_new_tokens: int, prefix: Prefix | None, keep: str | None, chat_template,
+                 chat_template_kwargs) -> tuple[list[list[int]], list[int]]:
+        """Ids of each prompt, and how many of them did not fit."""
+        room, ids, dropped = self.room(max_new_tokens), [], []
+        for index, prompt in enumerate(prompts):
             try:
-                for row, piece in self._decode(session, group):
+                whole = (self.encode_prompt(prompt, chat_template, chat_template_kwargs) if prefix is None else
+                         prefix.ids(prompt, chat_template_kwargs))
+                fits = keep is None or room < 1
+                one = whole if fits else cut(whole, room, keep, getattr(self.tokenizer, "bos_id", None))
+                self.check_len(len(one), max_new_tokens, 0 if prefix is None else len(prefix))
+            except UserError as error:
+                raise type(error)(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+            ids.append(one)
+            dropped.append(len(whole) - len(one))
+        return ids, dropped
+
+    def _answer(self, call: Call, sessions: list[Session]) -> Iterator[tuple[int, str]]:
+        """(index of a prompt, piece of text), group by group, of as many prompts as run side by side. sessions: gets
+        those that have the results."""
+        with self.working():
+            self.buffers.begin(call.prefix)
+            size = self.buffers.rows(call.ids, call.max_new_tokens, call.prefix)
+        for first in range(0, len(call.ids), size):
+            group = call.part(first, min(first + size, len(call.ids)), sum(one.num_tokens for one in sessions))
+            sessions.append(session := Session(group, self.tokenizer, self.device))
+            explain = None
+            try:
+                for row, piece in self._decode(session):
                     yield first + row, piece
             except NotFinite as error:
-                tokens = error.tokens
+                explain = partial(self.explain_not_finite, error.tokens)
             except (RuntimeError, MemoryError) as error:
                 if not memory.ran_out(error):
                     raise
-                where = self.device if isinstance(error, torch.OutOfMemoryError) else "the host"
-                shortage = memory.shortage(error, self.device)
+                explain = partial(self._explain_shortage, str(error) or type(error).__name__)
             finally:
                 if not is_forked() and not sys.is_finalizing():  # when Python ends, nothing can be imported any more
                     with self.holding_still():
                         session.close()
-            if tokens is not None:  # here, where no traceback holds on to the buffers any more
-                raise self.explain_not_finite(tokens)
-            if where is not None:
-                self.release()
-                offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
-                scattered = "" if where == "the host" else memory.remedy_of_scatter()
-                raise UserError(f"{where} ran out of memory{shortage}; leave more of it free, or ask for less: "
-                                f"{offload}a smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size"
-                                f"{scattered}")
+            if explain is not None:  # here, where no traceback holds on to the buffers any more
+                raise explain()
 
-    def _decode(self, session: Session, request: "Request") -> Iterator[tuple[int, str]]:
+    def _explain_shortage(self, told: str) -> UserError:
+        """told: what PyTorch said, whose first sentences have the numbers."""
+        self.release()
+        what = ". ".join(told.splitlines()[0].split(". ")[:3])
+        offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
+        return UserError(f"this call ran out of memory ({what}); leave more of it free, or ask for less: {offload}a "
+                         "smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size")
+
+    def _decode(self, session: Session) -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
+        call = session.call
         with self.working():
-            if request.is_cancelled.is_set():  # while it waited
+            if call.is_cancelled.is_set():  # while it waited
                 return
             self._end_stream()
             self._serving = session
-            on_prefill = self.threads.between(request.on_prefill)
-            session.state = self.prepare(request.ids, request.max_new_tokens, on_prefill, request.plan,
-                                         request.prefix, goes_on=request.goes_on, **vars(request.sampling))
-        while not session.done and not request.is_cancelled.is_set():
+            session.state = self.prepare(call.ids, call.max_new_tokens, self.threads.between(call.on_prefill),
+                                         call.plan, call.prefix, **vars(call.sampling))
+            if self._serving is not session:  # on_prefill has begun another: the State has tokens of two prompts
+                self.buffers.release()
+        while not session.done and not call.is_cancelled.is_set():
             with self.working():
-                if self.caches.state is None:
-                    raise UserError("the caches of this generation were freed while it was under way, by release(), "
-                                    "prefill() or open(); begin another one")
-                if self._serving is not session or self.caches.state is not session.state:
-                    raise UserError("another generation has begun on this engine and taken over its caches; finish or "
+                if self._serving is not session or self.buffers.state is not session.state or session.state is None:
+                    raise UserError("another generation has begun on this engine, or its caches were freed; finish or "
                                     "close a stream first, or load a second engine")
                 pieces = session.round()
-            if request.on_decode is not None:
-                request.on_decode(session.num_tokens)
+            if call.on_decode is not None:
+                call.on_decode(session.num_tokens)
             yield from (piece for piece in pieces if piece[1] or self.tokenizer is None)
 
     def release(self) -> None:
         """Frees the buffers of the last call."""
         with self.holding_still():
             self._end_stream()
-            self.caches.release()
+            self.buffers.release()
 
     def _end_stream(self) -> None:
         """One that is left behind lets go of the caches. Its statistics are those of its own rounds."""
@@ -514,42 +528,35 @@ class Engine:
             self._serving.close()
 
     def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, plan: Plan | None = None,
-                prefix: Prefix | None = None, goes_on: bool = False, **sampling) -> State:
+                prefix: Prefix | None = None, **sampling) -> State:
         """A State with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
 
         Args:
             plan: what all rounds follow; None: chosen round by round, or what the settings say.
             prefix: what the prompts begin with.
-            goes_on: they belong to the same call as those before, so what is held now was not held before it.
             sampling: the fields of `Sampling`.
         """
-        self._num_prepared = mine = self._num_prepared + 1
-        self.caches.begin()
+        self._end_warm_up()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         # Nothing here holds on to the caches of the call before: they are freed before others are planned.
-        state = self.caches.find(ids, max_new_tokens, prefix, on_prefill, goes_on)
+        state = self.buffers.find(ids, max_new_tokens, prefix, on_prefill)
         state.params.set(**sampling)
         padding = self._padding(state.params.greedy or self.settings.coupled)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
             plan = ONE_ROW
         if state.prompts == ids:
+            self.buffers.note_reused(state, ids, max(map(len, ids)))
             state.rewind(max_new_tokens, plan, padding)
-            if not goes_on:
-                state.reused = [len(one) - 1 for one in ids]
             return state
-        self.caches.fill(state, ids, max_new_tokens, on_prefill)
-        if self._num_prepared != mine:
-            state.reset()  # it has tokens of two prompts
-            raise UserError("another generation has begun on this engine within on_prefill; begin it afterwards, or "
-                            "load a second engine")
+        self.buffers.fill(state, ids, on_prefill)
         state.begin(max_new_tokens, plan, padding)
         state.prompts = ids
         return state
 
     def _padding(self, same_bits: bool) -> Padding:
-        """Greedy output and coupled draws are promised to be the same bits; other drawn tokens follow the same law from
-        steps of any size, and so do drafted ones.
+        """Greedy output and coupled draws are promised to be the same bits; other drawn tokens follow the same
+        distribution from steps of any size, and so do drafted ones.
 
         Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. So do
         compiled steps, since other shapes are compiled anew. On a GPU rows cost next to nothing.
@@ -569,9 +576,8 @@ class Engine:
         return self.tokenizer
 
     def _check_ids(self, ids: list[int], where: str = "") -> None:
-        largest, smallest = max(ids), min(ids)
-        if smallest < 0 or largest >= self.vocab_size:
-            bad = largest if largest >= self.vocab_size else smallest
+        bad = next((one for one in (max(ids), min(ids)) if not 0 <= one < self.vocab_size), None)
+        if bad is not None:
             raise UserError(f"{where}token id {bad} is outside the vocabulary of {self.vocab_size}; ids go from 0 to "
                             f"{self.vocab_size - 1}")
 
@@ -596,105 +602,28 @@ class Engine:
                           f"{' or '.join(ways) or 'shorten it, and ask for fewer new ones'}")
 
 
-@dataclass
-class Request:
-    """What a call asks for, checked."""
-
-    ids: list[list[int]]
-    prefix: Prefix | None
-    max_new_tokens: int
-    sampling: Sampling
-    eos_ids: tuple[int, ...]
-    stops: list[str]
-    plan: Plan | None  # what all rounds follow; None: chosen
-    on_prefill: Callable[[float], None] | None
-    on_decode: Callable[[int], None] | None
-    logprobs: int | None
-    dropped: list[int]  # tokens of each prompt that did not fit
-    defaults: dict[str, float]  # sampling values that the checkpoint chose
-    goes_on: bool = False  # other prompts of the call came before these
-    is_cancelled: threading.Event = field(default_factory=threading.Event)  # nobody wants more of it
-
-    def part(self, start: int, stop: int, num_tokens: int) -> "Request":
-        """The same for the prompts [start, stop). Progress is told of all of them.
-
-        Args:
-            num_tokens: new ones of those before.
-        """
-        rows, total = slice(start, stop), len(self.ids)
-        tell_prefill, tell_decode = self.on_prefill, self.on_decode
-        on_prefill = tell_prefill and (lambda share: tell_prefill((start + share * (stop - start)) / total))
-        on_decode = tell_decode and (lambda count: tell_decode(num_tokens + count))
-        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=self.sampling.part(rows),
-                       on_prefill=on_prefill, on_decode=on_decode, goes_on=start > 0)
-
-
-class Stream:
-    """Iterates over the pieces of one generation's text.
-
-    `result` is its Generation: all of it once the iteration has ended; after an early stop, or in between, what there
-    is, with the finish_reason "interrupted"; None before the first piece was asked for. `spans` is the newest piece as
-    (text, level) pairs: which level proposed what of it, see levels.py.
-    """
-
-    __reduce__ = not_pickled("a stream", "its result can be: stream.result")
-
-    def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session], is_cancelled: threading.Event):
-        self._pieces, self._sessions, self._is_cancelled = pieces, sessions, is_cancelled
-        self._characters: Iterator[tuple[str, str]] | None = None
-        self.spans: list[tuple[str, str]] = []
-
-    def __iter__(self):
-        return self
-
-    def __next__(self) -> str:
-        try:
-            piece = next(self._pieces)[1]
-        except ValueError:
-            if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED:
-                raise
-            raise UserError("another thread iterates over this stream; give each thread a stream of its own") from None
-        if self._characters is None:
-            [output] = self._sessions[0].outputs
-            self._characters = characters(output.pieces, output.levels)
-        self.spans = spans(self._characters, len(piece))
-        return piece
-
-    @property
-    def result(self) -> Generation | None:
-        return self._sessions[0].results()[0] if self._sessions else None
-
-    def close(self) -> None:
-        """Ends the generation early; the engine is ready for the next call. From a callback, or from another thread
-        while a piece comes: the iteration ends after the prefill, or the pieces of the round, that is under way."""
-        self.cancel()
-        while inspect.getgeneratorstate(self._pieces) not in (inspect.GEN_RUNNING, inspect.GEN_CLOSED):
-            try:
-                self._pieces.close()
-            except ValueError:  # it began to run meanwhile
-                if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED:
-                    raise
-
-    def cancel(self) -> None:
-        """The generation ends with the round that is under way, once somebody goes on iterating or closes it."""
-        self._is_cancelled.set()
-
-
 def _is_batch(prompt) -> bool:
     if isinstance(prompt, (list, tuple)):
         return len(prompt) > 0 and (isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) == 1)
     return getattr(prompt, "ndim", 0) == 2
 
 
-def _is_sequence(x) -> bool:
-    """Whether it has elements. A tensor or array of no dimension claims to have some, and does not."""
-    return hasattr(x, "__iter__") and getattr(x, "ndim", 1) > 0
-
-
 def generate_options() -> frozenset[str]:
     """What `Engine.generate` takes by name."""
     names = inspect.signature(Engine.stream).parameters.keys() | inspect.signature(Engine.generate).parameters.keys()
     return frozenset(names - {"self", "prompt", "options"})
+
+
+def check_call(max_new_tokens=256, stop=None, stop_token_ids=None, logprobs=None, keep=None,
+               **others) -> tuple[int, list[str], list[int]]:
+    """What of a call's options no model could mend: gives max_new_tokens, stop strings and stop ids as they are used.
+
+    Raises:
+        UserError: one of them is wrong.
+    """
+    check_logprobs(as_numbers(logprobs))
+    check_keep(keep)
+    return check_max_new_tokens(max_new_tokens), stop_strings(stop), stop_ids(stop_token_ids)
 
 
 def _as_ids(prompt) -> list[int]:

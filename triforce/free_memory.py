@@ -20,7 +20,11 @@ LIMITS = ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5))
 
 def of_host(root: Path = Path("/")) -> int | None:
     """Bytes; None where the system does not say. root: of the file system that it is asked in."""
-    free = [*_of_machine(root), *_of_groups(root), *_of_limits(root)]
+    free = [int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    for pages in _lines(root / "proc/self/statm")[:1]:
+        limits = ((resource.getrlimit(limit)[0], int(pages.split()[column])) for limit, column in LIMITS)
+        free += [most - used * resource.getpagesize() for most, used in limits if most != resource.RLIM_INFINITY]
+    free += _of_groups(root)
     return max(min(free), 0) if free else None
 
 
@@ -34,20 +38,6 @@ def check_answers(count: int, max_new_tokens: int) -> None:
         raise UserError(f"{count:,} answers of up to {max_new_tokens:,} tokens take {count * one / 2**30:,.2f} GiB of "
                         f"host memory, and {free / 2**30:,.2f} GiB are free; ask for at most {free // one:,} at a time "
                         "(--num-samples, or prompts), or for fewer new tokens (--max-new-tokens)")
-
-
-def _of_machine(root: Path) -> Iterator[int]:
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) * 1024
-
-
-def _of_limits(root: Path) -> Iterator[int]:
-    for pages in _lines(root / "proc/self/statm")[:1]:
-        for limit, column in LIMITS:
-            granted = resource.getrlimit(limit)[0]
-            if granted != resource.RLIM_INFINITY:
-                yield granted - int(pages.split()[column]) * resource.getpagesize()
 
 
 def _of_groups(root: Path) -> Iterator[int]:

@@ -38,57 +38,49 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     check_process()
     [settings, place], _ = split(options, Settings, Placement, what="setting")
     place = place.resolve()
-    device = place.device
+    device, longest = place.device, place.max_seq_len
     folder, draft_folder = resolve(checkpoint), find_draft(checkpoint, settings.draft)
-    longest = place.max_seq_len
-    config = ckpt.as_stored(folder, ckpt.read_config(folder, longest, place.weights))
+    config, draft_config = ckpt.as_stored(folder, ckpt.read_config(folder, longest, place.weights)), None
+    if draft_folder is not None:
+        draft_config = ckpt.as_stored(draft_folder, ckpt.read_config(draft_folder, longest))
     resolved = settings.resolve(device, has_model=draft_folder is not None, offload=place.offload,
                                 max_batch_size=place.max_batch_size, query_group=config.query_group)
     if place.draft_dtype and not settings.retrieval:
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
-
-    draft_config = None
-    if draft_folder is not None:
-        draft_config = ckpt.as_stored(draft_folder, ckpt.read_config(draft_folder, longest))
     if place.num_resident_layers is not None and place.num_resident_layers > config.n_layer:
         raise UserError(f"num_resident_layers ({place.num_resident_layers}) is more than the model's {config.n_layer} "
                         "layers; leave offload out to keep all on the device")
-    dtype = find_dtype(place.dtype, config.dtype, device)
-    local = shard_config(config, group)
+    dtype, local = find_dtype(place.dtype, config.dtype, device), shard_config(config, group)
     if place.draft_ranks is not None:
         draft_config = check_draft_ranks(place.draft_ranks, group, draft_config)
-    parts = list(memory.weight_parts(local, draft_config, dtype))
+    parts = memory.weight_parts(local, draft_config, dtype)
     if place.draft_dtype:
         check_copy(config, device)
-        parts.append(memory.Part("fp8 copy for drafting", copy_bytes(local), ("no --draft-dtype",)))
+        parts += (memory.Part("fp8 copy for drafting", copy_bytes(local), ("no --draft-dtype",)),)
     with together(group) as do:  # one GPU may have less memory free than another
         do(lambda: memory.check(parts, device))
     stream = ComputeStream(device)
-    warming = warm_up.begin(local, draft_config, resolved, dtype, stream, sum(part.bytes for part in parts))
-
+    warming = warm_up.begin(local, draft_config, resolved, dtype, stream, memory.total(parts))
     if place.compile:  # which takes seconds to import, and to read weights hardly needs Python
         threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",), name="compiler").start()
     tokenizer = Tokenizer(folder)
-    if draft_folder is not None:
-        difference = tokenizer.same_as(Tokenizer(draft_folder))
-        if difference:
-            raise UserError(f"the draft {draft_folder} has another tokenizer than the target: {difference}; "
-                            "choose a draft of the same family, or --draft none")
+    if draft_folder is not None and (difference := tokenizer.same_as(Tokenizer(draft_folder))):
+        raise UserError(f"the draft {draft_folder} has another tokenizer than the target: {difference}; "
+                        "choose a draft of the same family, or --draft none")
     shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
     draft_group = subgroup(group, place.draft_ranks) if shares else None
     with stream.used():
         target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
         if draft_config is not None:
             draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
-        if place.compile is False:
-            for model in (target, draft):
-                if model is not None:
-                    pack_weights(model, resolved.block_size)
+        for model in (target, draft) if place.compile is False else ():
+            if model is not None:
+                pack_weights(model, resolved.block_size)
         drafting = share(fp8_copy(target), group) if place.draft_dtype else None
         engine = Engine(target, tokenizer, draft, drafting=drafting,
                         settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder,
                         compute_stream=stream, defaults=ckpt.generation_defaults(folder))
-    engine.caches.warming = warming
+    engine.warming = warming
     for name, value in ckpt.ignored_defaults(folder).items():
         log.info("%s of generation_config.json (%s) is not applied: there is no such option here", name, value)
     return engine

@@ -1,12 +1,14 @@
-"""What a run will need, part by part: its caches are built on the meta device, without memory, and added up."""
+"""What a run will need, part by part: its caches are built on the meta device, without memory, and added up.
+
+`load`, a call and `triforce plan` plan by `plan_memory` alone. It and what chooses sizes are pure: how much is free is
+an argument.
+"""
 
 import functools
-import os
-import re
 import resource
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,13 +16,16 @@ from . import free_memory
 from .config import Placement, Settings
 from .errors import UserError
 from .fp8 import LAYERS, linear_shape, work_bytes
-from .free_memory import ALLOCATOR, ALLOCATORS, GROWING
 from .graphs import SPARE, Compiler, unreserved
-from .kv.offload import Offload
 from .kv.prefix import PrefixStore
 from .kv.views import common_queries, scored_together
 from .model import ModelConfig, Transformer
 from .state import State
+
+# Tokens of a view where memory decides: few sizes, since each is compiled for. With smaller ones more rows would fit,
+# and hardly draft.
+VIEWS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+OF_DOCUMENT = ("KV cache", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")  # a prefill's parts
 
 
 @dataclass(frozen=True)
@@ -30,98 +35,88 @@ class Part:
     remedies: tuple[str, ...] = ()  # what makes it smaller: flags, or names of settings
 
 
-def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype) -> tuple[Part, ...]:
-    remedies = ("--dtype",) if target.float8 is not None else ("--dtype", "--weights fp8")
-    parts = [Part("target weights", _weight_bytes(target, dtype), remedies)]
-    if draft is not None:
-        parts.append(Part("draft weights", _weight_bytes(draft, dtype), ("--draft none",)))
-    return tuple(parts)
+@dataclass(frozen=True)
+class Sizes:
+    """Of the caches that serve a batch."""
+
+    batch: int
+    capacity: int  # tokens that a row can hold
+    budget: int  # tokens of the view that drafts
+    vocab_size: int
+    shared: int = 0  # tokens of a document that all rows have in common, and that has a plan of its own
+    resident_layers: int | None = None  # of the KV prefix, on the device; None: all
 
 
-def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    return sum(x.nbytes for x in _meta_model(config, dtype).parameters())
+@dataclass(frozen=True)
+class MemoryPlan:
+    parts: tuple[Part, ...]  # of the device's memory
+    host: Part  # of the KV prefix
 
 
-def state_parts(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, batch: int, capacity: int,
-                budget: int, vocab_size: int, dtype: torch.dtype, device: torch.device,
-                num_resident_layers: int | None = None, base: int = 0) -> tuple[Part, ...]:
-    """Caches of a State, built on the meta device, and what a prefill and a step hold besides at their widest point.
-
-    Args:
-        num_resident_layers: of the KV prefix; the others are not counted (see `host_part`), what streams them is.
-        base: tokens of a prefix that all rows share. It is not counted (see `prefix_parts`).
-    """
-    shared = PrefixStore.blank(target, base, "meta", dtype) if base else None
-    state = _on_meta(target, draft, settings, batch=batch, capacity=capacity, budget=budget, vocab_size=vocab_size,
-                     dtype=dtype, device=device, num_resident_layers=num_resident_layers, shared=shared)
-    cache, view, sources = state.cache, state.hierarchy.view, state.hierarchy.sources
-    prefix, offload = cache.prefix, cache.prefix.offload
-    kept = f"KV cache of {prefix.num_resident} resident layers" if offload else "KV cache"
-    kept = f"KV cache of {batch} rows behind what they share" if base else kept
-    resident, chunk_keys = (sum(x.nbytes for x in tensors) for tensors in ((*prefix.k, *prefix.v), prefix.chunk_keys))
-    parts = [
-        Part(kept, resident, ("--num-resident-layers" if offload else "--offload", "--max-seq-len", "--batch-size")),
-        Part("tail", cache.nbytes - prefix.nbytes, ("flush_interval", "--batch-size")),
-        Part("prefill activations", _prefill_bytes(target, settings, state.capacity - base, dtype),
-             ("--prefill-chunk-size",)),
-        Part("attention along the paths of a tree", _path_bytes(target, settings, batch),
-             ("--tree-size", "block_size")),
-        Part("logits and probabilities", _law_bytes(target, settings, batch, 1 if draft is None else 2, device),
-             ("--batch-size",)),
-        Part("chunk keys", chunk_keys, ("--chunk-size",)),
-        Part("choice of the retrieval view", _choice_bytes(target, settings, batch, state.capacity, base,
-                                                           dtype),
-             ("--chunk-size", "block_size"))]
-    if view is not None:
-        parts.append(Part("retrieval view", view.nbytes, ("--budget",)))
-    if offload is not None:
-        work = batch and offload.nbytes // batch // len(offload.layers)  # a prompt is prefilled at a time
-        parts.append(Part("a layer's KV during prefill", work, ("--max-seq-len",)))
-        parts.append(Part("staging buffers", sum(x.nbytes for x in offload.staging), ("piece_tokens", "--batch-size")))
-    if draft is not None:
-        parts.append(Part("draft cache", sum(source.nbytes for source in sources.values()),
-                          () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",)))
-    if settings.draft_cache == "snapkv":  # scores, their softmax and what of it counts, one layer at a time
-        chooser, before = (target, base) if settings.retrieval else (draft, 0)
-        own, queries = capacity - before, batch * common_queries(settings.block_size, batch)
-        copied = chooser.n_kv_head * chooser.head_dim * own * dtype.itemsize if batch > 1 else 0
-        scores = 3 * chooser.n_head * 4
-        parts.append(Part("choice of the SnapKV view", max(scores * queries * before,
-                                                           scores * settings.block_size * own + copied),
-                          ("--draft-cache",)))
-    return tuple(part for part in parts if part.bytes)
-
-
-def prefix_parts(config: ModelConfig, settings: Settings, *, capacity: int, dtype: torch.dtype, device: torch.device,
-                 num_resident_layers: int | None = None) -> tuple[Part, ...]:
-    """Of a prefix that rows are to share, and of its prefill. num_resident_layers: see `state_parts`."""
-    offload = None
-    if num_resident_layers is not None and num_resident_layers < config.n_layer:
-        offload = Offload(config, num_resident_layers, batch=1, capacity=capacity, interval=settings.flush_interval,
-                          device="meta", dtype=dtype, piece=settings.piece_tokens, runs_on=device)
-    store = PrefixStore(config, 1, capacity, "meta", dtype, offload=offload,
-                        chunk_size=settings.scored_chunk_size)
-    resident, chunk_keys = (sum(x.nbytes for x in tensors) for tensors in ((*store.k, *store.v), store.chunk_keys))
-    parts = [Part("KV cache of the shared prefix", resident, ("--num-resident-layers" if offload else "--offload",
-                                                              "a shorter document")),
-             Part("its chunk keys", chunk_keys, ("--chunk-size",)),
-             Part("prefill activations", _prefill_bytes(config, settings, capacity, dtype), ("--prefill-chunk-size",))]
-    if offload is not None:
-        work = offload.nbytes // len(offload.layers)
-        parts.append(Part("a layer's KV during prefill", work, ("a shorter document",)))
-        parts.append(Part("staging buffers", sum(x.nbytes for x in offload.staging), ("piece_tokens",)))
-    return tuple(part for part in parts if part.bytes)
-
-
-def _on_meta(target: ModelConfig, draft: ModelConfig | None, settings: Settings, *, dtype: torch.dtype,
-             device: torch.device, **sizes) -> State:
-    """The State that these sizes make on a device, without its memory.
+def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settings, sizes: Sizes, dtype: torch.dtype,
+                device: torch.device) -> MemoryPlan:
+    """What a batch of these sizes takes beside weights: its caches, and what its prefill and its steps hold besides at
+    the widest point. target, draft: of one rank; settings: resolved.
 
     Some functions (`arange` and `zeros_like` among them) are Python on the meta device, and import half of PyTorch's
     compiler. That would take a quarter of a second of every first answer: what a State is built with does without them.
     """
+    batch, base = sizes.batch, sizes.shared
     models = [None if config is None else _meta_model(config, dtype) for config in (target, draft)]
-    return State(*models, settings, compiler=Compiler(torch.device("cpu")), runs_on=device, **sizes)
+    state = State(*models, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
+                  vocab_size=sizes.vocab_size, compiler=Compiler(torch.device("cpu")), runs_on=device,
+                  num_resident_layers=sizes.resident_layers,
+                  shared=PrefixStore.blank(target, base, "meta", dtype) if base else None)
+    view, prefix, own = state.hierarchy.view, state.cache.prefix, state.capacity - base
+    kept = f"KV cache of {prefix.num_resident} resident layers" if prefix.offload else "KV cache"
+    parts = [
+        Part(f"KV cache of {batch} rows behind what they share" if base else kept,
+             sum(x.nbytes for x in (*prefix.k, *prefix.v)),
+             ("--num-resident-layers" if prefix.offload else "--offload", "--max-seq-len", "--batch-size")),
+        Part("chunk keys", sum(x.nbytes for x in prefix.chunk_keys), ("--chunk-size",)),
+        Part("tail", state.cache.nbytes - prefix.nbytes, ("flush_interval", "--batch-size")),
+        Part("prefill activations", _prefill_bytes(target, settings, own, dtype), ("--prefill-chunk-size",)),
+        Part("attention along the paths of a tree", _path_bytes(target, settings, batch),
+             ("--tree-size", "block_size")),
+        Part("logits and probabilities", _probs_bytes(target, settings, batch, 1 if draft is None else 2, device),
+             ("--batch-size",)),
+        Part("choice of the retrieval view", _choice_bytes(target, settings, batch, own, base, dtype),
+             ("--chunk-size", "block_size")),
+        Part("retrieval view", 0 if view is None else view.nbytes, ("--budget",)),
+        Part("draft cache", sum(source.nbytes for source in state.hierarchy.sources.values()) if draft else 0,
+             () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",)),
+        Part("choice of the SnapKV view", _snapkv_bytes(target, draft, settings, batch, own, base, dtype),
+             ("--draft-cache",))]
+    if (offload := prefix.offload) is not None:  # a prompt is prefilled at a time
+        parts += [Part("a layer's KV during prefill", offload.nbytes // batch // len(offload.layers),
+                       ("--max-seq-len",)),
+                  Part("staging buffers", sum(x.nbytes for x in offload.staging), ("piece_tokens", "--batch-size"))]
+    on_host = 0 if sizes.resident_layers is None else target.n_layer - sizes.resident_layers
+    host = Part(f"KV cache of {on_host} layers in host memory", on_host * layer_bytes(target, batch, own, dtype),
+                ("--num-resident-layers", "--max-seq-len", "--batch-size"))
+    return MemoryPlan(tuple(part for part in parts if part.bytes), host)
+
+
+def plan_document(target: ModelConfig, settings: Settings, sizes: Sizes, dtype: torch.dtype,
+                  device: torch.device) -> MemoryPlan:
+    """Of the document that a batch of these sizes shares, and of its prefill."""
+    alone = replace(sizes, batch=1, capacity=sizes.shared, shared=0)
+    plan = plan_memory(target, None, replace(settings, draft=None), alone, dtype, device)  # no drafter of the user's
+    kept = [part for part in plan.parts if part.name.startswith(OF_DOCUMENT)]
+    return replace(plan, parts=tuple(
+        replace(part, name=f"{part.name} of the document" if part.name.startswith(("KV", "chunk")) else part.name,
+                remedies=tuple("a shorter document" if one == "--max-seq-len" else one for one in part.remedies
+                               if one != "--batch-size")) for part in kept))
+
+
+def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype) -> tuple[Part, ...]:
+    """What `load` takes of a device, before there are sizes."""
+    def held(config: ModelConfig) -> int:
+        return sum(x.nbytes for x in _meta_model(config, dtype).parameters())
+
+    remedies = ("--dtype",) if target.float8 is not None else ("--dtype", "--weights fp8")
+    parts = [Part("target weights", held(target), remedies)]
+    return (*parts, Part("draft weights", held(draft), ("--draft none",))) if draft is not None else tuple(parts)
 
 
 @functools.lru_cache(maxsize=4)
@@ -150,16 +145,16 @@ def _float8_bytes(config: ModelConfig, chunk: int, block: int, itemsize: int) ->
     return max(sizes)
 
 
-def _law_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int, device: torch.device) -> int:
-    """Logits and laws of a step, sorted and summed up; and the laws that are passed from level to level, or the noise
-    of levels that share it: ten whole numbers of 64 bits a word while it is made."""
+def _probs_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int, device: torch.device) -> int:
+    """Logits and probabilities of a step, sorted and summed up; and those that are passed from level to level, or the
+    noise of levels that share it: ten whole numbers of 64 bits a word while it is made."""
     words, cuda = batch * config.vocab_size, device.type == "cuda"
-    # A GPU ranks all words of a row: the law, sorted, and four whole numbers of 64 bits of each. A CPU seldom does.
+    # A GPU ranks all words of a row: sorted, and four whole numbers of 64 bits of each. A CPU seldom does.
     ranked = 40 if cuda else 16
     return words * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
 
 
-def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, capacity: int, base: int,
+def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, own: int, base: int,
                   dtype: torch.dtype) -> int:
     """Scores of all chunks by the newest queries, as products and twice in float32, some layers at a time: of what all
     rows share, by the queries of all; and of one of several rows, whose mean keys are copied, too."""
@@ -173,7 +168,18 @@ def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, capacity:
         return (layer * (dtype.itemsize + 8) + keys) * scored_together(layer, config.n_layer)
 
     return max(of(base, batch * common_queries(settings.block_size, batch), False),
-               of(capacity - base, settings.block_size, batch > 1))
+               of(own, settings.block_size, batch > 1))
+
+
+def _snapkv_bytes(target: ModelConfig, draft: ModelConfig | None, settings: Settings, batch: int, own: int, base: int,
+                  dtype: torch.dtype) -> int:
+    """Scores, their softmax and what of it counts, one layer at a time."""
+    chooser, base, own = (target, base, own) if settings.retrieval else (draft, 0, own + base)
+    if settings.draft_cache != "snapkv" or chooser is None:
+        return 0
+    queries = batch * common_queries(settings.block_size, batch)
+    copied = chooser.n_kv_head * chooser.head_dim * own * dtype.itemsize if batch > 1 else 0
+    return max(12 * chooser.n_head * queries * base, 12 * chooser.n_head * settings.block_size * own + copied)
 
 
 def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:
@@ -183,44 +189,57 @@ def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:
     return batch * tree.size * tree.spine * heads * config.head_dim * 4
 
 
-def layer_bytes(config: ModelConfig, *, batch: int, capacity: int, dtype: torch.dtype) -> int:
+def layer_bytes(config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype) -> int:
     """K and V of one layer of the prefix."""
     return batch * capacity * config.kv_elements_per_token // config.n_layer * dtype.itemsize
 
 
-def host_part(config: ModelConfig, num_layers: int, **sizes) -> Part:
-    """The prefix of so many offloaded layers, in host memory. sizes: see `layer_bytes`."""
-    return Part(f"KV cache of {num_layers} layers in host memory", num_layers * layer_bytes(config, **sizes),
-                ("--num-resident-layers", "--max-seq-len", "--batch-size"))
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+def needed_tokens(length: int, settings: Settings, max_seq_len: int | None) -> int:
+    """Tokens that a row has to hold for so many of prompt and output."""
+    return (length if max_seq_len is None else max_seq_len) + settings.block_size
 
 
-def resident_layers(config: ModelConfig, place: Placement, parts: Collection[Part], free: int | None,
-                    device: torch.device, **sizes) -> int | None:
-    """How many layers of the KV prefix stay on the device, beside `parts`. None: all, since nothing is offloaded.
-
-    Args:
-        place: resolved. free: see `layers_within`. sizes: see `layer_bytes`.
-    """
-    if not place.offload or place.num_resident_layers is not None:
-        return place.num_resident_layers if place.offload else None
-    if place.offload is True and place.resident_memory is None:
-        return 0
-    return layers_within(config, parts, free, device, place.resident_memory, **sizes)
-
-
-def layers_within(config: ModelConfig, parts: Collection[Part], free: int | None, device: torch.device,
-                  resident_memory: int | None, **sizes) -> int:
-    """How many layers of the KV prefix fit a device beside `parts`, and into `resident_memory` bytes.
+def row_capacity(needed: int, settings: Settings, max_seq_len: int | None, batch: int, base: int, limit: int) -> int:
+    """Tokens that a row is given. A conversation behind a document grows; of many rows each has just what it needs.
 
     Args:
-        free: bytes of the device; None: nobody knows.
+        base: tokens of the document, 0 without one. limit: what the model can attend over.
     """
-    room = []
+    if max_seq_len is not None:
+        return needed
+    if base == 0:
+        return -(-needed // 1024) * 1024
+    interval = settings.flush_interval
+    own = -(-(needed - base) // interval) * interval
+    capacity = base + (max(1 << (own - 1).bit_length(), 1024) if batch == 1 else own)
+    return max(min(capacity, (limit + settings.block_size) // interval * interval), needed)
+
+
+def view_within(parts_of: Callable[[int], Collection[Part]], budget: int, free: int) -> int:
+    """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a batch with such a view."""
+    views = [budget, *(view for view in reversed(VIEWS) if view < budget)]
+    return next((view for view in views if total(parts_of(view)) <= free), views[-1])
+
+
+def resident_layers(place: Placement, num_layers: int, layer: int, beside: Collection[Part], free: int | None,
+                    device: torch.device) -> int:
+    """How many layers of an offloaded KV prefix stay on the device.
+
+    Args:
+        place: resolved. layer: bytes of one layer.
+        beside: what else the device holds. free: its bytes; None: nobody knows.
+    """
+    if place.num_resident_layers is not None or place.offload is True and place.resident_memory is None:
+        return place.num_resident_layers or 0
+    room = [] if place.resident_memory is None else [place.resident_memory]
     if free is not None:
-        room = [min(int(0.95 * free), less_spare(free, device)) - sum(part.bytes for part in parts)]
-    room += [] if resident_memory is None else [resident_memory]
-    return min(max(min(room, default=0) // layer_bytes(config, **sizes), 0), config.n_layer)
+        room.append(min(int(0.95 * free), less_spare(free, device)) - total(beside))
+    return min(max(min(room, default=0) // layer, 0), num_layers)
 
+
+# -- what there is -----------------------------------------------------------------------------------------------------
 
 def available(device: torch.device) -> int | None:
     """Bytes that can still be had on a device, None where the system does not say."""
@@ -230,45 +249,18 @@ def available(device: torch.device) -> int | None:
     return free_memory.of_host()
 
 
-def comfortable(device: torch.device) -> int | None:
-    """Bytes to plan with where there is a choice: what is `available`, less `SPARE` on a GPU."""
-    return less_spare(available(device), device)
-
-
 def less_spare(free: int | None, device: torch.device) -> int | None:
-    """Of so many free bytes, those to plan with; None: nobody knows how many."""
+    """Of so many free bytes, those to plan with where there is a choice; None: nobody knows how many."""
     return max(free - SPARE, 0) if device.type == "cuda" and free is not None else free
 
 
-def ran_out(error: Exception) -> bool:
-    """Whether memory was refused. The CPU's allocator raises a plain RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
-
-
-def shortage(error: Exception, device: torch.device) -> str:
-    """How much was asked for, and what there is, as far as the error says."""
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-    if asked is None:
-        return ""
-    if not isinstance(error, torch.OutOfMemoryError):
-        return f" when {asked[1]} more were asked for"
-    used, free = gib(torch.cuda.memory_allocated(device)), gib(available(device))
-    return f" when {asked[1]} more were asked for: {used} are in use, and {free} are free, in pieces or in other pools"
-
-
-def remedy_of_scatter() -> str:
-    """What to try where a GPU's memory was nearly enough: what is free may lie scattered. Empty if it is set."""
-    name = next((name for name in ALLOCATORS if name in os.environ), ALLOCATOR)
-    given = os.environ.get(name, "")
-    if GROWING in given:
-        return ""
-    value = f"{given},{GROWING}" if given else GROWING
-    return f". If it was nearly enough, set {name}={value} before Python starts"
+def total(parts: Collection[Part]) -> int:
+    return sum(part.bytes for part in parts)
 
 
 def check(parts: Collection[Part], device: torch.device, of_no_use: Collection[str] = ()) -> None:
     """Raises UserError, with every part and its remedies but those of no use, if the parts do not fit the device."""
-    free, needed = available(device), sum(part.bytes for part in parts)
+    free, needed = available(device), total(parts)
     if free is None or needed <= free:
         return
     listed = []
@@ -277,6 +269,11 @@ def check(parts: Collection[Part], device: torch.device, of_no_use: Collection[s
         if part.bytes >= 2**20:
             listed.append(f"{part.name} {gib(part.bytes)}" + (f" ({remedies})" if remedies else ""))
     raise UserError(f"this needs {gib(needed)} of memory on {device} and {gib(free)} are free: {', '.join(listed)}")
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether memory was refused. The CPU's allocator raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def peak(device: torch.device) -> int:

@@ -95,12 +95,12 @@ class Prefix:
 
         def layer(i: int) -> Sequence[Tensor]:
             if self.store is None:
-                return [torch.zeros(len(engine.caches.heads), 0, engine.target.config.head_dim)] * 2
+                return [torch.zeros(len(engine.buffers.heads), 0, engine.target.config.head_dim)] * 2
             return self.store.whole_layer(i, length)
 
         with engine.holding_still():
             prefix_file.write(path, layout_of(engine, len(self), length), self.about, self.tokens, layer,
-                              engine.caches.heads, engine.target.group)
+                              engine.buffers.heads, engine.target.group)
 
     @property
     def about(self) -> dict:

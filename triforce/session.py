@@ -1,52 +1,72 @@
-"""One group of prompts being answered: rounds of a State until every row's text has ended, timed on the way."""
+"""A call being answered: what it asks for, the rounds of a State until every row's text has ended, and its stream."""
 
+import inspect
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from . import memory
+from .config import Sampling
+from .errors import UserError
 from .generation import Generation, RowOutput, Stats
+from .host import not_pickled
 from .levels import levels_of
-from .logprobs import Logprob, of_round
-from .state import State
+from .logprobs import of_round
+from .plan import Plan
+from .prefix import Prefix
+from .render import characters, spans
 
 
 @dataclass
-class Progress:
-    """How far a row has come: what its statistics are made of."""
+class Call:
+    """What a call asks for, checked."""
 
-    forwards: int = 0
-    seconds: float = 0.0  # of decoding, after the first round
-    acceptance: dict[str, float] | None = None
+    ids: list[list[int]]
+    prefix: Prefix | None
+    max_new_tokens: int
+    sampling: Sampling
+    eos_ids: tuple[int, ...]
+    stops: list[str]
+    plan: Plan | None  # what all rounds follow; None: chosen
+    on_prefill: Callable[[float], None] | None
+    on_decode: Callable[[int], None] | None
+    logprobs: int | None
+    dropped: list[int]  # tokens of each prompt that did not fit
+    defaults: dict[str, float]  # sampling values that the checkpoint chose
+    is_cancelled: threading.Event = field(default_factory=threading.Event)  # nobody wants more of it
+
+    def part(self, start: int, stop: int, num_tokens: int) -> "Call":
+        """The same for the prompts [start, stop). Progress is told of all of them.
+
+        Args:
+            num_tokens: new ones of those before.
+        """
+        rows, total = slice(start, stop), len(self.ids)
+        tell_prefill, tell_decode = self.on_prefill, self.on_decode
+        on_prefill = tell_prefill and (lambda share: tell_prefill((start + share * (stop - start)) / total))
+        on_decode = tell_decode and (lambda count: tell_decode(num_tokens + count))
+        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=self.sampling.part(rows),
+                       on_prefill=on_prefill, on_decode=on_decode)
 
 
 class Session:
     """Rows that run side by side.
 
-    Args:
-        prompts: ids of each row's prompt.
-        outputs: where each row's tokens go.
-        seeds: of each row, for its statistics.
-        logprobs: see `Engine.stream`.
-        dropped: tokens of each prompt that did not fit, for its statistics.
-        defaults: sampling values that the checkpoint chose, for them, too.
-
     Attributes:
-        plan: what the rounds to come follow, instead of what is chosen; may be set between two rounds.
+        call: what they ask for.
+        state: what they run on, from its prefill until the session is closed.
     """
 
-    def __init__(self, prompts: list[list[int]], outputs: list[RowOutput], seeds: list[int], device: torch.device,
-                 logprobs: int | None = None, dropped: list[int] | None = None,
-                 defaults: dict[str, float] | None = None):
-        self.defaults, self.logprobs, self.dropped = defaults or {}, logprobs, dropped or [0] * len(prompts)
-        self.prompts, self.outputs, self.seeds, self.device = prompts, outputs, seeds, device
-        self.state: State | None = None
+    def __init__(self, call: Call, tokenizer, device: torch.device):
+        self.call, self.device, self.state = call, device, None
+        self.outputs = [RowOutput(tokenizer, call.eos_ids, call.stops, call.max_new_tokens) for _ in call.ids]
         self._begun = time.perf_counter()
         self._first_round: list[int] = []  # tokens of each row that the first round emitted
-        self._ttft = self._prefill = self._seconds = 0.0
-        self._ended: list[Progress | None] = [None] * len(prompts)
-        self._results: list[Generation] | None = None
+        self._ttft = self._prefill = self._seconds = 0.0  # _seconds: of the rounds after the first
+        self._results: list[Generation | None] = [None] * len(call.ids)  # of rows that have ended
 
     @property
     def done(self) -> bool:
@@ -63,10 +83,11 @@ class Session:
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
         if not any(emitted[row] for row in running):
             raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
-        told = None
-        if self.logprobs is not None:
-            told = of_round(state.hierarchy.outer, [len(tokens) for tokens in emitted], self.logprobs)
-        pieces = [(row, self._push(row, emitted[row], told[row] if told else [])) for row in running]
+        told, last = [[]] * len(emitted), state.last_round
+        if self.call.logprobs is not None:
+            told = of_round(state.hierarchy.outer, [len(tokens) for tokens in emitted], self.call.logprobs)
+        pieces = [(row, self.outputs[row].push(emitted[row], levels_of(last.plan, last.rows[row]), told[row]))
+                  for row in running]
         ended = [row for row in running if self.outputs[row].finish_reason is not None]
         for row in ended:
             state.close_row(row)
@@ -76,23 +97,13 @@ class Session:
             self._prefill = started - self._begun
         else:
             self._seconds += now - started
-        for row in ended:  # its drafting levels go on counting while its neighbours draft
-            self._ended[row] = self._progress(row)
+        for row in ended:  # levels go on counting while its neighbours draft
+            self._results[row] = self._result(row)
         return pieces
 
-    def _push(self, row: int, tokens: list[int], logprobs: list[Logprob]) -> str:
-        last = self.state.last_round
-        return self.outputs[row].push(tokens, levels_of(last.plan, last.rows[row]), logprobs)
-
-    def _progress(self, row: int) -> Progress:
-        return Progress(self.state.num_forwards, self._seconds, self.state.hierarchy.acceptance_rates()[row])
-
     def results(self) -> list[Generation]:
-        """What each row has said: all of it once the session has ended, and until then what there is."""
-        if self._results:
-            return self._results
-        peak = memory.peak(self.device)  # which takes a GPU most of a millisecond
-        return [self._result(row, peak) for row in range(len(self.outputs))]
+        """What each row has said: all of it once it has ended, and until then what there is."""
+        return [result or self._result(row) for row, result in enumerate(self._results)]
 
     def close(self) -> None:
         """No round will follow: what was said is kept, and the caches are let go."""
@@ -100,21 +111,75 @@ class Session:
             self.state.pilot.learn()
         self._results, self.state = self.results(), None
 
-    def _result(self, row: int, peak: int) -> Generation:
-        output, state = self.outputs[row], self.state
-        progress = self._ended[row]
-        if progress is None:
-            progress = self._progress(row) if state is not None and self._first_round else Progress()
-        later = len(output.tokens) - (self._first_round[row] if self._first_round else 0)
-        return Generation(output.text, [*output.tokens], output.finish_reason or "interrupted", Stats(
-            prompt_len=len(self.prompts[row]), dropped_tokens=self.dropped[row],
-            shared_tokens=state.base if state else 0, reused_tokens=state.reused[row] if state else 0,
-            new_tokens=len(output.tokens), ttft=self._ttft,
-            tbt=progress.seconds / later if later else 0.0, acceptance_rate=progress.acceptance or {},
-            prefill=self._prefill, compiling=state.waited if state else 0.0,
-            decode=progress.seconds, recording=state.recording if state else 0.0,
-            block_efficiency=len(output.tokens) / max(progress.forwards, 1), target_forwards=progress.forwards,
-            retrieval_rebuilds=state.hierarchy.view.num_rebuilds if state and state.hierarchy.view else 0,
-            flushes=state.num_flushes if state else 0, peak_memory=peak, seed=self.seeds[row],
-            defaults=self.defaults),
-            [*output.levels], [*output.pieces], None if self.logprobs is None else [*output.logprobs])
+    def _result(self, row: int) -> Generation:
+        call, output, stats = self.call, self.outputs[row], {}
+        if (state := self.state) is not None:
+            view = state.hierarchy.view
+            stats = {"shared_tokens": state.base, "reused_tokens": state.reused[row], "compiling": state.waited,
+                     "recording": state.recording, "flushes": state.num_flushes,
+                     "retrieval_rebuilds": 0 if view is None else view.num_rebuilds}
+        if state is not None and self._first_round:
+            later = len(output.tokens) - self._first_round[row]
+            stats |= {"tbt": self._seconds / later if later else 0.0, "decode": self._seconds,
+                      "acceptance_rate": state.hierarchy.acceptance_rates()[row],
+                      "block_efficiency": len(output.tokens) / max(state.num_forwards, 1),
+                      "target_forwards": state.num_forwards}
+        stats = Stats(prompt_len=len(call.ids[row]), dropped_tokens=call.dropped[row], new_tokens=len(output.tokens),
+                      prefill=self._prefill, ttft=self._ttft, peak_memory=memory.peak(self.device),
+                      seed=call.sampling.seed[row], defaults=call.defaults, **stats)
+        return Generation(output.text, [*output.tokens], output.finish_reason or "interrupted", stats,
+                          [*output.levels], [*output.pieces], None if call.logprobs is None else [*output.logprobs])
+
+
+class Stream:
+    """Iterates over the pieces of one generation's text.
+
+    `result` is its Generation: all of it once the iteration has ended; after an early stop, or in between, what there
+    is, with the finish_reason "interrupted"; None before the first piece was asked for. `spans` is the newest piece as
+    (text, level) pairs: which level proposed what of it, see levels.py.
+    """
+
+    __reduce__ = not_pickled("a stream", "its result can be: stream.result")
+
+    def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session], call: Call):
+        self._pieces, self._sessions, self._is_cancelled = pieces, sessions, call.is_cancelled
+        self._characters: Iterator[tuple[str, str]] | None = None
+        self.spans: list[tuple[str, str]] = []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> str:
+        try:
+            piece = next(self._pieces)[1]
+        except ValueError:
+            if self._is_closed:
+                raise
+            raise UserError("another thread iterates over this stream; give each thread a stream of its own") from None
+        if self._characters is None:
+            [output] = self._sessions[0].outputs
+            self._characters = characters(output.pieces, output.levels)
+        self.spans = spans(self._characters, len(piece))
+        return piece
+
+    @property
+    def _is_closed(self) -> bool:
+        return inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED
+
+    @property
+    def result(self) -> Generation | None:
+        return self._sessions[0].results()[0] if self._sessions else None
+
+    def close(self) -> None:
+        """Ends the generation early; the engine is ready for the next call. From a callback, or from another thread
+        while a piece comes: the iteration ends after the prefill, or the pieces of the round, that is under way."""
+        self.cancel()
+        try:
+            self._pieces.close()
+        except ValueError:  # it runs
+            if self._is_closed:
+                raise
+
+    def cancel(self) -> None:
+        """The generation ends with the round that is under way, once somebody goes on iterating or closes it."""
+        self._is_cancelled.set()

@@ -128,7 +128,7 @@ def compare(engine: Engine, tokens: list[int], theirs: Tensor | None) -> dict:
 
 def plans(engine: Engine) -> dict[str, Plan]:
     """Those that the levels of this engine allow, by the way to draft. There is a State."""
-    hierarchy, settings, gamma = engine.caches.state.hierarchy, engine.settings, min(engine.settings.block_size - 1, 7)
+    hierarchy, settings, gamma = engine.buffers.state.hierarchy, engine.settings, min(engine.settings.block_size - 1, 7)
     has_view, found = "retrieval" in hierarchy.drafters, {}
     if "model" in hierarchy.sources and has_view:
         found["draft + view"] = Plan(gamma, "model", True, min(settings.gamma_inner, 2), -(-gamma // 2))

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import memory
-from ..caches import needed_tokens, usual_capacity
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
 from ..errors import UserError
 from ..fp8 import check_copy, copy_bytes
 from ..hf.checkpoint import read_config
 from ..hf.folders import find_draft, resolve
 from ..loading import find_dtype
-from ..memory import Part
+from ..memory import Part, Sizes
 from ..model import ModelConfig
 from ..parallel import Group, shard_config
 from . import request
@@ -78,7 +77,7 @@ class Need:
 
 
 def need(job: Job, machine: Machine) -> Need:
-    """What the job takes, as `load` and `Caches` plan it.
+    """What the job takes, as `load` and a call plan it.
 
     Raises:
         UserError: settings do not fit each other, or so many ranks cannot share the model.
@@ -93,19 +92,22 @@ def need(job: Job, machine: Machine) -> Need:
     if place.draft_dtype:
         parts.append(Part("fp8 copy for drafting", copy_bytes(target), ("no --draft-dtype",)))
     free = None if machine.memory is None else machine.memory - sum(part.bytes for part in parts)
-    capacity = usual_capacity(needed_tokens(job.prompt_len + job.max_new_tokens, settings, longest), longest)
-    budget, kept = settings.view_tokens(job.prompt_len, place.offload, capacity, 1), {
-        "batch": job.rows, "capacity": capacity, "dtype": dtype}
+    needed = memory.needed_tokens(job.prompt_len + job.max_new_tokens, settings, longest)
+    capacity = memory.row_capacity(needed, settings, longest, job.rows, 0, target.max_len)
+    budget = settings.view_tokens(job.prompt_len, place.offload, capacity, 1)
+    sizes = Sizes(job.rows, capacity, budget, min(one.vocab_size for one in (target, job.draft or target)))
 
-    def state(resident: int | None) -> Sequence[Part]:
-        return memory.state_parts(target, job.draft, settings, **kept, budget=budget, num_resident_layers=resident,
-                                  vocab_size=min(one.vocab_size for one in (target, job.draft or target)),
-                                  device=device)
+    def planned(resident: int | None) -> memory.MemoryPlan:
+        chosen = replace(sizes, resident_layers=resident)
+        return memory.plan_memory(target, job.draft, settings, chosen, dtype, device)
 
-    resident = memory.resident_layers(target, place, state(0 if place.offload else None), free, device, **kept)
-    layers = target.n_layer if resident is None else resident
-    host = memory.host_part(target, target.n_layer - layers, **kept)
-    parts += [*state(resident), *[host] * (device.type == "cpu" and host.bytes > 0)]  # a CPU's is the same memory
+    resident = None
+    if place.offload:
+        layer = memory.layer_bytes(target, job.rows, capacity, dtype)
+        resident = memory.resident_layers(place, target.n_layer, layer, planned(0).parts, free, device)
+    plan, layers = planned(resident), target.n_layer if resident is None else resident
+    host = plan.host
+    parts += [*plan.parts, *[host] * (device.type == "cpu" and host.bytes > 0)]  # a CPU's is the same memory
     return Need(budget, layers, parts, replace(host, bytes=host.bytes * machine.ranks))
 
 
