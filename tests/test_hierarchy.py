@@ -21,14 +21,6 @@ def test_drafting_and_checking_add_up_to_the_round(monkeypatch, plan, drafting):
     assert timing.drafting == pytest.approx(drafting) and timing.checking == pytest.approx(25 - drafting)
 
 
-def test_no_drafting_is_told_of_a_plain_round(monkeypatch):
-    now = iter([10.0, 10.001, 10.025])
-    monkeypatch.setattr(hierarchy, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    clock = Clock(SimpleNamespace(num_recorded=0), torch.device("cpu"))
-    clock.drafted()
-    assert clock.read(Plan()).drafting == 0
-
-
 def test_rounds_in_which_steps_were_recorded_tell_nothing():
     compiler = SimpleNamespace(num_recorded=0)
     clock = Clock(compiler, torch.device("cpu"))

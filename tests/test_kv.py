@@ -7,8 +7,6 @@ import pytest
 import torch
 from conftest import make_state, random_prompt, run_rounds
 
-from triforce.kv.streaming import StreamingCache
-
 PROMPTS = [random_prompt(150), random_prompt(90, seed=1)]
 KINDS = [{}, {"num_resident_layers": 1, "piece_tokens": 48}, {"draft_cache": "snapkv"}]
 
@@ -49,38 +47,6 @@ def test_a_saved_cache_is_loaded_whole(pair, settings):
         for i in range(first.target.config.n_layer):
             kv = [state.cache.load(i, row, 0, length) for state in (first, second)]
             assert torch.equal(*kv) and kv[0].shape[2] == length and kv[0].abs().sum() > 0
-
-
-@pytest.mark.parametrize("which, more, words", [
-    (0, {"capacity": 2048}, "k.0 must have the shape"), (1, {"capacity": 2048}, "k.0 must have the shape"),
-    (0, {"block_size": 4, "gamma": 3}, "queries.0 must"), (0, {"chunk_size": 8}, "chunk_keys.0 must"),
-    (2, {"budget": 96}, "k.0 must"), (2, {"chunk_size": 8}, "chunks must"), (1, {"prompts": 3}, "k.0 must"),
-    (2, {"prompts": 3}, "k.0 must")])
-def test_another_shape_is_refused(pair, which, more, words):
-    first, second = (make_state(*pair, [[5]] * settings.pop("prompts", 2), **settings) for settings in ({}, dict(more)))
-    with pytest.raises(ValueError, match=words):
-        stores(second)[which].load_state_dict(stores(first)[which].state_dict())
-
-
-def test_a_draft_s_ring_is_saved(pair):
-    made = {"num_sink": 2, "window_size": 8, "slack": 6, "device": "cpu", "dtype": torch.float32}
-    caches = [StreamingCache(pair[1].config, pair[1].rope, batch=batch, **made) for batch in (2, 2, 3)]
-    for _, tensor in caches[0].tensors():
-        tensor.copy_(torch.randn_like(tensor))
-    caches[1].load_state_dict(caches[0].state_dict())
-    for (name, tensor), (_, other) in zip(caches[0].tensors(), caches[1].tensors(), strict=True):
-        assert torch.equal(tensor, other), name
-    with pytest.raises(ValueError, match=r"k.0 must have the shape \(3, 2, 16, 8\), and is \(2, 2, 16, 8\)"):
-        caches[2].load_state_dict(caches[0].state_dict())
-
-
-def test_slots_of_the_tail_are_moved_several_at_once(pair):
-    """All are read before any is written."""
-    cache = used(pair).cache
-    before = [kv.clone() for kv in cache.tail.kv]
-    cache.tail.move(torch.tensor([[3, 4, 9], [0, 1, 2]]), torch.tensor([[2, 3, 4], [0, 1, 2]]))
-    for kv, old in zip(cache.tail.kv, before, strict=True):
-        assert torch.equal(kv[:, 0, :, 2:5], old[:, 0, :, [3, 4, 9]]) and torch.equal(kv[:, 1], old[:, 1])
 
 
 def test_positions_are_read_and_written_across_the_border_of_the_tail(pair):

@@ -1,7 +1,7 @@
 """Which level proposed each token: of rounds that are written down by hand, and of rounds that were run."""
 
 import pytest
-from conftest import make_engine, random_prompt, slow
+from conftest import slow
 
 import triforce
 from triforce.levels import LEVELS, Spans, levels_of
@@ -67,17 +67,6 @@ def test_levels_of_generations(monkeypatch, options, drafts):
     assert [level != "target" for level in out.levels] == expected[:90]
     off = engine.generate(TEXT, 9, temperature=0.0, ignore_eos=True, speculate=False)
     assert off.levels == ["target"] * 9
-
-
-def test_levels_of_a_batch_end_with_their_rows(pair, monkeypatch):
-    target, draft = pair
-    engine = make_engine(target, draft, flush_interval=16, chunk_size=4, budget=64, max_batch_size=2)
-    prompts = [random_prompt(40), random_prompt(70, seed=1), random_prompt(9, seed=2)]
-    free = engine.generate(prompts, 40, temperature=0.0)
-    engine.eos_ids = (free[0].tokens[6],)
-    for before, out in zip(free, engine.generate(prompts, 40, temperature=0.0), strict=True):
-        assert len(out.levels) == len(out.tokens) == len(out.pieces)
-        assert out.levels == before.levels[: len(out.tokens)]
 
 
 def test_spans_of_a_growing_text():

@@ -2,20 +2,18 @@
 
 import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random_prompt
+from conftest import VOCAB, make_engine, random_prompt
 
 import triforce
 from triforce import UserError, caches, prefix_file
 from triforce.caches import Caches
 from triforce.drafting.memory import LongMemory
 from triforce.drafting.model import ModelDrafter
-from triforce.kv.offload import Passage
 from triforce.kv.target import TargetCache
 from triforce.model import Transformer
 from triforce.prefix import asked, begins_with, storable
@@ -133,13 +131,6 @@ def test_questions_about_a_prefix(engine, twin, computed):
         twin.generate(questions[0], prefix=book, **GREEDY)
 
 
-def test_a_prefix_shorter_than_an_interval_is_only_text(engine, twin):
-    short = engine.prefill(DOCUMENT[:9])
-    assert short.num_shared == 0 and short.nbytes == 0
-    result = engine.generate([5, 6], prefix=short, **GREEDY)
-    assert result.stats.shared_tokens == 0 and same(result, twin.generate([*DOCUMENT[:9], 5, 6], **GREEDY))
-
-
 def test_samples_of_one_prompt(engine):
     """Seeds are seed, seed + 1, ...: each sample is what that seed gives."""
     drawn = {"temperature": 1.0, "max_new_tokens": 12}
@@ -171,32 +162,6 @@ def test_a_conversation_outgrows_its_buffers(engine, twin, computed, states):
     newest = engine.caches.state.cache.newest
     assert answer.stats.reused_tokens == len(DOCUMENT) + 9 + 60 - newest and computed == [newest]
     assert answer.tokens[:12] == twin.generate(DOCUMENT + more, **GREEDY).tokens
-
-
-def test_nothing_is_gathered_from_behind_a_shared_prefix(pair, monkeypatch):
-    """Where its last piece ends early, a device's buffer goes on with what was copied before."""
-    def padded(self, i: int, length: int):
-        for number, kv in pieces(self, i, length):
-            size = self.offload.piece
-            tokens = min(length - number * size, size)
-            rest = torch.full_like(kv[:, :, :1], 7.0).expand(-1, -1, size - tokens, -1, -1)
-            yield number, torch.cat([kv[:, :, :tokens], rest], 2)
-
-    pieces = Passage.pieces
-    monkeypatch.setattr(Passage, "pieces", padded)
-    engine = make_engine(*pair, **SETTINGS, offload=True, num_resident_layers=0, piece_tokens=80,
-                         rebuild_interval=10**6)
-    book = engine.prefill(DOCUMENT)
-    questions = [DOCUMENT + random_prompt(n, seed=n) for n in (40, 25)]
-    state, gathered = engine.prepare(questions, 60, prefix=book, temperature=0.9), 0
-    assert state.base == 288 and min(state.cache.lens) > 288
-    while gathered < 3:
-        flushes = state.num_flushes
-        state.hierarchy.view.shared.rebuild(0, at_once=False)
-        state.round()
-        if state.num_flushes == flushes and not state.hierarchy.view.shared.awaiting:
-            gathered += 1
-            assert_view_holds_its_selection(state.hierarchy.view.shared)
 
 
 def test_fewer_rows_where_memory_does_not_suffice(pair, monkeypatch, caplog):
@@ -278,21 +243,6 @@ def test_an_interrupt_on_the_way_back(pair, twin, what, draft_cache, monkeypatch
     assert same(engine.generate(longer, **GREEDY), twin.generate(longer, **GREEDY))
 
 
-def test_an_interrupt_once_a_state_over_a_document_is_there(engine, twin, monkeypatch):
-    """It is known as one, whatever comes next: another prompt does not take it for its own."""
-    book = engine.prefill(DOCUMENT)
-
-    def broken(self, name, value):
-        object.__setattr__(self, name, value)
-        if name == "state" and value is not None:
-            raise KeyboardInterrupt
-
-    interrupted(monkeypatch, Caches, "__setattr__", broken,
-                lambda: engine.generate([5, 6, 7], prefix=book, **GREEDY))
-    other = random_prompt(320, seed=9)
-    assert engine.caches.state.base > 0 and same(engine.generate(other, **GREEDY), twin.generate(other, **GREEDY))
-
-
 def test_a_draft_goes_on_with_a_conversation(pair, monkeypatch):
     """It reads what it has not read, and all of it again once something was taken back."""
     engine = make_engine(*pair, **(SETTINGS | {"retrieval": False, "draft_cache": "full"}))
@@ -326,14 +276,6 @@ def test_a_draft_that_was_broken_off_reads_anew(pair, draft_cache, longer, monke
     said = engine.generate(prompt, **law)
     assert said.tokens == make_engine(*pair, **made).generate(prompt, **law).tokens
     assert said.tokens == engine.generate(prompt, **law).tokens
-
-
-@pytest.mark.parametrize("draft_cache", ["full", "snapkv", "streaming"])
-def test_a_seed_says_the_same_again_as_the_next_turn_of_a_conversation(pair, draft_cache):
-    engine = make_engine(*pair, **(SETTINGS | {"retrieval": False, "draft_cache": draft_cache, "draft_window": 32}))
-    prompt = DOCUMENT + engine.generate(DOCUMENT, **GREEDY).tokens + random_prompt(60, seed=5)
-    first, again = (engine.generate(prompt, seed=3, temperature=1.0, max_new_tokens=30) for _ in range(2))
-    assert first.tokens == again.tokens and first.stats.reused_tokens > 256
 
 
 def test_messages_have_to_go_on_from_those_of_the_prefix(tiny):
@@ -471,21 +413,6 @@ def test_a_broken_off_answer_stays_in_the_conversation(tiny):
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
 
 
-def test_turns_from_several_threads_wait_for_each_other(tiny):
-    chat = tiny.chat(temperature=0.0, ignore_eos=True)
-    with ThreadPoolExecutor(3) as threads:
-        said = list(threads.map(lambda text: chat.send(text, max_new_tokens=12), ["One.", "Two.", "Three."]))
-        assert sorted(text for text, _ in chat.turns) == ["One.", "Three.", "Two."]
-        assert all(len(result.tokens) == 12 for result in said) and repr(chat) == "<triforce.Chat: turns so far: 3>"
-        turn = chat.stream("Four.", max_new_tokens=400)
-        next(turn)
-        pieces = threads.submit(list, turn)
-        last = chat.send("Five.", max_new_tokens=12)
-        pieces.result()
-    assert [text for text, _ in chat.turns][3:] == ["Four.", "Five."] and len(last.tokens) == 12
-    assert 0 < len(chat.turns[3][1].tokens) <= 400
-
-
 def test_what_a_template_reads_besides_the_messages(tiny, tmp_path):
     """The same for prompts, conversations, and questions about a document, which may bring their own."""
     template, short = TEMPLATE + "{% if terse %}!{% endif %}", {"chat_template_kwargs": {"terse": True}}
@@ -507,15 +434,6 @@ def test_what_a_template_reads_besides_the_messages(tiny, tmp_path):
         for more, end in (({}, "!"), ({"chat_template_kwargs": {}}, "")):
             stats = tiny.generate("Who?", prefix=one, **more, **LAW).stats
             assert stats.prompt_len == length(asked + end) and stats.shared_tokens == book.num_shared > 0
-
-
-def test_a_question_ends_the_last_message_of_the_user():
-    system, parts = {"role": "system", "content": "s"}, [{"type": "text", "text": "A book."}]
-    assert asked([system], "Who?") == [system, {"role": "user", "content": "Who?"}]
-    assert asked([system, {"role": "user", "content": "d"}], "Who?") == [
-        system, {"role": "user", "content": "d\n\nWho?"}]
-    assert asked([{"role": "user", "content": parts}], "Who?") == [
-        {"role": "user", "content": [*parts, {"type": "text", "text": "\n\nWho?"}]}]
 
 
 def test_a_document_in_messages(tiny):

@@ -14,7 +14,6 @@ from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, ran
 from triforce.controller import Controller
 from triforce.costs import Costs
 from triforce.plan import AUTOREGRESSION, Plan
-from triforce.tape import ACCEPTED, MISSED
 from triforce.tree import Chances, likeliest
 
 CONTEXT, NEW = 500, 64  # flushes after 12 and 44 tokens
@@ -218,12 +217,6 @@ def test_rows_say_what_each_says_alone(models, rows_alone, shape):
     assert [row[:40] for row in rows] == [alone[0], [], alone[2]]
 
 
-def test_greedy_is_the_case_without_noise(models, plain):
-    """The same tokens as by the other rule, whatever the seed."""
-    state, _ = made(models, "greedy", "triforce", rule="rejection")
-    assert rounds(state)[:2] == plain("greedy") != plain("own")
-
-
 @pytest.mark.parametrize("law,shape", [("usual", {}), ("hot", {}), ("hot", LEAVES)])
 def test_a_seed_says_the_same_whatever_the_plans(models, plain, law, shape):
     """Every plan that a controller may choose, in random order, with a draft model and n-grams at once."""
@@ -253,16 +246,6 @@ def test_the_engine_with_auto(models, eager_to_draft, size):
     assert both[0].tokens == runs[0] and both[0].stats.shared_tokens == 0
 
 
-def test_where_drafted_tokens_came_from_is_told(models):
-    """The controller learns the draft's acceptance at the inner level by it."""
-    state, origins = made(models, "own", "triforce")[0], []
-    while len(origins) < 60:
-        state.round()
-        [row] = state.last_round.rows
-        origins += row.origins[: row.num_drafted]
-    assert min(origins.count(kind) for kind in (ACCEPTED, MISSED)) >= 8
-
-
 def test_a_leaf_behind_a_limit_is_not_counted(models):
     """Where a flush cuts a round off before it."""
     state, _ = made(models, "own", "triforce", **LEAVES, flush_interval=8)
@@ -274,16 +257,6 @@ def test_a_leaf_behind_a_limit_is_not_counted(models):
         assert len(row.tokens) > row.num_accepted or not row.beside
         counted += row.beside
     assert counted >= 10 and cut >= 5
-
-
-def test_logprobs_of_what_leaves_won(models):
-    """Those that the same text has without speculation."""
-    engine = make_engine(*models, sampling="coupled", flush_interval=32, budget=256, **LEAVES)
-    law = {"temperature": 1.0, "top_p": 0.95, "max_new_tokens": 60, "seed": SEED, "logprobs": 2}
-    on, off = (engine.generate(random_prompt(CONTEXT), speculate=speculate, **law) for speculate in (True, False))
-    assert on.tokens == off.tokens and on.logprobs == off.logprobs
-    engine.generate(random_prompt(CONTEXT), **law)
-    assert engine.caches.state.hierarchy.outer.totals[0, 2] >= 3
 
 
 def rounds_with_leaves(state, wanted: int):

@@ -49,16 +49,6 @@ def test_as_many_threads_as_others_leave_cores(four):
         assert torch.get_num_threads() == 2
 
 
-def test_what_was_before_comes_back_after_an_error(four):
-    world = World()
-    chosen = world.threads()
-    world.pass_by(1.0, 3.0)
-    with pytest.raises(KeyError), chosen.working():
-        assert torch.get_num_threads() == 1
-        raise KeyError
-    assert torch.get_num_threads() == 4
-
-
 def test_what_others_take(monkeypatch, tmp_path):
     """User, nice, system, irq, softirq and stolen time of the cores of this process, less what it took itself."""
     stat = tmp_path / "stat"

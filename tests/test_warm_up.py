@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -32,26 +31,6 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
     gone = weakref.ref(state)
     del state
     assert gone() is None  # at once: the weights need the memory
-
-
-def test_it_leaves_the_weights_their_memory(monkeypatch):
-    """What it needs is what a plan of the same says, which is what it holds."""
-    settings, needed, check = Settings().resolve(CPU, query_group=2), [], warm_up.memory.state_parts
-    monkeypatch.setattr(warm_up.memory, "state_parts", lambda *args, **more: needed.append(check(*args, **more)) or
-                        needed[-1])
-
-    def rows(free: int, most: int = 0) -> int:
-        state = warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, most, length=2000)
-        return 0 if state is None else state.batch
-
-    weights = warm_up.memory.weight_parts(replace(TARGET, n_layer=1), replace(DRAFT, n_layer=1), torch.float32)
-    assert rows(0) == 0
-    free = sum(part.bytes for part in [*weights, *needed[0]])
-    assert (rows(free - 1), rows(free)) == (0, 1)
-    needed.clear()
-    assert rows(free, 2) == 1
-    free = sum(part.bytes for part in [*weights, *needed[0], *needed[1]])
-    assert (rows(free - 1, 2), rows(free, 2)) == (1, 2)
 
 
 @pytest.mark.parametrize("what", ["prefill", "open", "logits", "rows"])
