@@ -10,10 +10,10 @@ import math
 
 import pytest
 import torch
-from conftest import bits, make_state, random_pair, random_prompt, slow
+from conftest import bits, make_engine, make_state, random_pair, random_prompt, slow
 from torch import nn
 
-from triforce import attention
+from triforce import attention, model
 from triforce.model import Linear, ModelConfig, RMSNorm, Transformer, gated
 from triforce.packed import PackedPrefix
 from triforce.plan import AUTOREGRESSION
@@ -148,3 +148,23 @@ def test_whether_rows_are_even_is_tried(dtype):
     # A CPU has another kernel for 64 and more queries in bf16, and rounds otherwise there: also over a prefix that the
     # batch shares.
     assert units == ([4, 4, 4, 4] if dtype == torch.float32 else [4, 4, 64, 8])
+
+
+@pytest.mark.parametrize("owner,name", [(model, "gated"), (attention, "partial"), (attention, "masked"),
+                                        (RMSNorm, "forward"), (Linear, "forward")])
+def test_where_rows_are_not_even_padded_steps_have_all(owner, name, monkeypatch):
+    """As some CPUs' kernels are: whichever part of a step depends on how many rows there are."""
+    whole, (target, draft), seen = getattr(owner, name), random_pair(), set()
+
+    def uneven(*args, **more):
+        out = whole(*args, **more)
+        states = out if isinstance(out, tuple) else (out,)
+        states = tuple(x * (1 + 1e-3 * states[0].shape[-2]) for x in states)
+        return states if isinstance(out, tuple) else states[0]
+
+    monkeypatch.setattr(owner, name, uneven)
+    assert row_unit(target, 1, 8, False) == 8
+    engine = make_engine(target, draft, gamma=2, budget=64, flush_interval=16, chunk_size=4)
+    target.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
+    engine.generate(random_prompt(60), 12, temperature=0.0, speculate=False)
+    assert seen == {8}
