@@ -77,10 +77,11 @@ def name_of(case: dict) -> str:
     return "-".join(f"{name}={value}" for name, value in case.items() if name != "prompts")
 
 
-# The two that branch most have one prompt each; rows of different lengths side by side are met by the others.
+# Those that branch most have one prompt each; rows of different lengths side by side are met by the others.
 CASES = [
-    {"gamma": 3, "gamma_inner": 1, "prompts": PROMPTS[:1]},
-    *slow({"gamma": 2, "gamma_inner": 2, "prompts": PROMPTS[1:]},
+    {"gamma": 2, "gamma_inner": 1, "prompts": PROMPTS[:1]},
+    *slow({"gamma": 3, "gamma_inner": 1, "prompts": PROMPTS[:1]},
+          {"gamma": 2, "gamma_inner": 2, "prompts": PROMPTS[1:]},
           {"gamma": 1, "gamma_inner": 1, "prompts": PROMPTS[1:]}),
     {"gamma": 3, "gamma_inner": 2, "sampling": {"top_p": 0.9}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}},
@@ -262,7 +263,7 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
-@pytest.mark.parametrize("leaks,horizon", [(False, 3), *slow((False, 4), (True, 3))])
+@pytest.mark.parametrize("leaks,horizon", [(False, 2), *slow((False, 3), (False, 4), (True, 3))])
 def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks, horizon):
     """Each count that the controller is told changes its mind. How the draft fared with tokens that were then discarded
     must not be counted: if it is, enumeration sees it."""
@@ -283,7 +284,7 @@ def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks, horizo
     steer, seen = steered(monkeypatch, lambda self, **known: plans[getattr(self, "turn", 0) % 3], 2)
     found, _, _ = distances(models, gamma=3, gamma_inner=2, batch=1, prompts=PROMPTS[1:], prepare=steer,
                             horizon=horizon, sampling={"top_k": 2})
-    assert len(seen) == 3
+    assert len(seen) >= min(horizon, 3)
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
