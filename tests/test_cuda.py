@@ -8,7 +8,6 @@
 import functools
 import gc
 import json
-import statistics
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -18,7 +17,7 @@ import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
 
 import triforce
-from triforce import attention, coupled, float8, graphs, nucleus, sampling, warm_up
+from triforce import attention, coupled, float8, nucleus, sampling, warm_up
 from triforce.errors import UserError
 from triforce.graphs import OPTIONS, Compiler
 from triforce.kv.offload import Offload
@@ -228,23 +227,6 @@ def test_a_saved_document_is_opened_by_a_gpu(dtype, tmp_path):
 
 
 @in_half_precision
-def test_fp8_drafts_are_accepted(dtype):
-    """About as often as those of the weights as they are, end to end."""
-    import triforce
-
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs fp8 matrix products")
-    rates = {}
-    for draft_dtype in (None, "fp8"):
-        engine = triforce.load("tiny", device="cuda", dtype=dtype, draft_dtype=draft_dtype, gamma=6, max_seq_len=24_576)
-        ids = engine.encode_prompt(default_document())[:CONTEXT]
-        outs = [engine.generate(ids, 256, temperature=0.6, seed=seed, ignore_eos=True) for seed in range(10)]
-        rates[draft_dtype] = statistics.fmean(out.stats.acceptance_rate["full"] for out in outs)
-    print(f"{dtype}: accepted at the full level {rates}")
-    assert rates[None] > 0.5 and abs(rates["fp8"] - rates[None]) < 0.1
-
-
-@in_half_precision
 @pytest.mark.parametrize("compile", [None, True], ids=["written", "compiled"])
 def test_bits_of_a_target_in_fp8(dtype, compile):
     """Products in fp8 near those of the widened weights, and bits with and without speculation; of layers whose weights
@@ -431,35 +413,6 @@ def test_offsets_and_batches(dtype):
     assert len(state.hierarchy.outer.step.graphs) <= 4  # of each kind of plan, one for all lengths
 
 
-def test_garbage_waits_while_a_graph_is_recorded(random_models):
-    """What an engine leaves behind goes when Python sees fit: not in the middle of another's recording."""
-    ids, collections = random_prompt(2000, vocab_size=VOCAB), []
-
-    def generate():
-        engine = engine_for(random_models)
-        return engine.generate(ids, 200, temperature=0.0).tokens  # crosses a flush: a graph is recorded
-
-    first, recordings = generate(), []
-    record = graphs.recorded
-
-    def recorded(function, args, compiler):
-        def noted(*args):
-            before = len(collections)
-            recordings.append([[] for _ in range(50_000)][:1])
-            function(*args)
-            assert len(collections) == before
-
-        return record(noted, args, compiler)
-
-    gc.callbacks.append(watch := lambda phase, info: collections.append(phase))
-    try:
-        with mock.patch.object(graphs, "recorded", recorded):
-            assert generate() == first
-    finally:
-        gc.callbacks.remove(watch)
-    assert recordings and collections and gc.isenabled()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masked_keys(dtype):
     """One kernel: nearly what plain products give, no weight for rows that see nothing, the same bits in any place."""
@@ -481,20 +434,6 @@ def test_masked_keys(dtype):
         assert torch.equal(attention.join([own, other, (out, lse)])[0], attention.join([own, other])[0])
         alone = attention.masked_long(q[2:3, :, 1:2], k[2:3], v[2:3], bias[2:3, :, 1:2])
         assert torch.equal(alone[0][0, :, 0], out[2, :, 1]) and torch.equal(alone[1][0, :, 0], lse[2, :, 1])
-
-
-def test_a_drafts_border_is_nearly_the_exact_one(monkeypatch):
-    """As it is written, and compiled. Of so many words only compiled code looks for it nearly."""
-    monkeypatch.setattr(nucleus, "NEARLY_AS_WRITTEN", nucleus.NEARLY)
-    generator = torch.Generator().manual_seed(0)
-    law = (4 * torch.randn(1, 4, 32_000, generator=generator)).softmax(-1).cuda()
-    top_p = torch.tensor([0.9], device="cuda")
-    for top_k in (torch.tensor([0], device="cuda"), torch.tensor([20], device="cuda")):
-        exact = nucleus.smallest_kept(law, top_k, top_p)
-        torch._dynamo.reset()
-        for call in (nucleus.nearly_kept, torch.compile(nucleus.nearly_kept, dynamic=False, options=OPTIONS)):
-            near = call(law, top_k, top_p)
-            assert (near <= exact * 1.0001).all() and (near >= 0.85 * exact).all()
 
 
 @pytest.mark.parametrize("words", [32_000, 128_256])

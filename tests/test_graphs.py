@@ -67,16 +67,6 @@ def test_other_tensors_and_settings_have_graphs_of_their_own():
         assert step.what() == done
 
 
-def test_lengths_share_a_warm_up_until_a_stretch_appears():
-    """What runs over no keys, or over no ragged part, has not called the kernels for them yet."""
-    step = Noting(num_lengths=2)
-    for lengths in ((0, 0), (16, 16), (16, 32)):
-        step(*lengths)
-        assert step.what() == ["run"]
-        step(lengths[0] and lengths[0] + 16, lengths[1] and lengths[1] + 16)
-        assert step.what() == ["record", "replay"]
-
-
 def test_a_step_is_recorded_ahead():
     """Once for each length."""
     step = Noting(num_lengths=1)

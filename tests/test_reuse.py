@@ -164,24 +164,6 @@ def test_a_conversation_outgrows_its_buffers(engine, twin, computed, states):
     assert answer.tokens[:12] == twin.generate(DOCUMENT + more, **GREEDY).tokens
 
 
-def test_fewer_rows_where_memory_does_not_suffice(pair, monkeypatch, caplog):
-    engine = make_engine(*pair, **(SETTINGS | {"budget": 96, "draft_window": 32}))
-    book, questions = engine.prefill(DOCUMENT), [random_prompt(n, seed=n) for n in range(1, 6)]
-
-    def need(rows: int) -> int:
-        settings, capacity = engine.caches.settings_for(rows, shared=True), 288 + 3 * 16  # whole flush intervals
-        return sum(part.bytes for part in engine.caches._parts(settings, rows, 288, capacity, 96))
-
-    monkeypatch.setattr(caches.memory, "available", lambda device: need(3) + 1000)
-    engine.release()
-    with caplog.at_level("INFO", "triforce"):
-        assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 3
-    assert "3 of 5 prompts run side by side behind their 288 common tokens; more fit with --offload or" in caplog.text
-    monkeypatch.setattr(caches.memory, "comfortable", lambda device: need(2) + 1000)  # what a GPU has to spare
-    assert engine.caches.rows([DOCUMENT + question for question in questions], 12, book) == 2
-    assert len(engine.generate(questions[1:], prefix=book, **GREEDY)) == 4  # two at a time
-
-
 @pytest.mark.parametrize("way", ["shared", "prefill", "open", "release"])
 def test_a_stream_that_is_left_behind_lets_go_of_its_buffers(engine, states, monkeypatch, tmp_path, way):
     """Before what comes next is planned, and where prompts share what is computed for them now."""

@@ -116,15 +116,3 @@ def test_acceptance_is_that_of_the_level_that_checked(pair):
     run_rounds(state, 60)
     rates = state.hierarchy.acceptance_rates()[0]
     assert rates["full"] > 0.99 > 0.9 > rates["retrieval"] > 0
-
-
-@pytest.mark.parametrize("plan, words", [
-    (Plan(8, "model"), "more tokens drafted than fit the steps of 8 and 3 rows"),
-    (Plan(6, "model", True, 3, 2), "more tokens drafted than fit the steps of 8 and 3 rows"),
-    (Plan(6, "ngram"), "a drafter that is not here; there are retrieval, model"),
-    (Plan(6, "ngram", True, 2, 2), "a drafter that is not here")])
-def test_a_plan_that_cannot_be_followed_is_refused(pair, plan, words):
-    state = make_state(*pair, [random_prompt(60)], gamma_inner=2)
-    with pytest.raises(ValueError, match=words):
-        state.round(plan)
-    assert state.lens == [59] and state.round(Plan(7, "model", True, 2, 4))[0]
