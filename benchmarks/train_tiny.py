@@ -613,7 +613,8 @@ def evaluate(folder, path, sp, length):
     import triforce
 
     def load(view="retrieval"):
-        return triforce.load(folder / "target", draft=folder / "draft", draft_cache=view, budget=length // 32 // 8 * 8)
+        return triforce.load(folder / "target", draft=folder / "draft", draft_cache=view, gamma=6,
+                             budget=length // 30 // 8 * 8)
 
     books, ends = load_tokens(path, "heldout_books")
     corpora = {f"book {i}": books[start:] for i, start in enumerate([0, *ends[:-1]])}
@@ -627,8 +628,8 @@ def evaluate(folder, path, sp, length):
             row[what] = F.cross_entropy(logits, truth).item()
         for view, one in (("retrieval", engine), ("streaming", streaming)):
             for temperature, top_p in ((1.0, 1.0), (0.6, 0.9)):
-                rates = one.generate(ids, 512, temperature=temperature, top_p=top_p, seed=0).stats.acceptance_rate
-                row[f"{view} at {temperature}"] = rates
+                drawn = one.generate(ids, 512, temperature=temperature, top_p=top_p, seed=0, ignore_eos=True)
+                row[f"{view} at {temperature}"] = drawn.stats.acceptance_rate
         figures[name] = row
         print(name, json.dumps(row), flush=True)
     rng, book = np.random.default_rng(1), sp.decode(books.tolist())
@@ -665,7 +666,7 @@ def write_folder(folder, c, tokenizer_file, model):
 
     from triforce.hf.folders import TINY, tiny_draft
 
-    shutil.copytree(TINY / "target" if c.theta == TARGET.theta else tiny_draft(), folder)
+    shutil.copytree(TINY / "target" if folder.name == "target" else tiny_draft(), folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"head_dim": c.dim // c.n_head, "hidden_size": c.dim, "intermediate_size": c.ffn,
                "max_position_embeddings": c.max_len, "num_attention_heads": c.n_head, "num_hidden_layers": c.n_layer,
