@@ -22,7 +22,7 @@ from triforce.errors import UserError
 from triforce.kv import views
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 
-CONTEXT, NEW = 640, 100
+CONTEXT, NEW = 640, 80
 PROMPTS = [random_prompt(310), random_prompt(205, seed=1), random_prompt(450, seed=2)]
 
 

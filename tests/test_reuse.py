@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB, make_engine, random_prompt
+from conftest import VOCAB, make_engine, random_prompt, slow
 
 import triforce
 from triforce import UserError, caches, prefix_file
@@ -437,8 +437,9 @@ def test_a_document_in_messages(tiny):
         tiny.generate([1, 2], prefix=book)
 
 
-@pytest.mark.parametrize("has_document", [True, False])
-@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "none"])
+@pytest.mark.parametrize("has_document,template", [(True, TEMPLATE), (False, None),
+                                                   *slow((True, None), (False, TEMPLATE))],
+                         ids=["template, document", "none", "document", "template"])
 def test_a_conversation_is_saved_and_gone_on_with(tiny, tmp_path, has_document, template):
     """By another engine, which answers as the first would. Where the engine has answered others meanwhile, the file has
     the document's keys and values, and all tokens."""
