@@ -1,20 +1,11 @@
-"""A round's times."""
+"""What ranks learn of times: all choose by the first one's clock."""
 
 from types import SimpleNamespace
 
 import torch
 from conftest import make_state, random_pair, random_prompt
 
-from triforce.hierarchy import Clock
-from triforce.plan import PADDED, Padding, Plan
-
-
-def test_rounds_in_which_steps_were_recorded_tell_nothing():
-    compiler = SimpleNamespace(num_recorded=0)
-    clock = Clock(compiler, torch.device("cpu"))
-    clock.drafted()
-    compiler.num_recorded += 1
-    assert clock.read(Plan()) is None
+from triforce.plan import PADDED, Padding
 
 
 def test_ranks_learn_from_the_first_ones_times_and_only_of_the_same_generation():

@@ -32,14 +32,6 @@ def test_levels_of_a_round(plan, origins, num_accepted, count, levels):
     assert levels_of(plan, row) == levels
 
 
-@pytest.mark.parametrize("plan, level", [(Plan(3, "model"), "draft"), (Plan(3, "model", True, 2, 2), "retrieval")])
-def test_a_leaf_is_proposed_by_whoever_drafted(plan, level):
-    """Of the full level: the token after the accepted ones. The last is its own."""
-    row = RowRound([1, 2, 3], [ACCEPTED, MISSED, BONUS], 1, 3, False, beside=True)
-    assert levels_of(plan, row) == ["draft", level, "target"]
-    assert levels_of(plan, row._replace(tokens=[1, 2], beside=False)) == ["draft", "target"]
-
-
 def observed(monkeypatch):
     """The counts of all rounds, as the device reports them: accepted by the full level, and how many rounds emitted."""
     seen, settle = [], State._settle
