@@ -2,7 +2,6 @@
 
     python benchmarks/batch.py --shape llama-3.1-8b --contexts 32768 --batches 1 4 8 16 --text book.txt --out rows.jsonl
     torchrun --nproc-per-node 8 benchmarks/batch.py --shape llama-3.1-8b --contexts 102400 --batches 32 ...
-    torchrun --nproc-per-node 2 benchmarks/batch.py --share-of 8 ...      # the work of the first two of eight ranks
     torchrun --nproc-per-node 8 benchmarks/batch.py --shape llama-2-7b --contexts 16000 --batches 64 --ways draft \\
                                                     --draft-shape tinyllama-1.1b --draft-ranks 0 1 2 3 --gammas 3 ...
     python benchmarks/batch.py --plot rows.jsonl
@@ -26,8 +25,7 @@ from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402
-from harness import cap_memory, pyplot, read_rows, read_text, report, run_or_plot, save  # noqa: E402
-from steps import milliseconds  # noqa: E402
+from harness import cap_memory, milliseconds, pyplot, read_rows, read_text, report, run_or_plot, save  # noqa: E402
 
 # Ways to draft: (draft model, level over a view of the target's cache, draft_cache)
 WAYS = {"retrieval": (False, True, "retrieval"), "snapkv": (False, True, "snapkv"),
@@ -140,8 +138,7 @@ def by_size(rows: list[dict]) -> list[tuple[tuple, dict[tuple[int, str], dict]]]
     """For each (shape, GPUs, context), within which rows may be compared: (batch, way) -> the fastest row."""
     best: dict[tuple, dict[tuple[int, str], dict]] = {}
     for row in rows:
-        shape = f"{row['shape']}, shares of {row['share_of']}" if "share_of" in row else str(row["shape"])
-        of_size = best.setdefault((shape, row["gpus"], row["context"]), {})
+        of_size = best.setdefault((str(row["shape"]), row["gpus"], row["context"]), {})
         key = row["batch"], row["way"]
         if key not in of_size or row["tokens_per_second"] > of_size[key]["tokens_per_second"]:
             of_size[key] = row
@@ -164,17 +161,6 @@ def table(rows: list[dict]) -> list[str]:
     return lines
 
 
-def rounds(rows: list[dict]) -> list[str]:
-    """What a round takes by autoregression and by each fixed plan, whatever text it gives."""
-    return [f"{row['shape']}, shares of {row['share_of']}: {row['batch']} x {row['context']:,} tokens, {row['way']} "
-            f"{row['plan']}: {row['tbt_ms'] * row['tokens_per_verify']:.1f} ms a round"
-            for row in rows if row["plan"] != "auto"]
-
-
-def of_gpus(number: int) -> str:
-    return f"{number} GPU" + ("s" if number > 1 else "")
-
-
 def draw_lines(axis, best: dict[tuple[int, str], dict], styles: dict[str, tuple[str, str]]) -> None:
     """Throughput against batch size; no line across a size that was not measured."""
     batches = sorted({batch for batch, _ in best})
@@ -186,43 +172,19 @@ def draw_lines(axis, best: dict[tuple[int, str], dict], styles: dict[str, tuple[
     axis.set(xlabel="sequences", xlim=(0, 1.05 * max(batches)))
 
 
-def draw_bars(axis, sizes: list[tuple[tuple, dict[tuple[int, str], dict]]], styles: dict[str, tuple[str, str]]) -> None:
-    """What was measured with one number of sequences only, side by side."""
-    labels, most = [], max(len(best) for _, best in sizes)
-    for x, ((shape, gpus, context), best) in enumerate(sizes):
-        batch = next(iter(best))[0]
-        shares = shape.replace(", ", "\n")
-        labels.append(f"{batch} x {context:,}\n{shares}\n{of_gpus(gpus)}")
-        ways = [way for way in styles if (batch, way) in best]
-        for i, way in enumerate(ways):
-            axis.bar(x + (i - (len(ways) - 1) / 2) * 0.8 / most, best[batch, way]["tokens_per_second"], 0.7 / most,
-                     color=styles[way][0], label=way)
-    axis.set_xticks(range(len(sizes)), labels, fontsize=8)
-
-
 def plot(path: str) -> None:
-    """Throughput of each way: a panel for each size with several batches, one for all others."""
-    rows, plt = read_rows(path), pyplot()
-    costs = [row for row in rows if not row.get("whole_text", True)]  # of a text that is nobody's: see shares.py
-    rows = [row for row in rows if row.get("whole_text", True)]
-    print("\n".join(table(rows) + rounds(costs)))
+    """Throughput of each way: a panel for each size."""
+    plt, rows = pyplot(), [row for row in read_rows(path) if "share_of" not in row]  # see tensor_parallel.py
+    print("\n".join(table(rows)))
     sizes = by_size(rows)
-    several = [size for size in sizes if len({batch for batch, _ in size[1]}) > 1]
-    single = [size for size in sizes if size not in several]
     styles = {way: (f"C{i}", mark) for i, (way, mark) in enumerate(zip(("autoregression", *WAYS), "s" + MARKERS,
                                                                       strict=True))}
-    panels = len(several) + bool(single)
-    figure, axes = plt.subplots(1, panels, figsize=(max(6 * panels, 7), 4.5), squeeze=False)
-    for axis, ((shape, gpus, context), best) in zip(axes.flat, several, strict=False):
+    figure, axes = plt.subplots(1, len(sizes), figsize=(max(6 * len(sizes), 7), 4.5), squeeze=False)
+    for axis, ((shape, gpus, context), best) in zip(axes.flat, sizes, strict=True):
         draw_lines(axis, best, styles)
-        axis.set_title(f"{shape}, {context:,} tokens each, {of_gpus(gpus)}", fontsize=10)
-    if single:
-        draw_bars(axes.flat[-1], single, styles)
-    for axis in axes.flat:
+        axis.set_title(f"{shape}, {context:,} tokens each, GPUs: {gpus}", fontsize=10)
         axis.set(ylabel="tokens per second", ylim=(0, 1.35 * axis.get_ylim()[1]))
-        handles, labels = axis.get_legend_handles_labels()
-        named = dict(zip(labels, handles, strict=True))  # bars of one way are several
-        axis.legend(named.values(), named.keys(), fontsize=8, loc="upper left", ncols=2)
+        axis.legend(fontsize=8, loc="upper left", ncols=2)
     save(figure, path, rows)
 
 

@@ -1,12 +1,11 @@
 """The KV cache in host memory: prefill, autoregression, speculation, and what others do with the same memory.
 
     python benchmarks/offload.py --shape llama-2-7b --contexts 122880 --text book.txt --out results.jsonl
-    python benchmarks/offload.py --shape llama-2-7b --contexts 122880 --resident 0 16 --peers --timeline verify.png
+    python benchmarks/offload.py --shape llama-2-7b --contexts 122880 --resident 0 16 --peers
     python benchmarks/offload.py --plot results.jsonl
 
-Flags, shapes, texts and the widened pair are those of on_chip.py. `--peers` adds attention on the CPU, where the cache
-lies, beside the bandwidth of its memory, two ways to rebuild the view, and, in a line of their own, a resident prefill
-and transformers with its offloaded cache. One JSON line per run.
+Flags, shapes, texts and the widened pair are those of on_chip.py. `--peers` adds, in a line of their own, a resident
+prefill and transformers with its offloaded cache. One JSON line per run.
 """
 
 import gc
@@ -55,93 +54,6 @@ def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[flo
     return seconds, state
 
 
-def cpu_attention(state: State) -> dict[str, float]:
-    """One token's attention on the CPU, layer by layer where the prefix lies, the fastest of a few ways; how fast the
-    same cores read memory; and a whole block's attention, to see whether they could take part of a verify."""
-    offload, config = state.cache.prefix.offload, state.cache.config
-    length, group = state.cache.lens[0], state.cache.group
-    layers = list(offload.layers)[:4]  # gigabytes: no cache holds them
-    q = torch.randn(config.n_kv_head, group, config.head_dim, dtype=state.target.dtype)
-
-    def seconds(call) -> float:
-        times = []
-        for i in layers:
-            begun = time.perf_counter()
-            call(i)
-            times.append(time.perf_counter() - begun)
-        return sorted(times)[len(times) // 2]
-
-    heads = {i: offload.host[i][:, 0, :length].transpose(1, 2).contiguous() for i in layers}  # [2, K, S, D]
-
-    def plain(k, v):
-        scores = (q @ k.transpose(1, 2)).float() * config.head_dim**-0.5
-        return scores.softmax(-1).to(v.dtype) @ v
-
-    def flash(i, q):
-        k, v = heads[i]
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[None], k[None], v[None])
-
-    threads = torch.get_num_threads()
-    even = [n for n in range(1, threads + 1) if config.n_kv_head % n == 0]  # or some wait while others have two
-    ways = {
-        "tokens in order, as they stream": (threads, lambda i: plain(*offload.host[i][:, 0, :length].transpose(1, 2))),
-        "head by head": (threads, lambda i: plain(*heads[i])),
-    } | {f"head by head, flash, {n} threads": (n, lambda i: flash(i, q)) for n in {threads, *even[-2:]}}
-    size = heads[layers[0]].nbytes
-    timed = {}
-    for name, (number, call) in ways.items():
-        torch.set_num_threads(number)
-        call(layers[0])
-        timed[name] = seconds(call)
-        print(f"    cpu attention, {name}: {timed[name] * 1e3:.0f} ms a layer, {size / timed[name] / 1e9:.0f} GB/s",
-              flush=True)
-    torch.set_num_threads(threads)
-    best = min(timed, key=timed.get)
-    flat = {i: heads[i].view(torch.int64).flatten() for i in layers}
-    read = seconds(lambda i: flat[i].sum())
-    block = q.repeat(1, state.hierarchy.outer.rows, 1)
-    return {"cpu_attention_block_ms_a_layer": seconds(lambda i: flash(i, block)) * 1e3,
-            "cpu_attention_ms_a_layer": timed[best] * 1e3, "cpu_attention_way": best,
-            "cpu_attention_gb_s": size / timed[best] / 1e9, "host_memory_gb_s": size / read / 1e9,
-            "cpu_attention_token_ms": timed[best] * 1e3 * config.n_layer, "cpu_threads": threads}
-
-
-def rebuild_ways(state: State) -> dict[str, float]:
-    """A rebuild of the view: picked out of what a verify streams past, or gathered on the host and copied."""
-    outer, view, offload = state.hierarchy.outer, state.hierarchy.view, state.cache.prefix.offload
-
-    def verify(gathers: bool) -> float:
-        view.gathered()
-        for _ in range(3):  # it is warmed up, and perhaps recorded
-            if gathers:
-                view.rebuild(0, at_once=False)
-            begun = wait()
-            outer.round(AUTOREGRESSION)
-            last = wait() - begun
-            view.gathered()
-        return last * 1e3
-
-    def from_host() -> None:
-        for i in offload.layers:
-            at = view.positions(0, i).cpu()[None, ..., None].expand(2, -1, -1, view.k[i].shape[-1])
-            torch.gather(offload.host[i][:, 0].transpose(1, 2), 2, at, out=pinned)
-            for target, source in zip((view.k[i], view.v[i]), pinned, strict=True):
-                target[0, :, : view.held].copy_(source, non_blocking=True)
-            wait()  # before `pinned` is overwritten
-
-    pinned = torch.empty(2, view.k[0].shape[1], view.held, view.k[0].shape[-1], dtype=view.k[0].dtype,
-                         pin_memory=True)
-    with torch.inference_mode():
-        outer.gathering = view
-        row = {"verify_plain_ms": verify(False), "verify_gathering_ms": verify(True)}
-        from_host()
-        begun = wait()
-        from_host()
-        row["rebuild_from_host_ms"] = (wait() - begun) * 1e3
-    state.rewind(8)
-    return row
-
-
 def transformers_offloaded(engine: Engine, ids: list[int], tokens: int = 2) -> dict[str, float]:
     """transformers with the same weights and its cache offloaded."""
     from transformers import DynamicCache
@@ -159,32 +71,6 @@ def transformers_offloaded(engine: Engine, ids: list[int], tokens: int = 2) -> d
             out = model(token, past_key_values=cache, use_cache=True)
             times.append(wait() - begun)
     return {"transformers_prefill_s": prefill, "transformers_tbt_ms": min(times) * 1e3}
-
-
-def timeline(state: State, path: str) -> dict[str, float]:
-    """Profiles one verify and draws 60 ms from its middle: copies above, kernels below."""
-    plt = pyplot()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        state.round(AUTOREGRESSION)
-        torch.cuda.synchronize()
-    events = [(e.time_range.start / 1e3, e.time_range.elapsed_us() / 1e3, e.name) for e in profile.events()
-              if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.elapsed_us() > 0]
-    copies = sorted((start, span) for start, span, name in events if "HtoD" in name)
-    kernels = sorted((start, span) for start, span, name in events if "Mem" not in name)
-    begun, ended = copies[0][0], copies[-1][0] + copies[-1][1]
-    busy = sum(span for _, span in copies) / (ended - begun)
-    low = begun + (ended - begun) / 2
-    figure, axis = plt.subplots(figsize=(10, 2.4))
-    for row, (label, spans) in enumerate((("kernels", kernels), ("host to device", copies))):
-        shown = [(start - low, span) for start, span in spans if low <= start < low + 60]
-        edge = "white" if row else "C0"
-        axis.broken_barh(shown, (row - 0.35, 0.7), facecolors=f"C{row}", edgecolor=edge, linewidth=0.3)
-        axis.text(-0.5, row, label, ha="right", va="center", fontsize=9)
-    axis.set(xlim=(0, 60), yticks=[], xlabel="ms, from the middle of a verify")
-    axis.set_title(f"one verify: {ended - begun:.0f} ms, the bus busy {busy:.1%} of it", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    return {"verify_copies_busy": busy, "verify_span_ms": ended - begun}
 
 
 def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[str, float]:
@@ -230,11 +116,6 @@ def measure(engine: Engine, ids: list[int], resident: int | None, args) -> dict[
     row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     row["weights_gib"] = sum(p.nbytes for m in (engine.target, engine.draft, engine.drafting) if m is not None
                              for p in m.parameters()) / 2**30
-    if args.timeline and resident == args.resident[0]:
-        row |= timeline(state, args.timeline)
-    if args.peers and resident == args.resident[0]:
-        row |= rebuild_ways(state)
-        row |= cpu_attention(state)
     return row
 
 
@@ -260,7 +141,6 @@ def plot(path: str) -> None:
     plt, rows = pyplot(), read_rows(path)
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     kinds = [("autoregression_tbt_ms", "s--", "autoregression"),
-             ("cpu_attention_token_ms", "v:", "attention on the CPU"),
              ("transformers_tbt_ms", "^:", "transformers, offloaded cache"), ("tbt_ms", "o-", "speculation")]
     contexts = [row["context"] for row in rows if "tbt_ms" in row]  # not those of the peers alone
     swept = max(contexts, key=contexts.count)  # where the most numbers of resident layers were tried
@@ -316,7 +196,6 @@ def main() -> None:
     p.add_argument("--resident", type=int, nargs="+", default=[0], help="layers that stay on the device, one run each")
     p.add_argument("--prefill-chunk-size", type=int, default=8192)
     p.add_argument("--flush-interval", type=int, default=256)
-    p.add_argument("--timeline", help="draw one verify to this file")
     p.set_defaults(shape="llama-2-7b", checkpoint=None, contexts=[122880], budgets=[4096], block_size=64, seeds=2,
                    plain_tokens=6, warm_up=64)
     run_or_plot(run, plot, p.parse_args())

@@ -28,8 +28,6 @@ from triforce.config import Placement, Settings
 from triforce.controller import Controller
 from triforce.engine import Engine
 from triforce.fp8 import fp8_copy
-from triforce.hf.checkpoint import read_config
-from triforce.hf.folders import TINY
 from triforce.loading import check_draft_ranks
 from triforce.model import Transformer
 from triforce.parallel import subgroup
@@ -37,9 +35,17 @@ from triforce.plan import Plan
 from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
-from harness import cap_memory, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
-from shares import FirstRanks, first_draft_ranks, first_ranks, holds_whole  # noqa: E402
-from steps import milliseconds, step_times  # noqa: E402
+from harness import (  # noqa: E402
+    cap_memory,
+    milliseconds,
+    pyplot,
+    read_prompts,
+    read_rows,
+    report,
+    run_or_plot,
+    save,
+    step_times,
+)
 from widen import SHAPES, widen  # noqa: E402
 
 
@@ -138,10 +144,6 @@ def load(args, group=None, **more) -> tuple[Engine, object]:
         raise SystemExit(f"--plain-tokens ({args.plain_tokens}) must be at least 2, for a time per token lies between "
                          f"two, and --max-new-tokens ({args.max_new_tokens}) at least {FEWEST_TOKENS}, for with "
                          "fewer there may be no plan")
-    if args.share_of is not None:
-        if args.shape is None:
-            raise SystemExit(f"--share-of {args.share_of} leaves out ranks, and a checkpoint needs all; add --shape")
-        group = first_ranks(group, args.share_of)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     # Waits for compiled steps: those compiled beside a prompt serve the next, and most benchmarks have only one prompt.
     compiled = True if device.startswith("cuda") else None
@@ -170,8 +172,7 @@ def widened_draft(small: Transformer, args, group, **how) -> Transformer | None:
     if ranks is None:
         return widen(small, shape, **how)
     mine = check_draft_ranks(ranks, group, shape)
-    divide = first_draft_ranks if isinstance(group, FirstRanks) else subgroup
-    part = divide(group, ranks) if len(ranks) > 1 else None  # all ranks call it
+    part = subgroup(group, ranks) if len(ranks) > 1 else None  # all ranks call it
     return None if mine is None else widen(small, shape, group=part, **how)
 
 
@@ -356,7 +357,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shape", choices=sorted(SHAPES))
     p.add_argument("--draft-shape", choices=sorted(SHAPES), default="llama-68m", help="of the draft, with --shape")
     p.add_argument("--draft-ranks", type=int, nargs="+", help="under torchrun: those that hold the draft, 0 and others")
-    p.add_argument("--share-of", type=int, help="under torchrun, with --shape: the work of the first of so many ranks")
     p.add_argument("--device")
     p.add_argument("--contexts", type=int, nargs="+", default=[16384])
     p.add_argument("--budgets", type=int, nargs="+",
@@ -381,13 +381,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def share_of(target: Transformer) -> dict[str, object]:
-    """How many ranks there would be of such shares, and whether those that run hold all of the trained target: if not,
-    times are right, and text and acceptance are nobody's."""
-    small = read_config(TINY / "target")
-    return {"share_of": target.group.size, "whole_text": holds_whole(small, target.config, target.group.present)}
-
-
 def about(engine: Engine, args) -> dict[str, object]:
     """What ran a row."""
     device = engine.device
@@ -395,7 +388,6 @@ def about(engine: Engine, args) -> dict[str, object]:
     return {"date": str(date.today()), "device": name, "torch": torch.__version__, "shape": args.shape,
             "checkpoint": None if args.shape else args.checkpoint, "widened": args.shape is not None,
             "draft_shape": args.draft_shape if args.shape else None, "draft_ranks": args.draft_ranks,
-            **(share_of(engine.target) if args.share_of else {}),
             "dtype": str(engine.target.dtype).removeprefix("torch."), "draft_dtype": args.draft_dtype,
             "block_size": engine.settings.block_size, "chunk_size": engine.settings.chunk_size,
             "temperature": args.temperature, "top_p": args.top_p, "quote": args.quote, "seeds": args.seeds,

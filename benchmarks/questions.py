@@ -47,7 +47,7 @@ QUESTIONS = [
 
 def engine_of(args, group) -> tuple[Engine, object]:
     """The pair, with whatever the flags say. Blocks are as wide as the number of rows suggests."""
-    args.contexts, args.share_of, args.block_size = [args.context], None, None
+    args.contexts, args.block_size = [args.context], None
     if args.shape is None:
         given = {"draft": args.draft, "dtype": args.dtype, "budget": args.budget, "draft_dtype": args.draft_dtype}
         engine = triforce.load(args.checkpoint, device=args.device, group=group, chunk_size=args.chunk_size,
@@ -136,24 +136,7 @@ def rows_of(engine: Engine, tokenizer, ids: list[int], args):
             engine.release()
             _, read = timed(engine, lambda: engine.open(path))
             yield "file", {"gb": size, "save_s": wrote, "save_gb_s": size / wrote, "open_s": read,
-                           "open_gb_s": size / read, **plain_file(folder, size)}
-
-
-def plain_file(folder: str, size: float) -> dict:
-    """What the same disk takes and gives by itself, GB/s: 2 GB, written with fsync, and read from the page cache."""
-    data, path = os.urandom(2**26), os.path.join(folder, "plain")
-    begun = time.perf_counter()
-    with open(path, "wb", buffering=0) as file:
-        for _ in range(32):
-            file.write(data)
-        os.fsync(file.fileno())
-    wrote = time.perf_counter() - begun
-    begun = time.perf_counter()
-    with open(path, "rb", buffering=0) as file:
-        while file.read(2**26):
-            pass
-    read = time.perf_counter() - begun
-    return {"plain_write_gb_s": 2.147 / wrote, "plain_read_gb_s": 2.147 / read}
+                           "open_gb_s": size / read}
 
 
 def engine_chat(engine: Engine, book, tokenizer, asked):

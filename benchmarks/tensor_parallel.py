@@ -3,12 +3,10 @@
     python benchmarks/tensor_parallel.py --shape llama-2-7b --contexts 124928 --text book.txt --out results.jsonl
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --shape llama-2-7b ... --out results.jsonl
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --shape llama-2-13b --offload --out results.jsonl
-    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --shape llama-2-13b --share-of 8 --out results.jsonl
     python benchmarks/tensor_parallel.py --plot results.jsonl
 
 Flags, shapes and figures are those of on_chip.py, with --offload those of offload.py. Every rank runs the same; the
-first one reports. `--share-of 8` has each do the work of one of eight, of which only the first run: see shares.py.
-`--plot` prints each row beside that of one GPU, and draws them.
+first one reports. `--plot` prints each row beside that of one GPU, and draws them.
 """
 
 import argparse
@@ -24,8 +22,17 @@ from triforce.plan import AUTOREGRESSION, Plan
 sys.path.insert(0, str(Path(__file__).parent))
 import offload  # noqa: E402
 import on_chip  # noqa: E402
-from harness import cap_memory, print_kernels, pyplot, read_prompts, read_rows, report, run_or_plot, save  # noqa: E402
-from steps import milliseconds  # noqa: E402
+from harness import (  # noqa: E402
+    cap_memory,
+    milliseconds,
+    print_kernels,
+    pyplot,
+    read_prompts,
+    read_rows,
+    report,
+    run_or_plot,
+    save,
+)
 
 CHAIN = 50  # all-reduces in a graph
 
@@ -69,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--profile", action="store_true", help="print the kernels of the steps instead")
     p.add_argument("--prefill-chunk-size", type=int, default=8192)
     p.add_argument("--flush-interval", type=int, default=128)
-    p.set_defaults(contexts=[124928], timeline=None)
+    p.set_defaults(contexts=[124928])
     return p
 
 
@@ -99,11 +106,6 @@ def run(args) -> None:
             report(f"{args.shape or args.checkpoint}, {len(ids):,} tokens, {size} GPUs", row, common, args.out)
 
 
-def ranks(row: dict) -> int:
-    """Among how many the model is divided; with --share-of, more than ran."""
-    return row.get("share_of", row["gpus"])
-
-
 def relations(rows: list[dict]) -> list[str]:
     """A line for each row: its figures, and each over that of the same work on one GPU."""
     def work(row) -> tuple:
@@ -111,50 +113,39 @@ def relations(rows: list[dict]) -> list[str]:
 
     alone = {work(row): row for row in rows if row["gpus"] == 1}
     lines = [f"{'':<34}GPUs  verify ms  of one   one row    retrieval  per token  of one  over autoregression"]
-    for row in sorted(rows, key=lambda row: (*map(str, work(row)), ranks(row))):
+    for row in sorted(rows, key=lambda row: (*map(str, work(row)), row["gpus"])):
         one = alone.get(work(row))
         shares = [f"{row[name] / one[name]:>6.2f}" if one else f"{'':>6}" for name in ("verify_ms", "tbt_ms")]
         kind = f"{work(row)[0]} {row['context']:,}{' fp8' if row['draft_dtype'] else ''}"
         kind += " offloaded" if row["offload"] else ""
-        kind += f", {row['gpus']} of" if "share_of" in row else ""
-        one_row, said = row.get("one_row_ms", 0.0), f"{row['tbt_ms']:>11.2f}  {shares[1]}{row['speedup']:>21.2f}"
-        lines.append(f"{kind:<34}{ranks(row):>4}{row['verify_ms']:>11.2f}  {shares[0]}{one_row:>10.2f}"
-                     f"{row['retrieval_ms']:>13.2f}{said if row.get('whole_text', True) else ''}")
+        one_row = row.get("one_row_ms", 0.0)
+        lines.append(f"{kind:<34}{row['gpus']:>4}{row['verify_ms']:>11.2f}  {shares[0]}{one_row:>10.2f}"
+                     f"{row['retrieval_ms']:>13.2f}{row['tbt_ms']:>11.2f}  {shares[1]}{row['speedup']:>21.2f}")
     return lines
 
 
 def plot(path: str) -> None:
-    rows = read_rows(path)
+    rows = [row for row in read_rows(path) if "share_of" not in row]  # of 0.1.0: shares of GPUs that were not there
     print("\n".join(relations(rows)))
     plt, groups = pyplot(), {}
     rows = [row for row in rows if not row["offload"]]  # those take a hundred times as long
-    for row in sorted(rows, key=ranks):
+    for row in sorted(rows, key=lambda row: row["gpus"]):
         name = (row["shape"] or row["checkpoint"]) + (", fp8" if row["draft_dtype"] else "")
         groups.setdefault((name, row["context"]), []).append(row)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     for (name, context), group in groups.items():
         label = f"{name}, {context // 1000}K"
-        color = draw(axes[0], group, "verify_ms", "o-", label)
-        draw(axes[1], group, "tbt_ms", "o-", f"{label}: speculation", color)
-        draw(axes[1], group, "autoregression_tbt_ms", "s--", f"{label}: autoregression", color)
-    counts = sorted({ranks(row) for row in rows})
-    hollow = " (hollow: shares of so many, fewer ran)" if any("share_of" in row for row in rows) else ""
+        gpus = [row["gpus"] for row in group]
+        [line] = axes[0].plot(gpus, [row["verify_ms"] for row in group], "o-", label=label)
+        for key, style, what in (("tbt_ms", "o-", "speculation"), ("autoregression_tbt_ms", "s--", "autoregression")):
+            axes[1].plot(gpus, [row[key] for row in group], style, color=line.get_color(), label=f"{label}: {what}")
+    counts = sorted({row["gpus"] for row in rows})
     for axis, what in zip(axes, ("ms per full verify of a whole block", "ms per token"), strict=True):
-        axis.set(xlabel=f"GPUs{hollow}", ylabel=what, xscale="log", ylim=(0, 1.3 * axis.get_ylim()[1]))
+        axis.set(xlabel="GPUs", ylabel=what, xscale="log", ylim=(0, 1.3 * axis.get_ylim()[1]))
         axis.set_xticks(counts, counts)
         axis.minorticks_off()
         axis.legend(fontsize=6, loc="upper right")
     save(figure, path, rows)
-
-
-def draw(axis, rows: list[dict], name: str, style: str, label: str, color=None):
-    """A line through the rows that ran, hollow markers for shares of more ranks than ran. Returns the colour."""
-    ran = [row for row in rows if "share_of" not in row]
-    line = axis.plot([row["gpus"] for row in ran], [row[name] for row in ran], style, color=color, label=label)[0]
-    timed = [row for row in rows if "share_of" in row and (row["whole_text"] or name == "verify_ms")]
-    axis.plot([ranks(row) for row in timed], [row[name] for row in timed], style[0], ms=8, fillstyle="none",
-              color=line.get_color())
-    return line.get_color()
 
 
 def main() -> None:

@@ -1,25 +1,25 @@
 """Trains the embedded pair of `triforce`: a 7.5M-parameter target that reads 128K tokens, and a 0.9M draft.
 
     python benchmarks/tiny_data.py PACKAGES BOOKS .train       # text to tokens, once, on a CPU
-    python benchmarks/train_tiny.py --data .train --out OUT    # about nine minutes on one H200
+    python benchmarks/train_tiny.py --data .train --out OUT    # about half an hour on one H200
     python benchmarks/train_tiny.py --data .train --out OUT --smoke    # everything once, tiny, on a CPU
 
-First phase: four stages of ever longer sequences for the target, a little unlearning of loops, then the draft is
-distilled from it in the regime in which it runs: a few first tokens of the document and a short recent window. Second
-phase (`extend`, alone with --start): long texts again, views, loops, and the draft follows.
-
-This file knows nothing of the library that the pair is for: model, caches and measurements are its own, and short.
+First, four stages of ever longer sequences for the target, a little unlearning of loops, and the draft is distilled
+from it in the regime in which it runs: a few first tokens of the document and a short recent window. Then PHASES: long
+texts again, views, loops, and the draft follows. Each leaves its pair in a folder of OUT, and what is there is not done
+again. Model, views and sampling are written here once more, to be trained; the library measures what comes of it.
 
 Shapes: B batch, S sequence, D model width, H heads, V vocabulary.
 """
+
 import argparse
+import functools
 import json
 import lzma
 import math
-import time
+import shutil
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +28,6 @@ import torch.nn.functional as F
 from tiny_data import FIRST, MAX_FACTS, REST, make_recall_document
 from torch import nn
 
-# ---------------------------------------------------------------------------------------------------------------
-# Model
 
 @dataclass
 class Config:
@@ -52,7 +50,7 @@ class Stage:
     length: int
     batch: int
     tokens: float
-    seconds: float  # expected, only to spread the learning rate over the stages
+    weight: float  # of the learning rate's schedule that is spread over the stages
     fact_share: float  # of the sequences
     lines: tuple  # fact lines in such a sequence, from and to
     value_weight: float
@@ -61,12 +59,47 @@ class Stage:
 
 
 # The first stage is short sequences full of facts: it settles the copying circuit that the weights start with.
-STAGES = [
-    Stage(256, 256, 30e6, 12, 1.0, (4, 20), 3.0, 0.2, 0.6),
-    Stage(2048, 64, 330e6, 125, 0.25, (24, 80), 3.0),
-    Stage(16384, 8, 70e6, 55, 0.5, (32, 128), 6.0),
-    Stage(131072, 1, 12e6, 52, 0.7, (64, 200), 20.0),
-]
+STAGES = [Stage(256, 256, 30e6, 12, 1.0, (4, 20), 3.0, 0.2, 0.6), Stage(2048, 64, 330e6, 125, 0.25, (24, 80), 3.0),
+          Stage(16384, 8, 70e6, 55, 0.5, (32, 128), 6.0), Stage(131072, 1, 12e6, 52, 0.7, (64, 200), 20.0)]
+
+
+@dataclass
+class Phase:
+    steps: int
+    seed: int
+    sharpen: float = 1.0  # factor of all queries as it begins
+    view_weight: float = 2.0  # of agreement with views
+    loop_weight: float = 6.0  # of unlearning repeats
+    draft_tokens: float = 40e6
+    books_share: float = 0.5
+    average: bool = False  # ends with the mean of its weights and those before it
+
+
+PHASES = [Phase(130, 0, 1.1, 1.0, 6.0, 10e6, 0.6), Phase(120, 1, 1.1, 1.0, 6.0, 10e6, 0.4), Phase(150, 2),
+          Phase(100, 4, loop_weight=12.0, average=True)]
+
+
+@dataclass
+class Sizes:
+    """Of what the phases, the draft and the measurements read."""
+
+    long: int = 131072
+    middle: int = 16384
+    rows: int = 8  # of the middle length
+    new_tokens: int = 256
+    every: int = 8  # steps for which the model's own texts last
+    budget: int = 4096  # of a view
+    blocks: int = 24
+    block: int = 64
+    unloop_rounds: int = 20
+    draft_tokens: float = 80e6
+    measured: int = 122880
+
+
+SMOKE = Sizes(long=2048, middle=512, rows=4, new_tokens=16, every=1, budget=256, blocks=2, block=16, unloop_rounds=1,
+              draft_tokens=4096, measured=6144)
+
+# -- model -------------------------------------------------------------------------------------------------------------
 
 
 class RMSNorm(nn.Module):
@@ -95,10 +128,9 @@ class Block(nn.Module):
         super().__init__()
         self.n_head = c.n_head
         self.norm1, self.norm2 = RMSNorm(c.dim, c.eps), RMSNorm(c.dim, c.eps)
-        def linear(i, o):
-            return nn.Linear(i, o, bias=False)
-        self.q, self.k, self.v, self.o = (linear(c.dim, c.dim) for _ in range(4))
-        self.gate, self.up, self.down = linear(c.dim, c.ffn), linear(c.dim, c.ffn), linear(c.ffn, c.dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in
+                                         ((c.dim, c.ffn), (c.dim, c.ffn), (c.ffn, c.dim)))
 
     def forward(self, x, cos, sin, layer=0, attend=causal):  # [B, S, D]
         B, S, D = x.shape
@@ -141,6 +173,13 @@ class Transformer(nn.Module):
             x = block(x, cos, sin) if attend is causal else block.forward(x, cos, sin, layer, attend)
         return self.norm(x)
 
+    def compile_blocks(self):
+        """One block, once a length, instead of the whole model. On a CPU nothing is compiled."""
+        if self.embed.weight.is_cuda:
+            for block in self.blocks:
+                block.compile(dynamic=False)
+        return self
+
     def logits(self, hidden):
         return F.linear(hidden, self.embed.weight.to(hidden.dtype)).float()
 
@@ -150,7 +189,7 @@ def compute_dtype(device):
 
 
 def autocast(device):
-    return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext()
+    return torch.autocast("cuda", torch.bfloat16, enabled=torch.device(device).type == "cuda")
 
 
 @torch.no_grad()
@@ -185,51 +224,32 @@ def seed_induction(model):
     b.o.weight[content, torch.arange(n)] = 0.75
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Optimizer: Muon for the matrices inside the blocks, Adam for the rest
-
-def orthogonalize(g):  # [n, rows, cols]: Newton-Schulz, all matrices of one shape at once
-    x = g.bfloat16()
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(5):
-        s = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * s + 2.0315 * s @ s) @ x
-    return x.mT if tall else x
+# -- optimizer ---------------------------------------------------------------------------------------------------------
 
 
-class Muon:
-    def __init__(self, model, lr, adam_lr, compile):
-        matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-        others = [p for n, p in model.named_parameters() if p.dim() < 2 or "embed" in n]
-        shapes = sorted({tuple(p.shape) for p in matrices})
-        self.groups = [[p for p in matrices if tuple(p.shape) == shape] for shape in shapes]
-        self.momentum = [torch.zeros(len(g), *g[0].shape, device=g[0].device) for g in self.groups]
-        self.adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
-        self.lr, self.adam_lr = lr, adam_lr
-        self.ortho = torch.compile(orthogonalize) if compile else orthogonalize
+class Optimizer:
+    """Muon for the matrices inside the blocks, Adam for the rest."""
 
-    @torch.no_grad()
+    def __init__(self, model, lr=0.01, adam_lr=2e-3):
+        inside = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+        rest = [p for n, p in model.named_parameters() if p.dim() < 2 or "embed" in n]
+        self.parts = [(torch.optim.Muon(inside, weight_decay=0.05), lr),
+                      (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0), adam_lr)]
+
     def step(self, scale):
-        for group, m in zip(self.groups, self.momentum, strict=False):
-            g = torch.stack([p.grad for p in group])
-            m.lerp_(g, 0.05)
-            update = self.ortho(g.lerp(m, 0.95)).float()
-            lr = self.lr * scale * max(1, m.shape[1] / m.shape[2]) ** 0.5
-            torch._foreach_mul_(group, 1 - 0.05 * self.lr * scale)
-            torch._foreach_add_(group, list(update.unbind()), alpha=-lr)
-        for g in self.adam.param_groups:
-            g["lr"] = self.adam_lr * scale
-        self.adam.step()
-        for group in self.groups:
-            for p in group:
-                p.grad = None
-        self.adam.zero_grad()
+        for optimizer, lr in self.parts:
+            optimizer.param_groups[0]["lr"] = lr * scale
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Data: tokens live on the device; facts are written into the sequences there, many rows at once
+def rate(progress, step, warm_up):
+    """The learning rate's factor: a warm-up, and a linear way down over the last 70%."""
+    return min(1, (step + 1) / warm_up) * min(1, (1 - progress) / 0.7)
+
+
+# -- data: tokens live on the device, and facts are written into the sequences there -----------------------------------
+
 
 def load_tokens(path, name):
     raw = np.frombuffer(lzma.decompress(Path(path, f"{name}.xz").read_bytes()), np.uint8)
@@ -264,53 +284,48 @@ class Data:
         begin = torch.where(doc > 0, ends[(doc - 1).clamp_min(0)], 0)
         return torch.minimum(at, (ends[doc] - length).clamp_min(begin)).clamp_max(len(tokens) - length), tokens
 
-    def batch(self, n, length, with_facts, lines=(32, 80), value_weight=1.0, random_lines=0):
-        """tokens [n, length + 1], weights [n, length] of the targets, repeats: (rows, positions) of known values."""
+    def facts(self, n, length, lines, value_weight, random_lines):
+        """Fact lines of n rows: (places, tokens, weights, which are known values), each [n, lines * 11]."""
         d = self.device
-        is_fact = torch.zeros(n, length + 1, dtype=torch.bool, device=d)
-        weight = torch.ones(n, length + 1, device=d)
+        K = int(torch.randint(lines[0], min(lines[1], (length - 1) // 12) + 1, ()))
+        if torch.rand(()) < 0.5:  # all facts first, then all questions
+            facts = min(K // 2, MAX_FACTS)
+            orders = [torch.rand(n, facts, device=d).argsort(1) for _ in range(math.ceil(K / facts))]
+            ids = torch.cat(orders, 1)[:, :K]
+        else:  # any order
+            facts = int(torch.randint(min(4, K // 2), min(K // 2, MAX_FACTS) + 1, ()))
+            ids = torch.randint(facts, (n, K), device=d)
+        first = self.first[torch.rand(n, len(FIRST), device=d).argsort(1)[:, : 2 * facts]].view(-1, facts, 2, 1)
+        rest = self.rest[torch.rand(n, len(REST), device=d).argsort(1)[:, : 4 * facts]].view(-1, facts, 2, 2)
+        names = torch.cat((first, rest), -1).view(-1, facts, 6)
+        content = self.line.repeat(n, K, 1)  # [n, K, 11]
+        content[:, :, 3:9] = names.gather(1, ids[..., None].expand(-1, -1, 6))
+        same = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(-1)  # [n, K]: said before
+        weight = torch.where(same[..., None], self.old, self.new)
+        weight[:, :, self.VALUE] *= value_weight
+        known = torch.zeros(n, K, 11, dtype=torch.bool, device=d)
+        known[: n - random_lines, :, self.VALUE] = same[: n - random_lines, :, None]
+        if random_lines:  # in so many rows the lines are any eleven tokens: repeats of all kinds teach induction
+            table = torch.randint(3, self.vocab, (random_lines, facts, 11), device=d)
+            content[-random_lines:] = table.gather(1, ids[-random_lines:, :, None].expand(-1, -1, 11))
+            weight[-random_lines:] = same[-random_lines:, :, None] * (torch.arange(11, device=d) > 0)
+        start = torch.randint(1, length - 11 * K, (n, K), device=d).sort(1).values + torch.arange(K, device=d) * 11
+        at = start[..., None] + torch.arange(11, device=d)
+        return [x.flatten(1) for x in (at, content, weight, known)]
+
+    def batch(self, n, length, with_facts=0, lines=(32, 80), value_weight=1.0, random_lines=0):
+        """tokens [n, length + 1], weights [n, length] of the targets, known values [n, length]."""
+        d = self.device
         seq = torch.zeros(n, length + 1, dtype=torch.long, device=d)
-        values = torch.zeros_like(is_fact)
+        is_fact, values = (torch.zeros(n, length + 1, dtype=torch.bool, device=d) for _ in range(2))
+        weight = torch.ones(n, length + 1, device=d)
         if with_facts:
-            K = int(torch.randint(lines[0], min(lines[1], (length - 1) // 12) + 1, ()))
-            asked_later = bool(torch.rand(()) < 0.5)  # all facts first, then all questions; otherwise any order
-            if asked_later:
-                facts = min(K // 2, MAX_FACTS)
-                def order():
-                    return torch.rand(with_facts, facts, device=d).argsort(1)
-                ids = torch.cat([order()] + [order() for _ in range(math.ceil(K / facts) - 1)], 1)[:, :K]
-            else:
-                facts = int(torch.randint(min(4, K // 2), min(K // 2, MAX_FACTS) + 1, ()))
-                ids = torch.randint(facts, (with_facts, K), device=d)
-            first = self.first[torch.rand(with_facts, len(FIRST), device=d).argsort(1)[:, : 2 * facts]].view(
-                -1, facts, 2, 1
-            )
-            rest = self.rest[torch.rand(with_facts, len(REST), device=d).argsort(1)[:, : 4 * facts]].view(
-                -1, facts, 2, 2
-            )
-            names = torch.cat((first, rest), -1).view(-1, facts, 6)
-            content = self.line.repeat(with_facts, K, 1)  # [n, K, 11]
-            content[:, :, 3:9] = names.gather(1, ids[..., None].expand(-1, -1, 6))
-            same = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(-1)  # [n, K]: said before
-            line_weight = torch.where(same[..., None], self.old, self.new)
-            line_weight[:, :, self.VALUE] *= value_weight
-            if random_lines:  # in so many rows the lines are any eleven tokens: repeats of all kinds teach induction
-                table = torch.randint(3, self.vocab, (random_lines, facts, 11), device=d)
-                content[-random_lines:] = table.gather(1, ids[-random_lines:, :, None].expand(-1, -1, 11))
-                line_weight[-random_lines:] = same[-random_lines:, :, None] * (torch.arange(11, device=d) > 0)
-            is_value = torch.zeros(11, dtype=torch.bool, device=d)
-            is_value[self.VALUE] = True
-            start = torch.randint(1, length - 11 * K, (with_facts, K), device=d).sort(1).values
-            start += torch.arange(K, device=d) * 11
-            at = (start[..., None] + torch.arange(11, device=d)).flatten(1)  # [n, K * 11]
-            seq[:with_facts].scatter_(1, at, content.flatten(1))
-            weight[:with_facts].scatter_(1, at, line_weight.flatten(1))
+            at, *found = self.facts(with_facts, length, lines, value_weight, random_lines)
+            for whole, some in zip((seq, weight, values), found, strict=True):
+                whole[:with_facts].scatter_(1, at, some)
             is_fact[:with_facts].scatter_(1, at, True)
-            known = same[..., None] & is_value
-            known[with_facts - random_lines:] = False
-            values[:with_facts].scatter_(1, at, known.flatten(1))
         from_books = torch.rand(n, device=d) < self.share
-        read = (~is_fact).long().cumsum(1) - 1  # [n, S + 1]: how many tokens of text were read before
+        read = (~is_fact).long().cumsum(1) - 1  # how many tokens of text were read before
         for part in (0, 1):
             at, tokens = self.text(part, n, length + 1)
             text = tokens[at[:, None] + read].long()
@@ -319,54 +334,54 @@ class Data:
         return seq, weight[:, 1:], values[:, 1:]
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Training
+# -- training ----------------------------------------------------------------------------------------------------------
+
 
 def weighted_loss(hidden, head, targets, weight):
     loss = F.cross_entropy((hidden @ head.T).float(), targets, reduction="none")
     return (loss * weight).sum() / weight.sum()
 
 
-def train_target(c, data, stages, device, seed, compile, unloop_rounds):
-    torch.manual_seed(seed)
+@functools.cache
+def compiled(function, is_cuda):
+    return torch.compile(function, dynamic=False) if is_cuda else function
+
+
+def text_loss(model, tokens, weight, values):
+    """(loss, share of the known values that are right) of a batch."""
+    with autocast(tokens.device):
+        hidden = model(tokens[:, :-1])
+        loss = compiled(weighted_loss, tokens.is_cuda)(hidden.flatten(0, 1), model.embed.weight.to(hidden.dtype),
+                                                       tokens[:, 1:].flatten(), weight.flatten())
+    with torch.no_grad():
+        right = model.logits(hidden[values]).argmax(-1) == tokens[:, 1:][values]
+    return loss, right.float().mean()
+
+
+def train_target(c, data, stages, sizes, device):
+    torch.manual_seed(0)
     model = Transformer(c)
     seed_induction(model)
-    model.to(device)
-    optimizer = Muon(model, 0.01, 2e-3, compile)
-    loss_fn = torch.compile(weighted_loss, dynamic=False) if compile else weighted_loss
-    if compile:
-        for block in model.blocks:  # one block, compiled once a length, instead of the whole model
-            block.compile(dynamic=False)
-    total, before, step, recent, t0 = sum(s.seconds for s in stages), 0.0, 0, 0.0, time.time()
-    for stage in stages:
-        steps = max(1, int(stage.tokens / stage.batch / stage.length))
+    model.to(device).compile_blocks()
+    optimizer, total, before, step = Optimizer(model), sum(s.weight for s in stages), 0.0, 0
+    for s in stages:
+        steps = max(1, int(s.tokens / s.batch / s.length))
+        recent = 0.0
         for i in range(steps):
-            progress = (before + stage.seconds * i / steps) / total
-            scale = min(1, (step + 1) / 300) * min(1, (1 - progress) / 0.7)
-            rows = stage.batch * stage.fact_share
+            rows = s.batch * s.fact_share
             rows = int(rows) + int(torch.rand(()) < rows - int(rows))
-            tokens, weight, values = data.batch(
-                stage.batch, stage.length, rows, stage.lines, stage.value_weight, int(rows * stage.random_share)
-            )
-            with autocast(device):
-                hidden = model(tokens[:, :-1])
-                head = model.embed.weight.to(hidden.dtype)
-                loss = loss_fn(hidden.flatten(0, 1), head, tokens[:, 1:].flatten(), weight.flatten())
+            loss, right = text_loss(model, *data.batch(s.batch, s.length, rows, s.lines, s.value_weight,
+                                                       int(rows * s.random_share)))
             loss.backward()
-            optimizer.step(scale)
+            optimizer.step(rate((before + s.weight * i / steps) / total, step, 300))
             step += 1
             if i % max(1, steps // 20) == 0 or i == steps - 1:
-                right = model.logits(hidden[values].detach()).argmax(-1) == tokens[:, 1:][values]
-                recent = right.float().mean().item() if rows else recent
-                print(f"length {stage.length} step {i}/{steps} loss {loss.item():.3f} values {recent:.3f} "
-                      f"lr {scale:.3f} {time.time() - t0:.0f} s", flush=True)
-        before += stage.seconds
-        if stage.value_target and recent < stage.value_target:
-            raise SystemExit(
-                f"values {recent:.3f} below {stage.value_target} after the first stage: not worth going on"
-            )
-    unloop(model, optimizer, loss_fn, data, device, unloop_rounds, stages[1].batch, stages[1].length,
-           new_tokens=min(256, stages[1].length // 8))
+                recent = right.item() if rows else recent
+                print(f"length {s.length} step {i}/{steps} loss {loss.item():.3f} values {recent:.3f}", flush=True)
+        before += s.weight
+        if recent < s.value_target:
+            raise SystemExit(f"values {recent:.3f} below {s.value_target} after the first stage: not worth going on")
+    unloop(model, optimizer, data, stages[1], sizes.unloop_rounds)
     return model.eval()
 
 
@@ -379,95 +394,77 @@ def unlikelihood(model, tokens, new_tokens):
     return -torch.log1p(-p.clamp_max(0.999)).sum() / new.numel(), again.float().mean()
 
 
-def unloop(model, optimizer, loss_fn, data, device, rounds, rows=64, length=2048, new_tokens=256, scale=0.1, sets=4):
+def unloop(model, optimizer, data, stage, rounds):
     """A model this small falls into loops when it samples. It samples, and unlearns the repeats (Welleck et al.,
     "Neural text generation with unlikelihood training", 2019), beside ordinary batches."""
+    rows, length, new_tokens = stage.batch, stage.length, min(256, stage.length // 8)
     for i in range(rounds):
-        prompts = torch.cat([data.batch(rows, length - new_tokens - 1, 0)[0] for _ in range(sets)])
+        prompts = torch.cat([data.batch(rows, length - new_tokens - 1)[0] for _ in range(4)])
         written = torch.cat((prompts, sample(model, prompts, new_tokens, seed=i)), 1)
         for part in written.split(rows):
-            tokens, weight, _ = data.batch(rows, length, rows // 4, value_weight=3.0, lines=(16, length // 24))
-            with autocast(device):
-                hidden = model(tokens[:, :-1])
-                head = model.embed.weight.to(hidden.dtype)
-                loss = loss_fn(hidden.flatten(0, 1), head, tokens[:, 1:].flatten(), weight.flatten())
+            loss, _ = text_loss(model, *data.batch(rows, length, rows // 4, (16, length // 24), 3.0))
+            with autocast(data.device):
                 again, share = unlikelihood(model, part, new_tokens)
             (loss + 4 * again).backward()
-            optimizer.step(scale * (1 - i / rounds))
+            optimizer.step(0.1 * (1 - i / rounds))
         print(f"unloop {i}/{rounds} loss {loss.item():.3f} repeated {share.item():.3f}", flush=True)
 
 
 TEMPERATURES = (1.0, 0.6)  # at which views and drafts are to agree with the full cache
 
 
-def view_loss(model, tokens, blocks, size, budget, recent):
-    """One minus the expected acceptance of blocks read through a retrieval view, against the full cache (constant);
-    the mean of that at the two temperatures."""
+def view_loss(model, tokens, sizes, budget):
+    """One minus the expected acceptance of blocks that are read through a retrieval view, against the full cache
+    (constant); the mean of that at the two temperatures."""
     with torch.no_grad():
         full = Recorded()
         hidden = model(tokens, attend=full)[0]  # [S, D]
-    starts = torch.randint(budget + recent, tokens.shape[1] - size, (blocks,), device=tokens.device)
-    at = starts[:, None] + torch.arange(size, device=tokens.device)
-    view = view_hidden(model, full, tokens, starts, size, budget, recent)
-    exact, seen = model.logits(hidden[at]), model.logits(view)
-    return 1 - sum(acceptance(exact, seen, temperature).mean() for temperature in TEMPERATURES) / len(TEMPERATURES)
+    recent = budget // 4
+    starts = torch.randint(budget + recent, tokens.shape[1] - sizes.block, (sizes.blocks,), device=tokens.device)
+    at = starts[:, None] + torch.arange(sizes.block, device=tokens.device)
+    exact = model.logits(hidden[at])
+    seen = model.logits(view_hidden(model, full, tokens, starts, sizes.block, budget, recent))
+    return 1 - sum(acceptance(exact, seen, t).mean() for t in TEMPERATURES) / len(TEMPERATURES)
 
 
-def extend(model, data, device, seed, compile, steps, length, middle, rows=8, new_tokens=256, every=8, budget=4096,
-           blocks=24, size=64, peak=0.5, seconds=190, sharpen=1.1, view_weight=1.0, loop_weight=6.0):
-    """The second phase. Every step: one long text; several of a middle length; blocks of `size` tokens that read one of
-    these through a retrieval view, chosen at the block's beginning, as in decoding; from a quarter on, texts that the
-    model has continued itself, to unlearn loops."""
-    torch.manual_seed(seed + 2)
+def extend(model, data, phase, sizes):
+    """Every step: one long text; several of a middle length; blocks that read one of these through a retrieval view,
+    chosen at the block's beginning, as in decoding. From 40% on, texts that the model has continued itself, to unlearn
+    loops."""
+    torch.manual_seed(phase.seed + 2)
+    data.share = phase.books_share
     with torch.no_grad():  # attention spreads over more tokens the longer the text
         for block in model.blocks:
-            block.q.weight *= sharpen
-    optimizer = Muon(model, 0.01, 2e-3, compile)
-    loss_fn = torch.compile(weighted_loss, dynamic=False) if compile else weighted_loss
-    if compile:
-        for block in model.blocks:
-            block.compile(dynamic=False)
-
-    def backward(n, size, facts, lines, value_weight, share):
-        tokens, weight, values = data.batch(n, size, facts, lines, value_weight)
-        with autocast(device):
-            hidden = model(tokens[:, :-1])
-            head = model.embed.weight.to(hidden.dtype)
-            loss = loss_fn(hidden.flatten(0, 1), head, tokens[:, 1:].flatten(), weight.flatten())
-        (share * loss).backward()
-        with torch.no_grad():
-            right = (model.logits(hidden[values]).argmax(-1) == tokens[:, 1:][values]).float().mean().item()
-        return tokens, loss.item(), right
-
-    parts, t0, again, share, seen = [], time.time(), torch.zeros(()), torch.zeros(()), [0.0, 0.0]
-    for i in range(steps):
-        progress = max(i / steps, (time.time() - t0) / seconds)  # a slow machine takes fewer steps
-        if progress >= 1:
-            break
-        scale = peak * min(1, (i + 1) / 15) * min(1, (1 - progress) / 0.7)
-        tokens, loss, right = backward(1, length, int(torch.rand(()) < 0.7), (24, min(150, length // 24)), 20.0, 1.0)
-        nearer, near, near_right = backward(rows, middle, rows // 2, (16, min(128, middle // 24)), 6.0, 0.5)
-        read, held = (tokens, budget) if i % 2 == 0 else (nearer[i % rows, None], budget // (4 if i % 4 == 1 else 8))
-        with autocast(device):
-            view = view_loss(model, read[:, :-1], blocks, size, held, held // 4)
-        (view_weight * view).backward()
-        seen[i % 2] = 1 - view.item()
-        if progress >= 0.4:
+            block.q.weight *= phase.sharpen
+    optimizer, parts, rows, share = Optimizer(model.compile_blocks()), [], sizes.rows, torch.zeros(())
+    for i in range(phase.steps):
+        far = data.batch(1, sizes.long, int(torch.rand(()) < 0.7), (24, min(150, sizes.long // 24)), 20.0)
+        near = data.batch(rows, sizes.middle, rows // 2, (16, min(128, sizes.middle // 24)), 6.0)
+        seen = []
+        for batch, weight in ((far, 1.0), (near, 0.5)):
+            loss, right = text_loss(model, *batch)
+            (weight * loss).backward()
+            seen += [loss.item(), right.item()]
+        read, held = far[0], sizes.budget
+        if i % 2:
+            read, held = near[0][i % rows, None], sizes.budget // (4 if i % 4 == 1 else 8)
+        with autocast(data.device):
+            view = view_loss(model, read[:, :-1], sizes, held)
+        (phase.view_weight * view).backward()
+        if i >= 0.4 * phase.steps:
             if not parts:
-                kept, data.share = data.share, 0.3  # documentation loops more
-                prompts = data.batch(4 * rows * every, middle // 8 - new_tokens, 0)[0]
-                data.share = kept
-                parts = list(torch.cat((prompts, sample(model, prompts, new_tokens, seed=1000 + i)), 1).split(4 * rows))
-            with autocast(device):
-                again, share = unlikelihood(model, parts.pop(), new_tokens)
-            (loop_weight * again).backward()
-        optimizer.step(scale)
-        if i % 4 == 0 or i == steps - 1:
-            print(
-                f"extend {i}/{steps} loss {loss:.3f} values {right:.3f}, {middle}: {near:.3f} {near_right:.3f}, views "
-                f"{seen[0]:.3f} {seen[1]:.3f} repeated {share.item():.3f} lr {scale:.3f} {time.time() - t0:.0f} s",
-                flush=True,
-            )
+                data.share = 0.3  # documentation loops more
+                prompts = data.batch(4 * rows * sizes.every, sizes.middle // 8 - sizes.new_tokens)[0]
+                data.share = phase.books_share
+                written = torch.cat((prompts, sample(model, prompts, sizes.new_tokens, seed=1000 + i)), 1)
+                parts = list(written.split(4 * rows))
+            with autocast(data.device):
+                again, share = unlikelihood(model, parts.pop(), sizes.new_tokens)
+            (phase.loop_weight * again).backward()
+        optimizer.step(0.5 * rate(i / phase.steps, i, 15))
+        if i % 4 == 0 or i == phase.steps - 1:
+            print(f"extend {i}/{phase.steps} loss and values, far and near: {[round(x, 3) for x in seen]}, views "
+                  f"{1 - view.item():.3f}, repeated {share.item():.3f}", flush=True)
     return model.eval()
 
 
@@ -476,54 +473,41 @@ def distil_loss(student, head, teacher, teacher_head, keep, mix):
     at the two temperatures."""
     q_log = (student @ head.T).float().log_softmax(-1)
     p_log = (teacher @ teacher_head.T).float().log_softmax(-1)
-    p = p_log.exp()
-    kl = (p * (p_log - q_log)).sum(-1)
+    kl = (p_log.exp() * (p_log - q_log)).sum(-1)
     tv = sum(0.5 * ((p_log / t).softmax(-1) - (q_log / t).softmax(-1)).abs().sum(-1) for t in TEMPERATURES)
     tv = tv / len(TEMPERATURES)
     scale = keep / keep.sum()
     return ((1 - mix) * kl + 2 * mix * tv).mul(scale).sum(), (tv * scale).sum()
 
 
-def train_draft(c, target, data, device, seed, tokens, compile, length=16384, window=512, batch=4, start=None):
-    """The draft sees 4 first tokens and a short window; the target, whose law it learns, has seen everything."""
+def train_draft(c, target, data, seed, tokens, length, start=None, window=512, batch=4):
+    """The draft sees 4 first tokens and a short window; the target, whose distribution it learns, has seen all."""
     torch.manual_seed(seed + 1)
-    model = start or Transformer(c).to(device)
-    optimizer = Muon(model, 0.02 if start is None else 0.006, 3e-3 if start is None else 1e-3, compile)
-    loss_fn = torch.compile(distil_loss, dynamic=False) if compile else distil_loss
-    if compile:
-        for block in model.blocks:
-            block.compile(dynamic=False)
+    device = data.device
+    model = (start or Transformer(c).to(device)).compile_blocks()
+    optimizer = Optimizer(model, 0.02, 3e-3) if start is None else Optimizer(model, 0.006, 1e-3)
     n = (length - 4) // (window - 4)  # windows a sequence
-    used = n * (window - 4)
-    steps = max(1, int(tokens / (batch * length)))
+    used, steps = n * (window - 4), max(1, int(tokens / (batch * length)))
     keep = (torch.arange(window - 4, device=device) >= 64).float().repeat(batch * n)
-    t0, mix = time.time(), torch.zeros((), device=device)
     for i in range(steps):
-        seq, _, _ = data.batch(batch, length, 1 if i % 4 == 0 else 0)
-        seq = seq[:, :-1]
+        seq = data.batch(batch, length, int(i % 4 == 0))[0][:, :-1]
         with torch.no_grad(), autocast(device):
-            teacher = target(seq)[:, 4:4 + used].reshape(-1, target.c.dim)
-        windows = torch.cat((seq[:, None, :4].expand(-1, n, -1), seq[:, 4 : 4 + used].view(batch, n, -1)), -1).flatten(
-            0, 1
-        )
-        mix.fill_(min(1.0, max(0.0, (i / steps - 0.4) / 0.2)) if start is None else 1.0)
+            teacher = target(seq)[:, 4 : 4 + used].reshape(-1, target.c.dim)
+        windows = torch.cat((seq[:, None, :4].expand(-1, n, -1), seq[:, 4 : 4 + used].view(batch, n, -1)), -1)
+        mix = torch.tensor(1.0 if start else min(1.0, max(0.0, (i / steps - 0.4) / 0.2)), device=device)
         with autocast(device):
-            student = model(windows)[:, 4:].reshape(-1, c.dim)
-            loss, tv = loss_fn(student, model.embed.weight.to(student.dtype), teacher,
-                               target.embed.weight.to(teacher.dtype), keep, mix)
+            student = model(windows.flatten(0, 1))[:, 4:].reshape(-1, c.dim)
+            loss, tv = compiled(distil_loss, seq.is_cuda)(student, model.embed.weight.to(student.dtype), teacher,
+                                                          target.embed.weight.to(teacher.dtype), keep, mix)
         loss.backward()
-        optimizer.step(min(1, (i + 1) / 100) * min(1, (1 - i / steps) / 0.7))
+        optimizer.step(rate(i / steps, i, 100))
         if i % max(1, steps // 10) == 0 or i == steps - 1:
-            print(
-                f"draft step {i}/{steps} loss {loss.item():.3f} acceptance {1 - tv.item():.3f} "
-                f"{time.time() - t0:.0f} s",
-                flush=True,
-            )
+            print(f"draft step {i}/{steps} loss {loss.item():.3f} acceptance {1 - tv.item():.3f}", flush=True)
     return model.eval()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Measuring, all on held-out text and with the weights as they are published (rounded to bf16)
+# -- views and samples -------------------------------------------------------------------------------------------------
+
 
 class Recorded:
     """Causal attention that keeps queries, keys and values of every layer: the full cache."""
@@ -589,71 +573,10 @@ def law(logits, temperature, top_p):
 
 
 @torch.no_grad()
-def long_context(target, draft, tokens, device, length, window=256, measured=1024, budget=4096, recent=1024):
-    """One stretch of text: loss with the whole context and with 2K of it, acceptance of the views and of the draft."""
-    tokens = torch.tensor([[1, *tokens[:length]]], device=device)  # [1, length + 1]
-    full = Recorded()
-    hidden = target(tokens[:, :-1], attend=full)[0]
-    out, S = {}, length
-    logits = target.logits(hidden[S - 2 * measured:])
-    truth = tokens[0, S - 2 * measured + 1:]
-    out["loss_full"] = F.cross_entropy(logits, truth).item()
-    short, step = min(2048, length // 2), 256  # windows of 2048 ending at successive places: their last 256 tokens
-    ends = [S - 2 * measured + step * (i + 1) for i in range(2 * measured // step)]
-    rows = torch.stack([torch.cat((tokens[0, :1], tokens[0, e - short + 1:e])) for e in ends])
-    out["loss_2k"] = F.cross_entropy(target.logits(target(rows)[:, -step:]).flatten(0, 1), truth).item()
-
-    truth_logits, size = target.logits(hidden[S - measured:]), 16
-    starts = list(range(S - measured, S, size))
-    for name, r in (("retrieval", recent), ("streaming", budget - 8)):
-        h = torch.cat(
-            [view_hidden(target, full, tokens, starts[i : i + 16], size, budget, r) for i in range(0, len(starts), 16)]
-        )
-        view = target.logits(h.flatten(0, 1))
-        out[name] = acceptance(truth_logits, view).mean().item()
-        out[name + "_t06"] = acceptance(truth_logits, view, 0.6, 0.9).mean().item()
-    index = torch.arange(S - measured, S, device=device)[:, None] + torch.arange(-window + 1, 1, device=device)
-    rows = torch.cat((tokens[:, :4].expand(measured, -1), tokens[0][index]), 1)  # [measured, 4 + window]
-    view = torch.cat([draft.logits(draft(r)[:, -1]) for r in rows.split(256)])
-    out["draft"] = acceptance(truth_logits, view).mean().item()
-    out["draft_t06"] = acceptance(truth_logits, view, 0.6, 0.9).mean().item()
-    return out
-
-
-@torch.no_grad()
-def recall(target, sp, book, device, length, depths, trials, seed, budget=512, views=True):
-    """Share of questions whose whole answer is the likeliest at every token; acceptance of views on the answers."""
-    rng = np.random.default_rng(seed)
-    right, token_right, scores = [], [], {"retrieval": [], "streaming": []}
-    for depth in np.linspace(0, 1, depths):
-        for _ in range(trials):
-            prompt, answer = make_recall_document(rng, sp.encode, book, length, float(depth))
-            tokens = torch.tensor([prompt + answer], device=device)
-            full = Recorded()
-            P, A = len(prompt), len(answer)
-            logits = target.logits(target(tokens[:, :-1], attend=full)[0, P - 1:])  # [A, V]
-            hit = (logits.argmax(-1) == tokens[0, P:]).cpu()
-            right.append(hit.all().item())
-            token_right.append(hit.float().mean().item())
-            if views:
-                for name, recent in (("retrieval", budget // 4), ("streaming", budget - 8)):
-                    h = view_hidden(target, full, tokens, [P - 1], A, budget, recent, query_at=0)
-                    scores[name].append(acceptance(logits, target.logits(h[0])).mean().item())
-    by_depth = np.reshape(right, (depths, trials)).mean(1).round(2).tolist()
-    out = {
-        "exact": float(np.mean(right)),
-        "tokens": float(np.mean(token_right)),
-        "questions": len(right),
-        "by_depth": by_depth,
-    }
-    return out | {f"{k}_{budget}": float(np.mean(v)) for k, v in scores.items() if v}
-
-
-@torch.no_grad()
 def sample(model, prompts, new_tokens, temperature=0.6, top_p=0.9, seed=0):
     """One continuation a row: prompts [B, S] -> token ids [B, new_tokens]."""
     full, (B, S), d = Recorded(), prompts.shape, prompts.device
-    with autocast(d.type):
+    with autocast(d):
         logits = model.logits(model(prompts, attend=full)[:, -1])  # [B, V]
         keys, vals = ([torch.cat((x, x.new_zeros(B, x.shape[1], new_tokens, x.shape[3])), 2) for x in store]
                       for store in (full.k, full.v))
@@ -682,75 +605,50 @@ def most_repeated(ids, n=8):
     return max(Counter(tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)).values())
 
 
-def evaluate(target, draft, path, sp, device, smoke=False):
-    target, draft = (m.bfloat16() if device == "cuda" else m for m in (target, draft))
-    length, short, trials = (122880, 16384, 20) if not smoke else (6144, 1024, 1)
-    figures, t0 = {"long_context": []}, time.time()
+# -- measuring, by the library, on held-out text -----------------------------------------------------------------------
+
+
+def evaluate(folder, path, sp, length):
+    """Loss with all of a text and with 4K of it, acceptance of both views and of the draft, recall, and repeats."""
+    import triforce
+
+    def load(view="retrieval"):
+        return triforce.load(folder / "target", draft=folder / "draft", draft_cache=view, gamma=6,
+                             budget=length // 30 // 8 * 8)
+
     books, ends = load_tokens(path, "heldout_books")
-    begins = [0, *ends[:-1]]
-    for book, (a, b) in enumerate(zip(begins, ends, strict=False)):
-        for start in (a, b - length) if not smoke else (a,):
-            figures["long_context"].append({"book": book, "start": int(start - a)} | long_context(
-                target, draft, books[start:start + length].tolist(), device, length))
-    docs, _ = load_tokens(path, "heldout_docs")
-    prompt, _ = load_tokens(path, "default_prompt")
-    for name, tokens in (("documentation", docs), ("default prompt", prompt)):
-        figures["long_context"].append(
-            {"book": name} | long_context(target, draft, tokens[:length].tolist(), device, length)
-        )
-    for row in figures["long_context"]:
-        print(json.dumps(row), flush=True)
-    figures["books_mean"] = {k: float(np.mean([r[k] for r in figures["long_context"] if r["book"] in (0, 1, 2)]))
-                             for k in figures["long_context"][0] if k not in ("book", "start")}
-    print("books", json.dumps(figures["books_mean"]), f"{time.time() - t0:.0f} s", flush=True)
-    book = sp.decode(books.tolist())
-    figures["recall_short"] = recall(target, sp, book, device, short, 10, trials, seed=1)
-    print("recall", short, json.dumps(figures["recall_short"]), f"{time.time() - t0:.0f} s", flush=True)
-    if not smoke:
-        figures["recall_64k"] = recall(target, sp, book, device, 65536, 10, 2, seed=4, budget=1024)
-        figures["recall_long"] = recall(target, sp, book, device, length, 10, 5, seed=3, budget=4096)
-        for k in ("recall_64k", "recall_long"):
-            print(k, json.dumps(figures[k]), flush=True)
-    rows = torch.tensor([[1, *prompt[:short - 1].tolist()]], device=device).expand(16 if not smoke else 2, -1)
-    rows = sample(target, rows, 256 if not smoke else 16).tolist()
-    figures["most_repeated_8gram"] = [most_repeated(r) for r in rows]
-    print("most repeated 8-gram of each sample", figures["most_repeated_8gram"], f"{time.time() - t0:.0f} s")
-    figures["samples"] = [sp.decode(r) for r in rows]
-    print("\n--------\n".join(figures["samples"][:3]))
+    corpora = {f"book {i}": books[start:] for i, start in enumerate([0, *ends[:-1]])}
+    corpora |= {name: load_tokens(path, name)[0] for name in ("heldout_docs", "default_prompt")}
+    engine, streaming, figures = load(), load("streaming"), {}
+    for name, tokens in corpora.items():
+        ids = [1, *tokens[:length].tolist()]
+        truth, row = torch.tensor(ids[-1024:]), {}
+        for what, context in (("loss", ids[:-1]), ("loss_4k", ids[-4097:-1])):
+            logits = engine.logits([context], last=1024)[0].cpu()
+            row[what] = F.cross_entropy(logits, truth).item()
+        for view, one in (("retrieval", engine), ("streaming", streaming)):
+            for temperature, top_p in ((1.0, 1.0), (0.6, 0.9)):
+                drawn = one.generate(ids, 512, temperature=temperature, top_p=top_p, seed=0, ignore_eos=True)
+                row[f"{view} at {temperature}"] = drawn.stats.acceptance_rate
+        figures[name] = row
+        print(name, json.dumps(row), flush=True)
+    rng, book = np.random.default_rng(1), sp.decode(books.tolist())
+    asked = [make_recall_document(rng, sp.encode, book, length // 8, depth) for depth in np.linspace(0, 1, 50)]
+    answers = [engine.generate(prompt, len(answer), temperature=0.0).tokens for prompt, answer in asked]
+    figures["recall"] = float(np.mean([said == answer for said, (_, answer) in zip(answers, asked, strict=True)]))
+    drawn = engine.generate([1, *corpora["default_prompt"][: length // 8].tolist()], 256, num_samples=16, seed=0,
+                            temperature=0.6, top_p=0.9, ignore_eos=True)
+    figures["most_repeated_8gram"] = [most_repeated(one.tokens) for one in drawn]
+    figures["samples"] = [one.text for one in drawn]
     return figures
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Hugging Face folders
-
-def hf_config(c):
-    return {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
-        "eos_token_id": 2, "head_dim": c.dim // c.n_head, "hidden_act": "silu", "hidden_size": c.dim,
-        "initializer_range": 0.02, "intermediate_size": c.ffn, "max_position_embeddings": c.max_len, "mlp_bias": False,
-        "model_type": "llama", "num_attention_heads": c.n_head, "num_hidden_layers": c.n_layer,
-        "num_key_value_heads": c.n_head, "pretraining_tp": 1, "rms_norm_eps": c.eps, "rope_scaling": None,
-        "rope_theta": c.theta, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
-        "vocab_size": c.vocab}
+# -- Hugging Face folders ----------------------------------------------------------------------------------------------
 
 
-HF_TOKENIZER = {
-    "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "add_prefix_space": False,
-    "legacy": False, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None,
-    "clean_up_tokenization_spaces": False, "spaces_between_special_tokens": False, "sp_model_kwargs": {},
-    "use_default_system_prompt": False}
-
-HF_NAMES = {
-    "norm1": "input_layernorm",
-    "norm2": "post_attention_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
+HF_NAMES = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm",
+            **{name: f"self_attn.{name}_proj" for name in "qkvo"},
+            **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}}
 
 
 def hf_name(name):
@@ -762,101 +660,76 @@ def hf_name(name):
     return f"model.layers.{layer}.{HF_NAMES[part]}.weight"
 
 
-def write_folder(folder, c, tokenizer_file, model=None):
+def write_folder(folder, c, tokenizer_file, model):
+    """With the configurations of the embedded pair, but for the sizes."""
     from safetensors.torch import save_file
-    folder.mkdir(parents=True, exist_ok=True)
-    def write(name, x):
-        return (folder / name).write_text(json.dumps(x, indent=2) + "\n")
-    write("config.json", hf_config(c))
-    write(
-        "generation_config.json",
-        {"bos_token_id": 1, "eos_token_id": 2, "do_sample": True, "temperature": 0.6, "top_p": 0.9},
-    )
-    write("tokenizer_config.json", HF_TOKENIZER | {"model_max_length": c.max_len})
-    (folder / "tokenizer.model").write_bytes(Path(tokenizer_file).read_bytes())
-    if model is not None:
-        tensors = {hf_name(n.replace("_orig_mod.", "")): p.detach().to("cpu", torch.bfloat16).contiguous()
-                   for n, p in model.named_parameters()}
-        save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+    from triforce.hf.folders import TINY, tiny_draft
+
+    shutil.copytree(TINY / "target" if folder.name == "target" else tiny_draft(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"head_dim": c.dim // c.n_head, "hidden_size": c.dim, "intermediate_size": c.ffn,
+               "max_position_embeddings": c.max_len, "num_attention_heads": c.n_head, "num_hidden_layers": c.n_layer,
+               "num_key_value_heads": c.n_head, "rms_norm_eps": c.eps, "rope_theta": c.theta, "vocab_size": c.vocab}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copyfile(tokenizer_file, folder / "tokenizer.model")
+    tensors = {hf_name(n): p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in model.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def read_folder(folder, c, device):
     from safetensors.torch import load_file
+
     model, tensors = Transformer(c), load_file(folder / "model.safetensors")
     model.load_state_dict({n: tensors[hf_name(n)].float() for n, _ in model.named_parameters()})
     return model.to(device)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default=".train")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the tokens of every stage")
-    parser.add_argument("--draft-tokens", type=float, default=80e6)
-    parser.add_argument("--extend-steps", type=int, default=130)
-    parser.add_argument("--extend-draft-tokens", type=float, default=10e6)
-    parser.add_argument("--sharpen", type=float, default=1.1, help="factor of all queries as the second phase begins")
-    parser.add_argument("--view-weight", type=float, default=1.0, help="of agreement with views, in the second phase")
-    parser.add_argument("--loop-weight", type=float, default=6.0, help="of unlearning repeats, in the second phase")
-    parser.add_argument("--start", help="folder of the first phase's pair: does only the second")
-    parser.add_argument("--average", action="store_true", help="ends with the mean of its weights and those of --start")
-    parser.add_argument("--books-share", type=float, default=0.6)
+    import sentencepiece as spm
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=".train")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--smoke", action="store_true", help="a few steps of a tiny configuration, on any device")
     args = parser.parse_args()
-    import sentencepiece as spm
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer_file = Path(args.data, "tokenizer.model")
+    tokenizer_file = args.data / "tokenizer.model"
     sp = spm.SentencePieceProcessor(model_file=str(tokenizer_file))
-    data = Data(args.data, sp, device, args.books_share)
-    out, target_config, draft_config = Path(args.out), TARGET, DRAFT
-    stages = [replace(s, tokens=s.tokens * args.scale) for s in STAGES]
-    draft_tokens, length, compile = args.draft_tokens * args.scale, 16384, device == "cuda"
+    data = Data(args.data, sp, device)
+    configs, stages, phases, sizes = {"target": TARGET, "draft": DRAFT}, STAGES, PHASES, Sizes()
     if args.smoke:
-        target_config, draft_config = (
-            replace(TARGET, n_layer=2, dim=64, n_head=1, ffn=96),
-            replace(DRAFT, dim=64, n_head=1, ffn=96),
-        )
+        configs = {name: replace(c, n_layer=2, dim=64, n_head=1, ffn=96) for name, c in configs.items()}
         stages = [replace(s, length=size, batch=2, tokens=4 * size, lines=(4, 8), value_target=0)
-                  for s, size in zip(STAGES, (256, 512, 1024, 2048), strict=False)]
-        draft_tokens, length = 8 * 1024, 1024
+                  for s, size in zip(STAGES, (256, 512, 1024, 2048), strict=True)]
+        phases, sizes = [replace(phase, steps=4, draft_tokens=4096) for phase in PHASES], SMOKE
     torch.set_float32_matmul_precision("high")
-    t0 = time.time()
-    first = Path(args.start) if args.start else out / "first"
-    if not args.start:
-        target = train_target(target_config, data, stages, device, args.seed, compile, 20 if not args.smoke else 1)
-        write_folder(first / "target", target_config, tokenizer_file, target)
-        draft = train_draft(draft_config, target, data, device, args.seed, draft_tokens, compile, length)
-        write_folder(first / "draft", draft_config, tokenizer_file, draft)
+
+    def read(folder):
+        return [read_folder(folder / name, c, device) for name, c in configs.items()]
+
+    def write(folder, *pair):
+        for (name, c), model in zip(configs.items(), pair, strict=True):
+            write_folder(folder / name, c, tokenizer_file, model)
         torch._dynamo.reset()
-    target, draft = (
-        read_folder(first / "target", target_config, device),
-        read_folder(first / "draft", draft_config, device),
-    )
-    small = {"length": 131072, "middle": 16384} if not args.smoke else {
-        "length": 2048, "middle": 512, "new_tokens": 16, "every": 1, "seconds": 1e9, "budget": 256, "blocks": 2,
-        "size": 16}
-    target = extend(target, data, device, args.seed, compile, args.extend_steps if not args.smoke else 4,
-                    sharpen=args.sharpen, view_weight=args.view_weight, loop_weight=args.loop_weight, **small)
-    extra = args.extend_draft_tokens if not args.smoke else 4096
-    draft = train_draft(draft_config, target, data, device, args.seed, extra, compile, length, start=draft)
-    for name, config, model in (("target", target_config, target), ("draft", draft_config, draft)):
-        if args.average:
-            before = read_folder(first / name, config, device)
+
+    folder = args.out / "0"
+    if not folder.exists():
+        target = train_target(configs["target"], data, stages, sizes, device)
+        write(folder, target, train_draft(configs["draft"], target, data, 0, sizes.draft_tokens, sizes.middle))
+    for number, phase in enumerate(phases, 1):
+        (target, draft), before, folder = read(folder), read(folder), args.out / str(number)
+        if folder.exists():
+            continue
+        extend(target, data, phase, sizes)
+        train_draft(configs["draft"], target, data, phase.seed, phase.draft_tokens, sizes.middle, draft)
+        if phase.average:
             with torch.no_grad():
-                for new, old in zip(model.parameters(), before.parameters(), strict=True):
-                    new.lerp_(old, 0.5)
-        write_folder(out / name, config, tokenizer_file, model)
-    seconds = time.time() - t0
-    torch._dynamo.reset()
-    clean_target, clean_draft = Transformer(target_config).to(device), Transformer(draft_config).to(device)
-    for clean, trained in ((clean_target, target), (clean_draft, draft)):  # measured without compiled blocks
-        clean.load_state_dict({k.replace("_orig_mod.", ""): v for k, v in trained.state_dict().items()})
-    figures = evaluate(clean_target.eval(), clean_draft.eval(), args.data, sp, device, args.smoke)
-    figures |= {"training_seconds": seconds, "stages": [asdict(s) for s in stages], "draft_tokens": draft_tokens,
-                "extend_steps": args.extend_steps, "extend_draft_tokens": args.extend_draft_tokens, "seed": args.seed}
-    (out / "figures.json").write_text(json.dumps(figures, indent=1))
-    print(json.dumps({k: v for k, v in figures.items() if k not in ("samples", "long_context")}))
+                for model, old in zip((target, draft), before, strict=True):
+                    for new, was in zip(model.parameters(), old.parameters(), strict=True):
+                        new.lerp_(was, 0.5)
+        write(folder, target, draft)
+    (args.out / "figures.json").write_text(json.dumps(evaluate(folder, args.data, sp, sizes.measured), indent=1))
 
 
 if __name__ == "__main__":

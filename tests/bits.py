@@ -15,8 +15,6 @@ PYTHONPATH names. The settings with several ranks start processes of their own. 
 import argparse
 import gc
 import hashlib
-import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -332,15 +330,6 @@ def chosen(device: str, only: list[str]) -> list[str]:
             and (device != "cpu" or only or not any(mark in options for mark in on_gpu))]
 
 
-def compile_nothing_beside() -> None:
-    """Checkouts with `triforce.jobs` compile in other processes beside the answers: what is recorded would then depend
-    on how far they are."""
-    if importlib.util.find_spec("triforce.jobs"):
-        jobs = importlib.import_module("triforce.jobs")
-        start = jobs.start
-        jobs.start = lambda job, wait=False: start(job, wait) if wait else None
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["record", "compare", "rank"])
@@ -357,7 +346,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    compile_nothing_beside()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # models this small gain nothing from more
     if args.what == "rank":
         run_rank(args)

@@ -12,11 +12,12 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command,key,expected", [
-    (["million", "--tokens", "600", "900", "--new", "8", "--device", "cpu"], "context", {600, 900}),
-    (["coupled", "--context", "600", "--gammas", "auto", "--ways", "rejection", "coupled, tree", "--tree-size", "64",
-      "--side-by-side", "--samples", "2", "--seeds", "1", "--max-new-tokens", "24", "--warm-up", "4", "--same", "8",
-      "--device", "cpu"],
-     "rule", {"rejection", "coupled, tree"}),
+    (["on_chip", "--contexts", "600", "--seeds", "1", "--max-new-tokens", "32", "--warm-up", "16", "--plain-tokens",
+      "4", "--device", "cpu"], "context", {600}),
+    (["batch", "--contexts", "400", "--batches", "2", "--ways", "draft", "--gammas", "2", "--rounds", "4", "--warm-up",
+      "8", "--device", "cpu"], "way", {"autoregression", "draft"}),
+    (["questions", "--context", "600", "--questions", "2", "--samples", "2", "--singles", "1", "--max-new-tokens", "16",
+      "--device", "cpu"], "gpus", {1}),
     (["float8", "--contexts", "600", "--max-new-tokens", "4", "--device", "cpu"], "context", {600, None}),
     (["first_tokens", "--context", "600", "--texts", "1", "--new", "2", "6"], "speculate", {True, False}),
     (["first_tokens", "--context", "600", "--texts", "1", "--new", "6", "--wrong", "--gpus", "2"], "wrong",

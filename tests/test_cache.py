@@ -8,8 +8,6 @@ import itertools
 import pytest
 import torch
 from conftest import (
-    bits_of_rows,
-    hashes_of,
     make_state,
     positions_in_view,
     random_pair,
@@ -86,30 +84,6 @@ def test_rows_whose_lengths_are_on_the_device_equal_the_dense_twin(pair, base, o
     lens, bounds = zip(*lengths_on_device, strict=True)
     assert {bound for bound in bounds if bound} == expected
     assert all(len(set(column)) >= 3 for column in zip(*lens, strict=True))  # each row's grow
-
-
-def test_of_rows_that_have_ended_one_key_is_read(pair, lengths_on_device):
-    """And the others have the bits that they would have beside them; once the row goes on, it is read again."""
-    prompts = [random_prompt(100), random_prompt(33, seed=1), random_prompt(7, seed=2)]
-    state = make_state(*pair, prompts, keep_logits=True)
-    whole = bits_of_rows(state, 40)
-    for closed in ([0], [1, 2]):
-        state.rewind(60)
-        for row in closed:
-            state.close_row(row)
-        del lengths_on_device[:]
-        rows = [[] for _ in prompts]
-        while min(len(rows[row]) for row in range(3) if row not in closed) < 40:
-            for row, new in enumerate(state.round()):
-                rows[row] += zip(new, hashes_of(state, row, len(new)), strict=True)
-        for row, said in enumerate(rows):
-            assert said[:40] == ([] if row in closed else whole[row])
-        # Of a row without a prefix there is none to read.
-        assert all([lens[row] for row in closed] == [int(len(prompts[row]) > 16) for row in closed]
-                   for lens, _ in lengths_on_device)
-        assert all(max(lens) > 1 for lens, _ in lengths_on_device)
-    state.rewind(60)
-    assert bits_of_rows(state, 40) == whole
 
 
 def test_views_share_what_was_verified(pair):

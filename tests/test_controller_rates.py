@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from triforce.controller import INNER_LEAVES, LEAVES, Controller, Costs, Rate, at_least, emitted
+from triforce.controller import INNER_LEAVES, LEAVES, Controller, Costs, at_least, emitted
 from triforce.plan import Plan
 
 
@@ -37,16 +37,6 @@ def test_expected_tokens_of_rounds_with_leaves(leaf):
     found = sum(costs.milliseconds(plan)) / controller.times_per_token({"model": rate, "retrieval": rate})[
         controller.plans.index(plan)]
     assert found == pytest.approx(statistics.fmean(map(play, between)), abs=0.05)
-
-
-def test_a_rate_forgets():
-    rate = Rate(0.5)
-    for _ in range(2000):
-        rate.update(0, 1)
-    assert rate.value < 0.05
-    for _ in range(300):
-        rate.update(1, 1)
-    assert rate.value > 0.9
 
 
 def test_speculation_is_begun_where_it_promises_6_percent():

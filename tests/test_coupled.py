@@ -83,21 +83,6 @@ def test_draws_follow_the_law(probs):
     assert (counts[torch.tensor(probs) == 0] == 0).all()
 
 
-@pytest.mark.parametrize("words", [1, 63, 64, 65, 1000])
-def test_the_short_race_and_the_long_one(words, monkeypatch):
-    """On a CPU, where few words are possible, only they run; elsewhere, all, in lanes."""
-    whole = torch.rand(2, 50, words, generator=torch.Generator().manual_seed(words))
-    few = torch.where(torch.arange(words) % 17 == 0, whole, 0.0)
-    seed, position = torch.tensor([5, -(2**62)]), torch.arange(50).expand(2, -1)
-    noise = exponential(key_of(seed, position)[..., None], torch.arange(words))
-    expected = [(noise / law.double()).argmin(-1) for law in (whole, few)]
-    assert coupled._possible(whole, 1) is None and (coupled._possible(few, 1) is None) == (words < 4)
-    for traced in (False, True):
-        monkeypatch.setattr(coupled, "is_compiling", lambda traced=traced: traced)
-        assert all(torch.equal(draw(law, seed, position), one)
-                   for law, one in zip((whole, few), expected, strict=True))
-
-
 @pytest.mark.parametrize("words", [1000, 32_000])
 @pytest.mark.parametrize("traced", [False, True])
 def test_the_winner_and_those_after_it(monkeypatch, traced, words):

@@ -8,7 +8,6 @@
 import functools
 import gc
 import json
-import statistics
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -18,15 +17,14 @@ import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
 
 import triforce
-from triforce import attention, coupled, fp8, graphs, sampling, top_p, warm_up
-from triforce.attention import rotate
+from triforce import attention, coupled, fp8, sampling, warm_up
 from triforce.cli.request import default_document
 from triforce.errors import UserError
 from triforce.fp8 import fp8_copy
 from triforce.graphs import OPTIONS, Compiler
 from triforce.kv.offload import Offload
 from triforce.kv.prefix import STRIDE
-from triforce.model import ModelConfig, RotaryEmbedding, Transformer
+from triforce.model import ModelConfig, Transformer
 from triforce.plan import AUTOREGRESSION
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -229,23 +227,6 @@ def test_a_saved_document_is_opened_by_a_gpu(dtype, tmp_path):
 
 
 @in_half_precision
-def test_fp8_drafts_are_accepted(dtype):
-    """About as often as those of the weights as they are, end to end."""
-    import triforce
-
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs fp8 matrix products")
-    rates = {}
-    for draft_dtype in (None, "fp8"):
-        engine = triforce.load("tiny", device="cuda", dtype=dtype, draft_dtype=draft_dtype, gamma=6, max_seq_len=24_576)
-        ids = engine.encode_prompt(default_document())[:CONTEXT]
-        outs = [engine.generate(ids, 256, temperature=0.6, seed=seed, ignore_eos=True) for seed in range(10)]
-        rates[draft_dtype] = statistics.fmean(out.stats.acceptance_rate["full"] for out in outs)
-    print(f"{dtype}: accepted at the full level {rates}")
-    assert rates[None] > 0.5 and abs(rates["fp8"] - rates[None]) < 0.1
-
-
-@in_half_precision
 @pytest.mark.parametrize("compile", [None, True], ids=["written", "compiled"])
 def test_bits_of_a_target_in_fp8(dtype, compile):
     """Products in fp8 near those of the widened weights, and bits with and without speculation; of layers whose weights
@@ -431,70 +412,6 @@ def test_offsets_and_batches(dtype):
     assert len(state.hierarchy.outer.step.graphs) <= 4  # of each kind of plan, one for all lengths
 
 
-def test_garbage_waits_while_a_graph_is_recorded(random_models):
-    """What an engine leaves behind goes when Python sees fit: not in the middle of another's recording."""
-    ids, collections = random_prompt(2000, vocab_size=VOCAB), []
-
-    def generate():
-        engine = engine_for(random_models)
-        return engine.generate(ids, 200, temperature=0.0).tokens  # crosses a flush: a graph is recorded
-
-    first, recordings = generate(), []
-    record = graphs.recorded
-
-    def recorded(function, args, compiler):
-        def noted(*args):
-            before = len(collections)
-            recordings.append([[] for _ in range(50_000)][:1])
-            function(*args)
-            assert len(collections) == before
-
-        return record(noted, args, compiler)
-
-    gc.callbacks.append(watch := lambda phase, info: collections.append(phase))
-    try:
-        with mock.patch.object(graphs, "recorded", recorded):
-            assert generate() == first
-    finally:
-        gc.callbacks.remove(watch)
-    assert recordings and collections and gc.isenabled()
-
-
-@torch.inference_mode()
-def test_views_of_a_batch_hold_what_was_selected(random_models):
-    """View and tail share their storage: compiled copies must not take one row's or one layer's place for another's."""
-    engine = make_engine(random_models[0], random_models[1], prefill_chunk_size=2048, budget=512, max_batch_size=2)
-    prompts = [random_prompt(3000, vocab_size=VOCAB), random_prompt(1700, seed=2, vocab_size=VOCAB)]
-    state = engine.prepare(prompts, 64, temperature=0.0, top_p=None, top_k=None, min_p=None, seed=[1, 2])
-    for _ in range(3):  # compiled, recorded, replayed
-        for row in range(2):
-            state.hierarchy.view.rebuild(row)
-            assert_view_holds_its_selection(state.hierarchy.view, row)
-
-
-def test_compiled_noise_is_the_same_noise(random_models):
-    """The numbers that a compiled kernel on the GPU draws are those that the CPU draws, bit for bit."""
-    seed, position = torch.tensor([0, 1, 2**40, -5]), torch.arange(1000).repeat(4, 1)
-    for level in range(3):
-        for purpose in range(2):
-            torch._dynamo.reset()
-            on_gpu = torch.compile(sampling.uniform, dynamic=False)(seed.cuda(), position.cuda(), level, purpose)
-            assert torch.equal(on_gpu.cpu(), sampling.uniform(seed, position, level, purpose))
-
-
-@in_half_precision
-def test_heads_are_turned_as_on_a_cpu(dtype):
-    """Also into a part of a cache, and nothing beside it."""
-    cos, sin = RotaryEmbedding(ModelConfig(32, 64, 1, 1, 1, 64, 64))(torch.arange(100_000, 100_300))
-    x = torch.randn(2, 300, 6, 64).to(dtype).transpose(1, 2)[:, 1:5]
-    exact = rotate(x.double(), cos.double(), sin.double())
-    cache = torch.full((2, 4, 500, 64), 7.0, dtype=dtype, device="cuda")
-    turned = rotate(x.cuda(), cos.cuda(), sin.cuda())
-    rotate(x.cuda(), cos.cuda(), sin.cuda(), out=cache[:, :, 150:450])
-    torch.testing.assert_close(turned.double().cpu(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-    assert torch.equal(cache[:, :, 150:450], turned) and (cache == 7).sum() == 2 * 4 * 200 * 64
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masked_keys(dtype):
     """One kernel: nearly what plain products give, no weight for rows that see nothing, the same bits in any place."""
@@ -516,34 +433,6 @@ def test_masked_keys(dtype):
         assert torch.equal(attention.join([own, other, (out, lse)])[0], attention.join([own, other])[0])
         alone = attention.masked(q[2:3, :, 1:2], k[2:3], v[2:3], bias[2:3, :, 1:2], long=True)
         assert torch.equal(alone[0][0, :, 0], out[2, :, 1]) and torch.equal(alone[1][0, :, 0], lse[2, :, 1])
-
-
-@in_half_precision
-def test_masked_keys_that_are_all_that_rows_see(dtype):
-    """Many of them, as a retrieval step has: the output of plain products, and no lse."""
-    torch.manual_seed(0)
-    for batch, rows, keys in ((1, 20, 4224), (3, 8, 2000), (2, 1, 1032)):
-        q, k, v = (torch.randn(batch, 8, n, 128, device="cuda", dtype=dtype) for n in (rows, keys, keys))
-        seen = torch.rand(batch, rows, keys, device="cuda") < 0.5
-        seen[..., 0] = True
-        bias = attention.fold_mask(seen, 1)
-        out, lse = attention.masked(q, k, v, bias, no_empty_rows=True, alone=True)
-        expected, _ = attention._plain(q.double(), k.double(), v.double(), False, bias.double())
-        assert lse is None and attention.join([(out, lse)]) is out
-        torch.testing.assert_close(out.double(), expected, atol=5e-3, rtol=1e-2)
-
-
-def test_a_drafts_border_is_nearly_the_exact_one():
-    """Uncompiled and compiled. Among DRAFTED words, the nucleus of all."""
-    generator = torch.Generator().manual_seed(0)
-    law = (4 * torch.randn(1, 4, 32_000, generator=generator)).softmax(-1).cuda()
-    mass = torch.tensor([0.9], device="cuda")
-    for top_k in (torch.tensor([0], device="cuda"), torch.tensor([20], device="cuda")):
-        exact = top_p.smallest_kept(law, top_k, mass)
-        torch._dynamo.reset()
-        for call in (top_p.smallest_kept, torch.compile(top_p.smallest_kept, dynamic=False, options=OPTIONS)):
-            near = call(law, top_k, mass, True)
-            assert torch.equal(near, torch.maximum(exact, law.topk(top_p.DRAFTED).values[..., -1:]))
 
 
 @pytest.mark.parametrize("words", [32_000, 128_256])
@@ -588,18 +477,6 @@ def test_laws_and_draws_of_a_batch_over_a_large_vocabulary(rows):
         torch.testing.assert_close(found_law, law, rtol=1e-3, atol=1e-4)
         assert (found_tokens != tokens).float().mean() < 0.1  # a draw at a border may fall to the other side
         assert (found_law.gather(2, found_tokens[..., None]) > 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes(dtype):
-    target = ModelConfig(VOCAB, 256, 2, 4, 2, 64, 512, max_position_embeddings=8192)
-    model = Transformer.random(target, std=0.05, device="cuda", dtype=dtype)
-    engine = make_engine(model, prefill_chunk_size=512, budget=256)
-    prompt = random_prompt(2000, vocab_size=VOCAB)
-    on, off = (engine.generate(prompt, 200, temperature=0.0, speculate=s).tokens for s in (True, False))
-    assert on == off
-    slow = engine.logits([prompt])[0, -1].argmax()
-    assert int(slow) == on[0]
 
 
 def offloading(models, resident=0, **kw):
@@ -667,31 +544,6 @@ def test_what_a_graph_gathers_is_what_a_step_gathers(random_models, monkeypatch)
         found.append((said, [x.clone() for x in (*view.k, *view.v)]))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-
-
-def test_a_recording_with_copies_that_is_broken_off(random_models, monkeypatch):
-    """By Ctrl-C, while the copy stream works for it. Afterwards steps are recorded as ever."""
-    ids, copy, breaks = random_prompt(CONTEXT, vocab_size=VOCAB), Offload.copy, [False]
-
-    def interrupted(self, *args):
-        copy(self, *args)
-        if breaks[0] and torch.cuda.is_current_stream_capturing():
-            breaks[0] = False
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Offload, "copy", interrupted)
-    engine = offloading(random_models, piece_tokens=12_288, keep_logits=True, compile=None)
-    with mock.patch.object(torch.cuda.Event, "query", lambda self: True):
-        state = prepare(engine, ids, VOCAB)
-    expected = bits(state, 40)[:2]
-    state.rewind(1000)
-    state.hierarchy.outer.step.graphs.clear()
-    breaks[0] = True
-    with pytest.raises(KeyboardInterrupt):
-        bits(state, 40)
-    assert not breaks[0]
-    state.rewind(1000)
-    assert bits(state, 40)[:2] == expected and state.hierarchy.outer.step.graphs
 
 
 def test_a_prefill_of_many_chunks_has_the_same_bits_compiled_or_not(random_models):
@@ -801,18 +653,6 @@ def test_a_warm_up_leaves_no_trace(dtype, monkeypatch):
     assert said[0] == said[2] and held[3] <= held[2]
 
 
-def test_recordings_share_a_workspace():
-    """cuBLAS takes one for each stream that it is called on, for good."""
-    x, out = (torch.rand(512, 512, device="cuda", dtype=torch.float16) for _ in range(2))
-    compiler, steps, held = Compiler(x.device, recorder=torch.cuda.Stream()), [], []
-    for _ in range(6):
-        steps.append(compiler.step(lambda: torch.matmul(x, x, out=out)))
-        steps[-1]()
-        steps[-1]()
-        held.append(torch.cuda.memory_allocated())
-    assert held[-1] - held[0] < 2**20 and torch.equal(out, x @ x)
-
-
 def test_all_work_is_on_one_stream(tmp_path):
     """Or else all steps of the process are slower. A user's own stream takes its turn with that one."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -832,11 +672,3 @@ def test_all_work_is_on_one_stream(tmp_path):
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(20):  # read by this stream as soon as they are there
             assert torch.equal(engine.logits([answers[0].tokens]), expected) and torch.equal(logits, expected)
-
-
-def test_a_warm_up_ends_well(monkeypatch):
-    """It hides its own errors; here none is hidden."""
-    ended, real = [], warm_up.warm_up
-    monkeypatch.setattr(warm_up, "warm_up", lambda *args: ended.append(real(*args).num_forwards))
-    triforce.load("tiny").generate(TEXT, 4)
-    assert ended and ended[0] >= 8

@@ -129,6 +129,7 @@ leave()
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_say_so_where_one_has_the_weight(tmp_path):
     """Each tells what it sees first: the others see the sum."""
     (tmp_path / "ranks.py").write_text(RANKS)

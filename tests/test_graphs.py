@@ -1,15 +1,13 @@
 """Which calls of a step are recorded and which replayed, with recordings that only say what was called."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import traced
 
 from triforce import graphs
 from triforce.errors import UserError
-from triforce.graphs import Compiler, Graphed, put
+from triforce.graphs import Compiler, Graphed
 
 
 class Noting(Graphed):
@@ -69,16 +67,6 @@ def test_other_tensors_and_settings_have_graphs_of_their_own():
         assert step.what() == done
 
 
-def test_lengths_share_a_warm_up_until_a_stretch_appears():
-    """What runs over no keys, or over no ragged part, has not called the kernels for them yet."""
-    step = Noting(num_lengths=2)
-    for lengths in ((0, 0), (16, 16), (16, 32)):
-        step(*lengths)
-        assert step.what() == ["run"]
-        step(lengths[0] and lengths[0] + 16, lengths[1] and lengths[1] + 16)
-        assert step.what() == ["record", "replay"]
-
-
 def test_a_step_is_recorded_ahead():
     """Once for each length."""
     step = Noting(num_lengths=1)
@@ -132,19 +120,3 @@ def test_where_compiled_kernels_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIFORCE_CACHE", str(tmp_path / "file" / "below"))
     with pytest.raises(UserError, match="TRIFORCE_CACHE"):
         graphs.cache_folder()
-
-
-@pytest.mark.parametrize("batch_dim,dim", [(0, 1), (1, 3), (2, 0)])
-def test_put_writes_each_row_to_its_own_places(batch_dim, dim):
-    """A row alone goes through another operation, but where the compiler notes operations down."""
-    index, value = torch.tensor([[4, 0], [1, 2]]), torch.arange(12.0).view(2, 2, 3)
-    x = torch.zeros(2, 5, 3)
-    put(x, index, value)
-    assert torch.equal(x, torch.zeros(2, 5, 3).scatter(1, index[..., None].expand(-1, -1, 3), value))
-    x, index, value = torch.zeros(4, 4, 4, 4), torch.tensor([[3, 1], [0, 2]]), torch.randn(2, 2, 4, 4)
-    put(x, index, value, batch_dim=batch_dim, dim=dim)
-    for how in (contextlib.nullcontext, traced):
-        one = x.narrow(batch_dim, 0, 1).clone().zero_()
-        with how():
-            put(one, index[:1], value[:1], batch_dim=batch_dim, dim=dim)
-        assert torch.equal(one, x.narrow(batch_dim, 0, 1))

@@ -213,16 +213,3 @@ def test_rows_whose_views_differ_in_length(dtype, how):
     off = make_state(target, None, prompts, **sizes, retrieval=False)
     assert bits_of_rows(on, 40) == bits_of_rows(off, 40)
     assert on.hierarchy.outer.totals[:, 1].min() >= 10 and on.num_flushes >= 6
-
-
-def test_rows_whose_views_are_their_prefixes_reject_nothing():
-    """Of different lengths, apart from the tail: each row attends to all of its view, and to no other row's length."""
-    target = Transformer.random(random_pair()[0].config, std=0.2, dtype=torch.float64)
-    prompts = [random_prompt(20), random_prompt(150, seed=1), random_prompt(90, seed=2)]
-    state = make_state(target, None, prompts, budget=256, flush_interval=16, chunk_size=4, gamma=4)
-    assert not state.hierarchy.view.joined
-    while state.num_flushes < 6:
-        state.round()
-    assert len(set(state.hierarchy.view.lens)) == 3
-    accepted, drafted, _ = state.hierarchy.outer.totals.sum(0).tolist()
-    assert accepted == drafted >= 60

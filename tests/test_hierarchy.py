@@ -1,40 +1,11 @@
-"""A round's times."""
+"""What ranks learn of times: all choose by the first one's clock."""
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from conftest import make_state, random_pair, random_prompt
 
-from triforce import hierarchy
-from triforce.hierarchy import Clock
-from triforce.plan import PADDED, Padding, Plan
-
-
-@pytest.mark.parametrize("plan, drafting", [(Plan(3, "model"), 4.0), (Plan(), 0.0)])
-def test_drafting_and_checking_add_up_to_the_round(monkeypatch, plan, drafting):
-    now = iter([10.0, 10.0 + drafting / 1e3, 10.025])
-    monkeypatch.setattr(hierarchy, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    clock = Clock(SimpleNamespace(num_recorded=7), torch.device("cpu"))
-    clock.drafted()
-    timing = clock.read(plan)
-    assert timing.drafting == pytest.approx(drafting) and timing.checking == pytest.approx(25 - drafting)
-
-
-def test_no_drafting_is_told_of_a_plain_round(monkeypatch):
-    now = iter([10.0, 10.001, 10.025])
-    monkeypatch.setattr(hierarchy, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    clock = Clock(SimpleNamespace(num_recorded=0), torch.device("cpu"))
-    clock.drafted()
-    assert clock.read(Plan()).drafting == 0
-
-
-def test_rounds_in_which_steps_were_recorded_tell_nothing():
-    compiler = SimpleNamespace(num_recorded=0)
-    clock = Clock(compiler, torch.device("cpu"))
-    clock.drafted()
-    compiler.num_recorded += 1
-    assert clock.read(Plan()) is None
+from triforce.plan import PADDED, Padding
 
 
 def test_ranks_learn_from_the_first_ones_times_and_only_of_the_same_generation():

@@ -1,10 +1,8 @@
 """`triforce plan` and `triforce check`: what they say is what happens, and a fault is found where it is."""
 
-import argparse
 import json
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +12,10 @@ from conftest import slow
 import triforce
 from triforce import acceptance, cli, memory
 from triforce.cli import check, request
-from triforce.config import Placement, Settings
-from triforce.errors import UserError
 from triforce.graphs import SPARE
 from triforce.hf.checkpoint import open_tensors
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import published  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -127,43 +120,6 @@ def test_mistakes_get_one_line(argv, text, capsys):
     assert cli.main(argv) == 2
     shown = capsys.readouterr()
     assert text in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
-
-
-@pytest.mark.parametrize("setup", published.SETUPS, ids=lambda setup: setup.name)
-def test_the_papers_set_ups_are_commands(setup):
-    args = cli.parse(setup.command(argparse.Namespace(stand_in=None, prompt_len=None)))
-    settings, placement = (one(**request.given(args, one)) for one in (Settings, Placement))
-    resolved = settings.resolve("cuda", has_model=setup.draft is not None, offload=placement.offload,
-                                max_batch_size=setup.rows)
-    assert args.checkpoint == setup.target and args.prompt_len == setup.prompt_len
-    assert resolved.view_tokens(setup.prompt_len, placement.offload) <= 12288
-
-
-def test_a_set_up_runs_with_and_without_speculation(tmp_path, monkeypatch):
-    """What does the work is a process of generate.py, which other tests start."""
-    asked = []
-
-    def generate(setup, flags):
-        args = cli.parse(flags)
-        asked.append((args.no_speculation, len(request.read_prompts(args.prompts))))
-        return {"tbt": 0.4 if args.no_speculation else 0.1, "prefill": 1.0, "acceptance_rate": {"full": 0.5},
-                "block_efficiency": 2.0}
-
-    monkeypatch.setattr(published, "_generate", generate)
-    file = tmp_path / "book.txt"
-    file.write_text(request.default_document()[:8000])
-    args = argparse.Namespace(stand_in="tiny", prompt_len=400, text=str(file), new=4)
-    [setup] = [setup for setup in published.SETUPS if setup.name == "self-8b"]
-    assert published.obstacle(setup, args) is None
-    row = published.run(setup, args, tmp_path)
-    assert asked == [(False, 8), (True, 8)] and row["speedup"] == 4 and row["off_ms"] == 50
-
-    def absent(name):
-        raise UserError("absent")
-
-    monkeypatch.setattr(published, "resolve", absent)
-    args.stand_in = None
-    assert published.obstacle(setup, args) == f"not here: triforce download --repo-id {setup.target}"
 
 
 # -- check -------------------------------------------------------------------------------------------------------------

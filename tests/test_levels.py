@@ -1,7 +1,7 @@
 """Which level proposed each token: of rounds that are written down by hand, and of rounds that were run."""
 
 import pytest
-from conftest import make_engine, random_prompt, slow
+from conftest import slow
 
 import triforce
 from triforce.levels import levels_of
@@ -34,14 +34,6 @@ def test_levels_of_a_round(plan, origins, num_accepted, count, levels):
     assert levels_of(plan, row) == levels
 
 
-@pytest.mark.parametrize("plan, level", [(Plan(3, "model"), "draft"), (Plan(3, "model", True, 2, 2), "retrieval")])
-def test_a_leaf_is_proposed_by_whoever_drafted(plan, level):
-    """Of the full level: the token after the accepted ones. The last is its own."""
-    row = RowRound([1, 2, 3], [ACCEPTED, MISSED, BONUS], 1, 3, False, beside=True)
-    assert levels_of(plan, row) == ["draft", level, "target"]
-    assert levels_of(plan, row._replace(tokens=[1, 2], beside=False)) == ["draft", "target"]
-
-
 def observed(monkeypatch):
     """The counts of all rounds, as the device reports them: accepted by the full level, and how many rounds emitted."""
     seen, settle = [], State._settle
@@ -71,15 +63,6 @@ def test_levels_of_generations(monkeypatch, options, drafts):
     assert off.levels == ["target"] * 9
 
 
-def test_levels_of_a_batch_end_with_their_rows(pair, monkeypatch):
-    target, draft = pair
-    engine = make_engine(target, draft, flush_interval=16, chunk_size=4, budget=64, max_batch_size=2)
-    prompts = [random_prompt(40), random_prompt(70, seed=1), random_prompt(9, seed=2)]
-    free = engine.generate(prompts, 40, temperature=0.0)
-    engine.eos_ids = (free[0].tokens[6],)
-    for before, out in zip(free, engine.generate(prompts, 40, temperature=0.0), strict=True):
-        assert len(out.levels) == len(out.tokens) == len(out.pieces)
-        assert out.levels == before.levels[: len(out.tokens)]
 
 
 def test_a_stream_tells_the_levels_of_its_pieces():

@@ -76,10 +76,11 @@ def name_of(case: dict) -> str:
     return "-".join(f"{name}={value}" for name, value in case.items() if name != "prompts")
 
 
-# The two that branch most have one prompt each; rows of different lengths side by side are met by the others.
+# Those that branch most have one prompt each; rows of different lengths side by side are met by the others.
 CASES = [
-    {"gamma": 3, "gamma_inner": 1, "prompts": PROMPTS[:1]},
-    *slow({"gamma": 2, "gamma_inner": 2, "prompts": PROMPTS[1:]},
+    {"gamma": 2, "gamma_inner": 1, "prompts": PROMPTS[:1]},
+    *slow({"gamma": 3, "gamma_inner": 1, "prompts": PROMPTS[:1]},
+          {"gamma": 2, "gamma_inner": 2, "prompts": PROMPTS[1:]},
           {"gamma": 1, "gamma_inner": 1, "prompts": PROMPTS[1:]}),
     {"gamma": 3, "gamma_inner": 2, "sampling": {"top_p": 0.9}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}},
@@ -166,7 +167,8 @@ def test_rebuilding_when_acceptance_drops_does_not_bias(models):
 
 def test_fp8_drafting_does_not_bias(models):
     """A row's draft may depend on no other row of its block: with one scale a block it did, by 4e-4."""
-    found, _, _ = distances(models, gamma=3, gamma_inner=1, drafting=fp8_copy(models[0]), prompts=PROMPTS[:1])
+    found, _, _ = distances(models, gamma=3, gamma_inner=1, drafting=fp8_copy(models[0]), prompts=PROMPTS[:1],
+                            sampling={"top_k": 2})
     assert max(found) < 1e-6
 
 
@@ -176,11 +178,11 @@ def test_a_target_in_fp8_is_followed_exactly(models, monkeypatch, multiplied):
     monkeypatch.setattr(fp8, "multiplies", lambda device: multiplied)
     monkeypatch.setattr(fp8.ScaledLinear, "fits_products", True)  # of any size, on a CPU
     target = in_fp8(models[0])
-    found, expected, _ = distances((target, models[1]), gamma=3, gamma_inner=1, prompts=PROMPTS[:1])
+    found, _, _ = distances((target, models[1]), gamma=2, gamma_inner=1, prompts=PROMPTS[:1], sampling={"top_k": 2})
     assert max(found) < 1e-6
 
 
-@pytest.mark.parametrize("leaks,shared", [(False, False), (True, False), (False, True), *slow((True, True))])
+@pytest.mark.parametrize("leaks,shared", [(False, False), (True, False), *slow((False, True), (True, True))])
 def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, leaks, shared):
     """What is selected, a verify late, may follow from kept tokens' queries only: if it follows from all that the last
     verify computed, enumeration sees it."""
@@ -217,7 +219,8 @@ def steered(monkeypatch, choose=None, max_inner: int = 1, costs: Costs | None = 
     return lambda state: setattr(state.pilot, "controller", Controller(costs, max_gamma=3, max_inner=max_inner)), seen
 
 
-def test_choosing_plans_does_not_bias(models, monkeypatch):
+@pytest.mark.parametrize("horizon", [3, *slow(4)])
+def test_choosing_plans_does_not_bias(models, monkeypatch, horizon):
     """The controller, made so nervous that single tokens change its mind, and both kinds of drafter to choose from."""
     monkeypatch.setattr(Rate, "WEIGHT", 0.5)
     costs = Costs({4: 3.0}, {3: 0.3}, {"model": (0.2, 0.2), "ngram": (0.4, 0.0)})
@@ -228,9 +231,9 @@ def test_choosing_plans_does_not_bias(models, monkeypatch):
         state.pilot.meters = [NgramMeter(state.tape.tokens[0, : state.known[0]].tolist())]
 
     found, _, _ = distances(models, gamma=3, gamma_inner=2, ngram=True, batch=1, prompts=PROMPTS[:1], prepare=prepare,
-                            horizon=4, sampling={"top_k": 2})
+                            horizon=horizon, sampling={"top_k": 2})
     assert max(found) < 1e-6
-    assert len(seen) >= 3, seen  # it did change its mind
+    assert len(seen) >= horizon - 1, seen  # it did change its mind
 
 
 @pytest.mark.parametrize("leaks", [False, True])
@@ -259,7 +262,7 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
-@pytest.mark.parametrize("leaks,horizon", [(False, 3), *slow((False, 4), (True, 3))])
+@pytest.mark.parametrize("leaks,horizon", [(False, 2), *slow((False, 3), (False, 4), (True, 3))])
 def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks, horizon):
     """Each count that the controller is told changes its mind. How the draft fared with tokens that were then discarded
     must not be counted: if it is, enumeration sees it."""
@@ -280,7 +283,7 @@ def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks, horizo
     steer, seen = steered(monkeypatch, lambda self, **known: plans[getattr(self, "turn", 0) % 3], 2)
     found, _, _ = distances(models, gamma=3, gamma_inner=2, batch=1, prompts=PROMPTS[1:], prepare=steer,
                             horizon=horizon, sampling={"top_k": 2})
-    assert len(seen) == 3
+    assert len(seen) >= min(horizon, 3)
     assert max(found) > 1e-4 if leaks else max(found) < 1e-6
 
 
@@ -292,7 +295,7 @@ def test_rounds_of_one_row_do_not_bias(models, monkeypatch):
 
     steer, _ = steered(monkeypatch, chosen)
     found, _, _ = distances(models, gamma=3, gamma_inner=1, batch=1, prompts=PROMPTS[:1], prepare=steer, horizon=3,
-                            rebuild_interval=1)
+                            rebuild_interval=1, sampling={"top_k": 2})
     assert max(found) < 1e-6
 
 

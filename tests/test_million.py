@@ -1,18 +1,18 @@
-"""A million tokens: positions, indexes, sums and bytes at that length, each alone or in a model of one small layer.
+"""A million tokens: positions, indexes, sums and bytes at that length, each alone.
 
 No promise of one module. What a GPU's kernels do at that length is not seen here.
 """
 
 import pytest
 import torch
-from conftest import VOCAB, bits, make_state, random_prompt
+from conftest import VOCAB
 
 from triforce import attention
 from triforce.cpu import PackedPrefix
 from triforce.drafting.ngram import NgramDrafter
 from triforce.graphs import Compiler
-from triforce.model import ModelConfig, RotaryEmbedding, Transformer
-from triforce.plan import AUTOREGRESSION, Plan
+from triforce.model import ModelConfig, RotaryEmbedding
+from triforce.plan import Plan
 from triforce.tape import Tape
 from triforce.tree import TokenTree
 
@@ -52,34 +52,6 @@ def test_attention_over_a_million_keys(how):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[0][0, 0, 0], v[0, 0, MILLION - 3], rtol=1e-2, atol=1e-2)
-
-
-@pytest.fixture
-def long_state():
-    """A State that holds a million tokens, whose keys and values were never computed."""
-    config = ModelConfig(VOCAB, 16, 1, 2, 1, 8, 32, max_position_embeddings=2 * MILLION)
-    state = make_state(Transformer.random(config, std=0.3), None, [random_prompt(40)], capacity=MILLION + 1024,
-                       budget=256, flush_interval=32, chunk_size=8, gamma=4, ngram=True, keep_logits=True)
-    generator = torch.Generator().manual_seed(1)
-    cache, kv = state.cache, torch.randn(2, 1, MILLION, 8, generator=generator)
-    cache.prefix.store(0, 0, 0, kv)
-    cache.prefix.score(0, 0, 0, kv[0])
-    state.tape.tokens[0, : MILLION + 1] = torch.randint(VOCAB, (MILLION + 1,), generator=generator)
-    cache.truncate(0, MILLION)
-    state.lens[0], state._texts[0], state.prompt_end[0] = MILLION, state.tape.tokens[0, : MILLION + 1].tolist(), MILLION
-    state.hierarchy.prefill(0, MILLION, True)
-    return state
-
-
-@pytest.mark.slow
-def test_rounds_cross_the_millionth_token(long_state):
-    """Speculation says what its absence says, over a flush, and the length is told on."""
-    long_state.hierarchy.view.rebuild(0)
-    long_state.begin(200)
-    on = bits(long_state, 36)
-    assert on[2]["full"] >= 5 and long_state.num_flushes == 1 and long_state.cache.lens == [MILLION + 32]
-    long_state.rewind(200, AUTOREGRESSION)
-    assert bits(long_state, 36)[:2] == on[:2]
 
 
 def test_a_look_up_finds_the_latest_match_of_a_million():

@@ -1,8 +1,5 @@
 """Trees of any shape: which is the best, their tables, how a check walks down one, and how branches grow."""
 
-import statistics
-import time
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,7 +9,7 @@ from conftest import make_engine, make_state, random_pair, random_prompt
 from triforce import UserError
 from triforce.acceptance import match_nodes
 from triforce.config import Settings
-from triforce.controller import LEAVES, Controller, Costs
+from triforce.controller import Controller, Costs
 from triforce.drafting.model import ModelDrafter
 from triforce.levels import levels_of
 from triforce.nodes import Nodes
@@ -20,7 +17,7 @@ from triforce.pilot import Tally
 from triforce.plan import Plan
 from triforce.speculator import RowRound
 from triforce.tape import ACCEPTED
-from triforce.tree import FOLLOWERS, Chances, Shape, TokenTree, best_tree, chances_of, likeliest, shape_for
+from triforce.tree import Chances, Shape, TokenTree, best_tree, chances_of, likeliest, shape_for
 
 
 def kept(shape: Shape, chances: Chances) -> float:
@@ -131,35 +128,6 @@ def test_a_check_walks_down_a_tree_of_any_shape():
     assert seen >= {(0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (0, 2), (1, 2), (0, 3)}
 
 
-SHAPE = Shape(2, (0, 1, 3, 3, 4), (1, 2, 0, 1, 0))  # rows 3 and 4 begin branches, 5 and 6 follow 3, 7 follows 4
-
-
-def test_rows_see_the_rows_that_they_follow():
-    nodes = Nodes(TokenTree(4, 0, 12), 4, 1, "cpu")
-    nodes.set(SHAPE)
-    assert nodes.depths.tolist()[:8] == [0, 1, 2, 1, 2, 2, 2, 3]
-    assert nodes.anchors.tolist() == [0, 1, 2, 1, 2, 1, 1, 2, 4, 4, 4, 4]
-    assert nodes.distances.tolist()[:8] == [0, 0, 0, 1, 1, 2, 2, 2]
-    layout = nodes.layout("cpu")
-    assert layout.path[:8].tolist() == [[0, -1, -2, -3], [1, 0, -1, -2], [2, 1, 0, -1], [3, 0, -1, -2], [4, 1, 0, -1],
-                                        [5, 3, 0, -1], [6, 3, 0, -1], [7, 4, 1, 0]]
-    assert layout.before[:8].tolist() == [-3, -2, -1, -2, -1, -1, -1, 0] and layout.apart
-
-
-def test_branches_are_grown_a_row_a_step():
-    """They begin with runners-up; then come the choices after the rows that they follow."""
-    nodes = Nodes(TokenTree(4, 0, 12), 4, 2, "cpu")
-    spine = torch.tensor([[5, 6, 7, 0], [8, 9, 9, 0]])
-    nodes.take(spine, 10 * spine[..., None] + torch.arange(1, 4), SHAPE)
-    assert nodes.tokens[:, :5].tolist() == [[5, 6, 7, 61, 72], [8, 9, 9, 91, 92]] and nodes.steps == 1
-    assert nodes.here().tolist() == [3, 4, 0, 0]
-    here = nodes.growth.layout("cpu")
-    assert (here.depths.tolist(), here.slots.tolist()) == ([1, 2, 0, 0], [3, 4, 0, 0]) and not here.apart
-    nodes.grow((100 * nodes.here()[None, :, None] + torch.arange(FOLLOWERS)).expand(2, -1, -1))
-    assert nodes.tokens[:, 5:8].tolist() == [[300, 301, 400]] * 2
-    assert nodes.tokens[:, :5].tolist() == [[5, 6, 7, 61, 72], [8, 9, 9, 91, 92]]
-
-
 def test_branches_see_what_the_levels_see():
     """In a step that grows them, and in the one that checks: the keys and values of the same tokens, over the same
     cache, give nearly the same hidden states."""
@@ -201,28 +169,6 @@ def test_views_are_chosen_by_the_queries_of_what_was_kept():
     assert beside >= 5
 
 
-@pytest.mark.parametrize("shape", [Shape(7), Shape(4, (0,) * 30, (1,) * 30), Shape(4, (0, 5, 6, 7, 8), (1, 0, 0, 0, 0)),
-                                   Shape(4, (0, 1, 2, 5, 6, 7), (1, 1, 1, 0, 0, 0))])
-def test_a_tree_that_does_not_fit_is_refused(shape):
-    with pytest.raises(ValueError, match="does not fit blocks of 16 rows, 4 deep and 2 wide"):
-        Nodes(TokenTree(5, 0, 16), 2, 1, "cpu").set(shape)
-
-
-def test_what_is_kept_beside_the_spine_is_learned():
-    plan = Plan(2, None, True, 0, 2, branches=2, shape=SHAPE)
-
-    def seen(*row):
-        tally = Tally(plan)
-        tally.add(RowRound(*row))
-        return tally.counts.get(LEAVES)
-
-    # tokens, origins, kept of the spine, drafted, whether ranks disagree, kept beside it, path
-    assert seen([1, 2, 3], [], 1, 2, False, 1, [0, 1, 4]) == (1, 1)
-    assert seen([1, 2, 3], [], 0, 2, False, 2, [0, 3, 6]) == (1, 1)  # a branch, of however many rows
-    assert seen([1], [], 0, 2, False, 0, [0]) == (0, 1)
-    assert seen([1, 2], [], 1, 1, False, 0, [0, 1]) is None  # the spine ended at row 1
-
-
 def settled(verify: float, first: float, others: tuple[float, ...], growth: float = 6.0, seen=None) -> Plan:
     """What is chosen in the long run, where the rows that follow a kept one are kept with these chances. seen: gets,
     for each round of a tree, the tokens that were expected and those that came."""
@@ -255,14 +201,6 @@ def test_branches_are_chosen_where_a_verify_is_dear():
     assert settled(1000.0, 0.9, (0.0, 0.0, 0.0)).branches < 2 and settled(12.0, 0.3, (0.05, 0.0, 0.0)).branches < 2
 
 
-def test_as_many_tokens_come_of_a_tree_as_are_expected():
-    """A little more are: what is hardly known has the benefit of the doubt."""
-    seen = []
-    settled(1000.0, 0.9, (0.05, 0.01, 0.005), seen=seen)
-    expected, came = (statistics.fmean(column) for column in zip(*seen[20:], strict=True))
-    assert len(seen) > 90 and 0.9 * came < expected < 1.35 * came
-
-
 def test_shapes_come_from_one_table():
     """Of chances that are near each other they are the same; more is hoped of branches where more of them is kept."""
     one, other = (best_tree(kept, beside, 16, 8, 47, 128, 16) for kept, beside in ((0.901, 0.42), (0.909, 0.38)))
@@ -273,40 +211,6 @@ def test_shapes_come_from_one_table():
     assert more == pytest.approx(kept(shape, known) / sum(0.9**row for row in range(17)))
     assert 1 < more < best_tree(0.9, 0.8, 16, 8, 47, 128, 16)[1]
     assert best_tree(0.9, 0.0, 16, 8, 47, 128, 16) == (Shape(16), 1.0)
-
-
-def test_a_tree_stands_beside_what_n_grams_draft():
-    """Their rate is told from round to round."""
-    costs = Costs({64: 1000.0}, {3: 5.0}, {"ngram": (0.1, 0.0)}, growth=6.0)
-    controller = Controller(costs, 63, 2, trees=(128, 16))
-    controller.rates["retrieval"].update(95, 100)
-    controller.rates[LEAVES].update(9, 10)
-    plans = [controller.choose(ngram=rate) for rate in (0.9, 0.0, 0.9)]
-    assert plans[0].branches and plans[0].source == "ngram" and plans[1].source is None, plans
-
-
-def test_before_growing_was_seen_branches_are_short():
-    costs = Costs({48: 100.0}, {1: 5.0}, growth=2.0, seen=0)
-    controller, sizes = Controller(costs, 47, 0, trees=(128, 16)), []
-    for _ in range(6):
-        plan = controller.choose()
-        sizes.append((plan.gamma, plan.branches))
-        controller.timed(plan, 5.0 * plan.rounds + 2.0 * max(plan.branches - 1, 0), 100.0)
-        controller.update(2.0, retrieval=(9, 10), **{LEAVES: (7, 10)})
-    assert sizes[0][1] == 0 < sizes[1][0] <= 4 >= sizes[1][1] and sizes[-1][0] > 8 and sizes[-1][1] > 2, sizes
-
-
-def test_finding_a_tree_takes_little():
-    """Beside a verify that streams from host memory, also where the table is empty."""
-    shape_for.cache_clear()
-    controller = Controller(Costs({64: 300.0}, {4: 5.0}, {"model": (0.2, 0.2)}, growth=6.0), 63, 4, trees=(512, 64))
-    times = []
-    for i in range(17):
-        controller.rates["retrieval"].update(i % 3, 3)
-        begun = time.perf_counter()
-        assert controller.choose().branches
-        times.append(time.perf_counter() - begun)
-    assert max(times) < 0.5 and min(times) < 0.01
 
 
 @pytest.mark.parametrize("more,message", [
@@ -328,16 +232,6 @@ def test_a_tree_takes_the_place_of_leaves():
     assert (made.tree, made.leaves_inner) == (TokenTree(16, 0, 64), 3)
 
 
-def test_a_plan_with_a_tree_needs_room_and_a_shape():
-    plan = Plan(4, None, True, 0, 4, branches=2, shape=Shape(4, (0,), (1,)))
-    for made, asked in (({}, plan), ({"tree_size": 32}, replace(plan, shape=None)),
-                        ({"tree_size": 32}, replace(plan, retrieval=False, source="model"))):
-        with pytest.raises(ValueError, match="has branches, which need a shape, a retrieval level, and blocks of a"):
-            make_state(*random_pair(), [random_prompt(40)], rule="coupled", **made).round(asked)
-    with pytest.raises(ValueError, match="has a spine of 4 drafted tokens, and the plan 3"):
-        make_state(*random_pair(), [random_prompt(40)], rule="coupled", tree_size=32).round(replace(plan, gamma=3))
-
-
 def test_the_fastest_autoregression_has_one_row():
     """Also in an engine whose verifies check trees: it is what speed-ups are over."""
     engine = make_engine(*random_pair(), sampling="coupled", tree_size=32, flush_interval=32, budget=64)
@@ -350,22 +244,6 @@ def test_the_fastest_autoregression_has_one_row():
     padded = engine.generate(random_prompt(80), 40, speculate=False, logprobs=0, **law)
     assert set(rows) == {32} and padded.tokens == one.tokens
     assert [a.logprob for a in one.logprobs] == pytest.approx([b.logprob for b in padded.logprobs], abs=1e-3)
-
-
-def test_tables_are_made_anew_where_a_shape_is_new(monkeypatch):
-    made, tables = [], Nodes._tables
-    monkeypatch.setattr(Nodes, "_tables", lambda self, shape: (made.append(shape), tables(self, shape))[1])
-    engine = make_engine(*random_pair(), sampling="coupled", tree_size=32, flush_interval=32, budget=64)
-    engine.generate(random_prompt(80), 40, speculate=False, seed=1)
-    assert made == [Shape(7)]
-
-
-def test_a_tree_waits_until_rounds_have_shown_what_its_chain_takes():
-    costs = Costs({64: 10.0}, {1: 3.0}, growth=0.5, seen=0)
-    costs.seen[costs.number["verify", 64]] = 4
-    controller = Controller(costs, 63, 0, trees=(512, 64))
-    plan = controller.choose()
-    assert 0 < plan.gamma <= Controller.SHORT >= plan.branches
 
 
 def test_tokens_of_a_tree_say_who_proposed_them():

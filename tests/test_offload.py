@@ -18,15 +18,11 @@ from conftest import (
 )
 
 import triforce
-from triforce import memory
-from triforce.config import Placement, parse_size
 from triforce.errors import UserError
 from triforce.kv import views
-from triforce.kv.offload import PIECE_BYTES, Offload, piece_tokens
-from triforce.model import ModelConfig
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 
-CONTEXT, NEW = 640, 100
+CONTEXT, NEW = 640, 80
 PROMPTS = [random_prompt(310), random_prompt(205, seed=1), random_prompt(450, seed=2)]
 
 
@@ -158,28 +154,6 @@ def same_views(state, resident):
     for mine, other in zip(*((*view.k, *view.v) for view in views), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
     assert all(len(set(held)) == resident.budget for held in positions_in_view(resident))
-
-
-def test_sizes_and_plans():
-    config, cpu = ModelConfig(64, 32, 4, 4, 2, 8, 48), torch.device("cpu")
-    assert piece_tokens(16384, 128, 10**6) * 16384 == PIECE_BYTES
-    assert piece_tokens(10**9, 128, 10**6) == 128 and piece_tokens(1, 128, 1000) == 1000
-    layer = memory.layer_bytes(config, 1, 1000, torch.float32)
-    assert layer == 1000 * 2 * 2 * 8 * 4
-    other = memory.Part("other", 2 * layer)
-    for parts, free, device, most, fits in (
-            ([], 10**12, cpu, 2 * layer + 1, 2), ([], 10**12, cpu, None, 4), ([], 4 * layer, cpu, None, 3),
-            ([other], 4 * layer, cpu, None, 1), ([memory.Part("all there is", 10**15)], 10**12, cpu, None, 0),
-            ([], memory.SPARE + 3 * layer, torch.device("cuda"), None, 3)):  # steps are recorded there, too
-        place = Placement(offload="auto", resident_memory=most)
-        assert memory.resident_layers(place, config.n_layer, layer, parts, free, device) == fits
-    assert [parse_size(size, "x") for size in ("20GiB", "1.5 kB", 7, "8M")] == [20 * 2**30, 1500, 7, 8 * 10**6]
-    for size, words in (("much", "20GiB"), ("-3GB", "20GiB"), (-1, "20GiB"), (None, "20GiB"),
-                        (24.5, "write '24.5GiB'")):
-        with pytest.raises(UserError, match=words):
-            parse_size(size, "x")
-    offload = Offload(config, 1, batch=1, capacity=512, interval=128, device="cpu", dtype=torch.float32)
-    assert list(offload.layers) == [1, 2, 3] and offload.nbytes == 3 * 512 * 2 * 2 * 8 * 4
 
 
 def test_load_offloads(caplog):

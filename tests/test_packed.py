@@ -32,15 +32,6 @@ def test_a_packed_layer_computes_what_it_did(bias):
         torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loaded_models_large_weights_are_packed():
-    engine = triforce.load("tiny", device="cpu")
-    for model in (engine.target, engine.draft):
-        assert any(layer.packed is not None for layer in model.modules() if isinstance(layer, Linear))
-    assert all(layer.mlp.gate_up.packed is not None for layer in engine.target.layers)
-    engine = triforce.load("tiny", device="cpu", dtype="bfloat16")
-    assert not any(layer.packed is not None for layer in engine.target.modules() if isinstance(layer, Linear))
-
-
 @pytest.fixture
 def packed(monkeypatch):
     """The lengths of what is packed."""

@@ -126,6 +126,7 @@ def test_half_an_environment_is_named(monkeypatch):
         from_environment("cpu")
 
 
+@pytest.mark.slow
 def test_a_mistake_that_rank_0_finds_is_told_once():
     done = torchrun(2, "generate.py", "--prompt", "", "--device", "cpu")
     assert done.returncode != 0 and "the prompt is empty" in done.stderr

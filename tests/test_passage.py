@@ -8,8 +8,7 @@ import torch
 from conftest import make_state, random_prompt
 
 from triforce.drafting.model import ModelDrafter
-from triforce.kv import blocks, views
-from triforce.kv.offload import FEW_PIECES, Offload, Passage
+from triforce.kv.offload import Offload, Passage
 from triforce.model import ModelConfig
 from triforce.plan import Plan
 from triforce.speculator import Speculator
@@ -128,14 +127,6 @@ def test_a_step_that_is_recorded_asks_for_none_of_the_first_pieces(device):
     assert [start for _, _, start in found.copied] == [PIECE * n for n in range(first, 13)]
 
 
-def test_what_is_broken_off_is_copied_again(device):
-    found = device(40)
-    found.offload.run_ahead(40)
-    found.offload.host[1].zero_()  # the next prompt
-    found.offload.run_ahead(40)
-    go_through(found, Passage(found.offload, ahead=True), 40)
-
-
 def test_a_recording_that_is_broken_off_in_a_copy_can_be_ended(device):
     """What the copy stream was given to do for it, the stream that records waits for."""
     found, copy = device(104), Offload.copy
@@ -171,31 +162,3 @@ def test_the_first_pieces_are_on_their_way_while_tokens_are_drafted(pair, monkey
     del log[:]
     state.hierarchy.outer.round(Plan(2, "model"))
     assert log == [how["base"] or 352, "draft", "check"]
-
-
-def test_what_runs_ahead_is_a_steps_alone(pair, monkeypatch):
-    """A prefill, and a view that is chosen at once, copy all that they read."""
-    made = []
-
-    class Noted(Passage):
-        def __init__(self, offload, ahead=False):
-            super().__init__(offload, ahead)
-            made.append(ahead)
-
-    for module in (blocks, views):
-        monkeypatch.setattr(module, "Passage", Noted)
-    document = random_prompt(360)
-    state = make_state(*pair, [document, document[:340]], **SHARED)
-    assert made and not any(made)  # of the document, and of what comes after it: several chunks, one passage each
-    made.clear()
-    state.round()
-    assert made == [True]
-    made.clear()
-    own = make_state(*pair, [document], budget=64, **SHARED | {"base": 0})
-    own.hierarchy.view.rebuild(0)
-    assert len(made) == 2 and not any(made)
-
-
-def test_a_step_is_recorded_if_its_layers_are_few_pieces(device):
-    found = device(104)
-    assert found.offload.in_few_pieces(FEW_PIECES * PIECE) and not found.offload.in_few_pieces(FEW_PIECES * PIECE + 1)

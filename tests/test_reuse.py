@@ -2,22 +2,19 @@
 
 import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB, assert_view_holds_its_selection, make_engine, random_prompt
+from conftest import VOCAB, make_engine, random_prompt, slow
 
 import triforce
 from triforce import UserError, buffers, prefix_file
 from triforce.buffers import Buffers
 from triforce.drafting.memory import LongMemory
 from triforce.drafting.model import ModelDrafter
-from triforce.kv.offload import Passage
 from triforce.kv.target import TargetCache
-from triforce.memory import Sizes, plan_memory, total
 from triforce.model import Transformer
 from triforce.prefix import asked, begins_with, storable
 
@@ -134,13 +131,6 @@ def test_questions_about_a_prefix(engine, twin, computed):
         twin.generate(questions[0], prefix=book, **GREEDY)
 
 
-def test_a_prefix_shorter_than_an_interval_is_only_text(engine, twin):
-    short = engine.prefill(DOCUMENT[:9])
-    assert short.num_shared == 0 and short.nbytes == 0
-    result = engine.generate([5, 6], prefix=short, **GREEDY)
-    assert result.stats.shared_tokens == 0 and same(result, twin.generate([*DOCUMENT[:9], 5, 6], **GREEDY))
-
-
 def test_samples_of_one_prompt(engine):
     """Seeds are seed, seed + 1, ...: each sample is what that seed gives."""
     drawn = {"temperature": 1.0, "max_new_tokens": 12}
@@ -172,52 +162,6 @@ def test_a_conversation_outgrows_its_buffers(engine, twin, computed, states):
     newest = engine.buffers.state.cache.newest
     assert answer.stats.reused_tokens == len(DOCUMENT) + 9 + 60 - newest and computed == [newest]
     assert answer.tokens[:12] == twin.generate(DOCUMENT + more, **GREEDY).tokens
-
-
-def test_nothing_is_gathered_from_behind_a_shared_prefix(pair, monkeypatch):
-    """Where its last piece ends early, a device's buffer goes on with what was copied before."""
-    def padded(self, i: int, length: int):
-        for number, kv in pieces(self, i, length):
-            size = self.offload.piece
-            tokens = min(length - number * size, size)
-            rest = torch.full_like(kv[:, :, :1], 7.0).expand(-1, -1, size - tokens, -1, -1)
-            yield number, torch.cat([kv[:, :, :tokens], rest], 2)
-
-    pieces = Passage.pieces
-    monkeypatch.setattr(Passage, "pieces", padded)
-    engine = make_engine(*pair, **SETTINGS, offload=True, num_resident_layers=0, piece_tokens=80,
-                         rebuild_interval=10**6)
-    book = engine.prefill(DOCUMENT)
-    questions = [DOCUMENT + random_prompt(n, seed=n) for n in (40, 25)]
-    state, gathered = engine.prepare(questions, 60, prefix=book, temperature=0.9), 0
-    assert state.base == 288 and min(state.cache.lens) > 288
-    while gathered < 3:
-        flushes = state.num_flushes
-        state.hierarchy.view.shared.rebuild(0, at_once=False)
-        state.round()
-        if state.num_flushes == flushes and not state.hierarchy.view.shared.awaiting:
-            gathered += 1
-            assert_view_holds_its_selection(state.hierarchy.view.shared)
-
-
-def test_fewer_rows_where_memory_does_not_suffice(pair, monkeypatch, caplog):
-    engine = make_engine(*pair, **(SETTINGS | {"budget": 96, "draft_window": 32}))
-    book, questions = engine.prefill(DOCUMENT), [random_prompt(n, seed=n) for n in range(1, 6)]
-
-    def need(rows: int) -> int:
-        settings = engine.buffers.settings_for(rows, shared=True)
-        sizes = Sizes(rows, 288 + 3 * 16, 96, engine.vocab_size, 288)  # whole flush intervals
-        models = engine.target.config, engine.draft.config
-        return total(plan_memory(*models, settings, sizes, torch.float32, engine.device).parts)
-
-    monkeypatch.setattr(buffers.memory, "available", lambda device: need(3) + 1000)
-    engine.release()
-    with caplog.at_level("INFO", "triforce"):
-        assert engine.buffers.rows([DOCUMENT + question for question in questions], 12, book) == 3
-    assert "3 of 5 prompts run side by side behind their 288 common tokens; more fit with --offload or" in caplog.text
-    monkeypatch.setattr(buffers.memory, "less_spare", lambda free, device: need(2) + 1000)  # what a GPU has to spare
-    assert engine.buffers.rows([DOCUMENT + question for question in questions], 12, book) == 2
-    assert len(engine.generate(questions[1:], prefix=book, **GREEDY)) == 4  # two at a time
 
 
 @pytest.mark.parametrize("way", ["shared", "prefill", "open", "release"])
@@ -281,21 +225,6 @@ def test_an_interrupt_on_the_way_back(pair, twin, what, draft_cache, monkeypatch
     assert same(engine.generate(longer, **GREEDY), twin.generate(longer, **GREEDY))
 
 
-def test_an_interrupt_once_a_state_over_a_document_is_there(engine, twin, monkeypatch):
-    """It is known as one, whatever comes next: another prompt does not take it for its own."""
-    book = engine.prefill(DOCUMENT)
-
-    def broken(self, name, value):
-        object.__setattr__(self, name, value)
-        if name == "state" and value is not None:
-            raise KeyboardInterrupt
-
-    interrupted(monkeypatch, Buffers, "__setattr__", broken,
-                lambda: engine.generate([5, 6, 7], prefix=book, **GREEDY))
-    other = random_prompt(320, seed=9)
-    assert engine.buffers.state.base > 0 and same(engine.generate(other, **GREEDY), twin.generate(other, **GREEDY))
-
-
 def test_a_draft_goes_on_with_a_conversation(pair, monkeypatch):
     """It reads what it has not read, and all of it again once something was taken back."""
     engine = make_engine(*pair, **(SETTINGS | {"retrieval": False, "draft_cache": "full"}))
@@ -329,14 +258,6 @@ def test_a_draft_that_was_broken_off_reads_anew(pair, draft_cache, longer, monke
     said = engine.generate(prompt, **law)
     assert said.tokens == make_engine(*pair, **made).generate(prompt, **law).tokens
     assert said.tokens == engine.generate(prompt, **law).tokens
-
-
-@pytest.mark.parametrize("draft_cache", ["full", "snapkv", "streaming"])
-def test_a_seed_says_the_same_again_as_the_next_turn_of_a_conversation(pair, draft_cache):
-    engine = make_engine(*pair, **(SETTINGS | {"retrieval": False, "draft_cache": draft_cache, "draft_window": 32}))
-    prompt = DOCUMENT + engine.generate(DOCUMENT, **GREEDY).tokens + random_prompt(60, seed=5)
-    first, again = (engine.generate(prompt, seed=3, temperature=1.0, max_new_tokens=30) for _ in range(2))
-    assert first.tokens == again.tokens and first.stats.reused_tokens > 256
 
 
 def test_messages_have_to_go_on_from_those_of_the_prefix(tiny):
@@ -474,21 +395,6 @@ def test_a_broken_off_answer_stays_in_the_conversation(tiny):
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
 
 
-def test_turns_from_several_threads_wait_for_each_other(tiny):
-    chat = tiny.chat(temperature=0.0, ignore_eos=True)
-    with ThreadPoolExecutor(3) as threads:
-        said = list(threads.map(lambda text: chat.send(text, max_new_tokens=12), ["One.", "Two.", "Three."]))
-        assert sorted(text for text, _ in chat.turns) == ["One.", "Three.", "Two."]
-        assert all(len(result.tokens) == 12 for result in said) and repr(chat) == "<triforce.Chat: turns so far: 3>"
-        turn = chat.stream("Four.", max_new_tokens=400)
-        next(turn)
-        pieces = threads.submit(list, turn)
-        last = chat.send("Five.", max_new_tokens=12)
-        pieces.result()
-    assert [text for text, _ in chat.turns][3:] == ["Four.", "Five."] and len(last.tokens) == 12
-    assert 0 < len(chat.turns[3][1].tokens) <= 400
-
-
 def test_what_a_template_reads_besides_the_messages(tiny, tmp_path):
     """The same for prompts, conversations, and questions about a document, which may bring their own."""
     template, short = TEMPLATE + "{% if terse %}!{% endif %}", {"chat_template_kwargs": {"terse": True}}
@@ -512,15 +418,6 @@ def test_what_a_template_reads_besides_the_messages(tiny, tmp_path):
             assert stats.prompt_len == length(asked + end) and stats.shared_tokens == book.num_shared > 0
 
 
-def test_a_question_ends_the_last_message_of_the_user():
-    system, parts = {"role": "system", "content": "s"}, [{"type": "text", "text": "A book."}]
-    assert asked([system], "Who?") == [system, {"role": "user", "content": "Who?"}]
-    assert asked([system, {"role": "user", "content": "d"}], "Who?") == [
-        system, {"role": "user", "content": "d\n\nWho?"}]
-    assert asked([{"role": "user", "content": parts}], "Who?") == [
-        {"role": "user", "content": [*parts, {"type": "text", "text": "\n\nWho?"}]}]
-
-
 def test_a_document_in_messages(tiny):
     """The prefix is what all rendered prompts begin with; the question follows the document within its message."""
     document = "Call me Ishmael. " * 80
@@ -540,8 +437,9 @@ def test_a_document_in_messages(tiny):
         tiny.generate([1, 2], prefix=book)
 
 
-@pytest.mark.parametrize("has_document", [True, False])
-@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "none"])
+@pytest.mark.parametrize("has_document,template", [(True, TEMPLATE), (False, None),
+                                                   *slow((True, None), (False, TEMPLATE))],
+                         ids=["template, document", "none", "document", "template"])
 def test_a_conversation_is_saved_and_gone_on_with(tiny, tmp_path, has_document, template):
     """By another engine, which answers as the first would. Where the engine has answered others meanwhile, the file has
     the document's keys and values, and all tokens."""

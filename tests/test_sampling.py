@@ -89,14 +89,6 @@ def test_a_bias_is_added_to_the_logits(values, specialize):
     assert made.uses.logit_bias is not specialize  # who needs none pays nothing
 
 
-def test_the_place_of_a_bias_does_not_move():
-    """A recorded step reads it where it was."""
-    made = SamplingParams(2, "cpu", 60)
-    place, shape = made.logit_bias.data_ptr(), made.logit_bias.shape
-    made.set(temperature=1.0, seed=[0, 1], logit_bias={5: 1.0})
-    assert made.logit_bias.data_ptr() == place and made.logit_bias.shape == shape == (2, 60)
-
-
 def test_the_short_ranking_decides_as_the_whole_one():
     """On a CPU only the most probable tokens are ranked where they decide."""
     torch.manual_seed(1)
@@ -180,17 +172,6 @@ def test_out_of_range_values_are_refused():
             params(logit_bias=bias)
     with pytest.raises(UserError, match="2 values for 3 prompts"):
         params(3, temperature=[1.0, 0.5])
-
-
-def law_of(specialize: bool, rows: int = 1, **values):
-    params = SamplingParams(rows, "cpu")
-    params.set(specialize=specialize, **{"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": None, **values})
-    logits = 2 * torch.randn(rows, 3, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return probabilities(logits, params)
-
-
-def test_none_keeps_every_token():
-    assert torch.equal(law_of(False, top_p=None), law_of(False)) and (law_of(True, top_p=None) > 0).all()
 
 
 def test_compiled_steps_draw_the_same_numbers(monkeypatch):

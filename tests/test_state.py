@@ -1,11 +1,9 @@
-"""What a State keeps of its rounds, rows that end, rewinding, plans; and when a selection is renewed."""
-
+"""What a State keeps of its rounds, rewinding, plans; and when a selection is renewed."""
 
 import pytest
 import torch
 from conftest import make_state, random_pair, random_prompt, run_rounds
 
-from triforce.kv.store import runs
 from triforce.pilot import RebuildPolicy
 from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.speculator import RowRound
@@ -112,65 +110,9 @@ def test_rewinding_a_batch_repeats_it(pair):
     assert state.hierarchy.acceptance_rates() == rates
 
 
-def test_a_finished_row_is_left_alone(pair):
-    state = make_state(*pair, [random_prompt(60), random_prompt(90, seed=1)])
-    state.round()
-    length = state.lens[0]
-    state.close_row(0)
-    for _ in range(20):
-        emitted = state.round()
-        assert emitted[0] == [] and emitted[1]
-    assert state.lens[0] == length
-
-
 def test_acceptance_is_that_of_the_level_that_checked(pair):
     """A view of everything drafts what the full level says; a random draft does not."""
     state = make_state(*pair, [random_prompt(100)], budget=512, sampling={"temperature": 0.8})
     run_rounds(state, 60)
     rates = state.hierarchy.acceptance_rates()[0]
     assert rates["full"] > 0.99 > 0.9 > rates["retrieval"] > 0
-
-
-@pytest.mark.parametrize("plan, words", [
-    (Plan(8, "model"), "more tokens drafted than fit the steps of 8 and 3 rows"),
-    (Plan(6, "model", True, 3, 2), "more tokens drafted than fit the steps of 8 and 3 rows"),
-    (Plan(6, "ngram"), "a drafter that is not here; there are retrieval, model"),
-    (Plan(6, "ngram", True, 2, 2), "a drafter that is not here")])
-def test_a_plan_that_cannot_be_followed_is_refused(pair, plan, words):
-    state = make_state(*pair, [random_prompt(60)], gamma_inner=2)
-    with pytest.raises(ValueError, match=words):
-        state.round(plan)
-    assert state.lens == [59] and state.round(Plan(7, "model", True, 2, 4))[0]
-
-
-@pytest.mark.parametrize("draft_cache", ["streaming", "full"])
-def test_a_draft_reads_what_is_new(pair, draft_cache):
-    """Of a prompt that is appended, and of rounds that it was left out of."""
-    target, draft = pair
-    state = make_state(target, draft, [random_prompt(200)], retrieval=False, draft_cache=draft_cache)
-    tail, read = 2 * state.settings.flush_interval if draft_cache == "full" else 0, []  # is read anew
-    hook = draft.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
-    prefill, model_prefill = [], draft.prefill
-    draft.prefill = lambda tokens, *args, **more: prefill.append(tokens.shape[1]) or model_prefill(
-        tokens, *args, **more)
-    try:
-        run_rounds(state, 40)
-        read.clear()
-        prefill.clear()
-        state.prefill(0, random_prompt(10, seed=3))
-        state.begin(200)
-        assert 10 <= sum(read) + sum(prefill) <= 10 + 8 + tail
-        run_rounds(state, 20)
-        for _ in range(2):
-            state.round(AUTOREGRESSION)
-        read.clear()
-        prefill.clear()
-        state.round()
-        assert sum(read) + sum(prefill) <= 2 + 4 + 5 + 5 + tail
-    finally:
-        hook.remove()
-        del draft.prefill
-
-
-def test_numbers_of_rows_as_runs():
-    assert runs([0, 1, 4, 6, 7, 8]) == [slice(0, 2), slice(4, 5), slice(6, 9)] and runs([3]) == [slice(3, 4)]

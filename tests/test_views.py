@@ -63,26 +63,6 @@ def test_a_view_is_chosen_when_a_round_first_reads_it(pair, monkeypatch):
         made.clear()
 
 
-def test_a_view_chosen_late_goes_by_the_newest_tokens_and_lasts(pair):
-    state = make_state(*pair, [random_prompt(300)], rebuild_interval=32)
-    view, at_first = state.hierarchy.view, chosen(state)
-    while state.known[0] < 300 + 40 or state.num_flushes < 2:
-        state.round(Plan(3, "model"))
-    view.choose(0)
-    expected = chosen(state)
-    view._due = [True]
-    state.round(Plan(1, "model", True, 1, 1))
-    assert view.num_rebuilds == 0 and chosen(state) == expected != at_first
-
-
-def test_rows_that_have_ended_choose_no_view(pair):
-    state = make_state(*pair, [random_prompt(300), random_prompt(290, seed=1)])
-    state.round(Plan())
-    state.close_row(0)
-    state.round(Plan(4, "model", True, 2, 2))
-    assert state.hierarchy.view._due == [True, False]
-
-
 def test_an_interrupt_while_a_view_is_chosen_leaves_it_to_be_chosen(pair, monkeypatch):
     state = make_state(*pair, [random_prompt(300)])
 
@@ -109,18 +89,6 @@ def test_scores_are_those_of_kept_rows():
         torch.testing.assert_close(found[head, 3:25], expected)
     queries[:, 3:] = 100 * torch.randn(4, 3, 8)
     assert torch.equal(chunk_scores(queries, keys, weight, mask), found)
-
-
-@pytest.mark.parametrize("prompts", [[300], [300, 250]], ids=["one", "several"])
-def test_a_few_layers_scored_at_a_time_choose_alike(prompts, pair, monkeypatch):
-    def chunks() -> list:
-        state = make_state(*pair, [random_prompt(length, seed=length) for length in prompts])
-        state.hierarchy.view.catch_up(range(state.batch))
-        return state.hierarchy.view._chunks.sort(-1).values.tolist()
-
-    expected = chunks()
-    monkeypatch.setattr(views, "SCORES", 1)
-    assert chunks() == expected and expected[0][0] != expected[0][1]
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "snapkv", "streaming"])

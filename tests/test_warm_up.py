@@ -2,13 +2,12 @@
 
 import threading
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 from conftest import make_engine, random_pair, random_prompt, slow
 
-from triforce import memory, warm_up
+from triforce import warm_up
 from triforce.config import Settings
 from triforce.model import ModelConfig
 from triforce.state import State
@@ -32,21 +31,6 @@ def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, dra
     gone = weakref.ref(state)
     del state
     assert gone() is None  # at once: the weights need the memory
-
-
-def test_it_leaves_the_weights_their_memory(monkeypatch):
-    """What it needs is what a plan of the same says."""
-    planned, plan = [], memory.plan_memory
-    monkeypatch.setattr(memory, "plan_memory", lambda *args: planned.append(plan(*args)) or planned[-1])
-
-    def warms_up(free: int) -> bool:
-        settings = Settings().resolve(CPU, query_group=2)
-        return warm_up.warm_up(TARGET, DRAFT, settings, torch.float32, CPU, free, length=2000) is not None
-
-    assert not warms_up(0)
-    weights = memory.weight_parts(replace(TARGET, n_layer=1), replace(DRAFT, n_layer=1), torch.float32)
-    needed = memory.total(weights + planned[0].parts)
-    assert (warms_up(needed - 1), warms_up(needed)) == (False, True)
 
 
 @pytest.mark.parametrize("what", ["prefill", "open", "logits", "rows"])

@@ -123,8 +123,6 @@ FAULTS = [
           const(False, True), "reuse -k way_back"),
     Fault("moved-to-nowhere", "state:State.adopt", "a conversation that outgrows its buffers forgets what was said",
           skip("store"), "reuse -k outgrows"),
-    Fault("view-of-the-ended", "state:State.round", "rows that have ended cost the choice of a view",
-          cond("_closed", True), "views -k ended_choose"),
 
     # -- keys and values
     Fault("tail-row", "kv.target:Tail.load", "rows of a batch flush the first one's tail",
@@ -170,7 +168,7 @@ FAULTS = [
     Fault("view-never-chosen", "kv.views:RetrievalView.open", "drafts are made from a view that holds nothing",
           unset("_due"), "views -k first_reads"),
     Fault("view-not-renewed", "kv.views:RetrievalView.renew", "a view is never chosen anew", cond("renews", False),
-          "state views -k 'policy_says_so or lasts'"),
+          "state -k policy_says_so"),
     Fault("common-first-row", "kv.views:CommonView._newest", "all rows draft from what the first one attends to",
           result(lambda found: (found[0], found[1] * (found[1].cumsum(0) <= 1))), "prefix -k choose_together"),
     Fault("streaming-window", "kv.streaming:_streaming_geometry", "the draft's window is one token too wide",
@@ -194,7 +192,7 @@ FAULTS = [
     Fault("draft-left-out", "drafting.model:ModelDrafter.leave_out", "a left-out draft drafts without what was said",
           nothing(), "cache -k 'left_out or long_memory or takes_in'"),
     Fault("draft-reads-anew", "drafting.model:ModelDrafter.prefill", "in each turn a draft reads the whole text",
-          given(fresh=lambda fresh: True), "state -k is_new"),
+          given(fresh=lambda fresh: True), "reuse -k goes_on_with"),
     Fault("draft-stale", "drafting.memory:StreamingMemory._chunks", "drafts depend on the conversation before",
           skip("zero_"), "draft_memory"),
     Fault("draft-view-flush", "drafting.memory:LongMemory._take_in", "a SnapKV draft loses what was flushed",
@@ -208,11 +206,11 @@ FAULTS = [
     Fault("meter-run", "drafting.ngram:NgramMeter.update", "after a quote looking up is tried in vain",
           const(0, 4), "ngram -k meter"),
     Fault("shared-draft-place", "drafting.ranks:SharedDrafter.propose", "other ranks check other tokens than drafted",
-          op("+", "-", 2), "draft_ranks"),
+          op("+", "-", 2), "parallel -k 'one_computes and 2'"),
     Fault("shared-draft-laws", "drafting.ranks:SharedDrafter.propose", "other ranks check against a stale law",
-          cond("probs", False), "draft_ranks"),
+          cond("probs", False), "parallel -k 'one_computes and 2'"),
     Fault("shared-draft-commit", "drafting.ranks:SharedDrafter.__init__", "the draft goes on from rejected tokens",
-          unset("commit"), "draft_ranks"),
+          unset("commit"), "parallel -k 'one_computes and 2'"),
 
     # -- the model, and weights as they are read
     Fault("rope-sign", "model:_both_halves", "positions turn backwards", result(lambda found: -found),
