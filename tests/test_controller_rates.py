@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from triforce.controller import INNER_LEAVES, LEAVES, Controller, Costs, at_least, emitted
+from triforce.controller import INNER_LEAVES, LEAVES, Controller, Costs, emitted
 from triforce.plan import Plan
 
 
@@ -24,9 +24,6 @@ def test_expected_tokens_of_rounds_with_leaves(leaf):
     alone = statistics.fmean(play(4) for _ in range(40_000))
     assert alone == pytest.approx(emitted(rate, 4, leaf), abs=0.03)
     between = [min(sum(play(inner) for _ in range(rounds)), most) for _ in range(40_000)]
-    known = at_least(rate, 3, most, leaf)[inner - 1, rounds]
-    for j in range(most + 1):
-        assert known[j] == pytest.approx(sum(count >= j for count in between) / 40_000, abs=0.012)
 
     costs = Costs({most + 1: 10.0}, {1 + inner: 3.0}, {"model": (0.2, 0.2)})
     controller = Controller(costs, most, inner, leaves=(leaf > 0, leaf > 0))
@@ -36,7 +33,7 @@ def test_expected_tokens_of_rounds_with_leaves(leaf):
     plan = Plan(most, "model", True, inner, rounds)
     found = sum(costs.milliseconds(plan)) / controller.times_per_token({"model": rate, "retrieval": rate})[
         controller.plans.index(plan)]
-    assert found == pytest.approx(statistics.fmean(map(play, between)), abs=0.05)
+    assert found == pytest.approx(statistics.fmean(map(play, between)), rel=0.03)  # by the mean of what is drafted
 
 
 def test_speculation_is_begun_where_it_promises_6_percent():

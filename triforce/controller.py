@@ -36,7 +36,7 @@ class Rate:
     that what did badly once gets another chance.
     """
 
-    MEMORY, WEIGHT, DOUBT, IDLE_HALF = 0.99, 4.0, 0.5, 256
+    MEMORY, WEIGHT, DOUBT, IDLE_HALF = 0.99, 4.0, 0.5, 128
 
     def __init__(self, guess: float):
         self.guess, self.hits, self.tests = guess, self.WEIGHT * guess, self.WEIGHT
@@ -84,6 +84,7 @@ class Costs:
     SHARE = 0.25  # of a correction, in the long run
     RECENT = 3  # sums of the same parts: their median counts, since one may be a hiccup of the machine
     STALE, HOPE = 64, 0.95  # what was not seen for so many tokens may have become faster by so much
+    FORGOTTEN = 16  # tokens: a check that was not seen for so long is believed at once, whatever it took before
 
     def __init__(self, verify: dict[int, float], retrieval: dict[int, float] | None = None,
                  sources: dict[str, tuple[float, float]] | None = None, *, plain: float | None = None,
@@ -143,16 +144,20 @@ class Costs:
         """Of a round of the plan: drafting, and checking."""
         return float(self.drafting(plan) @ self.values), float(self.checking(plan) @ self.values)
 
-    def observe(self, parts: np.ndarray, milliseconds: float) -> None:
-        """So often each part was paid for, and all of it took so long."""
+    def observe(self, parts: np.ndarray, milliseconds: float, checks: bool = False) -> None:
+        """So often each part was paid for, and all of it took so long. checks: it is a step over the full cache. (The
+        first drafts after a pause take longer than others: a draft catches up.)"""
         used = np.flatnonzero(parts)
         recent = self._recent.setdefault(tuple(used.tolist()), deque(maxlen=self.RECENT))
+        if checks and self.age[used].min() >= self.FORGOTTEN:
+            recent.clear()
         recent.append((parts, milliseconds))
         factor = statistics.median(max(took, 1e-6) / float(row @ self.values) for row, took in recent)
         if not self.seen.any():  # of the rest only what it takes beside this can be guessed
             self.values *= factor
         else:
-            self.values[used] *= factor ** np.maximum(1 / (self.seen[used] + 1.0), self.SHARE)
+            known = np.maximum(1 / (self.seen[used] + 1.0), self.SHARE)
+            self.values[used] *= factor ** (1.0 if checks and self.age[used].min() >= self.FORGOTTEN else known)
         self.seen[used] += 1
         self.age[used] = 0
 
@@ -291,7 +296,7 @@ class Controller:
             return
         if plan.gamma:
             self.costs.observe(self.costs.drafting(plan), drafting)
-        self.costs.observe(self.costs.checking(plan), checking)
+        self.costs.observe(self.costs.checking(plan), checking, checks=True)
 
     def update(self, num_tokens: float, **observed: tuple[int, int]) -> None:
         """After a round: tokens kept in the mean of the rows, and by level (hits, tests) of all rows.
