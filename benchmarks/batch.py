@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from triforce.engine import Engine
+from triforce.decode.batch import State
+from triforce.decode.plan import ONE_ROW, Plan
+from triforce.engine.engine import Engine
 from triforce.parallel import from_environment
-from triforce.plan import ONE_ROW, Plan
-from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402

@@ -13,8 +13,8 @@ import copy
 import random
 from statistics import mean
 
-from triforce.controller import Controller, Costs, Rate
-from triforce.plan import LENGTHS, PADDED, Padding, Plan
+from triforce.decode.controller import Controller, Costs, Rate
+from triforce.decode.plan import LENGTHS, PADDED, Padding, Plan
 
 ROW = 0.08  # on a CPU a further row takes so much of the first
 UNPADDED, ONE_ROW = Padding(False, False, False), Padding(plain=False)

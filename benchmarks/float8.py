@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import triforce
-from triforce.generation import Stats
+from triforce.engine.output import Stats
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import cap_memory, read_prompts, report, run_or_plot  # noqa: E402

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from triforce.cli.request import default_document
+from triforce.decode.batch import State
+from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.errors import UserError
 from triforce.parallel import leave
-from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
-from triforce.state import State
-from triforce.streams import use_one_stream
+from triforce.runtime.streams import use_one_stream
 
 REPEATS, ROUNDS = 5, 9
 SLOW = 300

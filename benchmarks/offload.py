@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from triforce.engine import Engine
-from triforce.plan import AUTOREGRESSION
-from triforce.state import State
+from triforce.decode.batch import State
+from triforce.decode.plan import AUTOREGRESSION
+from triforce.engine.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_chip  # noqa: E402

@@ -25,14 +25,14 @@ import torch
 
 import triforce
 from triforce.config import Placement, Settings
-from triforce.controller import Controller
-from triforce.engine import Engine
+from triforce.decode.batch import State
+from triforce.decode.controller import Controller
+from triforce.decode.plan import Plan
+from triforce.engine.engine import Engine
+from triforce.engine.loading import check_draft_ranks
 from triforce.fp8 import fp8_copy
-from triforce.loading import check_draft_ranks
 from triforce.model import Transformer
 from triforce.parallel import subgroup
-from triforce.plan import Plan
-from triforce.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import (  # noqa: E402

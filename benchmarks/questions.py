@@ -26,7 +26,7 @@ from harness import cap_memory, pyplot, read_rows, read_text, report, run_or_plo
 
 import triforce
 from triforce.config import Placement, Settings
-from triforce.engine import Engine
+from triforce.engine.engine import Engine
 from triforce.fp8 import fp8_copy
 from triforce.parallel import from_environment
 

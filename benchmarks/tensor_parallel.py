@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from triforce.decode.plan import AUTOREGRESSION, Plan
 from triforce.parallel import from_environment
-from triforce.plan import AUTOREGRESSION, Plan
 
 sys.path.insert(0, str(Path(__file__).parent))
 import offload  # noqa: E402

@@ -27,9 +27,8 @@ from pathlib import Path
 import torch
 
 import triforce
+from triforce import Engine, Generation
 from triforce.config import Placement, Settings
-from triforce.engine import Engine
-from triforce.generation import Generation
 from triforce.model import ModelConfig, Transformer
 
 NEW = 20  # tokens of an answer

@@ -14,17 +14,17 @@ import torch
 
 import triforce
 from triforce.config import Placement, Settings, split
-from triforce.controller import Controller, Costs
 from triforce.cpu import row_unit
-from triforce.engine import Engine
+from triforce.decode.batch import State
+from triforce.decode.controller import Controller, Costs
+from triforce.decode.pilot import guess
+from triforce.engine.engine import Engine
 from triforce.fp8 import MADE
-from triforce.graphs import Compiler
 from triforce.hf.folders import TINY
 from triforce.hf.names import places, put
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
-from triforce.pilot import guess
-from triforce.state import State
+from triforce.runtime.graphs import Compiler
 
 VOCAB = 64
 
@@ -212,7 +212,7 @@ def eager_to_draft(monkeypatch):
         costs.seen[:] = Costs.WELL
         return costs
 
-    monkeypatch.setattr("triforce.pilot.guess", known)
+    monkeypatch.setattr("triforce.decode.pilot.guess", known)
     monkeypatch.setattr(Controller, "timed", lambda self, plan, drafting, checking: plans.append(plan))
     return plans
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from triforce import acceptance, sampling, speculator
+from triforce.decode import acceptance, sampling, verifier
 
 KEY_BASE = 1000.0
 
@@ -100,10 +100,10 @@ class Enumerator:
     @contextmanager
     def patched(self):
         self.original_sample, self.original_is_accepted = sampling.sample, acceptance.is_accepted
-        self.original_verify = speculator.verify_chain
+        self.original_verify = verifier.verify_chain
         with mock.patch.object(sampling, "uniform", self.uniform), mock.patch.object(sampling, "sample", self.sample), \
                 mock.patch.object(acceptance, "is_accepted", self.is_accepted), \
-                mock.patch.object(speculator, "verify_chain", self.verify_chain):
+                mock.patch.object(verifier, "verify_chain", self.verify_chain):
             yield
 
 

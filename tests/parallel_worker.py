@@ -27,13 +27,15 @@ import float8_folders  # noqa: E402
 from conftest import VOCAB, make_engine, random_pair, random_prompt  # noqa: E402
 
 import triforce  # noqa: E402
-from triforce import cli, host, memory  # noqa: E402
-from triforce.engine import Engine  # noqa: E402
+from triforce import cli  # noqa: E402
+from triforce.engine import memory  # noqa: E402
+from triforce.engine.engine import Engine  # noqa: E402
 from triforce.hf.checkpoint import load_model  # noqa: E402
 from triforce.hf.folders import TINY  # noqa: E402
 from triforce.hf.names import shard  # noqa: E402
 from triforce.model import ModelConfig, Transformer  # noqa: E402
 from triforce.parallel import from_environment, subgroup  # noqa: E402
+from triforce.runtime import host  # noqa: E402
 
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16, "prefill_chunk_size": 64}
 PROMPT = random_prompt(300)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import triforce
-from triforce.buffers import Buffers
-from triforce.chat import Chat
 from triforce.cli import interactive, main, request, run
+from triforce.engine.buffers import Buffers
+from triforce.engine.conversation import Chat
+from triforce.engine.prompt_cache_file import PrefixReader
 from triforce.errors import UserError
-from triforce.prefix_file import PrefixReader
 
 FEW = ["--max-new-tokens", "6", "--gamma", "4", "--device", "cpu", "--no-compile"]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from triforce import acceptance
-from triforce.acceptance import verify_chain
+from triforce.decode import acceptance
+from triforce.decode.acceptance import verify_chain
 
 
 def test_acceptance_keeps_the_longest_passing_prefix():

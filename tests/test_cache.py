@@ -19,10 +19,10 @@ from reference import dense_logits
 
 from triforce import attention
 from triforce.attention import dense, rotate
-from triforce.kv import prefix as prefix_module
-from triforce.kv.streaming import StreamingBlock, StreamingCache
-from triforce.pilot import RebuildPolicy
-from triforce.plan import AUTOREGRESSION, Plan
+from triforce.cache import prefix as prefix_module
+from triforce.cache.streaming import StreamingBlock, StreamingCache
+from triforce.decode.pilot import RebuildPolicy
+from triforce.decode.plan import AUTOREGRESSION, Plan
 
 
 def assert_the_dense_twin_says(target, prompt: list[int], tokens: list[int]) -> None:
@@ -299,7 +299,7 @@ def test_the_view_of_a_draft_takes_in_what_is_flushed(pair, left_out):
 
 def test_a_packed_prefix_changes_nothing(monkeypatch, pair):
     """Tokens and logits over packed prompt, flushes and tail are those of the prefix as it is; appending unpacks."""
-    monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 100)
+    monkeypatch.setattr("triforce.cache.prefix.MIN_TOKENS", 100)
     prompt, states = random_prompt(300), []
     for pack in (True, False):
         states.append(make_state(*pair, [prompt], keep_logits=True, pack=pack))

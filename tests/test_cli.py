@@ -21,7 +21,7 @@ import triforce
 from triforce import cli
 from triforce.cli import request, run
 from triforce.cli.main import COMMANDS, COMMON, parser
-from triforce.engine import Stream
+from triforce.engine.session import Stream
 from triforce.errors import UserError
 
 ROOT = Path(__file__).parent.parent

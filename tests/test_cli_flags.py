@@ -8,8 +8,8 @@ from conftest import make_engine, random_prompt
 
 from triforce import cli
 from triforce.cli import request, run
+from triforce.engine.output import Generation, Stats
 from triforce.errors import UserError
-from triforce.generation import Generation, Stats
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
 

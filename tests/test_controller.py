@@ -11,15 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from controller import kept, one_round  # noqa: E402
 
-from triforce.controller import (  # noqa: E402
-    Controller,
-    Costs,  # noqa: E402
-    Rate,
-    emitted,
-)
-from triforce.pilot import Tally  # noqa: E402
-from triforce.plan import Padding, Plan  # noqa: E402
-from triforce.speculator import RowRound  # noqa: E402
+from triforce.decode.controller import Controller, Costs, Rate, emitted
+from triforce.decode.pilot import Tally  # noqa: E402
+from triforce.decode.plan import Padding, Plan  # noqa: E402
+from triforce.decode.verifier import RowRound  # noqa: E402
 
 UNPADDED = Padding(False, False, False)
 

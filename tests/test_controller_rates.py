@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from triforce.controller import INNER_LEAVES, LEAVES, Controller, Costs, emitted
-from triforce.plan import Plan
+from triforce.decode.controller import INNER_LEAVES, LEAVES, Controller, Costs, emitted
+from triforce.decode.plan import Plan
 
 
 @pytest.mark.parametrize("leaf", [0.0, 0.3])

@@ -8,8 +8,8 @@ import sys
 import pytest
 from conftest import make_engine, random_prompt
 
-from triforce.controller import Costs
-from triforce.plan import Plan
+from triforce.decode.controller import Costs
+from triforce.decode.plan import Plan
 
 
 def true() -> Costs:

@@ -7,10 +7,10 @@ import torch
 from conftest import slow
 from torch import Tensor
 
-from triforce import acceptance, coupled
-from triforce.coupled import draw, exponential
-from triforce.sampling import key_of
-from triforce.tape import Tape
+from triforce.decode import acceptance, gumbel
+from triforce.decode.gumbel import draw, exponential
+from triforce.decode.sampling import key_of
+from triforce.decode.tape import Tape
 
 LAWS = ([0.5, 0.25, 0.125, 0.125], [0.9, 0.05, 0.03, 0.02 - 1e-4, 1e-4],
         [0.6, 0.4 - 2e-6, 1e-6, 1e-6], [0.0, 0.3, 0.0, 0.7])
@@ -88,12 +88,12 @@ def test_draws_follow_the_law(probs):
 def test_the_winner_and_those_after_it(monkeypatch, traced, words):
     """The first is what is drawn; nearly always the others are the next to arrive, and never the same word twice. Also
     where all that are possible stand side by side, as the frequent words of most vocabularies do."""
-    monkeypatch.setattr(coupled, "is_compiling", lambda: traced)
+    monkeypatch.setattr(gumbel, "is_compiling", lambda: traced)
     law = (2 * torch.randn(1, 1, 1000, generator=torch.Generator().manual_seed(0))).softmax(-1).expand(1, 2000, -1)
     law = torch.where(law > 1e-3, law, 0.0)  # so few that on a CPU only they run
     law = torch.nn.functional.pad(law[:, : 2_000_000 // words], (0, words - 1000))
     seed, position = torch.tensor([8]), torch.arange(law.shape[1])[None]
-    found = coupled.ranking(law, seed, position, 4)
+    found = gumbel.ranking(law, seed, position, 4)
     times = exponential(key_of(seed, position)[..., None], torch.arange(words)) / law.double()
     expected = times.argsort(-1)[..., :4]
     assert torch.equal(found[..., 0], draw(law, seed, position)) and torch.equal(found[..., 0], expected[..., 0])

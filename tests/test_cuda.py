@@ -17,15 +17,17 @@ import torch
 from conftest import assert_view_holds_its_selection, bits, bits_of_rows, in_fp8, make_engine, random_prompt
 
 import triforce
-from triforce import attention, coupled, fp8, sampling, warm_up
+from triforce import attention, fp8
+from triforce.cache.offload import Offload
+from triforce.cache.prefix import STRIDE
 from triforce.cli.request import default_document
+from triforce.decode import gumbel, sampling
+from triforce.decode.plan import AUTOREGRESSION
+from triforce.engine import warm_up
 from triforce.errors import UserError
 from triforce.fp8 import fp8_copy
-from triforce.graphs import OPTIONS, Compiler
-from triforce.kv.offload import Offload
-from triforce.kv.prefix import STRIDE
 from triforce.model import ModelConfig, Transformer
-from triforce.plan import AUTOREGRESSION
+from triforce.runtime.graphs import OPTIONS, Compiler
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CONTEXT, NEW = 16_384, 512
@@ -443,15 +445,15 @@ def test_a_race_has_the_same_winners_on_a_gpu(words):
 
     def race(law, seed, position):
         key = sampling.key_of(seed, position)[..., None]
-        noise = coupled.exponential(key, torch.arange(law.shape[-1], device=law.device))
-        return noise, coupled._first(noise / law.double(), 3)
+        noise = gumbel.exponential(key, torch.arange(law.shape[-1], device=law.device))
+        return noise, gumbel._first(noise / law.double(), 3)
 
     expected = race(law, seed, position)
     torch._dynamo.reset()
     for call in (race, torch.compile(race, dynamic=False, options=OPTIONS)):
         found = call(law.cuda(), seed.cuda(), position.cuda())
         assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
-    assert torch.equal(coupled.draw(law, seed, position), expected[1][..., 0])
+    assert torch.equal(gumbel.draw(law, seed, position), expected[1][..., 0])
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -533,7 +535,7 @@ def test_what_a_graph_gathers_is_what_a_step_gathers(random_models, monkeypatch)
     """One that is recorded, and one that is not: the same bits, and the same view, which holds what was selected."""
     ids, found = random_prompt(CONTEXT, vocab_size=VOCAB), []
     for few in (2, 0):
-        monkeypatch.setattr("triforce.kv.offload.FEW_PIECES", few)
+        monkeypatch.setattr("triforce.cache.offload.FEW_PIECES", few)
         engine = offloading(random_models, piece_tokens=12_288, keep_logits=True, compile=None)
         state = prepare(engine, ids, VOCAB)
         said = bits(state, 300)[:2]

@@ -400,7 +400,7 @@ def test_half_precision_on_a_cpu(dtype):
                                       {"retrieval": False, "draft_cache": "full"},
                                       {"retrieval": False, "draft_cache": "snapkv"}])
 def test_planned_bytes_are_those_allocated(pair, settings):
-    from triforce import memory
+    from triforce.engine import memory
 
     target, draft = pair
     engine, resident = make_engine(*pair, flush_interval=16, chunk_size=4, **settings, budget=64), None

@@ -7,7 +7,7 @@ Of engine.py.
 import pytest
 from conftest import make_engine, random_pair, random_prompt
 
-from triforce.engine import Engine
+from triforce.engine.engine import Engine
 from triforce.errors import UserError
 from triforce.model import ModelConfig, Transformer
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import triforce
-from triforce.controller import Rate
+from triforce.decode.controller import Rate
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "extending.md"
 

@@ -13,8 +13,10 @@ from reference import dense_logits
 from safetensors.torch import load_file, save_file
 
 import triforce
-from triforce import fp8, memory
+from triforce import fp8
 from triforce.cpu import Linear
+from triforce.decode.plan import AUTOREGRESSION
+from triforce.engine import memory
 from triforce.errors import UserError
 from triforce.fp8 import FP8, ScaledLinear
 from triforce.hf.checkpoint import load_model, read_config
@@ -22,7 +24,6 @@ from triforce.hf.convert import convert
 from triforce.hf.fingerprint import weights_fingerprint
 from triforce.hf.names import shard
 from triforce.parallel import Group
-from triforce.plan import AUTOREGRESSION
 
 LARGE = {"hidden_size": 320, "intermediate_size": 448, "head_dim": 80}  # blocks of 128 end in the midst of all of these
 TOKENS = torch.randint(0, 96, (2, 60), generator=torch.Generator().manual_seed(1))

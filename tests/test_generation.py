@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from triforce.engine.output import Generation, RowOutput, Stats, as_json, stop_strings, totals
 from triforce.errors import UserError
-from triforce.generation import Generation, RowOutput, Stats, as_json, stop_strings, totals
 
 EOS = 0
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from triforce import graphs
 from triforce.errors import UserError
-from triforce.graphs import Compiler, Graphed
+from triforce.runtime import graphs
+from triforce.runtime.graphs import Compiler, Graphed
 
 
 class Noting(Graphed):

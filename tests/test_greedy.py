@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import bits, bits_of_rows, make_state, random_pair, random_prompt, slow
 
-from triforce import acceptance
-from triforce.controller import Controller, Costs
+from triforce.decode import acceptance
+from triforce.decode.controller import Controller, Costs
+from triforce.decode.plan import AUTOREGRESSION, Plan
 from triforce.model import Transformer
-from triforce.plan import AUTOREGRESSION, Plan
 
 CONTEXT, NEW = 2010, 112  # the first flush is after 39 tokens, the second after 103
 FLUSHED = 70  # tokens that cross the first flush

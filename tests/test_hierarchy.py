@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from conftest import make_state, random_pair, random_prompt
 
-from triforce.plan import PADDED, Padding
+from triforce.decode.plan import PADDED, Padding
 
 
 def test_ranks_learn_from_the_first_ones_times_and_only_of_the_same_generation():

@@ -12,11 +12,11 @@ import torch
 from conftest import make_engine, random_pair, random_prompt, slow
 
 import triforce
-from triforce import host
+from triforce.decode.batch import State
 from triforce.errors import UserError
-from triforce.host import ProcessLock, own_settings
 from triforce.model import Transformer
-from triforce.state import State
+from triforce.runtime import host
+from triforce.runtime.host import ProcessLock, own_settings
 
 TEXT = "It was the best of times, it was the worst of times. " * 6
 BACKENDS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul

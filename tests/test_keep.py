@@ -8,7 +8,7 @@ from conftest import make_engine, random_prompt
 
 import triforce
 from triforce import cli
-from triforce.keep import cut, fit
+from triforce.engine.keep import cut, fit
 
 SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "max_seq_len": 100}
 TEXT = " ".join(f"word{i}" for i in range(400))

@@ -14,10 +14,11 @@ from conftest import make_engine, random_prompt
 from test_prefix_file import ODD, rewritten
 
 import triforce
-from triforce import UserError, chat, cli, engine
-from triforce.buffers import Buffers
+from triforce import UserError, cli
+from triforce.engine import conversation, engine
+from triforce.engine.buffers import Buffers
+from triforce.engine.prompt_cache_file import Layout, PrefixReader, write
 from triforce.model import Transformer
-from triforce.prefix_file import Layout, PrefixReader, write
 
 DOCUMENT = random_prompt(700)  # 688 of them lie in whole flush intervals
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "prefill_chunk_size": 64, "gamma": 4}
@@ -173,7 +174,7 @@ class Days:
     def __init__(self, monkeypatch):
         self.now = datetime(2026, 11, 28, 9, 30)
         clock = type("Clock", (datetime,), {"now": lambda *_: self.now})
-        for module in (engine, chat):
+        for module in (engine, conversation):
             monkeypatch.setattr(module, "datetime", clock)
         monkeypatch.setattr("triforce.hf.tokenizer.datetime", clock)
 
@@ -231,6 +232,6 @@ def test_the_command_line_says_how_much_of_a_document_serves(tmp_path, capsys):
 def test_neither_documents_nor_conversations_are_pickled(pair):
     engine = make_engine(*pair, **SETTINGS)
     book = engine.prefill(DOCUMENT)
-    for made, one in ((pickle.dumps, book), (copy.deepcopy, book), (pickle.dumps, object.__new__(chat.Chat))):
+    for made, one in ((pickle.dumps, book), (copy.deepcopy, book), (pickle.dumps, object.__new__(conversation.Chat))):
         with pytest.raises(UserError, match="cannot be pickled or copied"):
             made(one)

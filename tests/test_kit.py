@@ -10,12 +10,14 @@ import torch
 from conftest import slow
 
 import triforce
-from triforce import acceptance, cli, memory
+from triforce import cli
 from triforce.cli import check, request
-from triforce.graphs import SPARE
+from triforce.decode import acceptance
+from triforce.engine import memory
 from triforce.hf.checkpoint import open_tensors
 from triforce.hf.folders import TINY
 from triforce.hf.tokenizer import Tokenizer
+from triforce.runtime.graphs import SPARE
 
 CPU = torch.device("cpu")
 

@@ -4,13 +4,13 @@ import pytest
 from conftest import slow
 
 import triforce
-from triforce.levels import levels_of
-from triforce.plan import Plan
+from triforce.decode.batch import State
+from triforce.decode.plan import Plan
+from triforce.decode.tape import ACCEPTED, BONUS, LEAF, MISSED
+from triforce.decode.verifier import RowRound
+from triforce.engine.levels import levels_of
 from triforce.render import COLOURS, characters
 from triforce.render import spans as spans_of
-from triforce.speculator import RowRound
-from triforce.state import State
-from triforce.tape import ACCEPTED, BONUS, LEAF, MISSED
 
 TEXT = "one two three four five six seven eight nine ten. " * 8
 

@@ -7,10 +7,10 @@ import torch
 from conftest import random_pair
 
 import triforce
-from triforce import memory
 from triforce.cli.plan import Job, Machine, need
 from triforce.config import Placement, Settings
-from triforce.engine import Engine
+from triforce.engine import memory
+from triforce.engine.engine import Engine
 from triforce.errors import UserError
 from triforce.hf.checkpoint import read_config
 from triforce.hf.folders import TINY

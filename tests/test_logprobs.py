@@ -9,7 +9,7 @@ from conftest import VOCAB, make_engine, make_state, random_prompt, slow
 from reference import reference_filter
 
 import triforce
-from triforce.logprobs import of_round
+from triforce.engine.logprobs import of_round
 
 LAWS = [{"temperature": 1.0, "top_p": 1.0}, {"temperature": 1.7, "top_p": 0.9}, {"temperature": 0.8, "top_k": 5},
         {"temperature": 1.2, "min_p": 0.1}, {"temperature": 0.0}]
@@ -91,7 +91,7 @@ def test_logits_are_those_of_the_round_to_the_bit(pair, rows):
 
 def test_nothing_is_computed_for_those_who_do_not_ask(pair):
     engine = make_engine(*pair, **SIZES)
-    with mock.patch("triforce.session.of_round") as asked:
+    with mock.patch("triforce.engine.session.of_round") as asked:
         engine.generate(random_prompt(30), 8)
     asked.assert_not_called()
 

@@ -11,18 +11,19 @@ from conftest import in_fp8, make_state, slow
 from enumeration import joint_laws, target_law, total_variation
 from reference import dense_logits, reference_filter
 
-from triforce import acceptance, fp8, speculator
-from triforce.controller import Controller, Costs, Rate
-from triforce.drafting.ngram import NgramDrafter, NgramMeter
+from triforce import fp8
+from triforce.cache import views
+from triforce.cache.views import RetrievalView
+from triforce.decode import acceptance, verifier
+from triforce.decode.batch import State
+from triforce.decode.controller import Controller, Costs, Rate
+from triforce.decode.drafters.ngram import NgramDrafter, NgramMeter
+from triforce.decode.pilot import Tally
+from triforce.decode.plan import ONE_ROW, Plan
+from triforce.decode.tape import ACCEPTED, BONUS
+from triforce.decode.verifier import Speculator
 from triforce.fp8 import fp8_copy
-from triforce.kv import views
-from triforce.kv.views import RetrievalView
 from triforce.model import ModelConfig, Transformer
-from triforce.pilot import Tally
-from triforce.plan import ONE_ROW, Plan
-from triforce.speculator import Speculator
-from triforce.state import State
-from triforce.tape import ACCEPTED, BONUS
 
 VOCAB = 3  # of the tokenizer; the models' own vocabularies are padded, differently
 PROMPTS = [[0, 2, 1, 1, 0, 2, 2, 1, 0, 1, 2, 0, 1, 2], [1, 0, 0, 2, 1, 2, 0, 1, 1, 0, 2, 2, 0, 1, 2, 1, 0, 0]]
@@ -301,7 +302,7 @@ def test_rounds_of_one_row_do_not_bias(models, monkeypatch):
 
 def test_enumeration_sees_a_biased_inner_level(models):
     """The published code samples target_probs, not the residual, after a rejection at its inner level."""
-    exact = speculator.verify_chain
+    exact = verifier.verify_chain
 
     def biased(*args):
         inner = args[0].shape[1] == 1  # gamma_inner = 1; the outer level checks 3
@@ -309,6 +310,6 @@ def test_enumeration_sees_a_biased_inner_level(models):
         with mock.patch.object(acceptance, "residual", residual):
             return exact(*args)
 
-    with mock.patch.object(speculator, "verify_chain", biased):
+    with mock.patch.object(verifier, "verify_chain", biased):
         found, _, _ = distances(models, gamma=2, gamma_inner=1, sampling={"top_k": 2})
     assert min(found) > 1e-3

@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 
-from triforce import free_memory, memory
 from triforce.config import Settings
+from triforce.engine import memory
+from triforce.engine.memory import Part, Sizes, check, layer_bytes, plan_memory
 from triforce.errors import UserError
-from triforce.memory import Part, Sizes, check, layer_bytes, plan_memory
 from triforce.model import ModelConfig
+from triforce.runtime import free_memory
 
 TARGET, DRAFT = ModelConfig(64, 32, 4, 4, 2, 8, 48), ModelConfig(64, 16, 1, 2, 2, 8, 32)
 TOKEN = 2 * 2 * 8 * 4  # bytes of a token's K and V in one layer of the target: two heads of 8 in float32
@@ -51,7 +52,8 @@ def test_parts_by_their_definitions():
 
 @pytest.mark.quick
 def test_a_plan_does_not_import_the_compiler():
-    code = ("import sys, torch\nfrom triforce.config import Settings\nfrom triforce.memory import Sizes, plan_memory\n"
+    code = ("import sys, torch\nfrom triforce.config import Settings\n"
+            "from triforce.engine.memory import Sizes, plan_memory\n"
             "from triforce.model import ModelConfig\n"
             "target, draft = ModelConfig(64, 32, 4, 4, 2, 8, 48), ModelConfig(64, 16, 1, 2, 2, 8, 32)\n"
             "for options in ({}, dict(sampling='coupled', tree_size=512), dict(retrieval=False, draft_cache='full')):\n"

@@ -9,11 +9,11 @@ from conftest import VOCAB
 
 from triforce import attention
 from triforce.cpu import PackedPrefix
-from triforce.drafting.ngram import NgramDrafter
-from triforce.graphs import Compiler
+from triforce.decode.drafters.ngram import NgramDrafter
+from triforce.decode.plan import Plan
+from triforce.decode.tape import Tape
 from triforce.model import ModelConfig, RotaryEmbedding
-from triforce.plan import Plan
-from triforce.tape import Tape
+from triforce.runtime.graphs import Compiler
 from triforce.tree import TokenTree
 
 MILLION = 2**20

@@ -8,7 +8,7 @@ from conftest import make_engine, random_pair, random_prompt
 import triforce
 from triforce import UserError, cli
 from triforce.cli import run
-from triforce.engine import Engine
+from triforce.engine.engine import Engine
 
 
 @pytest.fixture(scope="module")

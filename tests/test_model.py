@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from triforce.attention import _in_five_kernels, _in_three_kernels, rotate
+from triforce.cache.blocks import prefill_blocks
 from triforce.cpu import adapt
 from triforce.errors import UserError
 from triforce.hf.config import config_from_hf
-from triforce.kv.blocks import prefill_blocks
 from triforce.model import ModelConfig, RopeScaling, RotaryEmbedding, Transformer, inverse_frequencies
 
 HF = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112,
@@ -201,7 +201,7 @@ def test_the_number_of_parameters(more):
 
 
 def test_a_prefills_progress_goes_from_0_to_1_with_its_work():
-    from triforce.kv.target import TargetCache
+    from triforce.cache.kv_cache import TargetCache
 
     model = Transformer.random(SMALL)
     for length, size in ((100, 30), (64, 64)):

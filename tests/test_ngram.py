@@ -4,10 +4,10 @@ import random
 
 import torch
 
-from triforce.drafting.ngram import NgramDrafter, NgramMeter
-from triforce.graphs import Compiler
-from triforce.plan import Plan
-from triforce.tape import Tape
+from triforce.decode.drafters.ngram import NgramDrafter, NgramMeter
+from triforce.decode.plan import Plan
+from triforce.decode.tape import Tape
+from triforce.runtime.graphs import Compiler
 from triforce.tree import TokenTree
 
 

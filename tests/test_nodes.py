@@ -7,16 +7,16 @@ import torch
 from conftest import make_engine, make_state, random_pair, random_prompt
 
 from triforce import UserError
-from triforce.acceptance import match_nodes
 from triforce.config import Settings
-from triforce.controller import Controller, Costs
-from triforce.drafting.model import ModelDrafter
-from triforce.levels import levels_of
-from triforce.nodes import Nodes
-from triforce.pilot import Tally
-from triforce.plan import Plan
-from triforce.speculator import RowRound
-from triforce.tape import ACCEPTED
+from triforce.decode.acceptance import match_nodes
+from triforce.decode.controller import Controller, Costs
+from triforce.decode.drafters.model import ModelDrafter
+from triforce.decode.nodes import Nodes
+from triforce.decode.pilot import Tally
+from triforce.decode.plan import Plan
+from triforce.decode.tape import ACCEPTED
+from triforce.decode.verifier import RowRound
+from triforce.engine.levels import levels_of
 from triforce.tree import Chances, Shape, TokenTree, best_tree, chances_of, likeliest, shape_for
 
 

@@ -18,9 +18,9 @@ from conftest import (
 )
 
 import triforce
+from triforce.cache import views
+from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, Plan
 from triforce.errors import UserError
-from triforce.kv import views
-from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
 
 CONTEXT, NEW = 640, 80
 PROMPTS = [random_prompt(310), random_prompt(205, seed=1), random_prompt(450, seed=2)]
@@ -182,7 +182,7 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error, sta
         rounds.append(1)
         raise error
 
-    monkeypatch.setattr("triforce.state.State.round", fails)
+    monkeypatch.setattr("triforce.decode.batch.State.round", fails)
     with pytest.raises(UserError, match="ran out of memory.*--max-seq-len") as told:
         engine.generate(prompt, max_new_tokens=20, temperature=0)
     assert (str(error) or "MemoryError") in str(told.value)
@@ -199,8 +199,9 @@ def test_memory_that_the_system_refuses_is_no_traceback():
             "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
             "hard = resource.getrlimit(resource.RLIMIT_AS)[1]\n"
             "resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, hard))\n"
-            "for available in (triforce.memory.available, lambda device: None):\n"  # refused before and in the middle
-            "    triforce.memory.available = available\n"
+            # Refused before, and in the middle.
+            "for available in (triforce.engine.memory.available, lambda device: None):\n"
+            "    triforce.engine.memory.available = available\n"
             "    try:\n        engine.generate([5] * 300, 4)\n"
             "    except triforce.UserError as error:\n        print(error)\n"
             "resource.setrlimit(resource.RLIMIT_AS, (hard, hard))\n"

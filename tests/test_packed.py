@@ -5,9 +5,10 @@ import torch
 from conftest import random_prompt
 
 import triforce
-from triforce import attention, memory
+from triforce import attention
+from triforce.cache.prefix import PrefixStore
 from triforce.cpu import Linear, PackedPrefix, multiply, packs
-from triforce.kv.prefix import PrefixStore
+from triforce.engine import memory
 
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="no oneDNN")
 
@@ -36,7 +37,7 @@ def test_a_packed_layer_computes_what_it_did(bias):
 def packed(monkeypatch):
     """The lengths of what is packed."""
     seen, pack = [], PrefixStore.pack
-    monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 200)
+    monkeypatch.setattr("triforce.cache.prefix.MIN_TOKENS", 200)
     monkeypatch.setattr(PrefixStore, "pack", lambda store: seen.append(store.lens[0]) or pack(store))
     return seen
 

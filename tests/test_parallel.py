@@ -15,8 +15,8 @@ import pytest
 from conftest import slow
 
 from triforce import cli
+from triforce.engine.loading import check_draft_ranks
 from triforce.errors import UserError
-from triforce.loading import check_draft_ranks
 from triforce.model import ModelConfig
 from triforce.parallel import Group, from_environment, shard_config
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from conftest import make_state, random_prompt
 
-from triforce.drafting.model import ModelDrafter
-from triforce.kv.offload import Offload, Passage
+from triforce.cache.offload import Offload, Passage
+from triforce.decode.drafters.model import ModelDrafter
+from triforce.decode.plan import Plan
+from triforce.decode.verifier import Speculator
 from triforce.model import ModelConfig
-from triforce.plan import Plan
-from triforce.speculator import Speculator
 
 CONFIG = ModelConfig(64, 32, 3, 4, 2, 8, 48)
 PIECE = 8

@@ -4,10 +4,10 @@
 import pytest
 from conftest import make_state, random_prompt
 
-from triforce.controller import Controller
-from triforce.pilot import Pilot
-from triforce.plan import AUTOREGRESSION, Padding, Plan
-from triforce.speculator import Speculator
+from triforce.decode.controller import Controller
+from triforce.decode.pilot import Pilot
+from triforce.decode.plan import AUTOREGRESSION, Padding, Plan
+from triforce.decode.verifier import Speculator
 
 
 def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(pair, monkeypatch):

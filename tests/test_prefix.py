@@ -16,10 +16,10 @@ from conftest import (
 
 from triforce import attention
 from triforce.attention import dense, merge, merge_parts, parts_of_keys
-from triforce.kv import blocks
-from triforce.kv.views import COMMON, RetrievalView
-from triforce.plan import AUTOREGRESSION, Plan
-from triforce.prefix import common_length
+from triforce.cache import blocks
+from triforce.cache.views import COMMON, RetrievalView
+from triforce.decode.plan import AUTOREGRESSION, Plan
+from triforce.engine.prompt_cache import common_length
 
 DOCUMENT = random_prompt(200)
 PROMPTS = [DOCUMENT + random_prompt(count, seed=seed) for seed, count in enumerate((3, 40, 12))]
@@ -54,7 +54,7 @@ def calls(monkeypatch):
 def test_greedy_bits_of_rows_over_a_shared_prefix(pair, kind, calls, monkeypatch):
     """The same with speculation on and off; the tokens are those of rows that share nothing; the document's keys and
     values stay what they were. Rows flush, at different times."""
-    monkeypatch.setattr("triforce.kv.prefix.MIN_TOKENS", 100)
+    monkeypatch.setattr("triforce.cache.prefix.MIN_TOKENS", 100)
     made = {"keep_logits": True, "max_new_tokens": 60, **KINDS[kind]}
     state = make_state(*pair, PROMPTS, base=BASE, **made)
     shared = state.cache.prefix.shared

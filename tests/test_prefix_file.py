@@ -21,9 +21,9 @@ import torch.multiprocessing as processes
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from triforce.engine.prompt_cache_file import DTYPES, MAGIC, Layout, PrefixReader, write
 from triforce.errors import UserError
 from triforce.parallel import Group
-from triforce.prefix_file import DTYPES, MAGIC, Layout, PrefixReader, write
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, LENGTH, DIM = 3, 4, 37, 8

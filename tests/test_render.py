@@ -17,7 +17,7 @@ from tqdm import tqdm
 from triforce import cli, render
 from triforce.cli import run
 from triforce.cli.interactive import reply
-from triforce.generation import Generation, Stats
+from triforce.engine.output import Generation, Stats
 from triforce.render import COLOURS, Bar, Console, characters, consoles, draw, in_notebook, spans, visible
 
 SIZES = {"flush_interval": 16, "chunk_size": 4, "budget": 64}

@@ -10,13 +10,14 @@ import torch
 from conftest import VOCAB, make_engine, random_prompt, slow
 
 import triforce
-from triforce import UserError, buffers, prefix_file
-from triforce.buffers import Buffers
-from triforce.drafting.memory import LongMemory
-from triforce.drafting.model import ModelDrafter
-from triforce.kv.target import TargetCache
+from triforce import UserError
+from triforce.cache.kv_cache import TargetCache
+from triforce.decode.drafters.memory import LongMemory
+from triforce.decode.drafters.model import ModelDrafter
+from triforce.engine import buffers, prompt_cache_file
+from triforce.engine.buffers import Buffers
+from triforce.engine.prompt_cache import asked, begins_with, storable
 from triforce.model import Transformer
-from triforce.prefix import asked, begins_with, storable
 
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True}
 DOCUMENT = random_prompt(300)
@@ -470,7 +471,7 @@ def test_a_conversation_is_saved_and_gone_on_with(tiny, tmp_path, has_document, 
 
 def test_nobody_answers_while_a_conversation_is_saved(tiny, monkeypatch, tmp_path):
     """Another thread's answer would be written over what is read."""
-    chat, write = tiny.chat(), prefix_file.write
+    chat, write = tiny.chat(), prompt_cache_file.write
     thread = threading.Thread(target=tiny.generate, args=("Something else. " * 60,), kwargs=LAW)
     chat.send("Call me Ishmael. " * 60, **LAW)
 
@@ -480,7 +481,7 @@ def test_nobody_answers_while_a_conversation_is_saved(tiny, monkeypatch, tmp_pat
         assert thread.is_alive()
         write(*args, **how)
 
-    monkeypatch.setattr(prefix_file, "write", slowly)
+    monkeypatch.setattr(prompt_cache_file, "write", slowly)
     chat.save(tmp_path / "talk.prefix")
     thread.join(60)
     assert not thread.is_alive() and tiny.open(tmp_path / "talk.prefix").num_shared > 128

@@ -15,8 +15,8 @@ from torch import nn
 
 from triforce import attention
 from triforce.cpu import Linear, PackedPrefix, RMSNorm, SiLU, adapt, pack_weights, row_unit
+from triforce.decode.plan import AUTOREGRESSION
 from triforce.model import ModelConfig, Transformer
-from triforce.plan import AUTOREGRESSION
 
 ROWS = (4, 8, 12, 16, 36, 64)
 DTYPES = (torch.float32, torch.bfloat16)

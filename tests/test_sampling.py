@@ -7,9 +7,9 @@ import torch
 from conftest import traced
 from reference import reference_filter
 
-from triforce import sampling
+from triforce.decode import sampling
+from triforce.decode.sampling import SamplingParams, Uses, probabilities, sample, uniform
 from triforce.errors import UserError
-from triforce.sampling import SamplingParams, Uses, probabilities, sample, uniform
 
 
 def params(rows=1, **values) -> SamplingParams:

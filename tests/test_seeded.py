@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, slow
 
-from triforce.controller import Controller, Costs
-from triforce.plan import AUTOREGRESSION, Plan
+from triforce.decode.controller import Controller, Costs
+from triforce.decode.plan import AUTOREGRESSION, Plan
 from triforce.tree import Chances, likeliest
 
 CONTEXT, NEW = 500, 64  # flushes after 12 and 44 tokens

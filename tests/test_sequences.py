@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from conftest import make_engine, random_prompt, slow
 
-from triforce import buffers
+from triforce.engine import buffers
 
 # Small, so that a short text is flushed, and its view chosen anew, many times.
 SETTINGS = {"flush_interval": 16, "chunk_size": 4, "budget": 64, "retrieval": True, "max_seq_len": 4096}

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import make_engine, random_prompt
 
+from triforce.decode.batch import State
 from triforce.errors import UserError
 from triforce.model import Transformer
-from triforce.state import State
 
 PREFILL = 100.0
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 from conftest import make_state, random_prompt, run_rounds
 
-from triforce.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding
+from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding
 
 
 def rows_of_passes(model, rounds) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 
 from triforce import cli
 from triforce.cli.main import importing
-from triforce.free_memory import ALLOCATOR, ALLOCATORS, GROWING
+from triforce.runtime.free_memory import ALLOCATOR, ALLOCATORS, GROWING
 
 ROOT = Path(__file__).parent.parent
 START = "import sys; from triforce.cli import main; sys.exit(main(sys.argv[1:]))"

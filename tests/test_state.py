@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import make_state, random_pair, random_prompt, run_rounds
 
-from triforce.pilot import RebuildPolicy
-from triforce.plan import AUTOREGRESSION, ONE_ROW, Plan
-from triforce.speculator import RowRound
+from triforce.decode.pilot import RebuildPolicy
+from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, Plan
+from triforce.decode.verifier import RowRound
 
 
 def assert_queries_are_of_the_newest_tokens(state, model, row: int, count: int, text: list[int]) -> None:

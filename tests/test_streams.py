@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from triforce import streams
-from triforce.streams import ComputeStream
+from triforce.runtime import streams
+from triforce.runtime.streams import ComputeStream
 
 GPU = torch.device("cuda", 0)
 

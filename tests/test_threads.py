@@ -9,8 +9,8 @@ import torch
 from conftest import slow
 
 import triforce
-from triforce import threads
-from triforce.threads import Threads
+from triforce.runtime import threads
+from triforce.runtime.threads import Threads
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import make_state, random_pair, random_prompt, run_rounds
 
-from triforce import sampling
-from triforce.top_p import smallest_kept
+from triforce.decode import sampling
+from triforce.decode.top_p import smallest_kept
 
 
 def laws(words: int) -> torch.Tensor:

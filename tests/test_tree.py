@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from triforce.acceptance import match_tree
+from triforce.decode.acceptance import match_tree
 from triforce.tree import TokenTree
 
 

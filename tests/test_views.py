@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import assert_view_holds_its_selection, make_state, random_prompt, run_rounds
 
-from triforce.kv import views
-from triforce.kv.views import chunk_scores
-from triforce.plan import Plan
+from triforce.cache import views
+from triforce.cache.views import chunk_scores
+from triforce.decode.plan import Plan
 
 
 def chosen(state, row: int = 0) -> list[list[set[int]]]:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import make_engine, random_pair, random_prompt, slow
 
-from triforce import warm_up
 from triforce.config import Settings
+from triforce.decode.batch import State
+from triforce.engine import warm_up
 from triforce.model import ModelConfig
-from triforce.state import State
 
 CPU = torch.device("cpu")
 TARGET, DRAFT = ModelConfig(512, 64, 4, 4, 2, 16, 128), ModelConfig(480, 32, 2, 2, 2, 16, 64)

@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .api import generate, unload
-    from .chat import Chat
-    from .engine import Engine, Stream
+    from .decode.drafters.base import Drafter
+    from .engine.conversation import Chat
+    from .engine.engine import Engine
+    from .engine.loading import load
+    from .engine.output import Generation, Stats
+    from .engine.prompt_cache import Prefix
+    from .engine.session import Stream
     from .errors import UserError
-    from .generation import Generation, Stats
-    from .loading import load
-    from .prefix import Prefix
 
-__all__ = ["Chat", "Engine", "Generation", "Prefix", "Stats", "Stream", "UserError", "generate", "load", "unload"]
+_MODULES = {"generate": "api", "unload": "api", "Engine": "engine.engine", "Stream": "engine.session",
+            "UserError": "errors", "Chat": "engine.conversation", "Prefix": "engine.prompt_cache",
+            "Generation": "engine.output", "Stats": "engine.output", "load": "engine.loading",
+            "Drafter": "decode.drafters.base"}
+__all__ = ["Chat", "Drafter", "Engine", "Generation", "Prefix", "Stats", "Stream", "UserError", "generate", "load",
+           "unload"]
 __version__ = "0.2.0"
-
-_MODULES = {"generate": "api", "unload": "api", "Engine": "engine", "Stream": "engine", "UserError": "errors",
-            "Chat": "chat", "Prefix": "prefix",
-            "Generation": "generation", "Stats": "generation", "load": "loading"}
 
 
 def __getattr__(name: str):

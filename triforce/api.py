@@ -3,9 +3,9 @@
 import gc
 
 from .config import Placement, Sampling, Settings, names_of, split
-from .engine import Engine, check_call, generate_options
-from .host import ProcessLock
-from .loading import load
+from .engine.engine import Engine, check_call, generate_options
+from .engine.loading import load
+from .runtime.host import ProcessLock
 
 _kept: dict[str, Engine] = {}  # at most one engine, under the description of how it was loaded
 _lock = ProcessLock()  # or else each of several threads would load one

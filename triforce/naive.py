@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .coupled import exponential
+from .decode.gumbel import exponential
+from .decode.sampling import key_of, uniform
 from .model import Transformer
-from .sampling import key_of, uniform
 
 DRAFT, RETRIEVAL, FULL = 0, 1, 2  # levels
 ACCEPT, SAMPLE = 0, 1  # what a random number is for

@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 
 from .errors import UserError
 from .model import ModelConfig
-from .streams import use_one_stream
+from .runtime.streams import use_one_stream
 
 if dist.is_available():  # not in every build of PyTorch
     import torch.distributed._functional_collectives as collectives

@@ -14,7 +14,7 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .generation import Generation
+    from .engine.output import Generation
 
 # Levels from the cheapest to the dearest, see levels.py: behind the letters of HTML, and in a terminal's theme. The
 # palette is that of Okabe and Ito, which readers who confuse red and green can tell apart; it is thin enough for

@@ -17,17 +17,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import __version__, memory
+from .. import __version__
 from ..config import Placement, Sampling, Settings, find_device, whole
-from ..engine import Engine
+from ..decode.plan import AUTOREGRESSION, Plan
+from ..engine import memory
+from ..engine.engine import Engine
+from ..engine.loading import find_dtype, load
+from ..engine.prompt_cache import first_difference
 from ..errors import UserError
 from ..hf.checkpoint import read_config
 from ..hf.folders import resolve
 from ..hf.tokenizer import Tokenizer
-from ..loading import find_dtype, load
-from ..plan import AUTOREGRESSION, Plan
-from ..prefix import first_difference
-from ..streams import use_one_stream
+from ..runtime.streams import use_one_stream
 from . import plan, request
 from .main import Paragraphs, Parser, parse
 

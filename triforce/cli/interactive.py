@@ -4,7 +4,7 @@ import contextlib
 import io
 import sys
 
-from ..chat import Chat
+from ..engine.conversation import Chat
 from ..errors import UserError
 from ..render import say
 

@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterator
 
 from ..config import Placement, Sampling, Settings
+from ..engine.keep import WAYS
 from ..errors import UserError, not_known
-from ..free_memory import ALLOCATOR, ALLOCATORS, GROWING
-from ..keep import WAYS
 from ..render import consoles, say
+from ..runtime.free_memory import ALLOCATOR, ALLOCATORS, GROWING
 from .request import read_request
 
 # `triforce download ...`; without one of them, it generates.

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import memory
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
+from ..engine import memory
+from ..engine.loading import find_dtype
+from ..engine.memory import Part, Sizes
 from ..errors import UserError
 from ..fp8 import check_copy, copy_bytes
 from ..hf.checkpoint import read_config
 from ..hf.folders import find_draft, resolve
-from ..loading import find_dtype
-from ..memory import Part, Sizes
 from ..model import ModelConfig
 from ..parallel import Group, shard_config
 from . import request

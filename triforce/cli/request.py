@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, names_of, whole
+from ..engine.prompt_cache_path import check_source, check_target
 from ..errors import UserError
-from ..free_memory import check_answers
 from ..hf.folders import find_draft, resolve
 from ..hf.tokenizer import is_messages
-from ..prefix_path import check_source, check_target
 from ..render import say
+from ..runtime.free_memory import check_answers
 
 DEFAULT_PROMPT_LEN = 16_384
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

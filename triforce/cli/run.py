@@ -11,14 +11,14 @@ from contextlib import closing
 from dataclasses import asdict
 from statistics import median
 
-from ..chat import Chat
 from ..config import Placement, Sampling, Settings, find_device
+from ..engine.conversation import Chat
+from ..engine.keep import cut, fit
+from ..engine.loading import load
+from ..engine.output import Generation, as_json, totals
+from ..engine.prompt_cache import Prefix, asked, check_room, first_difference
 from ..errors import TooLong, UserError
-from ..generation import Generation, as_json, totals
-from ..keep import cut, fit
-from ..loading import load
 from ..parallel import agreed
-from ..prefix import Prefix, asked, check_room, first_difference
 from ..render import Bar, as_ansi, draw, legend, say
 from .interactive import converse
 from .request import DEFAULT_PROMPT_LEN, Request, about_a_document, given

@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..fp8 import FP8, has_nan, widen
 from ..model import ModelConfig, Transformer
 from ..parallel import Group, join, shard_config
-from ..streams import like_this_thread
+from ..runtime.streams import like_this_thread
 from .config import config_from_hf
 from .files import FLAG, Fields, about, check_file, guarded, number, read_json, read_optional_json, several, whole
 from .folders import find_weights

@@ -119,6 +119,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from ..start import main as run
+    from ..cli import main as run
 
     sys.exit(run(["download", *sys.argv[1:]]))

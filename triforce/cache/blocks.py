@@ -1,0 +1,326 @@
+"""Blocks of a target's cache: what a decoding step, or a chunk of a prefill, gives the model as its `kv`.
+
+Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, T tail slots, D head_dim.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import attention
+from ..attention import rotate
+from ..cpu import MANY_ROWS, MIN_ROWS
+from ..model import ModelConfig, RotaryEmbedding, eager
+from ..runtime.graphs import put
+from . import prefix
+from .kv_cache import TargetCache
+from .offload import Passage
+from .store import Extent, View
+
+
+def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, tree, tail_slots: int,
+                     config: ModelConfig, view_len: Tensor | None, room: int, dtype: torch.dtype):
+    """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T]; and of
+    a tree whose rows see their paths apart, the slots of these [B, M, P] and their bias [B, 1, 1, M, P]; or None.
+
+    Values have angles, too, of 0: all heads of a token are turned in one go.
+
+    Args:
+        tree: what has a `Layout`.
+        view_len, room: of a view that lies before the tail, [B], and its capacity. None, 0: there is none.
+        dtype: of the bias over slots.
+    """
+    layout, first = tree.layout(start.device), start - prefix_len  # the pending token's slot
+    rows, positions = tree.rows, start[:, None] + layout.depths  # [B, M]
+    turned, still = config.n_head + config.n_kv_head, config.n_kv_head
+    # As projected heads lie in memory, [B, M, H + 2K, D].
+    cos, sin = (torch.cat([table[:, :, None].expand(-1, -1, turned, -1),
+                           torch.full_like(table, value)[:, :, None].expand(-1, -1, still, -1)], 2).transpose(1, 2)
+                for table, value in zip(rope(positions), (1.0, 0.0), strict=True))
+    slots, group = first[:, None] + layout.slots, config.query_group
+    slot = torch.arange(tail_slots, device=start.device)
+    seen = slot < (first[:, None] + layout.before)[..., None]  # [B, M, T]
+    path = None if layout.path is None else first[:, None, None] + layout.path  # [B, M, P]
+    if path is not None and not layout.apart:
+        seen = seen | (path[..., None] == slot).any(2)
+    bias = attention.fold_mask(seen, group, dtype)
+    if room:
+        bias = torch.cat([_view_bias(view_len, 0, room, rows, group, dtype), bias], -1)
+    if not layout.apart:
+        return cos, sin, slots + room, bias, None, None
+    own = torch.where(path >= 0, 0.0, float("-inf"))[:, None, None]
+    return cos, sin, slots + room, bias, path.clamp(min=0) + room, own
+
+
+def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int, dtype: torch.dtype) -> Tensor:
+    """Hides, of positions [start, stop) of a view, those that a row of the batch does not have."""
+    held = torch.arange(start, stop, device=view_len.device) < view_len[:, None]  # [B, stop - start]
+    return attention.fold_mask(held[:, None].expand(-1, rows, -1), group, dtype)
+
+
+class TargetBlock:
+    """`kv` of a decoding step over one view: M rows a row of the batch, at the positions of a tree from `start` on."""
+
+    def __init__(self, cache: TargetCache, view: View, start: Tensor, tree, extent: Extent, keep_queries: bool,
+                 compiled=eager, on_piece=None):
+        """start: [B], the position of each row's first token. extent: how much of the view is attended to.
+
+        tree: a `TokenTree`, or else what has rows and a `Layout`.
+        on_piece: called with (layer, number, piece) for what `Passage.pieces` gives, before it is overwritten.
+        """
+        self.cache, self.view, self.rows, self.extent = cache, view, tree.rows, extent
+        self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
+        self.passage = None if view.streams is None else Passage(view.streams, ahead=True)
+        tail = cache.tail
+        # Where `write` writes, and what it attends over.
+        self.written, room = (tail.storage, tail.room) if view.joined else (tail.kv, 0)
+        self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
+            cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if room else None, room,
+            torch.float32 if tail.slots + room > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
+        self.ragged_bias = self.is_empty = None
+        dense, longest, starts = extent
+        if longest <= dense or view.joined:
+            return
+        if view.length_on_device:
+            self.is_empty = (view.own_len == 0)[:, None, None]
+        else:
+            first, length = (0, view.own_len - view.starts) if starts else (dense, view.own_len)
+            self.ragged_bias = _view_bias(length, first, first + longest - dense, self.rows, cache.group,
+                                          tail.whole.dtype)
+
+    def layer(self, i: int) -> "TargetLayer":
+        return TargetLayer(self, i)
+
+
+class TargetLayer:
+    """One layer of a TargetBlock. Compiled code sees attributes of its own: what it reads is then the same for all
+    layers."""
+
+    def __init__(self, block: TargetBlock, i: int):
+        cache, config, view = block.cache, block.cache.config, block.view
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.cos, self.sin, self.slots, self.bias = block.cos, block.sin, block.slots, block.bias
+        self.written = block.written[i]  # [2, B, K, T, D], or with the view before it
+        self.queries = cache.queries[i] if block.keep_queries else None
+        self.path, self.path_bias = block.path, block.path_bias
+        self.length_on_device, self.alone = view.length_on_device, view.joined and view.shared is None
+        self._block, self._i = block, i
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], and what they see in the tail, or, where it lies
+        before that, in view and tail; K and V are written."""
+        q, kv = rotate(heads, self.cos, self.sin).split([self.n_head, 2 * self.n_kv_head], dim=1)
+        if self.queries is not None:
+            self.queries[:, :, : q.shape[2]] = q
+        kv = kv.unflatten(1, (2, -1))  # [B, 2, K, M, D]
+        put(self.written, self.slots, kv.permute(0, 3, 1, 2, 4), batch_dim=1, dim=3)
+        q = attention.fold(q, self.n_kv_head)
+        if self.length_on_device:
+            q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
+        if self.path is None:
+            return q, [attention.masked(q, *self.written, self.bias, no_empty_rows=True, alone=self.alone)]
+        # First itself and its path, since every row sees itself.
+        return q, [attention.apart(q, *self._path(kv), self.path_bias), attention.masked(q, *self.written, self.bias)]
+
+    def _path(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of each row's path, [B, K, M, P, D] each. kv: [B, 2, K, M, D], those of the rows."""
+        if self.path.shape[2] == 1:  # itself alone
+            return kv[:, 0, :, :, None], kv[:, 1, :, :, None]
+        rows = torch.arange(len(kv), device=kv.device)[:, None, None]
+        k, v = (half[rows, :, self.path].permute(0, 3, 1, 2, 4) for half in self.written)
+        return k, v
+
+    def read(self, q: Tensor) -> list:
+        """What the queries see in the view: states over what all rows share, over its dense part and over its ragged
+        part, where there are such. The ragged part comes last: where it weighs nothing, no bits depend on it."""
+        block, view = self._block, self._block.view
+        if self._i >= len(view.k):
+            return self._read_pieces(q)
+        states = []
+        if view.shared is not None:
+            states.append(over_shared(view, self._i, q, block.passage, block.on_piece))
+        if view.joined:
+            return states
+        k, v = view.k[self._i], view.v[self._i]
+        dense, longest, starts = block.extent
+        if view.length_on_device:
+            if longest:
+                states.append(attention.up_to(q, k, v, view.own_len, longest, view.places, block.is_empty))
+            return states
+        start = 0
+        if view.packed is not None and q.shape[2] >= MIN_ROWS:
+            packed = view.packed[self._i]
+            states.append(packed.dense(q))
+            start = packed.length
+        if dense > start:
+            states.append(attention.dense(q, k[:, :, start:dense], v[:, :, start:dense]))
+        if starts:
+            states.append(attention.as_batch([
+                attention.dense(one[None], *(x[row, None, :, dense : starts[row]] for x in (k, v)))
+                for row, one in enumerate(q)]))
+        if block.ragged_bias is not None:
+            states.append(self._ragged(q, k, v))
+        return states
+
+    def _ragged(self, q: Tensor, k: Tensor, v: Tensor) -> attention.State:
+        """Over what is masked, GROWTH positions at a time."""
+        (dense, longest, starts), states = self._block.extent, []
+        for begin in range(0, longest - dense, prefix.GROWTH):
+            end = min(begin + prefix.GROWTH, longest - dense)
+            if starts:
+                seen = (torch.stack([x[row, :, first + begin : first + end] for row, first in enumerate(starts)])
+                        for x in (k, v))
+            else:
+                seen = (x[:, :, dense + begin : dense + end] for x in (k, v))
+            states.append(attention.masked(q, *seen, self._block.ragged_bias[..., begin:end], long=True))
+        return functools.reduce(attention.merge, states)
+
+    def _read_pieces(self, q: Tensor) -> list:
+        """The same of a layer that streams past: the states of its pieces, merged as they come."""
+        block, merged = self._block, []
+        dense, longest, _ = block.extent
+        for number, kv in block.passage.pieces(self._i, longest):
+            start = number * block.view.offload.piece
+            k, v = kv[:, :, : longest - start].transpose(2, 3)  # [B, K, n, D] each
+            split = min(max(dense - start, 0), k.shape[2])
+            states = [attention.dense(q, k[:, :, :split], v[:, :, :split])] if split else []
+            if split < k.shape[2]:
+                bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
+                states.append(attention.masked(q, k[:, :, split:], v[:, :, split:], bias, long=True))
+            merged = [functools.reduce(attention.merge, merged + states)]
+            if block.on_piece is not None:
+                block.on_piece(self._i, number, kv)
+        return merged
+
+
+def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, on_piece=None,
+                once: bool = False) -> attention.State:
+    """The state of queries [B, K, R, D] over layer i of what all rows have before a view, perhaps one of parts.
+
+    Args:
+        passage: of what streams past, if anything does.
+        on_piece: see `TargetBlock`.
+        once: it is a prefill's: the kernel may depend on the number of rows. In a round on a CPU it may not: rows that
+            end would change the bits of the others.
+    """
+    shared, base = view.shared, view.base
+    if i < len(shared.k):
+        rows = len(q) * q.shape[2]
+        if shared.packed is not None and rows >= MIN_ROWS and not (once and rows >= MANY_ROWS):
+            return attention.of_batch(shared.packed[i].dense, q)
+        return attention.shared(q, shared.k[i][:, :, :base], shared.v[i][:, :, :base], once)
+    states = []
+    for number, kv in passage.pieces(i, base):
+        k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each
+        states.append(attention.merge_parts(*attention.shared(q, k, v, once)))
+        states = [functools.reduce(attention.merge, states)]
+        if on_piece is not None:
+            on_piece(i, number, kv)
+    return states[0]
+
+
+@dataclass
+class PrefillBlock:
+    """`kv` of a prefill chunk of some rows: positions [start, stop), written straight into the prefix."""
+
+    cache: TargetCache
+    rows: range  # of the batch, with the same positions
+    start: int
+    stop: int
+    begin: int  # of the whole prefill that this chunk is a part of
+    end: int
+    lengths: list[int]  # where the tokens of each row end; what comes after is padding
+    keep_queries: bool
+    passage: Passage | None  # of all chunks together, where a shared prefix streams past
+    on_layer: Callable[[int], None] | None  # called with each layer's number when the last chunk's K and V are written
+
+    def __post_init__(self):
+        place = torch.arange(self.start, self.stop, device=self.cache.prefix.len.device)
+        self.cos, self.sin = self.cache.rope(place)  # [M, D]
+
+    def layer(self, i: int) -> "PrefillLayer":
+        return PrefillLayer(self, i)
+
+
+class PrefillLayer:
+    """One layer of a PrefillBlock."""
+
+    def __init__(self, block: PrefillBlock, i: int):
+        self.block, self.i, prefix = block, i, block.cache.prefix
+        self.n_head, self.n_kv_head = block.cache.config.n_head, block.cache.config.n_kv_head
+        self.offload = prefix.offload if i >= prefix.num_resident else None
+        if self.offload is not None and block.start == block.begin:
+            self.offload.open_work(i, block.rows.start, block.begin, block.end)
+        kv = prefix.working_layer(i, block.rows)  # K, V [B, K, S, D], from position `base` on
+        start, stop = block.start - prefix.base, block.stop - prefix.base
+        self.before = [x[:, :, :start] for x in kv]
+        self.k, self.v = (x[:, :, start:stop] for x in kv)  # [B, K, M, D]
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        """Unrotated [B, H + 2K, M, D] -> queries [B, H, M, D]; K and V are written."""
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        q = rotate(q, self.block.cos, self.block.sin)
+        rotate(k, self.block.cos, self.block.sin, out=self.k)
+        self.v.copy_(v)
+        return q, []
+
+    def close(self, q: Tensor) -> None:
+        """All that a chunk leaves behind is there, once its last queries are kept."""
+        block = self.block
+        if self.offload is not None:
+            self.offload.store_chunk(self.i, block.rows.start, block.start, block.stop)
+        if block.keep_queries:
+            for row, mine, length in zip(block.rows, q, block.lengths, strict=True):
+                newest = length - block.start
+                count = min(block.cache.newest, newest)
+                block.cache.queries[self.i][row][:, :count] = mine[:, newest - count : newest]
+        if block.on_layer is not None and block.stop == block.end:
+            block.on_layer(self.i)
+
+    def read(self, q: Tensor) -> list:
+        """The causal square of the chunk, and all that comes before it, unmasked."""
+        self.close(q)
+        group, prefix, rows = self.n_head // self.n_kv_head, self.block.cache.prefix, q.shape[2]
+        own = attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))
+        q, before = attention.fold(q, self.n_kv_head), []
+        if prefix.shared is not None:
+            before.append(attention.merge_parts(*over_shared(prefix, self.i, q, self.block.passage, once=True)))
+        if self.before[0].shape[2]:
+            # A number of rows that is met once only needs one plan for all keys.
+            once = rows & (rows - 1)
+            before += [attention.dense(q, *self.before)] if once else attention.by_powers(q, *self.before)
+        return [own, *((out.reshape(own[0].shape), lse.reshape(own[1].shape)) for out, lse in before)]
+
+
+def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size: int, *,
+                   lengths: list[int] | None = None, keep_queries: bool = False,
+                   on_layer=None) -> list[tuple[int, int, PrefillBlock]]:
+    """Chunks of at most `size` of the tokens [start, stop) of some rows: what `Transformer.prefill` takes.
+
+    Args:
+        lengths: where the tokens of each row end; rows that end differently are prefilled in one chunk. None: at
+            `stop`.
+        keep_queries: of the last tokens, for a view to choose by.
+        on_layer: see `PrefillBlock`.
+    """
+    lengths, passage = lengths or [stop] * len(rows), None
+    edges = [*range(start, stop, size), stop]
+    if cache.prefix.len.is_cuda and min(lengths) == stop:
+        # What the last chunk has beyond whole tiles is a chunk of its own, with all queries that are kept: for it,
+        # another kernel is the fastest. Where a chunk of full size is no whole tiles, none of them is cut.
+        count = stop - edges[-2]
+        whole = (count - (cache.newest if keep_queries else 1)) // attention.TILE * attention.TILE
+        if count % attention.TILE and count < size and whole > 0:
+            edges.insert(-1, edges[-2] + whole)
+    if keep_queries:
+        place = torch.arange(cache.query_weight.shape[1], device=cache.query_weight.device)
+        for row, length in zip(rows, lengths, strict=True):
+            cache.query_weight[row] = place < min(length - edges[-2], cache.newest)
+    if cache.prefix.streams is not None:
+        passage = Passage(cache.prefix.streams)
+    return [(a - start, b - start, PrefillBlock(cache, rows, a, b, start, stop, lengths, keep_queries and b == stop,
+                                                passage, on_layer)) for a, b in itertools.pairwise(edges)]

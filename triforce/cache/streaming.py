@@ -1,0 +1,98 @@
+"""Sinks and a ring of recent tokens, for a draft model of short context.
+
+Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, D head_dim.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+
+from .. import attention
+from ..attention import rotate
+from ..model import ModelConfig, RotaryEmbedding, eager
+from ..runtime.graphs import put
+from .store import View
+
+
+class StreamingCache(View):
+    """Attention sinks and a ring of recent tokens (StreamingLLM, arXiv 2309.17453), for a draft of short context.
+
+    Keys are stored unrotated and rotated by their rank in the cache whenever they are attended to, so that a model
+    trained on 2,048 positions never meets position 124,928. Whoever drafts with it holds the lengths.
+
+    Args:
+        slack: how many tokens at least may be written ahead and then forgotten. The ring holds `window_size + slack`.
+    """
+
+    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, num_sink: int, window_size: int,
+                 slack: int, device, dtype):
+        capacity = -(-(num_sink + window_size + slack) // 8) * 8  # a multiple of what tensor cores load at a time
+        super().__init__(config, batch, capacity, device, dtype)
+        self.config, self.num_sink, self.window_size = config, num_sink, window_size
+        positions = torch.tensor(range(capacity), device=device)
+        if positions.is_meta:  # a plan of the memory; PyTorch would import its compiler to compute, which takes seconds
+            self.angles = (positions.new_empty(capacity, config.head_dim, dtype=torch.float32),) * 2
+        else:
+            self.angles = rope(positions)  # cos, sin of every rank, [capacity, D] each
+
+    def part(self, rows: slice) -> "StreamingCache":
+        """The same storage, seen as a batch of some of its rows."""
+        part = copy.copy(self)
+        part.k, part.v = [k[rows] for k in self.k], [v[rows] for v in self.v]
+        return part
+
+
+def _streaming_geometry(angles: tuple[Tensor, Tensor], start: Tensor, rows: int, num_sink: int, window_size: int,
+                        group: int, dtype: torch.dtype):
+    """What all layers share: cos, sin of the keys [B, 1, capacity, D] and of the rows [B, 1, M, D], slots [B, M], bias
+    [B, 1, G * M, capacity] of a dtype. angles: those of every rank, [capacity, D] each."""
+    capacity = len(angles[0])
+    ring = capacity - num_sink
+    positions = start[:, None] + torch.arange(rows, device=start.device)  # [B, M]
+    slots = torch.where(positions < num_sink, positions, num_sink + (positions - num_sink) % ring)
+    # Which position each slot holds once this block is written: the newest one that maps to it.
+    slot = torch.arange(capacity, device=start.device)
+    newest = positions[:, -1:]
+    held = torch.where(slot < num_sink, slot, newest - (newest - slot) % ring)  # [B, capacity]
+    oldest = (start[:, None] - window_size + 1).clamp(min=num_sink)  # [B, 1]
+    ranks = [torch.where(p < num_sink, p, num_sink + p - oldest).clamp(min=0) for p in (held, positions)]
+    (key_cos, key_sin), (cos, sin) = ([table[rank] for table in angles] for rank in ranks)
+    held, positions = held[:, None], positions[..., None]
+    recent = (held > positions - window_size) & (held >= num_sink) | (slot < num_sink)
+    bias = attention.fold_mask((held <= positions) & recent, group, dtype)
+    return key_cos[:, None], key_sin[:, None], cos[:, None], sin[:, None], slots, bias
+
+
+class StreamingBlock:
+    """`kv` of a draft's step: `rows` tokens a row of the batch, at consecutive positions from `start` [B]."""
+
+    def __init__(self, cache: StreamingCache, start: Tensor, rows: int, compiled=eager):
+        self.cache, self.compiled = cache, compiled
+        config = cache.config
+        self.key_cos, self.key_sin, self.cos, self.sin, self.slots, self.bias = compiled(_streaming_geometry)(
+            cache.angles, start, rows, cache.num_sink, cache.window_size, config.query_group, cache.k[0].dtype)
+
+    def layer(self, i: int) -> "StreamingLayer":
+        return StreamingLayer(self, i)
+
+
+class StreamingLayer:
+    """One layer of a StreamingBlock."""
+
+    def __init__(self, block: StreamingBlock, i: int):
+        self.n_head, self.n_kv_head = block.cache.config.n_head, block.cache.config.n_kv_head
+        self.key_cos, self.key_sin, self.cos, self.sin = block.key_cos, block.key_sin, block.cos, block.sin
+        self.slots, self.bias, self.k, self.v = block.slots, block.bias, block.cache.k[i], block.cache.v[i]
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the whole cache."""
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        put(self.k, self.slots, k.transpose(1, 2), dim=2)
+        put(self.v, self.slots, v.transpose(1, 2), dim=2)
+        keys = rotate(self.k, self.key_cos, self.key_sin)
+        q = attention.fold(rotate(q, self.cos, self.sin), self.n_kv_head)
+        return q, [attention.masked(q, keys, self.v, self.bias, no_empty_rows=True)]
+
+    def read(self, q: Tensor) -> list:
+        return []

@@ -1,0 +1,1 @@
+"""How tokens are decoded: levels that draft and check, and who chooses what drafts."""

@@ -1,0 +1,131 @@
+"""A small model as a drafter: it draws one token a step.
+
+Shapes: B batch, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ...cache.store import Extent
+from ...model import Transformer
+from ...runtime.graphs import Compiler, preparations, put
+from .. import sampling
+from ..plan import Plan
+from ..sampling import SAMPLE
+from ..tape import DRAFT, Tape
+from .base import Drafter
+from .memory import LongMemory, StreamingMemory
+
+
+class ModelDrafter(Drafter):
+    """See the module.
+
+    Args:
+        memory: what the model attends to.
+        max_drafted: the most tokens of a proposal.
+    """
+
+    # The most tokens that are settled between two proposals and that the draft has not seen: the last drafted one, a
+    # bonus token of each level above, and the pending one.
+    CATCH_UP_ROWS = 4
+    records_unseen = True
+
+    def __init__(self, model: Transformer, memory: StreamingMemory | LongMemory, tape: Tape, *, max_drafted: int,
+                 compiler: Compiler):
+        self.model, self.memory, self.tape = model, memory, tape
+        self.nbytes, self.weight_bytes, self.num_layers = memory.nbytes, model.weight_bytes, model.config.n_layer
+        self.length, self.head, self.base = tape.buffer(), tape.buffer(), tape.buffer()  # [B] each
+        self.num_drafted = tape.buffer()
+        self.noise = None if tape.coupled else tape.buffer(max_drafted, dtype=torch.float64)
+        self.compiler = compiler
+        self.step = compiler.step(self._step, num_lengths=2)
+        self._seen = [0] * len(tape.tokens)  # tokens of each row that it has taken in for certain
+        self._awaited: dict[int, int] = {}  # by row: tokens to take in at `open`
+        self._left_out = False  # of the last round
+        self._departed: set[int] = set()  # rows whose text went another way in the last round
+
+    def prefill(self, row: int, length: int, fresh: bool = True) -> None:
+        if fresh or not self.memory.goes_on:
+            self._seen[row] = 0  # from now on, since an interrupt may come before `open`
+        self._awaited[row] = length
+
+    def open(self, ends: list[int]) -> None:
+        self._take_in(self._awaited)
+        self._awaited = {}
+        self.memory.open(ends)
+
+    def _take_in(self, lengths: dict[int, int]) -> None:
+        """Of these rows, so many tokens."""
+        if lengths:
+            self.memory.take_in({row: (length, self._seen[row]) for row, length in lengths.items()})
+        for row, length in lengths.items():
+            self.length[row].fill_(length)
+            self._seen[row] = length
+
+    def catch_up(self, lengths: list[int]) -> None:
+        self._take_in({row: length for row, length in enumerate(lengths)
+                       if length > self._seen[row] and (self._left_out or row in self._departed)})
+        self._seen, self._left_out = list(lengths), False
+        self._departed.clear()
+
+    def leave_out(self) -> None:
+        self._left_out = True
+
+    def depart(self, row: int) -> None:
+        self._departed.add(row)
+
+    def flush(self, row: int, length: int) -> None:
+        if not self._left_out and self.memory.flush(row, length):
+            self.length[row].fill_(length)
+
+    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+        self.base.copy_(start)
+        self.head.copy_(start)
+        self.num_drafted.fill_(plan.gamma)
+        for i in range(plan.gamma):
+            self.step(*self.memory.extent, self._rows(i), probs)
+        return self.num_drafted
+
+    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+        for rows in {self._rows(i) for i in range(plan.gamma)} if self.memory.never_grows else ():
+            yield from preparations(self.step, *self.memory.extent, rows, probs)
+
+    def _rows(self, i: int) -> int:
+        """Of the step that draws token i of a proposal. Where steps are compiled they have one size."""
+        return self.CATCH_UP_ROWS if i == 0 or self.compiler.compiles else 1
+
+    def commit(self, length: Tensor) -> None:
+        self.length.copy_(torch.minimum(self.length, length))
+
+    def _step(self, dense: int, longest: int, starts: tuple, rows: int, probs: Tensor | None) -> None:
+        """Takes in the tape up to `head`, then draws the token at head + 1."""
+        compiled = self.compiler
+        tokens = compiled(ModelDrafter._begin)(self, rows)
+        kv = self.memory.block(self.length, rows, Extent(dense, longest, starts), compiled)
+        hidden = self.model(tokens, kv)  # [B, rows, dim]
+        compiled(ModelDrafter._finish)(self, hidden, probs)
+
+    def _begin(self, rows: int) -> Tensor:
+        if self.noise is not None and rows > 1:  # the first of a proposal draws the numbers for all
+            ahead = self.base[:, None] + 1 + torch.arange(self.noise.shape[1], device=self.base.device)
+            self.noise.copy_(self.tape.uniform(ahead, DRAFT, SAMPLE))
+        index = self.length[:, None] + torch.arange(rows, device=self.base.device)
+        return self.tape.tokens.gather(1, torch.minimum(index, self.head[:, None]))  # padded with a valid token
+
+    def _finish(self, hidden: Tensor, probs: Tensor | None) -> None:
+        tape, length, head = self.tape, self.length, self.head
+        if hidden.shape[1] > 1:
+            hidden = hidden.gather(1, (head - length)[:, None, None].expand(-1, 1, hidden.shape[2]))
+        logits, at, position = self.model.output(hidden), (head - self.base)[:, None], head[:, None] + 1
+        if self.noise is None:
+            token = tape.note(position, tape.rank(logits, position))  # [B, 1]
+        else:
+            law = tape.law(logits, drafts=True)  # [B, 1, V]
+            token = sampling.sample(law, self.noise.gather(1, at))
+            if probs is not None:
+                put(probs, at, law)
+        head += 1
+        put(tape.tokens, head[:, None], token)
+        length.copy_(head)

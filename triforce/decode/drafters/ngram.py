@@ -1,0 +1,122 @@
+"""Drafting by looking up: what followed the last few tokens when they last stood in the prompt or the output.
+
+Needs no model and no training (prompt lookup; LLMA, arXiv 2304.04487). A proposal is deterministic: it has no law to
+sample from, and acceptance treats it as a law with all its mass on one token. Knows nothing of models or caches.
+
+Shapes: B batch, N positions of the tape, n tokens proposed.
+"""
+
+import bisect
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ...runtime.graphs import Compiler, preparations
+from ..controller import Rate
+from ..plan import Plan
+from ..tape import Tape
+from .base import Drafter
+
+
+class NgramDrafter(Drafter):
+    """Proposes the continuation of the longest match of the newest tokens, of the latest one if several are as long.
+
+    The search compares the whole tape with the newest tokens, a pass over N integers (1 MB at 128K): less than any
+    index costs to keep, and it runs on the device without a host sync.
+
+    Args:
+        max_drafted: the most tokens of a proposal to a level that wants no laws.
+    """
+
+    LONGEST, SHORTEST = 4, 2  # tokens that are compared; a match of fewer proposes nothing
+    emits_laws, records_unseen = False, True
+
+    def __init__(self, tape: Tape, *, max_drafted: int, compiler: Compiler):
+        self.tape, self.max_drafted = tape, max_drafted
+        self.base, self.num_drafted = tape.buffer(), tape.buffer()
+        self.compiler, self.step = compiler, compiler.step(self._step)
+
+    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+        self.base.copy_(start)
+        self.step(*self._args(probs))
+        return torch.clamp(self.num_drafted, max=plan.gamma, out=self.num_drafted)
+
+    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+        yield from preparations(self.step, *self._args(probs))
+
+    def _args(self, probs: Tensor | None) -> tuple[int, Tensor | None]:
+        """As many as the checking level has rows for, so that one compiled step serves every gamma."""
+        return self.max_drafted if probs is None else probs.shape[1] - 1, probs
+
+    def _step(self, n: int, probs: Tensor | None) -> None:
+        self.compiler(NgramDrafter._look_up)(self, n, probs)
+
+    def _look_up(self, n: int, probs: Tensor | None) -> None:
+        tokens, start = self.tape.tokens, self.base  # [B, N], [B]
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        run = torch.ones_like(tokens, dtype=torch.bool)
+        matched = torch.zeros_like(tokens)  # length of the match that ends at each position
+        for back in range(self.LONGEST):
+            newest = tokens.gather(1, (start - back).clamp(min=0)[:, None])
+            run = run & (tokens.roll(back, 1) == newest) & (position >= back) & (start >= back)[:, None]
+            matched += run
+        matched = torch.where(position < start[:, None], matched, 0)  # not the newest tokens themselves
+        best = (matched * tokens.shape[1] + position).argmax(1)  # [B]: the longest, of those the latest
+        long_enough = matched.gather(1, best[:, None]).squeeze(1) >= self.SHORTEST
+        follow = best[:, None] + 1 + torch.arange(n, device=tokens.device)
+        drafted = tokens.gather(1, torch.minimum(follow, start[:, None]))  # padded with a valid token
+        known = (start - best).clamp(max=n)  # what follows the match ends at the newest token
+        self.num_drafted.copy_(torch.where(long_enough, known, 0))
+        if probs is not None:  # the checker expects laws: all their mass lies on the token
+            probs[:, :n] = torch.zeros_like(probs[:, :n]).scatter(2, drafted[..., None], 1.0)
+        tokens.scatter_(1, start[:, None] + 1 + torch.arange(n, device=tokens.device), drafted)
+
+
+class NgramMeter:
+    """How likely looking up is right: on the host, from kept tokens, whether or not it was used.
+
+    Quotes come in runs, so there is a rate for each length of the run of tokens that it has just got right. One
+    dictionary entry a token: it costs next to nothing per token, whatever the prompt's length.
+    """
+
+    LENGTH = 3  # tokens that are looked up
+    RUNS = (0, 1, 4)  # a rate from each of these on
+    PRIORS = (0.1, 0.4, 0.8)
+    JUDGED = 2048  # of the prompt's tokens, the last are already judged by
+
+    def __init__(self, tokens: list[int]):
+        self.follows, self.run, length = {}, 0, self.LENGTH
+        self.shared: dict = {}  # of a text that others continue, too: it is read, and not written
+        self.rates = [Rate(prior) for prior in self.PRIORS]
+        self.tokens = list(tokens[: max(len(tokens) - self.JUDGED, length)])
+        for end in range(length, len(self.tokens)):
+            self.follows[tuple(tokens[end - length : end])] = tokens[end]
+        self.update(tokens[len(self.tokens) :])
+
+    @property
+    def rate(self) -> float:
+        """The chance that looking up the next token is right."""
+        return self._rate.value
+
+    @property
+    def _rate(self) -> Rate:
+        return self.rates[bisect.bisect_right(self.RUNS, self.run) - 1]
+
+    def fork(self, tokens: list[int]) -> "NgramMeter":
+        """A meter of this text and what follows it, without a copy of what is known of this text."""
+        fork = NgramMeter(self.tokens[-self.LENGTH :])
+        fork.shared, fork.run, fork.rates = self.follows, self.run, copy.deepcopy(self.rates)
+        fork.update(tokens)
+        return fork
+
+    def update(self, tokens: list[int]) -> None:
+        """Takes in kept tokens."""
+        for token in tokens:
+            key = tuple(self.tokens[-self.LENGTH :])
+            right = self.follows.get(key, self.shared.get(key)) == token
+            self._rate.update(right, 1)
+            self.run = self.run + 1 if right else 0
+            self.follows[key] = token
+            self.tokens.append(token)

@@ -1,0 +1,269 @@
+"""The levels over one batch of conversations, and a round of all of them.
+
+    full        the target over its whole cache            emits
+    retrieval   the target over a view of its cache        proposes to the full level
+    sources     a draft model, n-grams, ...                propose to either
+
+Which of them take part in a round is the plan's to say.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..cache.kv_cache import TargetCache
+from ..cache.streaming import StreamingCache
+from ..cache.views import CommonView, RetrievalView
+from ..config import Settings
+from ..errors import UserError
+from ..model import Transformer
+from ..runtime.graphs import Compiler
+from ..tree import TokenTree
+from .drafters.base import Drafter
+from .drafters.memory import LongMemory, StreamingMemory
+from .drafters.model import ModelDrafter
+from .drafters.ngram import NgramDrafter
+from .drafters.ranks import SharedDrafter
+from .plan import Plan
+from .tape import FULL, RETRIEVAL, Tape
+from .verifier import RowRound, Speculator
+
+
+@dataclass
+class Timing:
+    """How long a round took, in milliseconds."""
+
+    plan: Plan
+    drafting: float  # all before its verify
+    checking: float  # from there to the host's read
+
+
+@dataclass
+class Round:
+    """What a round brought."""
+
+    plan: Plan
+    rows: list[RowRound]
+    # Of this round, or, with several ranks, what the first of them measured of the one before. None where a step was
+    # not as fast as it will be: it was warmed up, or recorded.
+    timing: Timing | None
+
+
+class Clock:
+    """Takes the times of one round: by events on a GPU, where the host runs ahead of the device."""
+
+    def __init__(self, compiler: Compiler, device: torch.device):
+        self.compiler, self.on_gpu, self.recorded = compiler, device.type == "cuda", compiler.num_recorded
+        self.begun = time.perf_counter()
+        if self.on_gpu:
+            self.start, self.middle = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.start.record()
+
+    def drafted(self) -> None:
+        """The drafting has been enqueued, or done."""
+        self.between = time.perf_counter()
+        if self.on_gpu:
+            self.middle.record()
+
+    def read(self, plan: Plan) -> Timing | None:
+        """After the host has read what the round brought."""
+        total = (time.perf_counter() - self.begun) * 1e3
+        drafting = self.start.elapsed_time(self.middle) if self.on_gpu else (self.between - self.begun) * 1e3
+        if self.compiler.num_recorded != self.recorded:
+            return None
+        return Timing(plan, drafting if plan.gamma else 0.0, max(total - drafting, 1e-3))
+
+
+class Hierarchy:
+    """See the module.
+
+    Args:
+        cache: the target's, shared by the full level and the retrieval level.
+        budget: tokens that the retrieval level is to read of a row. own, common: of the row's own prefix, and of the
+            one that all rows share.
+        sources: what drafts at the bottom, by name.
+        drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
+        row_unit: of the full level, see `cpu.row_unit`.
+    """
+
+    def __init__(self, target: Transformer, cache: TargetCache, tape: Tape, settings: Settings, *, budget: int,
+                 own: int, common: int, sources: dict[str, Drafter], drafting: Transformer | None, row_unit: int | None,
+                 compiler: Compiler):
+        self.cache, self.sources, self.compiler, self.group = cache, sources, compiler, target.group
+        self._last: Timing | None = None  # of the round before, as this rank measured it
+        self._last_plan: Plan | None = None
+        self.drafters: dict[str, Drafter] = dict(sources)  # that may propose to the full level
+        self.view: RetrievalView | None = None
+        self.inner: Speculator | None = None
+        if settings.retrieval:
+            made = {"chunk_size": settings.chunk_size, "kind": settings.draft_cache, "device": target.device,
+                    "dtype": target.dtype, "compiler": compiler}
+            shared = CommonView(cache, budget=common, recent=settings.recent, **made) if common else None
+            recent = min(settings.recent * budget / own, 1.0)  # the newest tokens are a row's own
+            self.view = RetrievalView(cache, budget=own, recent=recent, batch=len(tape.tokens), shared=shared, **made)
+            self.inner = Speculator(drafting or target, cache, self.view, tape, level=RETRIEVAL,
+                                    tree=settings.inner_tree if sources else TokenTree(1), drafters=sources,
+                                    compiler=compiler)
+            self.drafters = {"retrieval": self.inner, **sources}
+        self.outer = Speculator(target, cache, cache.prefix, tape, level=FULL, tree=settings.tree,
+                                drafters=self.drafters, keep_queries=True, keep_logits=settings.keep_logits,
+                                row_unit=row_unit, compiler=compiler)
+
+    @property
+    def levels(self) -> list[Speculator]:
+        return [level for level in (self.outer, self.inner) if level is not None]
+
+    @property
+    def gathering(self) -> RetrievalView | None:
+        """The view that the next verify gathers, if one waits for that: the common one where rows share a prefix."""
+        view = self.view if self.view is None or self.view.shared is None else self.view.shared
+        return view if view is not None and view.awaiting else None
+
+    def round(self, plan: Plan, lengths: list[int], meanwhile: Callable[[], None] | None = None) -> Round:
+        """One verify and all that is drafted for it; the one host sync is at its end.
+
+        Args:
+            lengths: settled tokens of each row.
+            meanwhile: called while the device works.
+        """
+        self._check(plan)
+        clock = Clock(self.compiler, self.outer.length.device)
+        if self.group is not None:
+            self.outer.outbox.tell(self._last)
+        for name, source in self.sources.items():
+            if name == plan.source:
+                source.catch_up(lengths)
+            else:
+                source.leave_out()
+        self.outer.gathering = gathering = self.gathering
+        drafted = self.outer.draft(plan)
+        clock.drafted()
+        self.outer.check(plan, drafted)
+        if gathering is not None:
+            gathering.gathered()
+        if meanwhile is not None:
+            meanwhile()
+        rows, told = self.outer.outbox.read()
+        timing = clock.read(plan)
+        for row, brought in enumerate(rows):
+            if brought.beside > 1:  # of one token more, all that draft take note by themselves
+                for source in self.sources.values():
+                    source.depart(row)
+        if self.group is None:
+            return Round(plan, rows, timing)
+        before, self._last = self._last_plan, timing
+        self._last_plan = plan
+        return Round(plan, rows, Timing(before, *told) if before is not None and told[1] > 0 else None)
+
+    def preparations_of_round(self, plan: Plan) -> Iterator[Callable[[], None]]:
+        """What records the steps of the next round; see `graphs.preparations`."""
+        self.outer.gathering = self.gathering
+        yield from self.outer.preparations_of_round(plan)
+
+    def kinds_of_rounds(self, default: Plan) -> list[Plan]:
+        """Plans that between them take every padded step. default: what rounds follow where nothing is chosen."""
+        plans = [Plan(), *(Plan(1, source) for source in self.sources)]
+        if self.inner is not None:  # two tokens of its draft run what more of them do
+            plans.append(replace(default, rounds=1, gamma_inner=min(default.gamma_inner, 2)))
+        return plans
+
+    def _check(self, plan: Plan) -> None:
+        """Raises ValueError for a plan that asks for drafters that are not here, or for more rows than there are."""
+        if plan.gamma and plan.drafter not in self.drafters or plan.source and plan.source not in self.sources:
+            raise ValueError(f"{plan} names a drafter that is not here; there are {', '.join(self.drafters) or 'none'}")
+        inner_rows = self.inner.rows if self.inner is not None else 1
+        if plan.branches and (plan.shape is None or not plan.retrieval or not self.outer.tree.size):
+            raise ValueError(f"{plan} has branches, which need a shape, a retrieval level, and blocks of a tree_size")
+        if plan.branches and plan.shape.spine != plan.gamma:
+            raise ValueError(f"the tree has a spine of {plan.shape.spine} drafted tokens, and the plan {plan.gamma}")
+        if plan.gamma >= self.outer.rows or plan.retrieval and plan.inner.gamma >= inner_rows:
+            raise ValueError(f"{plan} has more tokens drafted than fit the steps of {self.outer.rows} and {inner_rows} "
+                             "rows; raise block_size or gamma_inner")
+
+    def prefill(self, row: int, length: int, fresh: bool) -> None:
+        """The target's cache holds the first `length` tokens of a row, and its last queries."""
+        for source in self.sources.values():
+            source.prefill(row, length, fresh)
+        self.outer.length[row].fill_(length)
+
+    def rewind(self, row: int, length: int) -> None:
+        """Back to `length` tokens of a row, where `open` was called."""
+        for source in self.sources.values():
+            source.rewind(row, length)
+        self.outer.length[row].fill_(length)
+
+    def open(self, ends: list[int]) -> None:
+        """All prompts are in: no row's prefix will outgrow its end. What drafts at the bottom is opened after it."""
+        self._last = self._last_plan = None
+        self.cache.prefix.open(ends)
+        for level in self.levels:
+            level.totals.zero_()
+        if self.view is not None:
+            self.view.num_rebuilds = 0
+
+    def open_sources(self, ends: list[int]) -> None:
+        for source in self.sources.values():
+            source.open(ends)
+
+    def flush(self, row: int, length: int) -> None:
+        """A row of `length` tokens has filled a flush interval, which moves from the tail to the prefix."""
+        self.cache.flush(row)
+        if self.view is not None:
+            self.view.flush(row)
+        for source in self.sources.values():
+            source.flush(row, length)
+
+    def limit(self, row: int, length: int) -> None:
+        """Rounds emit nothing for a row beyond `length` tokens."""
+        self.outer.limit[row].fill_(length)
+
+    def close_row(self, row: int, length: int) -> None:
+        """Rounds emit nothing more for a row. Where a kernel reads lengths on the device, it reads one key of it."""
+        self.limit(row, length)
+        self.cache.prefix.close(row)
+
+    def acceptance_rates(self) -> list[dict[str, float]]:
+        """Per row, accepted / drafted since `open`, by the level that checked. Waits for the device."""
+        rates: list[dict[str, float]] = [{} for _ in self.cache.lens]
+        for name, level in (("retrieval", self.inner), ("full", self.outer)):
+            for row, (accepted, drafted, _) in enumerate(level.totals.tolist() if level is not None else []):
+                if drafted:
+                    rates[row][name] = accepted / drafted
+        return rates
+
+
+def make_sources(target: Transformer, draft: Transformer | None, tape: Tape, settings: Settings, *, capacity: int,
+                 budget: int, draft_ranks: Sequence[int] | None, compiler: Compiler, runs_on) -> dict[str, Drafter]:
+    """What drafts at the bottom, by name. draft_ranks: see `State`."""
+    sources: dict[str, Drafter] = {}
+    drafter = None
+    if draft is not None:
+        memory = _memory(draft, tape, settings, capacity=capacity, budget=budget, compiler=compiler, runs_on=runs_on)
+        drafter = ModelDrafter(draft, memory, tape, max_drafted=settings.block_size - 1, compiler=compiler)
+    if draft_ranks is not None:
+        drafter = SharedDrafter(drafter, tape, target.group, draft_ranks[0])
+    if drafter is not None:
+        sources["model"] = drafter
+    if callable(settings.draft):
+        sources["custom"] = made = settings.draft(tape)
+        if not isinstance(made, Drafter):
+            raise UserError(f"draft must make a Drafter of a Tape, and made {made!r}; see docs/extending.md")
+    if settings.ngram:
+        sources["ngram"] = NgramDrafter(tape, max_drafted=settings.block_size - 1, compiler=compiler)
+    return sources
+
+
+def _memory(draft: Transformer, tape: Tape, settings: Settings, *, capacity: int, budget: int, compiler: Compiler,
+            runs_on) -> StreamingMemory | LongMemory:
+    """What a draft model attends to."""
+    if settings.draft_attends_to != "streaming":
+        return LongMemory(draft, tape.tokens, kind=settings.draft_attends_to, capacity=capacity, budget=budget,
+                          block_size=settings.block_size, flush_interval=settings.flush_interval,
+                          chunk_size=settings.chunk_size, recent=settings.recent, compiler=compiler,
+                          prefill_chunk_size=settings.prefill_chunk_size, runs_on=runs_on)
+    cache = StreamingCache(draft.config, draft.rope, batch=len(tape.tokens), num_sink=settings.draft_sink,
+                           window_size=min(settings.draft_window, capacity), slack=max(64, 2 * settings.block_size),
+                           device=draft.device, dtype=draft.dtype)
+    return StreamingMemory(draft, tape.tokens, cache)

@@ -1,0 +1,291 @@
+"""Asks the controller for each round's plan, tells it what rounds brought, and says when to choose a view anew.
+
+The controller is told of kept tokens, first rejections, and times that do not depend on discarded tokens. So its
+decisions cannot bias the output.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..cache.views import COMMON
+from ..config import Settings
+from ..tree import best_tree
+from .controller import INNER_LEAVES, LEAVES, Controller, Costs, Rate
+from .drafters.ngram import NgramMeter
+from .plan import LENGTHS, PADDED, Padding, Plan
+from .tape import ACCEPTED, LEAF, MISSED
+from .verifier import RowRound
+
+if TYPE_CHECKING:
+    from ..parallel import Group
+    from .hierarchy import Hierarchy, Round
+    from .verifier import Speculator
+
+ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
+LAYER_ON_CPU, LAYER_ON_GPU = 0.3, 0.1  # milliseconds of a layer, whatever it reads: it is made of many operations
+# Milliseconds that a layer takes the host where a step is run for the first time, or recorded: on an H100's host 1.7.
+PREPARING = 1.7
+BRANCHES = 8  # where the length of branches is not chosen
+STRIDE = 4096  # tokens: what was learned at one length counts for all that are as near as this
+
+
+class Pilot:
+    """See the module.
+
+    Args:
+        shelf: what earlier texts showed, by their circumstances. A text begins with it, and adds to it.
+        group: the ranks that must choose alike, or None.
+        rebuild_interval: tokens between two choices of a row's view. common_interval: of the one that rows share.
+        meter: gives that of what all rows share. None: it is made here.
+    """
+
+    def __init__(self, hierarchy: "Hierarchy", settings: Settings, *,
+                 shelf: dict[tuple, tuple[Costs, dict[str, Rate]]], group: "Group | None",
+                 rebuild_interval: int, common_interval: int, meter: Callable[[], NgramMeter] | None = None):
+        self.hierarchy, self.shelf, self.group = hierarchy, shelf, group
+        self.auto = settings.auto and bool(hierarchy.drafters)
+        self._trees = (settings.tree.rows, settings.tree_width) if settings.tree_size else None
+        self.default = default_plan(settings, hierarchy)  # what rounds follow where nothing is chosen
+        self.padding = PADDED
+        self.controller: Controller | None = None
+        self.meters: list[NgramMeter | None] = []  # of each row that is not finished, where n-grams are to choose
+        self.rebuild_interval, self.common_interval = rebuild_interval, common_interval
+        self.rebuilds: dict[int, RebuildPolicy] = {}  # by row, and of COMMON where rows share one; none without views
+        self._shared_meter = meter
+        self._begins = self.auto  # no round has been chosen yet
+        # Tokens of a row: that this text may have yet, and that texts have had. Later texts are expected to have as
+        # many as earlier ones: so recording a step may pay although each text is short.
+        self._remaining, self._emitted = 0.0, 0.0
+        self._planned: list[Plan] = []  # of the rounds to come, as far as that is known
+        self._on_cpu = hierarchy.outer.length.device.type == "cpu"
+        self._unseen: Round | None = None  # followed what was chosen, and has not been learned from yet
+
+    def open(self, plan: Plan | None, padding: Padding, lengths: list[int], max_new_tokens: int,
+             texts: Callable[[int], list[list[int]]]) -> None:
+        """Decoding begins.
+
+        Args:
+            plan: what all rounds follow; None: chosen, or what the settings say.
+            padding: of the steps of plans that are not given.
+            lengths: settled tokens of each row. max_new_tokens: of a row, at most.
+            texts: gives each row's tokens from a position on, the pending one among them.
+        """
+        self.fixed, self.padding, self._planned, self._unseen = plan, padding, [], None
+        self._remaining = max_new_tokens + self._emitted
+        self.controller, self.meters = None, []
+        has_views, base = self.hierarchy.view is not None, self.hierarchy.cache.prefix.base
+        self.rebuilds = {row: RebuildPolicy(self.rebuild_interval) for row in range(len(lengths)) if has_views}
+        if has_views and base:
+            self.rebuilds[COMMON] = RebuildPolicy(self.common_interval)
+        if plan is None and self.auto:
+            self.controller = self._controller(lengths)
+        if self.controller is not None and "ngram" in self.hierarchy.sources:
+            # What all rows share, so many tokens, is gone through once.
+            meter = self._shared_meter or (lambda: NgramMeter(texts(0)[0][:base]))
+            self.meters = [meter().fork(text) for text in texts(base)] if base else list(map(NgramMeter, texts(0)))
+
+    def _controller(self, lengths: list[int]) -> Controller:
+        """Of one text. It goes on where the last one under such circumstances ended."""
+        outer, inner, view, prefix = (self.hierarchy.outer, self.hierarchy.inner, self.hierarchy.view,
+                                      self.hierarchy.cache.prefix)
+        guessed = guess(self.hierarchy, self.padding, lengths)
+        longest, shortest = (-(-length // STRIDE) for length in (max(lengths), min(lengths)))
+        name = (*self.padding, longest, shortest, len(lengths), prefix.base > 0, view and view.budget,
+                self.hierarchy.compiler.settings, *guessed.number)
+        costs, rates = self.shelf.get(name, (guessed, {}))
+        if self.group is not None:  # a guess, too: a rank without the draft does not know what it reads
+            costs, rates = self.group.agree((costs, rates))
+        for rate in rates.values():
+            rate.begin()
+        leaves = outer.tree.leaves > 0, inner is not None and inner.tree.leaves > 0
+        controller = Controller(costs, outer.rows - 1, inner.rows - 1 if inner else 0, self.padding, leaves,
+                                self._trees, rates)
+        self.shelf[name] = costs, controller.rates
+        return controller
+
+    def choose(self) -> Plan:
+        """The next round's plan."""
+        if self._on_cpu:
+            self.learn()
+        self.ahead()
+        self._begins = self._begins and self.controller is None
+        return self._planned.pop(0)
+
+    def ahead(self) -> list[Plan]:
+        """What the rounds to come follow, as far as it is known: at least the next one's plan."""
+        if not self._planned:
+            self._planned = self._choose()
+        return list(self._planned)
+
+    def _choose(self) -> list[Plan]:
+        """Of the next round, and perhaps of the one after it.
+
+        The very first drafts nothing: so the first token waits for nothing that does. Where steps are recorded, and
+        drafts are to come, it takes the step that checks them: the next rounds then need not run it as it is written.
+        """
+        if self.fixed is not None:
+            return [self.fixed]
+        if self.controller is None:
+            gathering = self.hierarchy.gathering
+            if gathering is not None and gathering.is_stale and self.default.retrieval:
+                return [Plan(padded=self.padding.plain)]  # what an earlier call selected must decide nothing
+            return [replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
+                            padded_inner=self.padding.inner)]
+        if not self._begins:
+            return [self._best()]
+        if not self.hierarchy.outer.is_recorded:
+            return [Plan(padded=self.padding.plain)]
+        second = self._best()
+        return [Plan(padded=self.padding.plain or second.gamma > 0), second]
+
+    def _best(self) -> Plan:
+        rates = [meter.rate for meter in self.meters if meter is not None]
+        return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
+
+    def think(self) -> None:
+        """While the device works. On a CPU nothing goes on beside: there a choice waits for what the round shows."""
+        if not self._on_cpu:
+            self.learn()
+            self.ahead()
+
+    def learn(self) -> None:
+        """Takes in what the round before showed, if that has not been done."""
+        result, self._unseen = self._unseen, None
+        if result is None:
+            return
+        if result.timing is not None:
+            self.controller.timed(result.timing.plan, result.timing.drafting, result.timing.checking)
+        seen = Tally(result.plan)
+        for row in result.rows:
+            seen.add(row)
+        self.controller.update(seen.tokens_a_row, **seen.counts)
+        self._remaining -= seen.tokens_a_row
+        self._emitted += seen.tokens_a_row
+
+    def close_row(self, row: int) -> None:
+        """The row is finished."""
+        if self.meters:
+            self.meters[row] = None
+
+    def observe(self, result: "Round", was_chosen: bool) -> list[int]:
+        """Takes a round in. Returns the rows whose views are due to be chosen anew, COMMON perhaps among them.
+
+        Args:
+            was_chosen: it followed what `choose` gave.
+        """
+        if self.controller is not None and was_chosen:
+            self._unseen = result
+        for i, meter in enumerate(self.meters):
+            if meter is not None:
+                meter.update(result.rows[i].tokens)
+        return [row for row, policy in self.rebuilds.items()
+                if policy.update(result.rows if row == COMMON else [result.rows[row]])]
+
+    def rebuilt(self, rows: list[int]) -> None:
+        """The views of these rows have been chosen."""
+        for row in rows:
+            self.rebuilds[row].rebuilt()
+
+
+def default_plan(settings: Settings, hierarchy: "Hierarchy") -> Plan:
+    """What rounds follow where the settings say it."""
+    source = next(iter(hierarchy.sources), None)
+    if not settings.retrieval:
+        return Plan(settings.gamma, source) if source else Plan()
+    rounds, inner = (settings.gamma, 0) if source is None else (-(-settings.gamma // 2), settings.gamma_inner)
+    plan = Plan(settings.gamma, source, True, inner, rounds)
+    if not settings.tree_size:
+        return plan
+    shape, _ = best_tree(0.9, 1.0, settings.gamma, BRANCHES, settings.block_size - 1, settings.tree.rows,
+                         settings.tree_width)
+    return replace(plan, branches=shape.length, shape=shape) if shape.parents else plan
+
+
+class Tally:
+    """What a round showed of each level's acceptance, over its rows: kept tokens and first rejections only."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.tokens, self.rows, self.counts = plan, 0, 0, {}
+
+    @property
+    def tokens_a_row(self) -> float:
+        return self.tokens / max(self.rows, 1)
+
+    def observe(self, name: str, hits: int, tests: int) -> None:
+        known = self.counts.get(name, (0, 0))
+        self.counts[name] = known[0] + hits, known[1] + tests
+
+    def add(self, row: RowRound) -> None:
+        """Takes in a row; one that emitted nothing has ended."""
+        if not row.tokens:
+            return
+        self.tokens += len(row.tokens)
+        self.rows += 1
+        checked = self.plan.drafter
+        if checked is not None and checked != "ngram":  # whose rates are kept by its meter
+            # A drafter that proposed nothing has missed: or one that seldom proposes would keep the rate it began with.
+            missed = row.num_accepted < max(row.num_drafted, 1)
+            self.observe(checked, row.num_accepted, row.num_accepted + missed)
+        if row.num_accepted < row.num_drafted:
+            self.observe(LEAVES, row.beside > 0, 1)
+        if self.plan.retrieval and self.plan.source not in (None, "ngram"):
+            hits, misses, leaves = (row.origins[: row.num_accepted].count(kind) for kind in (ACCEPTED, MISSED, LEAF))
+            self.observe(self.plan.source, hits, hits + misses + leaves)
+            self.observe(INNER_LEAVES, leaves, misses + leaves)
+
+
+class RebuildPolicy:
+    """When a selection is renewed, of a row or of all that share one: every `interval` tokens of a row, and when
+    acceptance falls well below its average."""
+
+    def __init__(self, interval: int):
+        self.interval, self.tokens, self.recent, self.average = interval, 0, 1.0, None
+
+    def update(self, rows: list[RowRound]) -> bool:
+        """Takes in what a round brought for the rows. Returns whether a selection is due."""
+        going = [row for row in rows if row.tokens]  # the others have ended
+        if not going:
+            return False
+        self.tokens += sum(len(row.tokens) for row in going) / len(going)
+        if accepted_or_not := sum(row.num_accepted + (row.num_accepted < row.num_drafted) for row in going):
+            rate = sum(row.num_accepted for row in going) / accepted_or_not
+            self.average = rate if self.average is None else 0.95 * self.average + 0.05 * rate
+            self.recent = 0.6 * self.recent + 0.4 * rate
+        dropped = self.average is not None and self.recent < 0.7 * self.average
+        return self.tokens >= self.interval or dropped and self.tokens >= 8
+
+    def rebuilt(self) -> None:
+        self.tokens, self.recent = 0, self.average if self.average is not None else 1.0
+
+
+def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:
+    """By a step's layers, and the bytes that it reads. A round soon shows what it takes."""
+    outer, inner, prefix = hierarchy.outer, hierarchy.inner, hierarchy.cache.prefix
+    on_cpu, config = outer.length.device.type == "cpu", outer.model.config
+    rate, layer = (2e7, LAYER_ON_CPU) if on_cpu else (4e9, LAYER_ON_GPU)  # bytes a millisecond
+    held = prefix.base + sum(length - prefix.base for length in lengths)  # what rows share is read once
+    kv = held * config.kv_elements_per_token * outer.model.dtype.itemsize
+    on_host = 0 if prefix.streams is None else kv * len(prefix.streams.layers) / config.n_layer
+    layers = layer * config.n_layer
+    full = layers + (outer.model.weight_bytes + kv - on_host) / rate + on_host / (rate if on_cpu else 5e7)
+
+    def by_rows(level: "Speculator", padded: bool, first: float) -> dict[int, float]:
+        unit = level.row_unit if padded else 1
+        sizes = {min(-(-(1 + gamma) // unit) * unit, level.rows) for gamma in (0, *LENGTHS, level.rows - 1)}
+        return {rows: first * (1 + ROW * (max(rows, level.tree.size) - 1) * on_cpu) for rows in sizes}
+
+    costs = {"verify": by_rows(outer, padding.drafts, full)}
+    if padding.drafts and not padding.plain:
+        costs["plain"] = full
+    if inner is not None:
+        first = layers + (inner.model.weight_bytes + min(hierarchy.view.nbytes, kv)) / rate
+        costs["retrieval"] = by_rows(inner, padding.inner, first)
+        if outer.tree.size:
+            costs["growth"] = first * (1 + ROW * (outer.tape.nodes.width - 1) * on_cpu)
+    costs["sources"] = {}
+    for name, source in hierarchy.sources.items():
+        first = layer * source.num_layers + (source.nbytes + source.weight_bytes) / rate + 0.001
+        costs["sources"][name] = first, first if source.weight_bytes else 0.0
+    return Costs(**costs, seen=0, preparing=0.0 if hierarchy.compiler.recorder is None else PREPARING * config.n_layer)

@@ -1,0 +1,99 @@
+"""The tape: the tokens of each row by position, which all levels of a hierarchy write on.
+
+A level's `length` counts the tokens whose keys and values it has. The token at index `length` is known and not yet
+computed: the pending one.
+
+Shapes: B batch, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model import Transformer
+from ..runtime.graphs import put
+from ..tree import TokenTree
+from . import gumbel, sampling
+from .nodes import Nodes
+from .sampling import SAMPLE, SamplingParams
+
+DRAFT, RETRIEVAL, FULL = 0, 1, 2  # levels: they key the noise
+# Where a token of the inner level came from: not drafted, drafted, another drafted in its place, a leaf at its side.
+BONUS, ACCEPTED, MISSED, LEAF = 0, 1, 2, 3
+
+
+@dataclass
+class Tape:
+    """What the levels of one batch of conversations share."""
+
+    tokens: Tensor  # [B, capacity]
+    origin: Tensor  # [B, capacity]: BONUS, ACCEPTED, MISSED or LEAF, for tokens that the inner level emitted
+    runners_up: Tensor  # [B, capacity, k]: what a drafter that draws would have drawn next instead; the leaves of trees
+    params: SamplingParams
+    vocab_size: int  # ids that the tokenizer can name; logits beyond are padding
+    coupled: bool = False  # levels share their draws; else laws are passed from level to level
+    nodes: Nodes | None = None  # where the full level checks trees: what the retrieval level grows
+
+    @classmethod
+    def allocate(cls, batch: int, capacity: int, vocab_size: int, device, coupled: bool = False,
+                 leaves: int = 0, nodes: Nodes | None = None) -> "Tape":
+        tokens = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        runners_up = tokens.new_zeros(batch, capacity, leaves)
+        origin = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        return cls(tokens, origin, runners_up, SamplingParams(batch, device, vocab_size), vocab_size, coupled, nodes)
+
+    def at(self, x: Tensor, index: Tensor) -> Tensor:
+        """Of one of its tensors [B, capacity, ...], what stands at index [B, n] of each row."""
+        return x.gather(1, index[(...,) + (None,) * (x.ndim - 2)].expand(*index.shape, *x.shape[2:]))
+
+    def write(self, x: Tensor, index: Tensor, value: Tensor) -> None:
+        """Writes value [B, n, ...] there."""
+        put(x, index, value)
+
+    def law(self, logits: Tensor, drafts: bool = False) -> Tensor:
+        """drafts: see `sampling.probabilities`."""
+        return sampling.probabilities(logits[..., : self.vocab_size], self.params, drafts)
+
+    def uniform(self, position: Tensor, level: int, purpose: int) -> Tensor:
+        return sampling.uniform(self.params.seed, position, level, purpose)
+
+    def draw(self, law: Tensor, position: Tensor, level: int) -> Tensor:
+        """Tokens for law [B, n, V] and position [B, n]: [B, n]."""
+        if self.coupled:
+            return gumbel.draw(law, self.params.seed, position)
+        return sampling.sample(law, self.uniform(position, level, SAMPLE))
+
+    def rank(self, logits: Tensor, position: Tensor) -> Tensor:
+        """With coupled sampling, what a level that drafts draws by logits [B, n, V], and its runners-up:
+        [B, n, 1 + k]."""
+        law, count = self.law(logits, drafts=True), 1 + self.runners_up.shape[2]
+        if self.params.uses.greedy and count > 1:
+            # All but the winner would never arrive. They come long after it, and nearly always the likeliest first:
+            # noise is between 1e-13 and 18.
+            behind = 1e-14 * logits[..., : self.vocab_size].to(law.dtype).softmax(-1) ** 4
+            law = torch.where(self.params.temperature[:, None, None] == 0, law + behind, law)
+        return gumbel.ranking(law, self.params.seed, position, count)
+
+    def read(self, start: Tensor, tree: TokenTree) -> Tensor:
+        """The tokens of a block whose first is at index start [B]: [B, M]."""
+        if not tree.num_leaves:
+            return self.at(self.tokens, start[:, None] + torch.arange(tree.spine, device=start.device))
+        spine, runners_up = self.read_spine(start, tree.spine)
+        return tree.arrange(spine, runners_up[:, 1:])
+
+    def read_spine(self, start: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """So many tokens from index start [B] on, [B, rows], and the runners-up of each, [B, rows, k]."""
+        here = start[:, None] + torch.arange(rows, device=start.device)
+        return self.at(self.tokens, here), self.at(self.runners_up, here)
+
+    def note(self, position: Tensor, ranked: Tensor) -> Tensor:
+        """Writes the runners-up down: position [B, n], ranked [B, n, 1 + k], see `rank`. Returns the first, [B, n]."""
+        if ranked.shape[2] > 1:
+            self.write(self.runners_up, position, ranked[..., 1:])
+        return ranked[..., 0]
+
+    def buffer(self, *shape: int, like: Transformer | None = None, dtype=torch.int64) -> Tensor:
+        """A zero buffer with a row for each of the batch: int64, or wide enough for probabilities of `like`."""
+        dtype = dtype if like is None else torch.promote_types(like.dtype, torch.float32)
+        return torch.zeros(len(self.tokens), *shape, dtype=dtype, device=self.tokens.device)

@@ -1,1 +1,0 @@
-"""What proposes tokens: `protocol.py` says what a drafter is, the other modules are drafters."""

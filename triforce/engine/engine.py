@@ -1,0 +1,639 @@
+"""Runs a pair of models: prompt to prefill, to rounds, to text. Knows nothing of files or of the command line.
+
+    Engine.stream -> Session.round -> State.round -> Hierarchy.round -> Speculator.round -> Transformer.forward
+
+An Engine holds weights, tokenizer and settings, and the buffers of the conversation it last served, which the next
+call takes over if they are large enough.
+"""
+
+import contextlib
+import inspect
+import logging
+import operator
+import random
+import reprlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..cache.blocks import prefill_blocks
+from ..cache.kv_cache import TargetCache
+from ..config import (
+    Placement,
+    Sampling,
+    Settings,
+    as_numbers,
+    check_biases,
+    check_logprobs,
+    check_max_new_tokens,
+    split,
+    takes,
+    whole,
+)
+from ..decode.batch import State
+from ..decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
+from ..errors import TooLong, UserError
+from ..hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
+from ..hf.tokenizer import Tokenizer, is_messages
+from ..model import Transformer
+from ..parallel import agreed
+from ..render import Bar, in_notebook, notebook_bars
+from ..runtime.free_memory import check_answers
+from ..runtime.host import belongs_here, check_process, is_forked, not_pickled, own_settings
+from ..runtime.streams import ComputeStream
+from ..runtime.threads import Threads
+from . import finite, memory, prompt_cache_file
+from .buffers import Buffers, Models
+from .conversation import Chat
+from .finite import NotFinite
+from .keep import check_keep, cut
+from .output import Generation, special_ids, stop_ids, stop_strings
+from .prompt_cache import Keeping, Prefix, asked, check_prefix, check_room, common_length, opened, storable
+from .prompt_cache_path import check_target, holds_something
+from .session import Call, Session, Stream
+
+log = logging.getLogger("triforce")
+OF_PROMPT = ("messages", "chat_template", "chat_template_kwargs", "rendered_at")  # of a `Prefix`: what it was made of
+
+
+class Engine:
+    """See `triforce.load`, which makes one from checkpoints. Without a tokenizer prompts are ids and texts empty.
+
+    Args:
+        drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
+        settings, placement: as users give them; see config.py.
+        eos_ids: ids that end a text.
+        folder: of the checkpoint, by which saved prefixes know the model. None: they know it by its weights.
+        compute_stream: that the weights were read on. None: one of its own.
+        defaults: sampling values of the checkpoint, which stand for those of `Sampling` that a call does not give.
+    """
+
+    __reduce__ = not_pickled("an engine", "load one in each process that needs it")
+
+    @own_settings()
+    def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
+                 drafting: Transformer | None = None, settings: Settings | None = None,
+                 placement: Placement | None = None, eos_ids: Sequence[int] = (), folder: Path | None = None,
+                 compute_stream: ComputeStream | None = None, defaults: dict[str, float] | None = None):
+        self.defaults, self.eos_ids = defaults or {}, tuple(eos_ids)
+        self.target, self.tokenizer, self.draft, self.drafting = target, tokenizer, draft, drafting
+        self.compute_stream = compute_stream or ComputeStream(target.device)
+        placement = replace(placement or Placement(), device=target.device).resolve()
+        limit, longest = target.config.max_len, placement.max_seq_len
+        if longest is not None and longest > limit:
+            raise UserError(f"max_seq_len ({longest}) exceeds the model's {target.config.limit_name} ({limit}); "
+                            f"use at most {limit}")
+        known = [one.vocab_size for one in (target.config, draft and draft.config, tokenizer) if one is not None]
+        vocab_size = agreed(target.group, min(known))  # a rank without the draft does not know its vocabulary
+        self.buffers = Buffers(Models(target, draft, drafting), settings or Settings(), placement, vocab_size,
+                               self.compute_stream.cuda, partial(Prefix, self))
+        self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)
+        self.warming = None  # the thread that warms up kernels, see warm_up.py
+        self._serving: Session | None = None  # whom the state belongs to
+        self._folder, self._identity = folder, None
+        belongs_here()
+
+    def __repr__(self) -> str:
+        return (f"<triforce.Engine: {self.target.config.architecture}, {self.num_parameters / 1e6:,.1f}M parameters, "
+                f"{self.target.dtype_name} on {self.device}>")
+
+    @property
+    def settings(self) -> Settings:
+        """Resolved."""
+        return self.buffers.settings
+
+    @property
+    def placement(self) -> Placement:
+        """Resolved."""
+        return self.buffers.placement
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that all models and the tokenizer know."""
+        return self.buffers.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole target, over all ranks."""
+        return self.target.config.num_parameters * self.target.config.num_shards
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def generate(self, prompt, max_new_tokens: int = 256, *, prefix: Prefix | None = None,
+                 num_samples: int | None = None, **options) -> "Generation | list":
+        """Continues one prompt, or each of a list of prompts.
+
+        Args:
+            prompt: text (the tokenizer adds its own bos), a list of ids (taken as they are), a list of messages
+                {"role", "content"} (the chat template applies), or a list of such prompts, answered by a list.
+            max_new_tokens: exactly so many, unless the text ends before.
+            prefix: the document that the prompts are questions about, see `prefill`. Its keys and values are read once
+                for all prompts, and only the questions are computed.
+            num_samples: continuations of each prompt; each result is then a list of so many. They have the seeds seed,
+                seed + 1, ..., counted on from prompt to prompt; those of a prompt with a seed of its own count from it.
+            options: see `stream`; those of `Sampling` may be lists, one value a prompt.
+
+        Raises:
+            UserError: an empty prompt, one too long for the model or the memory, a sampling value out of range.
+        """
+        many = _is_batch(prompt)
+        prompts = list(prompt) if many else [prompt]
+        count = 1 if num_samples is None else as_numbers(num_samples)
+        whole(1, 8)("num_samples", count)
+        with notebook_bars(options, len(prompts) * count * check_max_new_tokens(max_new_tokens)):
+            call = self._call(prompts, max_new_tokens, prefix=prefix, count=count, **options)
+            sessions: list[Session] = []
+            with self.compute_stream.lock:
+                for _ in self._answer(call, sessions):
+                    pass
+        results = [result for session in sessions for result in session.results()]
+        if num_samples is not None:
+            results = [results[first : first + count] for first in range(0, len(results), count)]
+        return results if many else results[0]
+
+    def prefill(self, document, *, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
+                on_progress=None, keep: str | Path | None = None, keep_every: int = 65_536) -> Prefix:
+        """Computes the keys and values of a document, for any number of questions, samples or conversations about it.
+
+        Args:
+            document: text, ids or a list of messages, as `generate` takes them. With messages, a question ends the last
+                message, if it is the user's; the tokens that all rendered prompts begin with are computed.
+            chat_template, chat_template_kwargs: see `stream`. Questions use them; a question may bring other kwargs.
+            on_progress: called with the share of the work that is done.
+            keep: a file that the prefix is saved to after about every `keep_every` tokens, and at the end. If the file
+                exists and has the beginning of this document, the prefill continues from it: so an interrupted one
+                is not lost, and a long one may be done in parts.
+
+        Returns:
+            a `Prefix`, which holds the memory for as long as it lives.
+
+        Raises:
+            UserError: an empty document, or one too long for the model or the memory; a file to keep it in that holds
+                another one.
+        """
+        whole(1, 65_536)("keep_every", keep_every)
+        messages, rendered_at = list(document) if is_messages(document) else None, None
+        if keep is not None:  # before hours of work
+            check_target(keep)
+            storable(messages=messages, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
+        if messages is None:
+            ids = self.encode_prompt(document)
+        else:
+            rendered_at = agreed(self.target.group, datetime.now().isoformat(timespec="seconds"))
+            if keep is not None and agreed(self.target.group, holds_something(keep)):
+                with opened(keep, self) as reader:  # a template that names the day is told that of the beginning
+                    rendered_at = reader.about["rendered_at"] or rendered_at
+            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs, rendered_at)
+        self.check_len(len(ids), 1)
+        prefix = self._prefilled(ids, on_progress, None if keep is None else Keeping(keep, keep_every, rendered_at))
+        for name, value in zip(OF_PROMPT, (messages, chat_template, chat_template_kwargs, rendered_at), strict=True):
+            setattr(prefix, name, value)
+        if keep is not None and not prefix.is_kept(keep):
+            prefix.save(keep)
+        return prefix
+
+    def _prefilled(self, ids: list[int], on_progress, keeping: Keeping | None) -> Prefix:
+        """Keys and values of a document; kept in a file, stretch by stretch, and begun with what that holds."""
+        def save(part: Prefix) -> None:
+            part.part_of, part.rendered_at = len(ids), keeping.rendered_at
+            part.save(keeping.path)
+
+        kept = contextlib.nullcontext()
+        if keeping is not None and agreed(self.target.group, holds_something(keeping.path)):
+            kept = opened(keeping.path, self, begins=ids)
+        with self.working(), kept as reader:
+            self._end_stream()
+            if keeping is not None and (reader is None or len(reader.tokens) < len(ids)):
+                check_room(keeping.path, self, len(ids))  # before hours of work
+            prefix = self.buffers.compute(ids, self.threads.between(on_progress), reader,
+                                          None if keeping is None else keeping.every, save)
+            if prefix.store is not None:
+                self.buffers.pack(prefix.store)  # here, so that no question waits for it
+        return prefix
+
+    @own_settings()
+    def open(self, path: str | Path) -> Prefix:
+        """A document that `Prefix.save` wrote, in this process or another: on another device, offloaded or not, by
+        another number of ranks. Keys and values of another dtype are converted. Every rank calls this.
+
+        Raises:
+            UserError: there is no such file; it is damaged; it belongs to another model or tokenizer; the prefill that
+                kept it was broken off; it does not fit the memory.
+        """
+        with opened(path, self) as reader:
+            if (part_of := reader.about["part_of"]) is not None:
+                raise UserError(f"{path} has {len(reader.tokens):,} of the {part_of:,} tokens of its document, whose "
+                                "prefill was broken off; begin that again with the same file (keep=, or --save-prefix "
+                                "and --save-every), and it goes on from there")
+            self.check_len(len(reader.tokens), 1, len(reader.tokens))
+            if (dtype := prompt_cache_file.DTYPES[reader.layout.dtype]) != self.target.dtype:
+                log.info("%s was saved in %s; its keys and values are converted to %s", path,
+                         str(dtype).removeprefix("torch."), self.target.dtype_name)
+            with self.working():
+                self._end_stream()
+                prefix = self.buffers.compute(reader.tokens, reader=reader, length=reader.layout.length)
+            for name in OF_PROMPT:
+                setattr(prefix, name, reader.about[name])
+            return prefix
+
+    @own_settings()
+    def identity(self) -> dict:
+        """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer. And
+        the name of the model, for who reads that they differ."""
+        if self._identity is None:
+            folder, place, tokenizer = self._folder, self.placement, self.tokenizer
+            self._identity = {
+                "model": (weights_fingerprint(self.target) if folder is None else
+                          model_fingerprint(folder, place.max_seq_len, place.weights)),
+                "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+                "name": model_name(folder, self.target.config.architecture, self.num_parameters)}
+        return self._identity
+
+    def chat(self, prefix: Prefix | None = None, **options) -> Chat:
+        """A conversation, about a document if there is a prefix.
+
+        With a chat template, a turn is a message of the user. Without one, or over a prefix made of text, what is said
+        stands between empty lines, and the answer continues it.
+
+        Args:
+            options: `system`, a text that the conversation begins with; `chat_template`; and what `stream` takes, for
+                all turns.
+        """
+        return Chat(self, prefix, **options)
+
+    def check_options(self, options: dict) -> None:
+        """Raises UserError for a name that is no option of `stream`."""
+        split(options, Sampling, what="option of a turn", known=generate_options())
+
+    @takes(Sampling)
+    def stream(self, prompt, max_new_tokens: int = 256, *, prefix: Prefix | None = None, stop=None,
+               stop_token_ids=None, ignore_eos: bool = False, speculate: bool = True, one_row: bool = False,
+               logprobs: int | None = None, keep: str | None = None, chat_template: str | None = None,
+               chat_template_kwargs: dict | None = None, on_prefill=None, on_decode=None, **options) -> Stream:
+        """Continues one prompt, piece by piece: iterate over the text, then read `.result`. Without a tokenizer pieces
+        are empty, one a round.
+
+        Args:
+            prefix: what the prompt is a question about; see `prefill`.
+            options: OPTIONS
+            stop: a string or several; the text ends before the first that appears. One that is a special token, as
+                "<|eot_id|>", is a stop id.
+            stop_token_ids: ids that end the text as an end-of-text token does, with ignore_eos too: the token is kept
+                in `tokens`, and is no part of `text`.
+            ignore_eos: go on after an end-of-text token.
+            speculate: False: one token at a time, in the padded steps of speculation: the same greedy bits, slower.
+            one_row: with speculate=False: unpadded steps, the fastest autoregression; same distribution, other bits.
+            logprobs: fills `Generation.logprobs`: an entry a token, with so many of the most probable tokens; 0: with
+                none of these. Each round then waits for the device a second time, and runs the output layer once more.
+            keep: which part is kept of a prompt that is too long for the model or max_seq_len beside max_new_tokens:
+                the "start", the "end", or "both", half of it each. A bos at its start is kept. Tokens of a chat
+                template are cut like others. None: such a prompt is an error.
+            chat_template: a Jinja template in place of the checkpoint's.
+            chat_template_kwargs: what the template reads besides the messages: {"enable_thinking": False} for Qwen3,
+                {"tools": [...]}.
+            on_prefill: called with the share of the prefill that is done.
+            on_decode: called after each round with the number of new tokens, of all prompts together.
+        """
+        if _is_batch(prompt) or "num_samples" in options:
+            raise UserError("stream gives one answer to one prompt; generate takes a list, and num_samples")
+        if on_prefill is None and in_notebook():
+            on_prefill = Bar("prefill", 100, "%")
+        call = self._call([prompt], max_new_tokens, prefix=prefix, stop=stop, stop_token_ids=stop_token_ids,
+                          ignore_eos=ignore_eos, speculate=speculate, one_row=one_row, logprobs=logprobs, keep=keep,
+                          chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
+                          on_prefill=on_prefill, on_decode=on_decode, **options)
+        sessions: list[Session] = []
+        return Stream(self._answer(call, sessions), sessions, call)
+
+    def logits(self, tokens, last: int | None = None) -> Tensor:
+        """Logits after every token, or after the last ones: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in
+        the checkpoint.
+
+        Args:
+            last: only after so many tokens at the end, [B, last, V]: the output layer is not run for the others, nor is
+                there memory for their logits. Equal to those of None but for rounding.
+
+        Raises:
+            UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S.
+        """
+        try:
+            rows = [_as_ids(row) for row in tokens]
+        except (TypeError, UserError):
+            raise UserError("logits takes [B, S] ids, a list of rows; put the ids of one text into a list of their "
+                            "own: [[5, 6, 7]], or [engine.encode_prompt(text)]") from None
+        if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
+            raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
+        self._check_ids([token for row in rows for token in row])
+        length = len(rows[0])
+        self.check_len(length, 0)
+        if last is not None:
+            whole(1, 1)("last", last := as_numbers(last))
+            if last > length:
+                raise UserError(f"last ({last}) must be at most {length}, the number of ids in a row; leave it out for "
+                                "all of them")
+        first = 0 if last is None else length - last
+        with self.working(), torch.inference_mode():
+            cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
+                                flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
+            blocks = prefill_blocks(cache, range(1), 0, length, self.settings.prefill_chunk_size)
+            hidden = (self.target.prefill(row[None], blocks)[:, first:]
+                      for row in torch.tensor(rows, device=self.device))  # [1, S or last, dim] each
+            found = torch.cat([self.target.output(one).float() for one in hidden])
+        return self.compute_stream.hand_out(found)
+
+    def explain_not_finite(self, tokens: list[int]) -> UserError:
+        """What to tell of logits that are not finite after these tokens: which part of the model, and which position,
+        they come from. Takes a prefill, slowly, and the room of one. Every rank calls this."""
+        self.release()
+        interval = self.settings.flush_interval
+        with self.working():
+            cache = self.buffers.allocate(-(-len(tokens) // interval) * interval)
+            found = finite.origin(self.target, cache, tokens, self.settings.prefill_chunk_size)
+        return finite.explain(self.target, found, len(tokens))
+
+    @contextlib.contextmanager
+    def working(self):
+        """Within, this thread of the program computes on this engine, and no other does."""
+        with self.holding_still(), self.threads.working():
+            self._end_warm_up()
+            yield
+
+    def _end_warm_up(self) -> None:
+        """On a GPU a prefill takes several times as long beside another thread that needs Python's lock."""
+        if self.warming is not None:
+            self.warming.join()
+            self.warming = None
+
+    @contextlib.contextmanager
+    def holding_still(self):
+        """Within, what this engine holds of its last text stays what it is: other threads of this program wait. What
+        the program sets for PyTorch is out of force."""
+        check_process()
+        with self.compute_stream.alone(), own_settings():
+            yield
+
+    def encode_prompt(self, prompt, chat_template: str | None = None, chat_template_kwargs: dict | None = None,
+                      rendered_at: str | None = None) -> list[int]:
+        """Ids of a prompt in any of the forms that `generate` takes. rendered_at: the time that the chat template is
+        told, see `Prefix`; None: the present one."""
+        if isinstance(prompt, str):
+            ids = self.tokenizer_or_raise().encode(prompt) if prompt else []
+        elif isinstance(prompt, (bytes, bytearray)):
+            raise UserError("a prompt of bytes could be text or ids; decode it: prompt.decode()")
+        elif is_messages(prompt):
+            if rendered_at is not None and isinstance(chat_template_kwargs, (dict, type(None))):
+                now = datetime.fromisoformat(rendered_at).strftime
+                chat_template_kwargs = {"strftime_now": now, **(chat_template_kwargs or {})}
+            ids = self.tokenizer_or_raise().apply_chat_template(prompt, chat_template, chat_template_kwargs)
+        else:
+            ids = _as_ids(prompt)
+        if not ids:
+            raise UserError("the prompt is empty; give at least one token")
+        self._check_ids(ids)
+        return ids
+
+    def encode_beginning(self, messages: list[dict], chat_template: str | None = None,
+                         chat_template_kwargs: dict | None = None, rendered_at: str | None = None) -> list[int]:
+        """Ids that all prompts begin with in which a question follows these messages."""
+        rendered_at = rendered_at or datetime.now().isoformat()  # the same for both
+        rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs, rendered_at)
+                    for question in ("a?", "The b.")]
+        return rendered[0][: common_length(*rendered)]
+
+    def _call(self, prompts, max_new_tokens: int, *, count: int = 1, prefix=None, stop=None, stop_token_ids=None,
+              ignore_eos=False, speculate=True, one_row=False, logprobs=None, keep=None, chat_template=None,
+              chat_template_kwargs=None, on_prefill=None, on_decode=None, **options) -> Call:
+        """Checks everything. count: samples of each prompt, which is encoded once."""
+        check_process()
+        defaults = {name: value for name, value in self.defaults.items() if name not in options}
+        [sampling], _ = split({**defaults, **options}, Sampling, what="option of generate", known=generate_options())
+        if as_numbers(sampling.temperature) == 0:  # the most probable token is the same with all others
+            defaults = {name: value for name, value in defaults.items() if name == "temperature"}
+        max_new_tokens, stops, ends = check_call(max_new_tokens, stop, stop_token_ids, logprobs, keep)
+        check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
+        if one_row and speculate:
+            raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
+        if ends:
+            self._check_ids(ends, "stop_token_ids: ")
+        if stops:
+            ends += special_ids(stops, self.tokenizer_or_raise())
+        for name, callback in (("on_prefill", on_prefill), ("on_decode", on_decode)):
+            if callback is not None and not callable(callback):
+                raise UserError(f"{name} ({callback!r}) must be a function of one number")
+        if prefix is not None:
+            check_prefix(prefix, self, chat_template)
+            if keep is not None:
+                raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
+        check_answers(len(prompts) * count, max_new_tokens)
+        ids, dropped = self._encoded(prompts, max_new_tokens, prefix, keep, chat_template, chat_template_kwargs)
+        ids, dropped = ([one for one in each for _ in range(count)] for each in (ids, dropped))
+        sampling = sampling.repeated(len(prompts), count)
+        sampling = sampling.with_seed(len(ids), lambda: agreed(self.target.group, random.getrandbits(32)))
+        check_biases(sampling.columns(len(ids))["logit_bias"], self.vocab_size)
+        return Call(ids=ids, prefix=prefix, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops,
+                    eos_ids=(*ends, *(() if ignore_eos else self.eos_ids)),
+                    plan=None if speculate else ONE_ROW if one_row else AUTOREGRESSION, on_prefill=on_prefill,
+                    on_decode=on_decode, logprobs=logprobs, dropped=dropped, defaults=defaults)
+
+    def _encoded(self, prompts, max_new_tokens: int, prefix: Prefix | None, keep: str | None, chat_template,
+                 chat_template_kwargs) -> tuple[list[list[int]], list[int]]:
+        """Ids of each prompt, and how many of them did not fit."""
+        room, ids, dropped = self.room(max_new_tokens), [], []
+        for index, prompt in enumerate(prompts):
+            try:
+                whole = (self.encode_prompt(prompt, chat_template, chat_template_kwargs) if prefix is None else
+                         prefix.ids(prompt, chat_template_kwargs))
+                fits = keep is None or room < 1
+                one = whole if fits else cut(whole, room, keep, getattr(self.tokenizer, "bos_id", None))
+                self.check_len(len(one), max_new_tokens, 0 if prefix is None else len(prefix))
+            except UserError as error:
+                raise type(error)(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+            ids.append(one)
+            dropped.append(len(whole) - len(one))
+        return ids, dropped
+
+    def _answer(self, call: Call, sessions: list[Session]) -> Iterator[tuple[int, str]]:
+        """(index of a prompt, piece of text), group by group, of as many prompts as run side by side. sessions: gets
+        those that have the results."""
+        with self.working():
+            self.buffers.begin(call.prefix)
+            size = self.buffers.rows(call.ids, call.max_new_tokens, call.prefix)
+        for first in range(0, len(call.ids), size):
+            group = call.part(first, min(first + size, len(call.ids)), sum(one.num_tokens for one in sessions))
+            sessions.append(session := Session(group, self.tokenizer, self.device))
+            explain = None
+            try:
+                for row, piece in self._decode(session):
+                    yield first + row, piece
+            except NotFinite as error:
+                explain = partial(self.explain_not_finite, error.tokens)
+            except (RuntimeError, MemoryError) as error:
+                if not memory.ran_out(error):
+                    raise
+                explain = partial(self._explain_shortage, str(error) or type(error).__name__)
+            finally:
+                if not is_forked() and not sys.is_finalizing():  # when Python ends, nothing can be imported any more
+                    with self.holding_still():
+                        session.close()
+            if explain is not None:  # here, where no traceback holds on to the buffers any more
+                raise explain()
+
+    def _explain_shortage(self, told: str) -> UserError:
+        """told: what PyTorch said, whose first sentences have the numbers."""
+        self.release()
+        what = ". ".join(told.splitlines()[0].split(". ")[:3])
+        offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
+        return UserError(f"this call ran out of memory ({what}); leave more of it free, or ask for less: {offload}a "
+                         "smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size")
+
+    def _decode(self, session: Session) -> Iterator[tuple[int, str]]:
+        """Prefill and rounds of one group."""
+        call = session.call
+        with self.working():
+            if call.is_cancelled.is_set():  # while it waited
+                return
+            self._end_stream()
+            self._serving = session
+            session.state = self.prepare(call.ids, call.max_new_tokens, self.threads.between(call.on_prefill),
+                                         call.plan, call.prefix, **vars(call.sampling))
+            if self._serving is not session:  # on_prefill has begun another: the State has tokens of two prompts
+                self.buffers.release()
+        while not session.done and not call.is_cancelled.is_set():
+            with self.working():
+                if self._serving is not session or self.buffers.state is not session.state or session.state is None:
+                    raise UserError("another generation has begun on this engine, or its caches were freed; finish or "
+                                    "close a stream first, or load a second engine")
+                pieces = session.round()
+            if call.on_decode is not None:
+                call.on_decode(session.num_tokens)
+            yield from (piece for piece in pieces if piece[1] or self.tokenizer is None)
+
+    def release(self) -> None:
+        """Frees the buffers of the last call."""
+        with self.holding_still():
+            self._end_stream()
+            self.buffers.release()
+
+    def _end_stream(self) -> None:
+        """One that is left behind lets go of the caches. Its statistics are those of its own rounds."""
+        if self._serving is not None:
+            self._serving.close()
+
+    def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, plan: Plan | None = None,
+                prefix: Prefix | None = None, **sampling) -> State:
+        """A State with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
+
+        Args:
+            plan: what all rounds follow; None: chosen round by round, or what the settings say.
+            prefix: what the prompts begin with.
+            sampling: the fields of `Sampling`.
+        """
+        self._end_warm_up()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        # Nothing here holds on to the caches of the call before: they are freed before others are planned.
+        state = self.buffers.find(ids, max_new_tokens, prefix, on_prefill)
+        state.params.set(**sampling)
+        padding = self._padding(state.params.greedy or self.settings.coupled)
+        if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
+            plan = ONE_ROW
+        if state.prompts == ids:
+            self.buffers.note_reused(state, ids, max(map(len, ids)))
+            state.rewind(max_new_tokens, plan, padding)
+            return state
+        self.buffers.fill(state, ids, on_prefill)
+        state.begin(max_new_tokens, plan, padding)
+        state.prompts = ids
+        return state
+
+    def _padding(self, same_bits: bool) -> Padding:
+        """Greedy output and coupled draws are promised to be the same bits; other drawn tokens follow the same
+        distribution from steps of any size, and so do drafted ones.
+
+        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. So do
+        compiled steps, since other shapes are compiled anew. On a GPU rows cost next to nothing.
+        """
+        if self.target.group is not None or self.placement.compile is True:
+            return PADDED
+        cheap = self.device.type != "cpu"
+        return Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
+
+    def resolve_budget(self, prompt_len: int, room: int | None = None, sharing: int = 1) -> int:
+        """See `Settings.view_tokens`."""
+        return self.settings.view_tokens(prompt_len, self.placement.offload, room, sharing)
+
+    def tokenizer_or_raise(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UserError("this engine has no tokenizer; give prompts as lists of ids, and no stop strings")
+        return self.tokenizer
+
+    def _check_ids(self, ids: list[int], where: str = "") -> None:
+        bad = next((one for one in (max(ids), min(ids)) if not 0 <= one < self.vocab_size), None)
+        if bad is not None:
+            raise UserError(f"{where}token id {bad} is outside the vocabulary of {self.vocab_size}; ids go from 0 to "
+                            f"{self.vocab_size - 1}")
+
+    def room(self, max_new_tokens: int) -> int:
+        """How many tokens a prompt may have beside so many new ones."""
+        longest = self.placement.max_seq_len
+        return (self.target.config.max_len if longest is None else longest) - max_new_tokens
+
+    def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0) -> None:
+        """Raises TooLong if so many tokens do not fit the model, or max_seq_len. document: so many of the prompt are a
+        prefix, which cannot be cut any more."""
+        limit, longest = self.target.config.max_len, self.placement.max_seq_len
+        what = f"the model's {self.target.config.limit_name} ({limit})"
+        if longest is not None:
+            limit, what = longest, f"max_seq_len ({longest})"
+        if (excess := prompt_len + max_new_tokens - limit) > 0:
+            left, part = prompt_len - document - excess, "question" if document else "prompt"
+            ways = [f"cut the {part} by {excess} tokens to {left}"] if left > 0 else []
+            if limit > prompt_len:
+                ways.append(f"ask for at most {limit - prompt_len} new ones")
+            raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; "
+                          f"{' or '.join(ways) or 'shorten it, and ask for fewer new ones'}")
+
+
+def _is_batch(prompt) -> bool:
+    if isinstance(prompt, (list, tuple)):
+        return len(prompt) > 0 and (isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) == 1)
+    return getattr(prompt, "ndim", 0) == 2
+
+
+def generate_options() -> frozenset[str]:
+    """What `Engine.generate` takes by name."""
+    names = inspect.signature(Engine.stream).parameters.keys() | inspect.signature(Engine.generate).parameters.keys()
+    return frozenset(names - {"self", "prompt", "options"})
+
+
+def check_call(max_new_tokens=256, stop=None, stop_token_ids=None, logprobs=None, keep=None,
+               **others) -> tuple[int, list[str], list[int]]:
+    """What of a call's options no model could mend: gives max_new_tokens, stop strings and stop ids as they are used.
+
+    Raises:
+        UserError: one of them is wrong.
+    """
+    check_logprobs(as_numbers(logprobs))
+    check_keep(keep)
+    return check_max_new_tokens(max_new_tokens), stop_strings(stop), stop_ids(stop_token_ids)
+
+
+def _as_ids(prompt) -> list[int]:
+    """A list of whole numbers from a list, a tuple, a tensor or an array of one dimension."""
+    try:
+        return [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+    except TypeError:
+        what = f"is of type {type(prompt).__name__}"
+        if isinstance(prompt, (list, tuple)):
+            what = f"has {reprlib.repr(next(x for x in prompt if not hasattr(x, '__index__')))} in it"
+        raise UserError("a prompt is text, a list of whole numbers (ids), or a list of messages {role, content}; "
+                        f"this one {what}") from None
+

@@ -1,0 +1,44 @@
+"""Which part of a prompt is kept where not all of it fits the model."""
+
+import bisect
+from collections.abc import Callable
+
+from ..errors import UserError
+
+WAYS = ("start", "end", "both")
+
+
+def check_keep(keep) -> None:
+    """Raises UserError if it is neither None nor one of the ways."""
+    if keep is not None and keep not in WAYS:
+        raise UserError(f"keep ({keep!r}) must be one of {', '.join(WAYS)}, or left out: then a prompt that is too "
+                        "long is an error")
+
+
+def cut(ids: list[int] | str, room: int, keep: str | None, bos_id: int | None = None) -> list[int] | str:
+    """At most `room` of the ids (or characters), at least 1 of which fits.
+
+    Args:
+        keep: the "start", the "end", or "both": half from the start and half from the end. None: all of them stay.
+        bos_id: where the ids begin with it, it is kept in any case: models expect it.
+    """
+    if keep is None or len(ids) <= room:
+        return ids
+    first = {"start": room, "end": int(ids[0] == bos_id and room > 1), "both": room - room // 2}[keep]
+    return ids[:first] + ids[len(ids) - (room - first) :]
+
+
+def fit(text: str, finish: Callable[[str], list[int]], room: int, keep: str | None) -> tuple[str, list[int]]:
+    """As much of a text as leaves its prompt at most `room` ids, and these. It is cut between characters, by trying:
+    ids that are turned into text again would be another one (of spaces, of special tokens that are spelled in it).
+
+    Args:
+        finish: makes the prompt's ids of a text: puts it into a chat template. If what it adds takes all the room by
+            itself, the prompt is given whole.
+        keep: see `cut`.
+    """
+    if keep is None or len(finish(text)) <= room:
+        return text, finish(text)
+    count = bisect.bisect_right(range(1, len(text)), room, key=lambda count: len(finish(cut(text, count, keep))))
+    kept = cut(text, count, keep) if count > 0 else text
+    return kept, finish(kept)

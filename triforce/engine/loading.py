@@ -1,0 +1,104 @@
+"""`load`: from names and options to an Engine, with everything checked before anything large is read."""
+
+import importlib
+import threading
+from pathlib import Path
+
+import torch
+
+from ..config import Placement, Settings, split, takes
+from ..cpu import pack_weights
+from ..errors import UserError
+from ..fp8 import check_copy, copy_bytes, fp8_copy
+from ..hf import checkpoint as ckpt
+from ..hf.folders import find_draft, resolve
+from ..hf.tokenizer import Tokenizer
+from ..model import ModelConfig
+from ..parallel import Group, shard_config, share, subgroup, together
+from ..runtime.host import check_process, own_settings
+from ..runtime.streams import ComputeStream
+from . import memory, warm_up
+from .engine import Engine, log
+
+
+@takes(Settings, Placement)
+@own_settings()
+def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **options) -> Engine:
+    """Loads a target, and a draft if there is one, ready to generate.
+
+    Args:
+        checkpoint: a Hugging Face folder, a repository id that was downloaded before, or "tiny", the embedded pair.
+        group: the processes that share the target, from `triforce.parallel.from_environment` under torchrun. Each of
+            them calls `load`, and then whatever the others call, with the same arguments.
+        options: OPTIONS
+
+    Raises:
+        UserError: the checkpoint, a setting or the machine does not fit; the text says how to mend it.
+    """
+    check_process()
+    [settings, place], _ = split(options, Settings, Placement, what="setting")
+    place = place.resolve()
+    device, longest = place.device, place.max_seq_len
+    folder, draft_folder = resolve(checkpoint), find_draft(checkpoint, settings.draft)
+    config, draft_config = ckpt.as_stored(folder, ckpt.read_config(folder, longest, place.weights)), None
+    if draft_folder is not None:
+        draft_config = ckpt.as_stored(draft_folder, ckpt.read_config(draft_folder, longest))
+    resolved = settings.resolve(device, has_model=draft_folder is not None, offload=place.offload,
+                                max_batch_size=place.max_batch_size, query_group=config.query_group)
+    if place.draft_dtype and not settings.retrieval:
+        raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
+    if place.num_resident_layers is not None and place.num_resident_layers > config.n_layer:
+        raise UserError(f"num_resident_layers ({place.num_resident_layers}) is more than the model's {config.n_layer} "
+                        "layers; leave offload out to keep all on the device")
+    dtype, local = find_dtype(place.dtype, config.dtype, device), shard_config(config, group)
+    if place.draft_ranks is not None:
+        draft_config = check_draft_ranks(place.draft_ranks, group, draft_config)
+    parts = memory.weight_parts(local, draft_config, dtype)
+    if place.draft_dtype:
+        check_copy(config, device)
+        parts += (memory.Part("fp8 copy for drafting", copy_bytes(local), ("no --draft-dtype",)),)
+    with together(group) as do:  # one GPU may have less memory free than another
+        do(lambda: memory.check(parts, device))
+    stream = ComputeStream(device)
+    warming = warm_up.begin(local, draft_config, resolved, dtype, stream, memory.total(parts))
+    if place.compile:  # which takes seconds to import, and to read weights hardly needs Python
+        threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",), name="compiler").start()
+    tokenizer = Tokenizer(folder)
+    if draft_folder is not None and (difference := tokenizer.same_as(Tokenizer(draft_folder))):
+        raise UserError(f"the draft {draft_folder} has another tokenizer than the target: {difference}; "
+                        "choose a draft of the same family, or --draft none")
+    shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
+    draft_group = subgroup(group, place.draft_ranks) if shares else None
+    with stream.used():
+        target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
+        if draft_config is not None:
+            draft = ckpt.load_model(draft_folder, device, dtype, draft_group, longest)
+        for model in (target, draft) if place.compile is False else ():
+            if model is not None:
+                pack_weights(model, resolved.block_size)
+        drafting = share(fp8_copy(target), group) if place.draft_dtype else None
+        engine = Engine(target, tokenizer, draft, drafting=drafting,
+                        settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder,
+                        compute_stream=stream, defaults=ckpt.generation_defaults(folder))
+    engine.warming = warming
+    for name, value in ckpt.ignored_defaults(folder).items():
+        log.info("%s of generation_config.json (%s) is not applied: there is no such option here", name, value)
+    return engine
+
+
+def find_dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.dtype:
+    """The dtype asked for; by default the checkpoint's on a GPU, float32 on a CPU."""
+    return ckpt.parse_dtype(dtype or (checkpoint_dtype if device.type == "cuda" else None) or "float32")
+
+
+def check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig | None) -> ModelConfig | None:
+    """What this rank holds of the draft. Every rank checks all of it: one that raised alone would leave the others."""
+    if group is None:
+        raise UserError("draft_ranks says which of several ranks run the draft, and there is one; start with torchrun")
+    if config is None:
+        raise UserError("draft_ranks says which ranks run the draft, and there is none; add --draft")
+    if not ranks or sorted(set(ranks)) != list(ranks) or ranks[0] != 0 or ranks[-1] >= group.size:
+        raise UserError(f"draft_ranks ({ranks}) must be ranks from 0 to {group.size - 1} in ascending order, rank 0 "
+                        "among them; try 0")
+    part = shard_config(config, Group(0, len(ranks), "") if len(ranks) > 1 else None)
+    return part if group.rank in ranks else None

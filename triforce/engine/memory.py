@@ -1,0 +1,288 @@
+"""What a run will need, part by part: its caches are built on the meta device, without memory, and added up.
+
+`load`, a call and `triforce plan` plan by `plan_memory` alone. It and what chooses sizes are pure: how much is free is
+an argument.
+"""
+
+import functools
+import resource
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..cache.prefix import PrefixStore
+from ..cache.views import common_queries, scored_together
+from ..config import Placement, Settings
+from ..decode.batch import State
+from ..errors import UserError
+from ..fp8 import LAYERS, linear_shape, work_bytes
+from ..model import ModelConfig, Transformer
+from ..runtime import free_memory
+from ..runtime.graphs import SPARE, Compiler, unreserved
+
+# Tokens of a view where memory decides: few sizes, since each is compiled for. With smaller ones more rows would fit,
+# and hardly draft.
+VIEWS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+OF_DOCUMENT = ("KV cache", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")  # a prefill's parts
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    bytes: int
+    remedies: tuple[str, ...] = ()  # what makes it smaller: flags, or names of settings
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the caches that serve a batch."""
+
+    batch: int
+    capacity: int  # tokens that a row can hold
+    budget: int  # tokens of the view that drafts
+    vocab_size: int
+    shared: int = 0  # tokens of a document that all rows have in common, and that has a plan of its own
+    resident_layers: int | None = None  # of the KV prefix, on the device; None: all
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    parts: tuple[Part, ...]  # of the device's memory
+    host: Part  # of the KV prefix
+
+
+def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settings, sizes: Sizes, dtype: torch.dtype,
+                device: torch.device) -> MemoryPlan:
+    """What a batch of these sizes takes beside weights: its caches, and what its prefill and its steps hold besides at
+    the widest point. target, draft: of one rank; settings: resolved.
+
+    Some functions (`arange` and `zeros_like` among them) are Python on the meta device, and import half of PyTorch's
+    compiler. That would take a quarter of a second of every first answer: what a State is built with does without them.
+    """
+    batch, base = sizes.batch, sizes.shared
+    models = [None if config is None else _meta_model(config, dtype) for config in (target, draft)]
+    state = State(*models, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
+                  vocab_size=sizes.vocab_size, compiler=Compiler(torch.device("cpu")), runs_on=device,
+                  num_resident_layers=sizes.resident_layers,
+                  shared=PrefixStore.blank(target, base, "meta", dtype) if base else None)
+    view, prefix, own = state.hierarchy.view, state.cache.prefix, state.capacity - base
+    kept = f"KV cache of {prefix.num_resident} resident layers" if prefix.offload else "KV cache"
+    parts = [
+        Part(f"KV cache of {batch} rows behind what they share" if base else kept,
+             sum(x.nbytes for x in (*prefix.k, *prefix.v)),
+             ("--num-resident-layers" if prefix.offload else "--offload", "--max-seq-len", "--batch-size")),
+        Part("chunk keys", sum(x.nbytes for x in prefix.chunk_keys), ("--chunk-size",)),
+        Part("tail", state.cache.nbytes - prefix.nbytes, ("flush_interval", "--batch-size")),
+        Part("prefill activations", _prefill_bytes(target, settings, own, dtype), ("--prefill-chunk-size",)),
+        Part("attention along the paths of a tree", _path_bytes(target, settings, batch),
+             ("--tree-size", "block_size")),
+        Part("logits and probabilities", _probs_bytes(target, settings, batch, 1 if draft is None else 2, device),
+             ("--batch-size",)),
+        Part("choice of the retrieval view", _choice_bytes(target, settings, batch, own, base, dtype),
+             ("--chunk-size", "block_size")),
+        Part("retrieval view", 0 if view is None else view.nbytes, ("--budget",)),
+        Part("draft cache", sum(source.nbytes for source in state.hierarchy.sources.values()) if draft else 0,
+             () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",)),
+        Part("choice of the SnapKV view", _snapkv_bytes(target, draft, settings, batch, own, base, dtype),
+             ("--draft-cache",))]
+    if (offload := prefix.offload) is not None:  # a prompt is prefilled at a time
+        parts += [Part("a layer's KV during prefill", offload.nbytes // batch // len(offload.layers),
+                       ("--max-seq-len",)),
+                  Part("staging buffers", sum(x.nbytes for x in offload.staging), ("piece_tokens", "--batch-size"))]
+    on_host = 0 if sizes.resident_layers is None else target.n_layer - sizes.resident_layers
+    host = Part(f"KV cache of {on_host} layers in host memory", on_host * layer_bytes(target, batch, own, dtype),
+                ("--num-resident-layers", "--max-seq-len", "--batch-size"))
+    return MemoryPlan(tuple(part for part in parts if part.bytes), host)
+
+
+def plan_document(target: ModelConfig, settings: Settings, sizes: Sizes, dtype: torch.dtype,
+                  device: torch.device) -> MemoryPlan:
+    """Of the document that a batch of these sizes shares, and of its prefill."""
+    alone = replace(sizes, batch=1, capacity=sizes.shared, shared=0)
+    plan = plan_memory(target, None, replace(settings, draft=None), alone, dtype, device)  # no drafter of the user's
+    kept = [part for part in plan.parts if part.name.startswith(OF_DOCUMENT)]
+    return replace(plan, parts=tuple(
+        replace(part, name=f"{part.name} of the document" if part.name.startswith(("KV", "chunk")) else part.name,
+                remedies=tuple("a shorter document" if one == "--max-seq-len" else one for one in part.remedies
+                               if one != "--batch-size")) for part in kept))
+
+
+def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype) -> tuple[Part, ...]:
+    """What `load` takes of a device, before there are sizes."""
+    def held(config: ModelConfig) -> int:
+        return sum(x.nbytes for x in _meta_model(config, dtype).parameters())
+
+    remedies = ("--dtype",) if target.float8 is not None else ("--dtype", "--weights fp8")
+    parts = [Part("target weights", held(target), remedies)]
+    return (*parts, Part("draft weights", held(draft), ("--draft none",))) if draft is not None else tuple(parts)
+
+
+@functools.lru_cache(maxsize=4)
+def _meta_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
+    return Transformer.empty(config, "meta", dtype)
+
+
+def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype: torch.dtype) -> int:
+    """Hidden states of the whole prompt, and activations of a chunk."""
+    per_chunk_token = 4 * config.ffn_dim + 8 * config.n_head * config.head_dim
+    embedded = 1 if config.num_shards == 1 else 2  # ranks add up what each knows of the words
+    chunk = min(settings.prefill_chunk_size, capacity)
+    more = max((capacity // chunk).bit_length() - 2, 0)  # states over parts of the keys, see attention.by_powers
+    per_chunk_token += more * config.n_head * config.head_dim
+    return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize + _float8_bytes(
+        config, chunk, settings.tree.rows, dtype.itemsize)
+
+
+def _float8_bytes(config: ModelConfig, chunk: int, block: int, itemsize: int) -> int:
+    """What layers in fp8 hold besides, one at a time."""
+    if config.float8 is None:
+        return 0
+    sizes = [work_bytes(linear_shape(config, layer), chunk, itemsize) for layer in LAYERS]
+    if config.float8.holds("output"):
+        sizes.append(work_bytes(linear_shape(config, "output"), block, itemsize))
+    return max(sizes)
+
+
+def _probs_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int, device: torch.device) -> int:
+    """Logits and probabilities of a step, sorted and summed up; and those that are passed from level to level, or the
+    noise of levels that share it: ten whole numbers of 64 bits a word while it is made."""
+    words, cuda = batch * config.vocab_size, device.type == "cuda"
+    # A GPU ranks all words of a row: sorted, and four whole numbers of 64 bits of each. A CPU seldom does.
+    ranked = 40 if cuda else 16
+    return words * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
+
+
+def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, own: int, base: int,
+                  dtype: torch.dtype) -> int:
+    """Scores of all chunks by the newest queries, as products and twice in float32, some layers at a time: of what all
+    rows share, by the queries of all; and of one of several rows, whose mean keys are copied, too."""
+    if not settings.scores_chunks:
+        return 0
+
+    def of(tokens: int, queries: int, copied: bool) -> int:
+        chunks = tokens // settings.chunk_size
+        layer = config.n_head * queries * chunks
+        keys = config.n_kv_head * config.head_dim * chunks * dtype.itemsize if copied else 0
+        return (layer * (dtype.itemsize + 8) + keys) * scored_together(layer, config.n_layer)
+
+    return max(of(base, batch * common_queries(settings.block_size, batch), False),
+               of(own, settings.block_size, batch > 1))
+
+
+def _snapkv_bytes(target: ModelConfig, draft: ModelConfig | None, settings: Settings, batch: int, own: int, base: int,
+                  dtype: torch.dtype) -> int:
+    """Scores, their softmax and what of it counts, one layer at a time."""
+    chooser, base, own = (target, base, own) if settings.retrieval else (draft, 0, own + base)
+    if settings.draft_cache != "snapkv" or chooser is None:
+        return 0
+    queries = batch * common_queries(settings.block_size, batch)
+    copied = chooser.n_kv_head * chooser.head_dim * own * dtype.itemsize if batch > 1 else 0
+    return max(12 * chooser.n_head * queries * base, 12 * chooser.n_head * settings.block_size * own + copied)
+
+
+def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:
+    """Keys and values of the paths of a tree's rows, as they are and in float32, and products with them, of a layer."""
+    tree = settings.tree
+    heads = config.n_head + 3 * config.n_kv_head
+    return batch * tree.size * tree.spine * heads * config.head_dim * 4
+
+
+def layer_bytes(config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype) -> int:
+    """K and V of one layer of the prefix."""
+    return batch * capacity * config.kv_elements_per_token // config.n_layer * dtype.itemsize
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+def needed_tokens(length: int, settings: Settings, max_seq_len: int | None) -> int:
+    """Tokens that a row has to hold for so many of prompt and output."""
+    return (length if max_seq_len is None else max_seq_len) + settings.block_size
+
+
+def row_capacity(needed: int, settings: Settings, max_seq_len: int | None, batch: int, base: int, limit: int) -> int:
+    """Tokens that a row is given. A conversation behind a document grows; of many rows each has just what it needs.
+
+    Args:
+        base: tokens of the document, 0 without one. limit: what the model can attend over.
+    """
+    if max_seq_len is not None:
+        return needed
+    if base == 0:
+        return -(-needed // 1024) * 1024
+    interval = settings.flush_interval
+    own = -(-(needed - base) // interval) * interval
+    capacity = base + (max(1 << (own - 1).bit_length(), 1024) if batch == 1 else own)
+    return max(min(capacity, (limit + settings.block_size) // interval * interval), needed)
+
+
+def view_within(parts_of: Callable[[int], Collection[Part]], budget: int, free: int) -> int:
+    """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a batch with such a view."""
+    views = [budget, *(view for view in reversed(VIEWS) if view < budget)]
+    return next((view for view in views if total(parts_of(view)) <= free), views[-1])
+
+
+def resident_layers(place: Placement, num_layers: int, layer: int, beside: Collection[Part], free: int | None,
+                    device: torch.device) -> int:
+    """How many layers of an offloaded KV prefix stay on the device.
+
+    Args:
+        place: resolved. layer: bytes of one layer.
+        beside: what else the device holds. free: its bytes; None: nobody knows.
+    """
+    if place.num_resident_layers is not None or place.offload is True and place.resident_memory is None:
+        return place.num_resident_layers or 0
+    room = [] if place.resident_memory is None else [place.resident_memory]
+    if free is not None:
+        room.append(min(int(0.95 * free), less_spare(free, device)) - total(beside))
+    return min(max(min(room, default=0) // layer, 0), num_layers)
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+def available(device: torch.device) -> int | None:
+    """Bytes that can still be had on a device, None where the system does not say."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return max(unreserved(device) + unused, 0)
+    return free_memory.of_host()
+
+
+def less_spare(free: int | None, device: torch.device) -> int | None:
+    """Of so many free bytes, those to plan with where there is a choice; None: nobody knows how many."""
+    return max(free - SPARE, 0) if device.type == "cuda" and free is not None else free
+
+
+def total(parts: Collection[Part]) -> int:
+    return sum(part.bytes for part in parts)
+
+
+def check(parts: Collection[Part], device: torch.device, of_no_use: Collection[str] = ()) -> None:
+    """Raises UserError, with every part and its remedies but those of no use, if the parts do not fit the device."""
+    free, needed = available(device), total(parts)
+    if free is None or needed <= free:
+        return
+    listed = []
+    for part in sorted(parts, key=lambda part: -part.bytes):
+        remedies = ", ".join(remedy for remedy in part.remedies if remedy not in of_no_use)
+        if part.bytes >= 2**20:
+            listed.append(f"{part.name} {gib(part.bytes)}" + (f" ({remedies})" if remedies else ""))
+    raise UserError(f"this needs {gib(needed)} of memory on {device} and {gib(free)} are free: {', '.join(listed)}")
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether memory was refused. The CPU's allocator raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def peak(device: torch.device) -> int:
+    """Bytes at the highest point: allocated on a GPU since the last reset, resident on a CPU since the start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,278 @@
+"""A document whose keys and values are computed once, for any number of questions about it."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache.prefix import PrefixStore
+from ..decode.drafters.ngram import NgramMeter
+from ..errors import UserError
+from ..hf.tokenizer import is_messages
+from ..parallel import agreed, together
+from ..runtime.host import not_pickled
+from . import prompt_cache_file
+from .prompt_cache_file import Layout, PrefixReader
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+OF_DOCUMENT = {"messages": list, "chat_template": str, "chat_template_kwargs": dict, "rendered_at": str, "part_of": int}
+KINDS = {"model": str, "tokenizer": str, "name": str, **OF_DOCUMENT}  # of what a file says; any may be None
+
+
+class Keeping(NamedTuple):
+    """Where a prefill is kept while it is done."""
+
+    path: str | Path
+    every: int  # tokens
+    rendered_at: str | None  # see `Prefix`
+
+
+class Prefix:
+    """A document with its keys and values: `Engine.prefill` and `Engine.open` return it, `prefix=` takes it.
+
+    Attributes:
+        tokens: ids of the whole document.
+        messages: what it was made of, or None; questions about messages go through the chat template.
+        store: keys and values of the first `num_shared` tokens, whole flush intervals. Each conversation computes the
+            few that remain. None: the document is shorter than a flush interval.
+        rendered_at: the local time (ISO 8601) that a chat template was told when the messages became tokens, and is
+            told again with each question: templates name the day. None: it was made of text.
+    """
+
+    __reduce__ = not_pickled("a prefix", "save it, and open the file with the other engine")
+
+    def __init__(self, engine: "Engine", tokens: list[int], store: PrefixStore | None):
+        self.engine, self.tokens, self.store = engine, tokens, store
+        self.messages: list[dict] | None = None
+        self.chat_template: str | None = None
+        self.chat_template_kwargs: dict | None = None
+        self.rendered_at: str | None = None
+        self.num_read = 0  # tokens of it that a prefill found in a file
+        self.part_of: int | None = None  # tokens of the document whose prefill goes on, where these are a part of it
+        self._meter: NgramMeter | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"<triforce.Prefix: {len(self):,} tokens, {self.nbytes / 2**30:.2f} GiB>"
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens whose keys and values are held."""
+        return 0 if self.store is None else self.store.lens[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, on the device and on the host; of this rank, if several share the model. On a CPU
+        with memory to spare they are held a second time, in its own layout."""
+        return 0 if self.store is None else self.store.nbytes + sum(one.nbytes for one in self.store.packed or ())
+
+    def meter(self) -> NgramMeter:
+        """What looking up is good for in the tokens that are held: gone through once, for all that is asked."""
+        if self._meter is None:
+            self._meter = NgramMeter(self.tokens[: self.num_shared])
+        return self._meter
+
+    def save(self, path: str | Path) -> None:
+        """Writes the document with its keys and values to a file, which `Engine.open` opens again.
+
+        The file is safetensors with checksums. It is written beside its name and then renamed, so whatever happens,
+        the name stands for the old file or for the new one. Every rank calls this.
+
+        Raises:
+            UserError: the file cannot be written, or the disk is too small.
+        """
+        engine, length = self.engine, self.num_shared
+
+        def layer(i: int) -> Sequence[Tensor]:
+            if self.store is None:
+                return [torch.zeros(len(engine.buffers.heads), 0, engine.target.config.head_dim)] * 2
+            return self.store.whole_layer(i, length)
+
+        with engine.holding_still():
+            prompt_cache_file.write(path, layout_of(engine, len(self), length), self.about, self.tokens, layer,
+                              engine.buffers.heads, engine.target.group)
+
+    @property
+    def about(self) -> dict:
+        """What a file says beside the tokens, and their keys and values; see `KINDS`."""
+        return self.engine.identity() | storable(**{name: getattr(self, name) for name in OF_DOCUMENT})
+
+    def is_kept(self, path: str | Path) -> bool:
+        """Whether all of it was read from this file, so that there is nothing to write. Every rank calls this."""
+        group = self.engine.target.group
+        if not agreed(group, self.num_read == self.num_shared > 0):
+            return False
+        with PrefixReader(path) as reader:
+            return agreed(group, reader.tokens == self.tokens and reader.about == self.about)
+
+    def part(self, length: int) -> "Prefix":
+        """The first `length` tokens, a whole number of flush intervals, with the same storage."""
+        if length == self.num_shared:
+            return self
+        return Prefix(self.engine, self.tokens[:length], self.store.part(length))
+
+    def is_same(self, other: "Prefix | None") -> bool:
+        """Whether both hold the same keys and values, in the same place."""
+        return (other is not None and self.num_shared == other.num_shared
+                and (self.store is other.store or self.store.k is other.store.k))
+
+    def ids(self, question, chat_template_kwargs: dict | None = None) -> list[int]:
+        """Ids of the document and a question about it.
+
+        Text and ids are encoded apart, and follow the document's ids. With messages, the question ends the user's last
+        message, or is a message of its own, and the chat template joins them. A list of messages is the whole
+        conversation, which begins with those of the prefix. chat_template_kwargs: None takes the prefix's.
+        """
+        variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
+        if self.messages is None:
+            if is_messages(question):
+                raise UserError("the prefix was made of text; give the question as text or ids")
+            if chat_template_kwargs is not None:
+                raise UserError("the prefix was made of text, which no chat template reads; drop chat_template_kwargs")
+            if isinstance(question, str):
+                more = self.engine.tokenizer_or_raise().encode(question, bos=False) if question else []
+            else:
+                more = self.engine.encode_prompt(question)
+            return self.tokens + more
+        if isinstance(question, str):
+            question = asked(self.messages, question)
+        elif not is_messages(question):
+            raise UserError("the prefix was made of messages; give the question as text")
+        elif not begins_with(question, self.messages):
+            raise UserError("the messages do not begin with those of the prefix; give the question as text, or add "
+                            "messages to prefix.messages")
+        return self.engine.encode_prompt(question, self.chat_template, variables, self.rendered_at)
+
+    def shared_with(self, ids: list[int]) -> int:
+        """How many of the tokens whose keys and values are held these begin with."""
+        return min(common_length(ids, self.tokens), self.num_shared)
+
+
+def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
+    """The sizes of a file. length: tokens that have keys and values."""
+    config = engine.target.config
+    [dtype] = (name for name, dtype in prompt_cache_file.DTYPES.items() if dtype == engine.target.dtype)
+    return Layout(num_tokens, config.n_layer, config.n_kv_head * config.num_shards, length, config.head_dim, dtype)
+
+
+def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
+    """Raises UserError if a document of so many tokens cannot be written there. Every rank calls this."""
+    group = engine.target.group
+    room = prompt_cache_file.beside(path, layout_of(engine, num_tokens, num_tokens).nbytes)
+    with together(group) as do, contextlib.ExitStack() as stack:
+        do(lambda: stack.enter_context(room) if group is None or group.rank == 0 else None)
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, engine: "Engine", begins: list[int] | None = None) -> Iterator[PrefixReader]:
+    """A file, open for reading. begins: tokens that begin with all of its own.
+
+    Raises:
+        UserError: it is of another model or tokenizer, or of another document; or see `PrefixReader`.
+    """
+    with PrefixReader(path) as reader:
+        about, layout, mine, count = reader.about, reader.layout, engine.identity(), len(reader.tokens)
+        if not _is_sound(about) or 0 < (about["part_of"] or 0) <= count:
+            raise _altered(path)
+        for what in ("model", "tokenizer"):
+            if about[what] != mine[what]:
+                theirs, ours = (f"{one['name']}, {str(one[what])[:8]}" for one in (about, mine))
+                raise UserError(f"{path} was made with another {what} ({theirs}) than this one ({ours}); open it with "
+                                "the checkpoint, weights and max_seq_len that it was made with, or make it anew")
+        sizes = replace(layout_of(engine, count, layout.length), dtype=layout.dtype)
+        if layout != sizes or max(reader.tokens, default=0) >= engine.vocab_size:
+            raise _altered(path)
+        if begins is not None and (same := common_length(reader.tokens, begins)) < count:
+            raise UserError(f"{path} keeps another document: of its {count:,} tokens, the first {same:,} are those of "
+                            "this one; choose another name, or remove it")
+        yield reader
+
+
+def _altered(path: str | Path) -> UserError:
+    return UserError(f"{path} is altered: it says what no document has; copy it again, or make it anew")
+
+
+def _is_sound(about: dict) -> bool:
+    """Whether a document may have these values, which may be of any kind."""
+    if about.keys() != KINDS.keys() or not all(type(about[name]) in (kind, type(None)) for name, kind in KINDS.items()):
+        return False
+    try:
+        datetime.fromisoformat(about["rendered_at"] or "2000-01-01")
+    except ValueError:
+        return False
+    return about["messages"] is None or is_messages(about["messages"])
+
+
+def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:
+    """Whether a conversation goes on from another, whose last message may have become longer, as by `asked`."""
+    # Tuples are lists, as a file gives them back.
+    (*earlier, last), (*same, here) = (json.loads(json.dumps(list(one), default=repr))
+                                       for one in (before, messages[: len(before)]))
+    mine, content = here.pop("content", None), last.pop("content", None)
+    if same != earlier or here != last:
+        return False
+    if type(mine) is type(content) and isinstance(content, (str, list)):
+        return mine[: len(content)] == content
+    return mine == content
+
+
+def storable(**about) -> dict:
+    """What a file gives back of these. Raises UserError if JSON cannot say one of them."""
+    for name, value in about.items():
+        try:
+            about[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"a file cannot hold these {name}: {error}; give texts, numbers, lists and dicts of "
+                            "them") from None
+    return about
+
+
+def asked(messages: list[dict], question: str) -> list[dict]:
+    """Messages that end with a question of the user. Raises UserError for content that is no text or list of parts."""
+    *before, last = messages
+    if last.get("role") != "user":
+        return [*messages, {"role": "user", "content": question}]
+    content = last.get("content")
+    if isinstance(content, str):
+        content = f"{content}\n\n{question}"
+    elif isinstance(content, (list, tuple)):
+        content = [*content, {"type": "text", "text": f"\n\n{question}"}]
+    else:
+        raise UserError(f"a question follows the last message, and its content ({content!r}) is neither a text nor a "
+                        "list of parts")
+    return [*before, {**last, "content": content}]
+
+
+def common_length(*texts: Sequence[int]) -> int:
+    """How many tokens these texts begin with in common."""
+    low, high = 0, min(map(len, texts)) + 1  # slices compare at the speed of C
+    while high - low > 1:
+        middle = (low + high) // 2
+        same = all(text[low:middle] == texts[0][low:middle] for text in texts[1:])
+        low, high = (middle, high) if same else (low, middle)
+    return low
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Where two texts part; None where one of them begins with the other."""
+    length = common_length(one, other)
+    return None if length == min(len(one), len(other)) else length
+
+
+def check_prefix(prefix, engine: "Engine", chat_template: str | None = None) -> None:
+    """Raises UserError for what is no prefix of this engine's, and for a template that is given beside it."""
+    if not isinstance(prefix, Prefix) or prefix.engine is not engine:
+        raise UserError("prefix must be what this engine's `prefill` or `open` returned; give a text to `prefill`. If "
+                        "it is another engine's, save the prefix, and open the file with this one")
+    if chat_template is not None:
+        raise UserError("a prefix keeps the template that it was made with; give the template to `prefill`")

@@ -1,0 +1,259 @@
+"""A document's keys and values in a file, `moby-dick.prefix`: written once, opened by whoever has questions about it.
+
+The file is safetensors: `k.{i}.{h}` and `v.{i}.{h}` ([S, D]) for each layer i and head h, `tokens` (int32 [N]), and
+`checksums` (int64): the CRC-32 of what the caller says `about` the file, and of each other tensor. The metadata hold
+the version and `about`. Tensors have one head each, so a file that two ranks wrote is opened by one or by four.
+
+Shapes: N tokens of the document, S of them that have keys and values, K KV heads of the whole model, D head_dim.
+"""
+
+import contextlib
+import fcntl
+import glob
+import json
+import math
+import os
+import secrets
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import UserError
+from ..hf.files import one_line
+from ..parallel import Group, together
+from ..runtime.streams import like_this_thread
+from .prompt_cache_path import MAGIC, as_path, begins_as_one, check_source, check_target
+
+VERSION = "3"
+THREADS = 8  # one reads from the page cache at 2 to 5 GB/s, and sums up 1 to 2
+STRETCH = 2**20  # bytes that are read and summed up while a core's cache has them
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a file, and which tensors it has."""
+
+    num_tokens: int
+    num_layers: int
+    n_kv_head: int
+    length: int
+    head_dim: int
+    dtype: str  # as safetensors names it
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values."""
+        return 2 * self.num_layers * self.n_kv_head * self.length * self.head_dim * DTYPES[self.dtype].itemsize
+
+    def heads(self, i: int, heads: range) -> Iterator[tuple[str, int, int]]:
+        """(name of the tensor, 0 for K and 1 for V, head) of some heads of layer i."""
+        return ((f"{'kv'[half]}.{i}.{head}", half, head) for half in range(2) for head in heads)
+
+    def tensors(self) -> dict[str, tuple[str, list[int]]]:
+        """Dtype and shape of each, in the order in which they lie."""
+        names = [name for i in range(self.num_layers) for name, *_ in self.heads(i, range(self.n_kv_head))]
+        of_heads = dict.fromkeys(names, (self.dtype, [self.length, self.head_dim]))
+        return {"checksums": ("I64", [len(names) + 2]), **of_heads, "tokens": ("I32", [self.num_tokens])}
+
+    def header(self, about: str) -> tuple[bytes, dict[str, int]]:
+        """(all that comes before the tensors, where each begins)."""
+        table, at = {}, 0
+        for name, (dtype, shape) in self.tensors().items():
+            size = math.prod(shape) * (DTYPES | {"I32": torch.int32, "I64": torch.int64})[dtype].itemsize
+            table[name], at = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}, at + size
+        metadata = json.dumps({"version": VERSION, "about": about})
+        text = MAGIC + f",{metadata[1:]},{json.dumps(table)[1:]}".encode()
+        text += b" " * (-len(text) % 8)
+        starts = {name: 8 + len(text) + entry["data_offsets"][0] for name, entry in table.items()}
+        return struct.pack("<Q", len(text)) + text, starts
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor on the CPU, which is contiguous."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def write(path: str | Path, layout: Layout, about: dict, tokens: list[int],
+          source: Callable[[int], Sequence[Tensor]], heads: range, group: Group | None = None) -> None:
+    """Writes a file, all of it or nothing: beside its name, and renamed once all of it is on the disk.
+
+    Args:
+        about: what the caller wants to know of it again, as JSON can say it. tokens: of the whole document.
+        source: gives K and V of a layer, [len(heads), S, D] each. It is called once a layer, in order, after what it
+            gave before is done with.
+        heads: this rank's, of the whole model's. group: ranks that write together, to one disk; each calls this.
+
+    Raises:
+        UserError: there is no room, no permission or no such folder. What was there before is still there.
+    """
+    first, about, checksums = group is None or group.rank == 0, json.dumps(about), {}
+
+    def begin() -> tuple[Path, bytes, dict[str, int]] | None:
+        """The first rank's header counts."""
+        header, starts = layout.header(about)
+        needed = starts["tokens"] + 4 * len(tokens)
+        return (stack.enter_context(beside(path, needed)), header, starts) if first else None
+
+    def put(name: str, tensor: Tensor) -> None:
+        data = _bytes_of(tensor)
+        checksums[name] = zlib.crc32(data)
+        with open(file, "r+b") as opened:
+            opened.seek(starts[name])
+            opened.write(data)
+
+    def put_layer(i: int, threads: ThreadPoolExecutor) -> None:
+        kv = [half.to("cpu", DTYPES[layout.dtype]).contiguous() for half in source(i)]
+        list(threads.map(lambda one: put(one[0], kv[one[1]][one[2] - heads.start]), layout.heads(i, heads)))
+
+    def put_heads() -> dict[str, int]:
+        with ThreadPoolExecutor(THREADS) as threads:
+            for i in range(layout.num_layers):
+                put_layer(i, threads)
+        return checksums
+
+    def finish() -> None:
+        put("tokens", torch.tensor(tokens, dtype=torch.int32))
+        found = {name: checksum for part in (*parts, checksums) for name, checksum in part.items()}
+        put("checksums", torch.tensor([zlib.crc32(about.encode()), *(found[name] for name in [*starts][1:])]))
+        with open(file, "r+b") as opened:
+            opened.write(header)
+            opened.flush()
+            os.fsync(opened.fileno())  # what other ranks wrote, too
+        os.replace(file, os.path.realpath(as_path(path)))
+
+    with together(group) as do, contextlib.ExitStack() as stack:
+        file, header, starts = do(begin)[0]
+        parts = do(put_heads)
+        do(lambda: finish() if first else None)
+
+
+@contextlib.contextmanager
+def beside(path: str | Path, nbytes: int) -> Iterator[Path]:
+    """A file with room for so many bytes in the same folder, which is gone at the end unless it was renamed. What the
+    system refuses is a UserError.
+
+    Its writer holds a lock on it, which the system takes from a dead one: so leftovers are known, and removed.
+    """
+    check_target(path)
+    path = Path(os.path.realpath(as_path(path)))  # a link stays one
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
+        with contextlib.suppress(OSError), open(left, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size:  # else it may be about to be locked
+                left.unlink()
+    free = shutil.disk_usage(path.parent).free
+    if free < nbytes:
+        raise UserError(f"{path} needs {nbytes / 1e9:.3f} GB, and {path.parent} has {free / 1e9:.3f} GB free; free "
+                        "some, or write to another disk")
+    name = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(name, "xb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks: leftovers stay, then
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.truncate(nbytes)
+            yield name
+    except OSError as error:
+        raise UserError(f"cannot write {path}, {nbytes / 1e9:.3f} GB: {error.strerror or error}; make room, raise the "
+                        "limit of a file's size (ulimit -f), or choose another name or folder") from None
+    finally:
+        with contextlib.suppress(OSError):
+            name.unlink()
+
+
+class PrefixReader:
+    """A file that is open for reading. All but keys and values has been checked; these are, as they are read.
+
+    It reads what was there when it was opened, even if the name has become another file's.
+
+    Attributes:
+        layout: its sizes. about: what `write` was given, from JSON. tokens: of the whole document.
+
+    Raises:
+        UserError: it is absent, unreadable, something else, of another version, truncated or altered.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = as_path(path)
+        check_source(self.path)
+        if not begins_as_one(self.path):
+            raise UserError(f"{self.path} is no prefix file, or was altered; give one that was saved as such")
+        try:
+            self._file = safe_open(self.path, framework="pt")
+            version, about = (self._file.metadata()[name] for name in ("version", "about"))
+            if version == VERSION:
+                self._read_beginning(about)
+        except (SafetensorError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+            raise self._altered(f"its header says what none does, {one_line(error)}") from None
+        if version != VERSION:
+            raise UserError(f"{self.path} has version {version[:20]} of the format, and this library reads version "
+                            f"{VERSION}; remove it and compute the document anew")
+        ids = torch.empty(self.layout.num_tokens, dtype=torch.int32)
+        self._read("tokens", ids)
+        self.tokens = ids.tolist()
+        if min(self.tokens, default=0) < 0:
+            raise self._altered("a token is negative")
+
+    def _read_beginning(self, about: str) -> None:
+        """Checks all but keys and values. Raises one error or another."""
+        parts = {name: self._file.get_slice(name) for name in self._file.keys()}
+        found = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+        num_layers = len({name.split(".")[1] for name in found if "." in name})
+        (_, [num_tokens]), (dtype, [length, head_dim]) = found["tokens"], found["k.0.0"]
+        self.layout = Layout(num_tokens, num_layers, (len(found) // 2 - 1) // num_layers, length, head_dim, dtype)
+        if found != self.layout.tensors() or dtype not in DTYPES or length > num_tokens:
+            raise ValueError("its tensors do not fit each other")
+        of_about, *of_tensors = self._file.get_tensor("checksums").tolist()
+        self._checksums = dict(zip([*self.layout.tensors()][1:], of_tensors, strict=True))
+        self.about = json.loads(about)
+        if of_about != zlib.crc32(about.encode()) or type(self.about) is not dict:
+            raise ValueError("or differs from its checksum")
+
+    def _altered(self, how: str) -> UserError:
+        return UserError(f"{self.path} is truncated or altered: {how}; copy it again, or make it anew")
+
+    @torch.inference_mode()  # where tensors of either kind may be written; threads begin outside of it
+    def _read(self, name: str, into: Tensor) -> None:
+        """A tensor of the file goes to another one, of any dtype, and is checked."""
+        tensor, checksum = self._file.get_tensor(name), 0
+        count = max(STRETCH // max(tensor[:1].nbytes, 1), 1)
+        for rows, to in zip(tensor.split(count), into.split(count), strict=True):
+            checksum = zlib.crc32(_bytes_of(rows), checksum)
+            to.copy_(rows)
+        if checksum != self._checksums[name]:
+            raise self._altered(f"{name} differs from its checksum")
+
+    def fill(self, place: Callable[[int], tuple[Tensor, Tensor]], heads: range, device: torch.device,
+             group: Group | None = None) -> None:
+        """Reads keys and values of some heads into tensors, and checks what it reads.
+
+        Args:
+            place: gives K and V of a layer, [len(heads), S or more, D] each, on `device` or the CPU, of any dtype.
+            heads: of the whole model's. group: ranks that read at the same time: if it fails on one, all raise.
+
+        Raises:
+            UserError: it was altered. What the tensors hold is then undefined.
+        """
+        def fill() -> None:
+            tasks = ((name, kv[half][head - heads.start, : self.layout.length])
+                     for i in range(self.layout.num_layers) for kv in [place(i)]
+                     for name, half, head in self.layout.heads(i, heads))
+            with ThreadPoolExecutor(THREADS, initializer=like_this_thread(device)) as threads:
+                list(threads.map(lambda task: self._read(*task), tasks))
+
+        with together(group) as do:
+            do(fill)
+
+    def __enter__(self) -> "PrefixReader":
+        return self
+
+    def __exit__(self, *_) -> None:
+        del self._file  # which ends the mapping

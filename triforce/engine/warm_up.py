@@ -1,0 +1,91 @@
+"""Runs what a first answer runs, while the weights are read: on models of one layer, all of zeros.
+
+A process that is new to a GPU loads each kernel when it is first called, and libraries set themselves up. That takes a
+second and more, in which the GPU has next to nothing to do. Reading weights, and encoding a document, hardly need
+Python: so a thread can go through a prefill and a few rounds meanwhile.
+"""
+
+import logging
+import threading
+from dataclasses import replace
+
+import torch
+
+from ..config import Sampling, Settings
+from ..decode.batch import State
+from ..model import ModelConfig, Transformer
+from ..runtime.graphs import SPARE, Compiler
+from ..runtime.streams import ComputeStream, use_device
+from . import memory
+
+log = logging.getLogger("triforce")
+LENGTH = 5 * 8192  # tokens of the prompt: an attention of few queries and one of many, over several lengths of keys
+ROUNDS = 2  # of each plan: the second follows one that drafted
+
+
+def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype, stream: ComputeStream,
+          weight_bytes: int) -> threading.Thread | None:
+    """Starts the warm-up where it is of use. Who computes waits for the thread first: both need Python's lock.
+
+    Args:
+        target, draft: of the models that are read next; settings: resolved.
+        stream: that they are read on, too. weight_bytes: that they will take.
+    """
+    device = stream.device
+    if device.type != "cuda" or target.float8 or draft and draft.float8:  # other kernels multiply by weights in fp8
+        return None
+    free = (memory.available(device) or 0) - weight_bytes - SPARE
+
+    def quietly() -> None:
+        try:
+            use_device(device)
+            with stream.used():
+                warm_up(target, draft, settings, dtype, device, free)
+        except Exception as error:  # nothing depends on it; what is the matter, the answer will say
+            log.debug("no warm-up: %s: %s", type(error).__name__, error)
+
+    # No daemon: Python would end it in the midst of a call of PyTorch's, and the process with it.
+    thread = threading.Thread(target=quietly, name="warm-up")
+    thread.start()
+    return thread
+
+
+@torch.no_grad()
+def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype,
+            device: torch.device, free: int, length: int = LENGTH) -> State | None:
+    """A prefill of a prompt of so many tokens, and rounds by every plan, until the process ends. Returns the State;
+    None if it needs more than so many free bytes."""
+    settings = replace(settings, draft=None)  # a drafter of the user's is none of ours
+    configs = [None if config is None else _layer(config) for config in (target, draft)]
+    room = 16 * settings.block_size
+    length = min(length, target.max_len - room)
+    sizes = memory.Sizes(1, length + room, settings.view_tokens(length, room=length),
+                         min(config.vocab_size for config in configs if config is not None))
+    parts = memory.plan_memory(*configs, settings, sizes, dtype, device).parts
+    if memory.total(memory.weight_parts(*configs, dtype) + parts) > free:
+        return None
+    models = [None if config is None else _blank(config, dtype, device) for config in configs]
+    state = State(*models, settings, compiler=Compiler(device), batch=1, capacity=sizes.capacity, budget=sizes.budget,
+                  vocab_size=sizes.vocab_size)
+    state.params.set(specialize=False, **vars(Sampling(seed=[0])))
+    state.prefill_all([[0] * length])
+    state.begin(room)
+    for plan in (plan for plan in state.hierarchy.kinds_of_rounds(state.pilot.default) for _ in range(ROUNDS)):
+        if threading.main_thread().is_alive():  # or else the process waits for this thread
+            state.round(plan)
+    if state.hierarchy.view is not None:
+        state.hierarchy.view.renew(state.pilot.rebuilds)
+    return state
+
+
+def _layer(config: ModelConfig) -> ModelConfig:
+    """A model of its own, of one layer. Of a model that ranks share: what one of them computes, without the others."""
+    return replace(config, n_layer=1, vocab_size=config.vocab_rows, num_shards=1)
+
+
+def _blank(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
+    model = Transformer.empty(config, device, dtype)
+    model.output.weight = model.embedding.weight  # the same shape, and half the memory
+    for parameter in model.parameters():
+        parameter.zero_()
+    return model

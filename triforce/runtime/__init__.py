@@ -1,0 +1,1 @@
+"""What the device, the host and the program around give: recorded graphs, streams, threads, free memory."""
