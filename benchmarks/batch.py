@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from triforce.decode.batch import State
-from triforce.decode.plan import ONE_ROW, Plan
+from triforce.decode.batch import DecodeBatch
+from triforce.decode.plan import ONE_ROW, DraftPlan
 from triforce.engine.engine import Engine
 from triforce.parallel import from_environment
 
@@ -44,7 +44,8 @@ def bandwidth_gb_s(device: torch.device) -> float:
     return 2 * source.nbytes / 1e9 / seconds
 
 
-def throughput(state: State, rounds: int, warm_up: int, limit: int, plan: Plan | None = None) -> dict[str, float]:
+def throughput(state: DecodeBatch, rounds: int, warm_up: int, limit: int,
+               plan: DraftPlan | None = None) -> dict[str, float]:
     """Tokens per second of all rows, over rounds that begin warm. plan: of all of them; None: the controller's."""
     state.rewind(limit, plan, state.pilot.padding)
     for _ in range(warm_up):
@@ -96,7 +97,7 @@ def measure(base: Engine, way: str, prompts: list[list[int]], budget: int, args,
     rows.append({**common, "plan": "auto", **chosen, "chosen": str(controller.plan), **rates})
     for gamma in (gamma for gamma in args.gammas if gamma < engine.settings.block_size):
         inner = min(2, gamma) if drafts and view else 0
-        plan = Plan(gamma, "model" if drafts else None, view, inner,
+        plan = DraftPlan(gamma, "model" if drafts else None, view, inner,
                     0 if not view else gamma if not inner else -(-gamma // 2), state.pilot.padding.drafts)
         rows.append({**common, "plan": f"gamma {gamma}", **throughput(state, args.rounds, args.warm_up, limit, plan)})
     return rows

@@ -14,7 +14,7 @@ import random
 from statistics import mean
 
 from triforce.decode.controller import Controller, Costs, Rate
-from triforce.decode.plan import LENGTHS, PADDED, Padding, Plan
+from triforce.decode.plan import LENGTHS, PADDED, DraftPlan, Padding
 
 ROW = 0.08  # on a CPU a further row takes so much of the first
 UNPADDED, ONE_ROW = Padding(False, False, False), Padding(plain=False)
@@ -43,7 +43,7 @@ def kept(rng: random.Random, rate: float, count: int) -> int:
     return next((i for i in range(count) if rng.random() >= rate), count)
 
 
-def one_round(rng: random.Random, plan: Plan, rates: dict[str, float]) -> tuple[int, dict[str, tuple[int, int]]]:
+def one_round(rng: random.Random, plan: DraftPlan, rates: dict[str, float]) -> tuple[int, dict[str, tuple[int, int]]]:
     """Tokens that a round emits if the levels keep with these chances, and (hits, tests) by level, as a controller is
     told: of tokens that were kept, and of the first that was not."""
     drafted, seen = plan.gamma, {}
@@ -66,7 +66,7 @@ def one_round(rng: random.Random, plan: Plan, rates: dict[str, float]) -> tuple[
 
 
 def time_per_token(setting: tuple, rates: tuple, tokens: int, seed: int, controller: Controller | None = None,
-                   plan: Plan | None = None) -> float:
+                   plan: DraftPlan | None = None) -> float:
     """Of one text, by a controller or by a fixed plan."""
     costs, _, _, _, rows = setting
     rng, meter, spent, emitted, hard = random.Random(seed), Rate(0.1), 0.0, 0.0, 0.0
@@ -136,7 +136,7 @@ def main() -> None:
         print(f"{name:<20}" + "".join(f"{first:>9.3f} {then:.3f}" for first, then in line), flush=True)
     print(f"mean {mean(every):.3f}, worst {max(every):.3f}\n\nwhere drafts are no good, over autoregression")
     for name, setting in SETTINGS.items():
-        plain = sum(setting[0].milliseconds(Plan(padded=setting[1].plain)))
+        plain = sum(setting[0].milliseconds(DraftPlan(padded=setting[1].plain)))
         line = [[time / plain for time in texts(setting, NO_GOOD, tokens)] for tokens in TOKENS]
         print(f"{name:<20}" + "".join(f"{tokens:>7}: {first:.3f} {then:.3f}" for tokens, (first, then) in
                                       zip(TOKENS, line, strict=True)), flush=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from triforce.cli.request import default_document
-from triforce.decode.batch import State
-from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, Plan
+from triforce.decode.batch import DecodeBatch
+from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, DraftPlan
 from triforce.errors import UserError
 from triforce.parallel import leave
 from triforce.runtime.streams import use_one_stream
@@ -194,7 +194,7 @@ def milliseconds(call, device: torch.device, repeats: int = REPEATS, warm_up: in
     return statistics.median(times) if device.type == "cuda" else min(times)
 
 
-def times(state: State, plan: Plan, rounds: int = ROUNDS) -> tuple[float, float]:
+def times(state: DecodeBatch, plan: DraftPlan, rounds: int = ROUNDS) -> tuple[float, float]:
     """Milliseconds of drafting and of checking, medians over rounds that follow a plan, from where the state stands.
     Rounds in which a step was recorded do not count."""
     found = []
@@ -208,15 +208,15 @@ def times(state: State, plan: Plan, rounds: int = ROUNDS) -> tuple[float, float]
     return statistics.median(drafting), statistics.median(checking)
 
 
-def step_times(state: State) -> dict[str, float]:
+def step_times(state: DecodeBatch) -> dict[str, float]:
     """Milliseconds of each step: a verify of all rows and of one, a retrieval step, the first and a further token of
     what drafts at the bottom."""
     hierarchy = state.hierarchy
     rows = {"verify_ms": times(state, AUTOREGRESSION)[1], "one_row_ms": times(state, ONE_ROW)[1]}
     if hierarchy.inner is not None:
-        rows["retrieval_ms"] = times(state, Plan(1, None, True, 0, 1))[0]
+        rows["retrieval_ms"] = times(state, DraftPlan(1, None, True, 0, 1))[0]
     if "model" in hierarchy.sources:
-        rows["draft_first_ms"] = first = times(state, Plan(1, "model"))[0]
+        rows["draft_first_ms"] = first = times(state, DraftPlan(1, "model"))[0]
         if hierarchy.outer.rows > 2:
-            rows["draft_next_ms"] = max(times(state, Plan(2, "model"))[0] - first, 0.0)
+            rows["draft_next_ms"] = max(times(state, DraftPlan(2, "model"))[0] - first, 0.0)
     return rows

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from triforce.decode.batch import State
+from triforce.decode.batch import DecodeBatch
 from triforce.decode.plan import AUTOREGRESSION
 from triforce.engine.engine import Engine
 
@@ -38,7 +38,7 @@ def stage(what: str) -> None:
     print(f"    {time.perf_counter() - STARTED:7.1f} s  {what}", file=sys.stderr, flush=True)
 
 
-def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[float, State]:
+def prefill_seconds(engine: Engine, ids: list[int], args, new: int) -> tuple[float, DecodeBatch]:
     """A prefill once everything is compiled and allocated."""
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": None, "min_p": None, "seed": [0]}
     if engine.buffers.state is not None:

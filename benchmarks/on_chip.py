@@ -25,9 +25,9 @@ import torch
 
 import triforce
 from triforce.config import Placement, Settings
-from triforce.decode.batch import State
+from triforce.decode.batch import DecodeBatch
 from triforce.decode.controller import Controller
-from triforce.decode.plan import Plan
+from triforce.decode.plan import DraftPlan
 from triforce.engine.engine import Engine
 from triforce.engine.loading import check_draft_ranks
 from triforce.fp8 import fp8_copy
@@ -80,7 +80,7 @@ class Rounds:
         self.seen: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> "Rounds":
-        self.originals = run, choose, update = State.round, Controller.choose, Controller.update
+        self.originals = run, choose, update = DecodeBatch.round, Controller.choose, Controller.update
 
         def running(state, *args, **how):
             count, begun = self.count, time.perf_counter()
@@ -100,13 +100,13 @@ class Rounds:
                 self.seen[name] = before[0] + hits, before[1] + tests
             update(controller, num_tokens, **observed)
 
-        State.round, Controller.choose, Controller.update = running, choosing, updating
+        DecodeBatch.round, Controller.choose, Controller.update = running, choosing, updating
         return self
 
     def __exit__(self, *args) -> None:
-        State.round, Controller.choose, Controller.update = self.originals
+        DecodeBatch.round, Controller.choose, Controller.update = self.originals
 
-    def add(self, plan: Plan, costs) -> None:
+    def add(self, plan: DraftPlan, costs) -> None:
         self.count += 1
         self.parts["verify"] += costs.milliseconds(plan)[1]
         for (what, _), took in zip(costs.number, costs.drafting(plan) * costs.values, strict=True):
@@ -119,17 +119,18 @@ class Rounds:
         return parts | {f"rate_{name}": hits / tests for name, (hits, tests) in self.seen.items() if tests}
 
 
-def sweep_plans(state: State) -> list[Plan]:
+def sweep_plans(state: DecodeBatch) -> list[DraftPlan]:
     """Fixed settings: looking up alone, the draft alone, the retrieval level alone, and the hierarchy."""
     most, sources, padded = state.settings.block_size - 1, state.hierarchy.sources, state.pilot.padding.drafts
     gammas = [gamma for gamma in (3, 6, 10, 15) if gamma <= most]
-    plans = [Plan(gamma, "ngram") for gamma in gammas] + [Plan(gamma, "model") for gamma in (2, 3, 5, min(8, most))]
-    plans += [Plan(gamma, None, True, 0, gamma) for gamma in gammas[:3]]
-    plans += [Plan(gamma, "model", True, inner, -(-gamma // 2)) for gamma in gammas for inner in (1, 2, 3)]
+    plans = [DraftPlan(gamma, "ngram") for gamma in gammas]
+    plans += [DraftPlan(gamma, "model") for gamma in (2, 3, 5, min(8, most))]
+    plans += [DraftPlan(gamma, None, True, 0, gamma) for gamma in gammas[:3]]
+    plans += [DraftPlan(gamma, "model", True, inner, -(-gamma // 2)) for gamma in gammas for inner in (1, 2, 3)]
     return [replace(plan, padded=padded) for plan in plans if plan.source is None or plan.source in sources]
 
 
-def fixed(engine: Engine, plan: Plan) -> None:
+def fixed(engine: Engine, plan: DraftPlan) -> None:
     """Turns the present state's controller off and sets a plan."""
     pilot = engine.buffers.state.pilot
     pilot.auto, pilot.default = False, plan

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from triforce.decode.plan import AUTOREGRESSION, Plan
+from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.parallel import from_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -64,7 +64,7 @@ def profile(engine, ids: list[int]) -> None:
     """Prints the kernels of rounds without drafts, of rounds of one drafted token, and of a rebuild."""
     state = engine.prepare([ids], 256, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=[0])
     print_kernels("full verify", lambda: state.round(AUTOREGRESSION), engine.device)
-    print_kernels("a retrieval step and a verify", lambda: state.round(Plan(1, None, True, 0, 1)), engine.device)
+    print_kernels("a retrieval step and a verify", lambda: state.round(DraftPlan(1, None, True, 0, 1)), engine.device)
     print_kernels("rebuild", lambda: state.hierarchy.view.rebuild(0), engine.device)
 
 

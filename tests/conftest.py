@@ -15,7 +15,7 @@ import torch
 import triforce
 from triforce.config import Placement, Settings, split
 from triforce.cpu import row_unit
-from triforce.decode.batch import State
+from triforce.decode.batch import DecodeBatch
 from triforce.decode.controller import Controller, Costs
 from triforce.decode.pilot import guess
 from triforce.engine.engine import Engine
@@ -40,7 +40,7 @@ if not torch.cuda.is_available():
 # The inner loop, `python -m pytest -m quick`: files whose tests take little, of every part of the library.
 QUICK = {"acceptance", "attention", "api", "cli_flags", "controller", "controller_rates", "costs", "draft_memory",
          "engine_plans", "generation", "graphs", "hierarchy", "kv", "memory", "model", "ngram", "packed",
-         "quantize", "sampling", "session", "speculator", "state", "views"}
+         "quantize", "sampling", "session", "verifier", "state", "views"}
 
 
 @contextlib.contextmanager
@@ -106,8 +106,8 @@ def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[i
 
 def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=1024, max_new_tokens=512, sampling=None,
                rule="rejection", drafting=None, num_resident_layers=None, pack=False, base=0, compiler=None,
-               **settings) -> State:
-    """A State with prompts prefilled, without an Engine around it.
+               **settings) -> DecodeBatch:
+    """A DecodeBatch with prompts prefilled, without an Engine around it.
 
     sampling: of the law; rule: how drawn tokens are checked.
     base: tokens that the prompts have in common, which its rows share.
@@ -120,13 +120,13 @@ def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=
               "compiler": compiler or Compiler(torch.device("cpu"))}
     shared = None
     if base:
-        document = State(target, None, resolved, batch=1, num_resident_layers=num_resident_layers, **common)
+        document = DecodeBatch(target, None, resolved, batch=1, num_resident_layers=num_resident_layers, **common)
         document.prefill(0, prompts[0][: base + 1])
         shared, num_resident_layers = document.cache.prefix.part(base), None
         if pack:
             shared.pack()
     unit = row_unit(target, len(prompts), resolved.block_size, compiled=False)
-    state = State(target, draft, resolved, batch=len(prompts), drafting=drafting, pack=pack, shared=shared,
+    state = DecodeBatch(target, draft, resolved, batch=len(prompts), drafting=drafting, pack=pack, shared=shared,
                   num_resident_layers=num_resident_layers, row_unit=unit, **common)
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
     state.params.set(**{**law, **(sampling or {})})
@@ -228,7 +228,7 @@ def own_cache(tmp_path_factory):
 @pytest.fixture
 def states():
     """Weak references to the States that are made during a test, in order."""
-    made, init = [], State.__init__
+    made, init = [], DecodeBatch.__init__
 
     def noted(self, *args, **kw):
         if "runs_on" not in kw:  # one of memory.py's plans, which holds nothing
@@ -236,7 +236,7 @@ def states():
         init(self, *args, **kw)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(State, "__init__", noted)
+        patch.setattr(DecodeBatch, "__init__", noted)
         yield made
 
 

@@ -22,7 +22,7 @@ from triforce.attention import dense, rotate
 from triforce.cache import prefix as prefix_module
 from triforce.cache.streaming import StreamingBlock, StreamingCache
 from triforce.decode.pilot import RebuildPolicy
-from triforce.decode.plan import AUTOREGRESSION, Plan
+from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 
 
 def assert_the_dense_twin_says(target, prompt: list[int], tokens: list[int]) -> None:
@@ -222,7 +222,7 @@ def test_a_draft_that_was_left_out_catches_up(pair):
         drafter.catch_up([699])
         hook.remove()
         assert sum(seen) == computed
-        drafter.propose(state.hierarchy.outer.length, Plan(3, "model"), probs)
+        drafter.propose(state.hierarchy.outer.length, DraftPlan(3, "model"), probs)
         laws.append(probs[:, :3].clone())
     torch.testing.assert_close(laws[1], laws[0], atol=1e-5, rtol=1e-4)
     assert torch.equal(laws[2], laws[0])

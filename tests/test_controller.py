@@ -13,7 +13,7 @@ from controller import kept, one_round  # noqa: E402
 
 from triforce.decode.controller import Controller, Costs, Rate, emitted
 from triforce.decode.pilot import Tally  # noqa: E402
-from triforce.decode.plan import Padding, Plan  # noqa: E402
+from triforce.decode.plan import DraftPlan, Padding  # noqa: E402
 from triforce.decode.verifier import RowRound  # noqa: E402
 
 UNPADDED = Padding(False, False, False)
@@ -24,7 +24,7 @@ def gpu_128k(**more) -> Costs:
 
 
 def settle(controller: Controller, rates: dict[str, float], rounds: int = 400,
-           seed: int = 0) -> dict[Plan, int]:
+           seed: int = 0) -> dict[DraftPlan, int]:
     """Rounds against levels that accept with the given chances; counts the plans of the second half."""
     rng, chosen, takes = random.Random(seed), {}, copy.deepcopy(controller.costs).milliseconds
     for i in range(rounds):
@@ -37,7 +37,7 @@ def settle(controller: Controller, rates: dict[str, float], rounds: int = 400,
     return chosen
 
 
-def time_of(controller: Controller, plan: Plan, rates: dict[str, float]) -> float:
+def time_of(controller: Controller, plan: DraftPlan, rates: dict[str, float]) -> float:
     return controller.times_per_token(rates)[controller.plans.index(plan)]
 
 
@@ -54,7 +54,7 @@ def test_comes_near_the_best_plan_of_a_sweep(costs, rates):
     best = min(controller.times_per_token(rates))
     spent = sum(time_of(controller, plan, rates) * count for plan, count in chosen.items()) / sum(chosen.values())
     assert spent <= 1.05 * best
-    assert spent <= 1.05 * time_of(controller, Plan(), rates)  # never slower than autoregression
+    assert spent <= 1.05 * time_of(controller, DraftPlan(), rates)  # never slower than autoregression
 
 
 def test_recovers_when_acceptance_does():
@@ -72,14 +72,14 @@ def test_the_table_says_what_each_plan_takes():
     controller = Controller(costs, 7, 3)
     rates = {"retrieval": 0.8, "model": 0.5, "ngram": 0.2}
     assert len(controller.plans) == len(set(controller.plans)) > 60
-    assert time_of(controller, Plan(), rates) == 15
+    assert time_of(controller, DraftPlan(), rates) == 15
     two = (1.5 + 1.2 + 28) / (1 + 0.5 + 0.25)  # in a step of 4 rows
-    assert time_of(controller, Plan(2, "model"), rates) == pytest.approx(two)
+    assert time_of(controller, DraftPlan(2, "model"), rates) == pytest.approx(two)
     alone = (3 * 5.0 + 28) / (1 + 0.8 + 0.64 + 0.512)
-    assert time_of(controller, Plan(3, None, True, 0, 3), rates) == pytest.approx(alone)
+    assert time_of(controller, DraftPlan(3, None, True, 0, 3), rates) == pytest.approx(alone)
     drafted = 2 * (1 + 0.5 + 0.25)  # the mean of two rounds of the level between
     hierarchy = (2 * (1.5 + 1.2 + 6.5) + 28) / emitted(0.8, drafted)
-    assert time_of(controller, Plan(5, "model", True, 2, 2), rates) == pytest.approx(hierarchy)
+    assert time_of(controller, DraftPlan(5, "model", True, 2, 2), rates) == pytest.approx(hierarchy)
     assert emitted(0.5, 0) == 1 and emitted(0.5, 2) == 1.75
 
 
@@ -87,7 +87,7 @@ def test_what_has_to_be_recorded_first_must_pay():
     """A retrieval level where a draft does nearly as well: it is begun for a long text alone, and kept once begun."""
     costs = gpu_128k(plain=20.0, preparing=50.0)
 
-    def chosen(remaining: float) -> Plan:
+    def chosen(remaining: float) -> DraftPlan:
         return Controller(costs, 7, 3, Padding(plain=False)).choose(remaining)
 
     assert chosen(8).retrieval  # all has been recorded
@@ -101,7 +101,7 @@ def test_what_hardly_gains_is_left_alone():
     """Self-speculation where a drafting step takes nearly as long as a verify: it may gain 3%, or lose 15."""
     for rate in (0.9, 0.8, 0.5):
         controller = Controller(Costs({4: 6.6}, {1: 5.2}, plain=6.35), 3, 0, Padding(plain=False))
-        assert settle(controller, {"retrieval": rate})[Plan(padded=False)] >= 190
+        assert settle(controller, {"retrieval": rate})[DraftPlan(padded=False)] >= 190
 
 
 def test_rounds_set_the_times_right():
@@ -185,7 +185,7 @@ def test_a_busy_moment_is_not_believed_for_ever(busy):
     a verify of more rows, and seen again."""
     guess = Costs({n: 6 + 0.5 * n for n in (1, 2, 4, 8)}, {}, {"model": (0.2, 0.2), "ngram": (0.01, 0.0)}, seen=0)
     controller, spent = busy_then_idle(guess, busy, 256)
-    assert controller.plan == Plan(padded=False) and controller.costs["verify", 1] == pytest.approx(10.5, rel=0.05)
+    assert controller.plan == DraftPlan(padded=False) and controller.costs["verify", 1] == pytest.approx(10.5, rel=0.05)
     assert spent < 1.1 * 256 * 10.5 + busy * 20
 
 
@@ -193,7 +193,7 @@ def test_where_speculation_is_far_better_it_goes_on():
     for rates in ((0.92, 0.6), (0.5, 0.4)):
         costs = Costs({8: 20.1}, {4: 5.0}, {"model": (0.25, 0.2)}, plain=20.0)
         chosen = settle(Controller(costs, 7, 3), dict(zip(("retrieval", "model"), rates, strict=True)), 600)
-        assert max(chosen, key=chosen.get).gamma > 0 and chosen.get(Plan(), 0) < 0.05 * sum(chosen.values())
+        assert max(chosen, key=chosen.get).gamma > 0 and chosen.get(DraftPlan(), 0) < 0.05 * sum(chosen.values())
 
 
 def test_many_rows_try_what_lies_idle_no_oftener_than_one():

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from triforce.decode.controller import INNER_LEAVES, LEAVES, Controller, Costs, emitted
-from triforce.decode.plan import Plan
+from triforce.decode.plan import DraftPlan
 
 
 @pytest.mark.parametrize("leaf", [0.0, 0.3])
@@ -30,7 +30,7 @@ def test_expected_tokens_of_rounds_with_leaves(leaf):
     for name in (LEAVES, INNER_LEAVES) if leaf else ():
         for _ in range(2000):
             controller.update(0, **{name: (3, 10)})
-    plan = Plan(most, "model", True, inner, rounds)
+    plan = DraftPlan(most, "model", True, inner, rounds)
     found = sum(costs.milliseconds(plan)) / controller.times_per_token({"model": rate, "retrieval": rate})[
         controller.plans.index(plan)]
     assert found == pytest.approx(statistics.fmean(map(play, between)), rel=0.03)  # by the mean of what is drafted
@@ -42,6 +42,6 @@ def test_speculation_is_begun_where_it_promises_6_percent():
     for step in [4.0 + 0.05 * i for i in range(120)]:  # of a view by itself, beside a verify of 10
         controller = Controller(Costs({4: 10.0}, {1: step}), 3, 0)
         times = controller.times_per_token({name: rate.value for name, rate in controller.rates.items()})
-        begun[min(times[1:]) / times[0]] = controller.choose() != Plan()
+        begun[min(times[1:]) / times[0]] = controller.choose() != DraftPlan()
     assert any(0.95 < promise < 0.97 for promise in begun) and any(promise < 0.93 for promise in begun)
     assert all(now == (promise < 0.97**2) for promise, now in begun.items())

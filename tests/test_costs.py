@@ -9,7 +9,7 @@ import pytest
 from conftest import make_engine, random_prompt
 
 from triforce.decode.controller import Costs
-from triforce.decode.plan import Plan
+from triforce.decode.plan import DraftPlan
 
 
 def true() -> Costs:
@@ -17,11 +17,11 @@ def true() -> Costs:
 
 
 @pytest.mark.parametrize("plan, expected", [
-    (Plan(), (0.0, 15.0)),
-    (Plan(3, "model"), (1.5 + 2 * 1.2, 28.0)),
-    (Plan(2, None, True, 0, 2), (10.0, 28.0)),  # 3 rows in a step of 4
-    (Plan(5, "model", True, 2, 3), (3 * (6.0 + 1.5 + 1.2), 32.0)),
-    (Plan(7, "ngram"), (0.4 + 6 * 0.1, 32.0)),
+    (DraftPlan(), (0.0, 15.0)),
+    (DraftPlan(3, "model"), (1.5 + 2 * 1.2, 28.0)),
+    (DraftPlan(2, None, True, 0, 2), (10.0, 28.0)),  # 3 rows in a step of 4
+    (DraftPlan(5, "model", True, 2, 3), (3 * (6.0 + 1.5 + 1.2), 32.0)),
+    (DraftPlan(7, "ngram"), (0.4 + 6 * 0.1, 32.0)),
 ])
 def test_what_a_round_takes(plan, expected):
     assert true().milliseconds(plan) == pytest.approx(expected)
@@ -31,8 +31,9 @@ def test_rounds_set_a_wrong_guess_right():
     """From a guess that is wrong in every part, rounds of several plans lead to what those plans take."""
     rng = random.Random(0)
     learned = Costs({1: 3.0, 4: 3.0, 8: 3.0}, {1: 4.0, 4: 4.0}, {"model": (0.1, 0.1), "ngram": (1.0, 1.0)}, seen=0)
-    plans = [Plan(), Plan(3, "model"), Plan(1, "model"), Plan(7, "ngram"), Plan(3, None, True, 0, 3),
-             Plan(7, "model", True, 3, 2), Plan(7, "model", True, 1, 4)]
+    plans = [DraftPlan(), DraftPlan(3, "model"), DraftPlan(1, "model"), DraftPlan(7, "ngram"),
+             DraftPlan(3, None, True, 0, 3),
+             DraftPlan(7, "model", True, 3, 2), DraftPlan(7, "model", True, 1, 4)]
     for _ in range(200):
         plan = rng.choice(plans)
         sums = learned.drafting(plan), learned.checking(plan)
@@ -44,7 +45,7 @@ def test_rounds_set_a_wrong_guess_right():
 
 
 def test_a_second_text_begins_with_what_the_first_learned(pair):
-    """In another State, too; and with its acceptance rates. Not so texts of other lengths."""
+    """In another DecodeBatch, too; and with its acceptance rates. Not so texts of other lengths."""
     begun, seen, ended = [], [], []
     engine = make_engine(*pair, budget=64, flush_interval=16, chunk_size=4, gamma="auto", reuse=False)
     for length in (100, 1500, 101, 5000):

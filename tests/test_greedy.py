@@ -9,7 +9,7 @@ from conftest import bits, bits_of_rows, make_state, random_pair, random_prompt,
 
 from triforce.decode import acceptance
 from triforce.decode.controller import Controller, Costs
-from triforce.decode.plan import AUTOREGRESSION, Plan
+from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.model import Transformer
 
 CONTEXT, NEW = 2010, 112  # the first flush is after 39 tokens, the second after 103
@@ -87,7 +87,7 @@ def test_bits_do_not_depend_on_plans(models, plain, retrieval):
     state = make_state(*models, [random_prompt(CONTEXT)], capacity=4096, retrieval=retrieval, ngram=True, budget=256,
                        gamma=7, gamma_inner=3, chunk_size=8, flush_interval=64, rebuild_interval=32, keep_logits=True)
     for shift in (0, 1):  # so that others follow each other
-        state.pilot.controller = Everything(plans[:: 1 + shift] + [Plan()] * shift)
+        state.pilot.controller = Everything(plans[:: 1 + shift] + [DraftPlan()] * shift)
         assert bits(state, NEW)[:2] == plain
         state.rewind(1000)
 

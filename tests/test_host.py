@@ -12,7 +12,7 @@ import torch
 from conftest import make_engine, random_pair, random_prompt, slow
 
 import triforce
-from triforce.decode.batch import State
+from triforce.decode.batch import DecodeBatch
 from triforce.errors import UserError
 from triforce.model import Transformer
 from triforce.runtime import host
@@ -100,13 +100,13 @@ def test_settings_of_the_host_change_no_token(name, usual, tmp_path):
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_an_engine_computes_with_the_usual_settings(name, monkeypatch):
-    seen, prefill, step = [], Transformer.prefill, State.round
+    seen, prefill, step = [], Transformer.prefill, DecodeBatch.round
 
     def noted(function):
         return lambda *args, **more: seen.append(settings()) or function(*args, **more)
 
     monkeypatch.setattr(Transformer, "prefill", noted(prefill))
-    monkeypatch.setattr(State, "round", noted(step))
+    monkeypatch.setattr(DecodeBatch, "round", noted(step))
     engine = make_engine(*random_pair(), flush_interval=16, chunk_size=4, budget=64)
     prompt = random_prompt(40)
     with HOSTS[name]():

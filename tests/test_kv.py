@@ -7,7 +7,7 @@ PROMPTS = [random_prompt(150), random_prompt(90, seed=1)]
 
 
 def used(pair, **settings):
-    """A State whose rows have flushed, and whose tails are partly filled."""
+    """A DecodeBatch whose rows have flushed, and whose tails are partly filled."""
     state = make_state(*pair, PROMPTS, sampling={"temperature": 0.8}, **settings)
     run_rounds(state, 40)
     assert state.num_flushes >= 4

@@ -4,8 +4,8 @@ import pytest
 from conftest import slow
 
 import triforce
-from triforce.decode.batch import State
-from triforce.decode.plan import Plan
+from triforce.decode.batch import DecodeBatch
+from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import ACCEPTED, BONUS, LEAF, MISSED
 from triforce.decode.verifier import RowRound
 from triforce.engine.levels import levels_of
@@ -16,17 +16,17 @@ TEXT = "one two three four five six seven eight nine ten. " * 8
 
 
 @pytest.mark.parametrize("plan, origins, num_accepted, count, levels", [
-    (Plan(), [], 0, 1, ["target"]),
-    (Plan(3, "model"), [ACCEPTED] * 3, 2, 3, ["draft", "draft", "target"]),
-    (Plan(3, "model"), [MISSED] * 3, 3, 4, ["draft"] * 3 + ["target"]),  # origins are those of another plan's round
-    (Plan(2, "ngram"), [BONUS] * 2, 2, 2, ["ngram"] * 2),  # cut at a limit: no token of the target's own
-    (Plan(3, "custom"), [0] * 3, 1, 2, ["custom", "target"]),
-    (Plan(4, "model", True, 2, 2), [ACCEPTED, MISSED, ACCEPTED, BONUS], 4, 5,
+    (DraftPlan(), [], 0, 1, ["target"]),
+    (DraftPlan(3, "model"), [ACCEPTED] * 3, 2, 3, ["draft", "draft", "target"]),
+    (DraftPlan(3, "model"), [MISSED] * 3, 3, 4, ["draft"] * 3 + ["target"]),  # origins of another round
+    (DraftPlan(2, "ngram"), [BONUS] * 2, 2, 2, ["ngram"] * 2),  # cut at a limit: no token of the target's own
+    (DraftPlan(3, "custom"), [0] * 3, 1, 2, ["custom", "target"]),
+    (DraftPlan(4, "model", True, 2, 2), [ACCEPTED, MISSED, ACCEPTED, BONUS], 4, 5,
      ["draft", "retrieval", "draft", "retrieval", "target"]),
-    (Plan(4, "ngram", True, 2, 2), [ACCEPTED, ACCEPTED, MISSED, ACCEPTED], 1, 2, ["ngram", "target"]),
-    (Plan(3, None, True, 0, 3), [BONUS] * 3, 3, 4, ["retrieval"] * 3 + ["target"]),
-    (Plan(3, "model"), [], 0, 0, []),
-    (Plan(4, "model", True, 2, 2), [ACCEPTED, LEAF, BONUS, ACCEPTED], 4, 5, ["draft"] * 2 + ["retrieval", "draft",
+    (DraftPlan(4, "ngram", True, 2, 2), [ACCEPTED, ACCEPTED, MISSED, ACCEPTED], 1, 2, ["ngram", "target"]),
+    (DraftPlan(3, None, True, 0, 3), [BONUS] * 3, 3, 4, ["retrieval"] * 3 + ["target"]),
+    (DraftPlan(3, "model"), [], 0, 0, []),
+    (DraftPlan(4, "model", True, 2, 2), [ACCEPTED, LEAF, BONUS, ACCEPTED], 4, 5, ["draft"] * 2 + ["retrieval", "draft",
                                                                                              "target"]),
 ])
 def test_levels_of_a_round(plan, origins, num_accepted, count, levels):
@@ -36,13 +36,13 @@ def test_levels_of_a_round(plan, origins, num_accepted, count, levels):
 
 def observed(monkeypatch):
     """The counts of all rounds, as the device reports them: accepted by the full level, and how many rounds emitted."""
-    seen, settle = [], State._settle
+    seen, settle = [], DecodeBatch._settle
 
     def settled(self, result, *more):
         seen.append([(len(row.tokens), row.num_accepted) for row in result.rows])
         return settle(self, result, *more)
 
-    monkeypatch.setattr(State, "_settle", settled)
+    monkeypatch.setattr(DecodeBatch, "_settle", settled)
     return seen
 
 

@@ -15,13 +15,13 @@ from triforce import fp8
 from triforce.cache import views
 from triforce.cache.views import RetrievalView
 from triforce.decode import acceptance, verifier
-from triforce.decode.batch import State
+from triforce.decode.batch import DecodeBatch
 from triforce.decode.controller import Controller, Costs, Rate
 from triforce.decode.drafters.ngram import NgramDrafter, NgramMeter
 from triforce.decode.pilot import Tally
-from triforce.decode.plan import ONE_ROW, Plan
+from triforce.decode.plan import ONE_ROW, DraftPlan
 from triforce.decode.tape import ACCEPTED, BONUS
-from triforce.decode.verifier import Speculator
+from triforce.decode.verifier import Verifier
 from triforce.fp8 import fp8_copy
 from triforce.model import ModelConfig, Transformer
 
@@ -111,8 +111,8 @@ SHARED = [PROMPTS[0][:8] + PROMPTS[1][:7], PROMPTS[0][:8] + PROMPTS[1][3:14]]  #
 ], ids=name_of)
 def test_joint_law_of_rows_that_share_a_prefix(models, case, monkeypatch):
     """Where they have a view in common, what one of them says may decide what the other drafts from."""
-    flushed, flush = set(), State._flush
-    monkeypatch.setattr(State, "_flush", lambda self, row: flushed.add(row % 2) or flush(self, row))
+    flushed, flush = set(), DecodeBatch._flush
+    monkeypatch.setattr(DecodeBatch, "_flush", lambda self, row: flushed.add(row % 2) or flush(self, row))
     lengths, together = [], case.get("levels") != "draft"
     found, branches, _ = distances(
         models, **case, prompts=SHARED, base=8, together=together, **{"batch": 2, "horizon": 2} if together else {},
@@ -131,9 +131,9 @@ def test_joint_law_is_the_targets(models, case):
 @pytest.mark.parametrize("case,plan", [
     ({"levels": "ngram", "gamma": 3}, None),
     ({"levels": "retrieval", "gamma": 2, "gamma_inner": 2}, None),
-    ({"levels": "draft", "gamma": 3}, Plan(3, "ngram")),
+    ({"levels": "draft", "gamma": 3}, DraftPlan(3, "ngram")),
     ({"levels": "ngram", "gamma": 3, "sampling": {"logit_bias": {0: 1.0, 2: -1.0}}}, None),
-    ({"gamma": 2, "gamma_inner": 2}, Plan(2, "ngram", True, 2, 2)),
+    ({"gamma": 2, "gamma_inner": 2}, DraftPlan(2, "ngram", True, 2, 2)),
 ])
 def test_joint_law_is_the_targets_where_ngrams_draft(models, monkeypatch, case, plan):
     """Where nothing else may propose to the level that checks them, without laws; else with laws, all on one token."""
@@ -211,7 +211,7 @@ def test_gathering_from_a_streamed_prefix_does_not_bias(models, monkeypatch, lea
 
 
 def steered(monkeypatch, choose=None, max_inner: int = 1, costs: Costs | None = None):
-    """(a function that gives a State a controller, the set of plans that are chosen). choose: in place of its own.
+    """(a function that gives a batch a controller, the set of plans that are chosen). choose: in place of its own.
     Times that vary would lead each run elsewhere: it is told none."""
     choose, seen = choose or Controller.choose, set()
     monkeypatch.setattr(Controller, "choose", lambda self, **known: seen.add(plan := choose(self, **known)) or plan)
@@ -241,12 +241,12 @@ def test_choosing_plans_does_not_bias(models, monkeypatch, horizon):
 def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     """Rounds take as long as they have rows, and each changes the controller's mind. How many tokens were drafted, with
     those that are then discarded, must not show in that: if it does, enumeration sees it."""
-    work, step = [], Speculator._step
-    monkeypatch.setattr(Speculator, "_step", lambda self, *args: (work.append(args[3]), step(self, *args))[1])
+    work, step = [], Verifier._step
+    monkeypatch.setattr(Verifier, "_step", lambda self, *args: (work.append(args[3]), step(self, *args))[1])
     if leaks:
-        monkeypatch.setattr(Speculator, "rows_of", lambda self, plan, num_drafted: 1 + int(num_drafted.max()))
-    plans = [Plan(3, "model", True, 1, 2, False, False), Plan(1, "model", padded=False),
-             Plan(2, None, True, 0, 2, False, False)]
+        monkeypatch.setattr(Verifier, "rows_of", lambda self, plan, num_drafted: 1 + int(num_drafted.max()))
+    plans = [DraftPlan(3, "model", True, 1, 2, False, False), DraftPlan(1, "model", padded=False),
+             DraftPlan(2, None, True, 0, 2, False, False)]
 
     def timed(self, plan, drafting, checking):
         self.turn = getattr(self, "turn", 0) + sum(work)
@@ -267,7 +267,8 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
 def test_choosing_by_acceptance_does_not_bias(models, monkeypatch, leaks, horizon):
     """Each count that the controller is told changes its mind. How the draft fared with tokens that were then discarded
     must not be counted: if it is, enumeration sees it."""
-    plans, add = [Plan(3, "model", True, 1, 2), Plan(2, "model"), Plan(3, "model", True, 2, 2)], Tally.add
+    plans = [DraftPlan(3, "model", True, 1, 2), DraftPlan(2, "model"), DraftPlan(3, "model", True, 2, 2)]
+    add = Tally.add
 
     def added(self, row):
         add(self, row)
@@ -292,7 +293,7 @@ def test_rounds_of_one_row_do_not_bias(models, monkeypatch):
     """Where the controller does not draft, the step is not padded; and the view is rebuilt by what it asked."""
     def chosen(self, **known):
         self.turn = getattr(self, "turn", 0) + 1
-        return ONE_ROW if self.turn % 2 == 0 else Plan(2, "model", True, 1, 1)
+        return ONE_ROW if self.turn % 2 == 0 else DraftPlan(2, "model", True, 1, 1)
 
     steer, _ = steered(monkeypatch, chosen)
     found, _, _ = distances(models, gamma=3, gamma_inner=1, batch=1, prompts=PROMPTS[:1], prepare=steer, horizon=3,

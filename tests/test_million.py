@@ -10,7 +10,7 @@ from conftest import VOCAB
 from triforce import attention
 from triforce.cpu import PackedPrefix
 from triforce.decode.drafters.ngram import NgramDrafter
-from triforce.decode.plan import Plan
+from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import Tape
 from triforce.model import ModelConfig, RotaryEmbedding
 from triforce.runtime.graphs import Compiler
@@ -63,5 +63,5 @@ def test_a_look_up_finds_the_latest_match_of_a_million():
     tape.tokens[0, end - 3 : end + 1] = newest
     drafter = NgramDrafter(tape, max_drafted=4, compiler=Compiler(tape.tokens.device))
     expected = tape.tokens[0, MILLION - 496 : MILLION - 492].tolist()
-    assert drafter.propose(torch.tensor([end]), Plan(4, "ngram"), None).tolist() == [4]
+    assert drafter.propose(torch.tensor([end]), DraftPlan(4, "ngram"), None).tolist() == [4]
     assert tape.read(torch.tensor([end + 1]), TokenTree(4))[0].tolist() == expected

@@ -201,11 +201,11 @@ def test_the_number_of_parameters(more):
 
 
 def test_a_prefills_progress_goes_from_0_to_1_with_its_work():
-    from triforce.cache.kv_cache import TargetCache
+    from triforce.cache.kv_cache import KVCache
 
     model = Transformer.random(SMALL)
     for length, size in ((100, 30), (64, 64)):
-        cache = TargetCache(SMALL, model.rope, batch=1, capacity=128, block_size=1, flush_interval=16, chunk_size=0,
+        cache = KVCache(SMALL, model.rope, batch=1, capacity=128, block_size=1, flush_interval=16, chunk_size=0,
                             device="cpu", dtype=torch.float32)
         shares = []
         with torch.inference_mode():

@@ -37,7 +37,7 @@ def models():
 
 
 def both(models, levels: str, sampling: dict, seed: int, sink: int, window: int):
-    """A State with a fixed plan, and the naive method with the same."""
+    """A DecodeBatch with a fixed plan, and the naive method with the same."""
     retrieval, drafts = LEVELS[levels]
     target, draft = models[0], models[1] if drafts else None
     prompt, sampling = random_prompt(PROMPT, seed, VOCAB), dict(sampling)
@@ -124,7 +124,7 @@ def test_the_demonstration(capsys):
 
 
 class OneRow:
-    """The naive method, as `joint_laws` runs a State."""
+    """The naive method, as `joint_laws` runs a DecodeBatch."""
 
     batch = 1
 

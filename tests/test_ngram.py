@@ -5,7 +5,7 @@ import random
 import torch
 
 from triforce.decode.drafters.ngram import NgramDrafter, NgramMeter
-from triforce.decode.plan import Plan
+from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import Tape
 from triforce.runtime.graphs import Compiler
 from triforce.tree import TokenTree
@@ -31,7 +31,7 @@ def test_proposals_equal_a_loop():
         drafter = NgramDrafter(tape, max_drafted=6, compiler=Compiler(tape.tokens.device))
         probs = torch.full((3, 7, 3), 0.5)
         start = torch.tensor([len(tokens) - 1 for tokens in rows])
-        num_drafted = drafter.propose(start, Plan(5, "ngram"), probs)
+        num_drafted = drafter.propose(start, DraftPlan(5, "ngram"), probs)
         drafted = tape.read(start + 1, TokenTree(6))
         assert torch.equal(probs[:, :6].argmax(-1), drafted) and (probs[:, :6].sum(-1) == 1).all()
         for row, tokens in enumerate(rows):

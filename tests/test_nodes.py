@@ -13,7 +13,7 @@ from triforce.decode.controller import Controller, Costs
 from triforce.decode.drafters.model import ModelDrafter
 from triforce.decode.nodes import Nodes
 from triforce.decode.pilot import Tally
-from triforce.decode.plan import Plan
+from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import ACCEPTED
 from triforce.decode.verifier import RowRound
 from triforce.engine.levels import levels_of
@@ -169,7 +169,7 @@ def test_views_are_chosen_by_the_queries_of_what_was_kept():
     assert beside >= 5
 
 
-def settled(verify: float, first: float, others: tuple[float, ...], growth: float = 6.0, seen=None) -> Plan:
+def settled(verify: float, first: float, others: tuple[float, ...], growth: float = 6.0, seen=None) -> DraftPlan:
     """What is chosen in the long run, where the rows that follow a kept one are kept with these chances. seen: gets,
     for each round of a tree, the tokens that were expected and those that came."""
     dice = Random(0)
@@ -254,7 +254,7 @@ def test_tokens_of_a_tree_say_who_proposed_them():
     assert set(out.levels) == {"draft", "retrieval", "target"} and by_branches >= 3
     assert 0 < out.levels.count("target") <= out.stats.target_forwards
     row = RowRound([1, 2, 3, 4], [ACCEPTED] * 7, 1, 7, False, 2, [0, 1, 9, 12])
-    plan = Plan(7, "model", True, 2, 4, branches=8, shape=Shape(7))
+    plan = DraftPlan(7, "model", True, 2, 4, branches=8, shape=Shape(7))
     assert levels_of(plan, row) == ["draft", "retrieval", "retrieval", "target"]
 
 

@@ -19,7 +19,7 @@ from conftest import (
 
 import triforce
 from triforce.cache import views
-from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, Plan
+from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, DraftPlan
 from triforce.errors import UserError
 
 CONTEXT, NEW = 640, 80
@@ -68,7 +68,7 @@ def test_a_rebuild_is_gathered_by_the_next_verify_of_any_kind(models):
     state = state_of(models, num_resident_layers=0, sampling={"temperature": 0.8})
 
     state.pilot.think, plain = lambda: None, 0
-    state.pilot.choose = lambda: (ONE_ROW if state.hierarchy.view.awaiting else Plan(3, "model", True, 1, 2))
+    state.pilot.choose = lambda: (ONE_ROW if state.hierarchy.view.awaiting else DraftPlan(3, "model", True, 1, 2))
     for _ in range(80):
         awaited, flushes = state.hierarchy.view.awaiting, state.num_flushes
         (tokens,) = state.round()
@@ -182,7 +182,7 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error, sta
         rounds.append(1)
         raise error
 
-    monkeypatch.setattr("triforce.decode.batch.State.round", fails)
+    monkeypatch.setattr("triforce.decode.batch.DecodeBatch.round", fails)
     with pytest.raises(UserError, match="ran out of memory.*--max-seq-len") as told:
         engine.generate(prompt, max_new_tokens=20, temperature=0)
     assert (str(error) or "MemoryError") in str(told.value)

@@ -9,8 +9,8 @@ from conftest import make_state, random_prompt
 
 from triforce.cache.offload import Offload, Passage
 from triforce.decode.drafters.model import ModelDrafter
-from triforce.decode.plan import Plan
-from triforce.decode.verifier import Speculator
+from triforce.decode.plan import DraftPlan
+from triforce.decode.verifier import Verifier
 from triforce.model import ModelConfig
 
 CONFIG = ModelConfig(64, 32, 3, 4, 2, 8, 48)
@@ -155,10 +155,10 @@ def test_the_first_pieces_are_on_their_way_while_tokens_are_drafted(pair, monkey
 
     state = make_state(*pair, [prompt, prompt[:340]][: 1 + (how["base"] > 0)], retrieval=False, **how)
     monkeypatch.setattr(Offload, "run_ahead", lambda self, length: log.append(length))
-    monkeypatch.setattr(Speculator, "check", noted("check", Speculator.check))
+    monkeypatch.setattr(Verifier, "check", noted("check", Verifier.check))
     monkeypatch.setattr(ModelDrafter, "propose", noted("draft", ModelDrafter.propose))
     state.round()
     assert log == [how["base"] or 352, "draft", "check"]
     del log[:]
-    state.hierarchy.outer.round(Plan(2, "model"))
+    state.hierarchy.outer.round(DraftPlan(2, "model"))
     assert log == [how["base"] or 352, "draft", "check"]

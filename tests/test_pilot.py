@@ -6,8 +6,8 @@ from conftest import make_state, random_prompt
 
 from triforce.decode.controller import Controller
 from triforce.decode.pilot import Pilot
-from triforce.decode.plan import AUTOREGRESSION, Padding, Plan
-from triforce.decode.verifier import Speculator
+from triforce.decode.plan import AUTOREGRESSION, DraftPlan, Padding
+from triforce.decode.verifier import Verifier
 
 
 def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(pair, monkeypatch):
@@ -20,7 +20,7 @@ def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(
     monkeypatch.setattr(outer.outbox, "read", lambda: (order.append("read"), read())[1])
     monkeypatch.setattr(Pilot, "think", lambda self: (order.append("think"), think(self))[1])
     for _ in range(6):
-        [chosen, *_] = state.pilot._planned or [Plan(padded=state.pilot.padding.plain)]
+        [chosen, *_] = state.pilot._planned or [DraftPlan(padded=state.pilot.padding.plain)]
         state.round()
         assert state.last_round.plan is chosen or state.last_round.plan == AUTOREGRESSION
     assert order == ["check", "think", "read"] * 6
@@ -42,7 +42,7 @@ def test_where_steps_are_recorded_the_first_round_takes_the_step_that_checks_dra
                                                                                     monkeypatch):
     """It drafts nothing. What that takes is taken for the time of a verify. Where no drafts are to come, it takes the
     step of such rounds."""
-    monkeypatch.setattr(Speculator, "is_recorded", is_recorded)
+    monkeypatch.setattr(Verifier, "is_recorded", is_recorded)
     state = make_state(*pair, [random_prompt(100)], auto=True, gamma=3)
     state.rewind(60, None, Padding(plain=False))
     plans, padded = state.pilot.controller.plans, is_recorded and drafts
@@ -50,7 +50,7 @@ def test_where_steps_are_recorded_the_first_round_takes_the_step_that_checks_dra
     assert plans[0].gamma == 0 < plans[1].gamma
     state.round()
     outer = state.hierarchy.outer
-    assert state.last_round.plan == Plan(padded=padded)
+    assert state.last_round.plan == DraftPlan(padded=padded)
     assert outer.num_rows == (outer.row_unit if padded else 1)
     state.pilot.learn()
     costs = state.pilot.controller.costs

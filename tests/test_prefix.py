@@ -18,7 +18,7 @@ from triforce import attention
 from triforce.attention import dense, merge, merge_parts, parts_of_keys
 from triforce.cache import blocks
 from triforce.cache.views import COMMON, RetrievalView
-from triforce.decode.plan import AUTOREGRESSION, Plan
+from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.engine.prompt_cache import common_length
 
 DOCUMENT = random_prompt(200)
@@ -100,7 +100,7 @@ def test_rows_choose_together_what_they_read_of_what_they_share(pair, made):
     common, window = view.shared, view.shared.window_size
     assert window == 12 and common.budget == 64  # of 60 without a sink, half of the share `recent`
     while state.num_flushes < 2:
-        rows = state.round(Plan(4, "model", True, 2, 2))
+        rows = state.round(DraftPlan(4, "model", True, 2, 2))
         common.rebuild(0)
         assert_view_holds_its_selection(state.hierarchy.view.shared)
         for i in range(2):
@@ -132,7 +132,7 @@ def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
     state = make_state(*pair, prompts, base=BASE, max_new_tokens=100, capacity=512, draft_cache=kind)
     view, cache = state.hierarchy.view, state.cache
     while min(state.lens) < max(map(len, prompts)) + 40:
-        state.round(Plan(4, "model", True, 2, 2))
+        state.round(DraftPlan(4, "model", True, 2, 2))
     assert view.selected == [True, True] and state.num_flushes >= 4
     assert 0 <= view.shared.budget - view.shared.held < view.shared.chunk_size
     assert (view.num_rebuilds > 2) == view.kind.renews
@@ -167,7 +167,7 @@ def test_what_rows_share_is_chosen_anew_once_for_all(pair, monkeypatch):
     assert not made
     for count in range(1, 4):
         while state.hierarchy.view.num_rebuilds < count:
-            state.round(Plan(4, "model", True, 2, 2))
+            state.round(DraftPlan(4, "model", True, 2, 2))
         assert made == [state.hierarchy.view.shared] * (count + 1)  # as first read, and since
         assert set(state.pilot.rebuilds) == {0, 1, 2, COMMON} and state.pilot.rebuilds[COMMON].tokens == 0
 

@@ -11,7 +11,7 @@ from conftest import VOCAB, make_engine, random_prompt, slow
 
 import triforce
 from triforce import UserError
-from triforce.cache.kv_cache import TargetCache
+from triforce.cache.kv_cache import KVCache
 from triforce.decode.drafters.memory import LongMemory
 from triforce.decode.drafters.model import ModelDrafter
 from triforce.engine import buffers, prompt_cache_file
@@ -208,7 +208,7 @@ def interrupted(monkeypatch, owner, name: str, broken, call) -> None:
 @pytest.mark.parametrize("draft_cache", ["retrieval", "snapkv"])
 @pytest.mark.parametrize("what", ["rewind", "truncate"])
 def test_an_interrupt_on_the_way_back(pair, twin, what, draft_cache, monkeypatch):
-    """Of what a State holds, a part has gone: the same prompt again, or one that begins like what was said."""
+    """Of what a DecodeBatch holds, a part has gone: the same prompt again, or one that begins like what was said."""
     engine = make_engine(*pair, **SETTINGS, draft_cache=draft_cache)
     said = DOCUMENT + engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=50).tokens
     state = engine.buffers.state
@@ -297,7 +297,7 @@ def test_what_a_file_cannot_say_is_refused_before_the_work(tiny, tmp_path):
 
 def test_an_interrupt_in_the_middle_of_a_flush(engine, twin, monkeypatch):
     """A length says that tokens lie in the prefix, and they do not: nothing of it is reused."""
-    flush, calls = TargetCache.flush, []
+    flush, calls = KVCache.flush, []
 
     def broken(self, row):
         calls.append(row)
@@ -306,7 +306,7 @@ def test_an_interrupt_in_the_middle_of_a_flush(engine, twin, monkeypatch):
         self.prefix.truncate(row, self.lens[row] + 16)
         raise KeyboardInterrupt
 
-    interrupted(monkeypatch, TargetCache, "flush", broken,
+    interrupted(monkeypatch, KVCache, "flush", broken,
                 lambda: engine.generate(DOCUMENT, temperature=0.0, max_new_tokens=60))
     [said] = engine.buffers.state.texts()
     assert len(calls) == 2 and len(said) > 320
@@ -521,7 +521,7 @@ def test_a_document_is_saved_and_opened(pair, engine, twin, tmp_path):
 @pytest.mark.parametrize("how", [{}, {"offload": True}, {"offload": "auto", "num_resident_layers": 1}],
                          ids=["resident", "offloaded", "in parts"])
 def test_what_a_conversation_holds_is_saved_with_its_document(pair, monkeypatch, tmp_path, how):
-    """Wherever the two lie: they are one text in the file. What another text left in the State is not in it."""
+    """Wherever the two lie: they are one text in the file. What another text left in the DecodeBatch is not in it."""
     monkeypatch.setattr(buffers, "SHARED_FROM", 64)
     engine, question = make_engine(*pair, **SETTINGS, **how), random_prompt(60, seed=3)
     book = engine.prefill(DOCUMENT)

@@ -12,7 +12,7 @@ import torch
 from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, random_pair, random_prompt, slow
 
 from triforce.decode.controller import Controller, Costs
-from triforce.decode.plan import AUTOREGRESSION, Plan
+from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 from triforce.tree import Chances, likeliest
 
 CONTEXT, NEW = 500, 64  # flushes after 12 and 44 tokens
@@ -69,7 +69,7 @@ def rounds(state, plans=None) -> tuple[list, list, Counter]:
 
 
 def made(models, law: str, drafter: str, **more):
-    """A State that is about to say `law`, and what its prefix lies in."""
+    """A DecodeBatch that is about to say `law`, and what its prefix lies in."""
     settings = {**COMMON, **DRAFTERS[drafter], **more}
     draft = models[1] if settings.pop("draft", True) else None
     state = make_state(models[0], draft, [random_prompt(CONTEXT)], sampling={**LAWS[law], "seed": [SEED]}, **settings)
@@ -144,7 +144,7 @@ def test_a_seed_says_the_same_on_trees(models, plain, law, drafter):
         assert min(kept) >= 2 and seen["rank", 0] >= 4 and seen["rank", 1] >= 1, seen
 
 
-def ways_of(plans: list[Plan]) -> list[list[Plan]]:
+def ways_of(plans: list[DraftPlan]) -> list[list[DraftPlan]]:
     """By what drafts."""
     return [[plan for plan in (AUTOREGRESSION, *plans) if plan.drafter == way]
             for way in (None, "model", "ngram", "retrieval")]
@@ -157,7 +157,7 @@ def test_a_seed_says_the_same_on_trees_and_chains(models, plain, law):
     ways, dice = ways_of(Controller(costs, 9, 3).plans), Random(0)
     state, _ = made(models, law, "triforce", **TREE, ngram=True, gamma_inner=3)
 
-    def choose(state) -> Plan:
+    def choose(state) -> DraftPlan:
         plan = dice.choice(dice.choice(ways))
         if not plan.retrieval:
             return plan

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import make_engine, random_prompt
 
-from triforce.decode.batch import State
+from triforce.decode.batch import DecodeBatch
 from triforce.errors import UserError
 from triforce.model import Transformer
 
@@ -72,7 +72,7 @@ def test_counts(pair, monkeypatch):
 
 
 def test_rows_that_have_ended_are_left_alone_and_report_what_was_theirs(pair, monkeypatch):
-    said, rates, step = [0, 0], [None, None], State.round
+    said, rates, step = [0, 0], [None, None], DecodeBatch.round
 
     def observed(self, *args):
         before, emitted = list(said), step(self, *args)
@@ -83,7 +83,7 @@ def test_rows_that_have_ended_are_left_alone_and_report_what_was_theirs(pair, mo
                 rates[row] = self.num_forwards, self.hierarchy.acceptance_rates()[row]
         return emitted
 
-    monkeypatch.setattr(State, "round", observed)
+    monkeypatch.setattr(DecodeBatch, "round", observed)
     engine = Timed(pair, monkeypatch).engine
     outs = engine.generate([random_prompt(100), random_prompt(30)], 40, seed=3, temperature=0.8)
     assert [(out.stats.target_forwards, out.stats.acceptance_rate) for out in outs] == rates

@@ -1,11 +1,11 @@
-"""What a State keeps of its rounds, rewinding, plans; and when a selection is renewed."""
+"""What a DecodeBatch keeps of its rounds, rewinding, plans; and when a selection is renewed."""
 
 import pytest
 import torch
 from conftest import make_state, random_pair, random_prompt, run_rounds
 
 from triforce.decode.pilot import RebuildPolicy
-from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, Plan
+from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, DraftPlan
 from triforce.decode.verifier import RowRound
 
 
@@ -37,10 +37,10 @@ def test_kept_queries_are_those_of_a_fresh_prefill(pair, plan):
 class Steady:
     """In place of a controller: one plan, and a record of what it is told."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: DraftPlan):
         self.plan, self.told, self.rounds = plan, {}, 0
 
-    def choose(self, **known) -> Plan:
+    def choose(self, **known) -> DraftPlan:
         return self.plan
 
     def timed(self, plan, drafting, checking): ...
@@ -59,7 +59,7 @@ def test_levels_of_one_law_reject_nothing(temperature, top_p):
     target, _ = random_pair(torch.float64)
     state = make_state(target, target, [random_prompt(100)], budget=512, draft_window=512, gamma=5, gamma_inner=2,
                        flush_interval=64, sampling={"temperature": temperature, "top_p": top_p})
-    state.pilot.controller = Steady(Plan(5, "model", True, 2, 2))
+    state.pilot.controller = Steady(DraftPlan(5, "model", True, 2, 2))
     run_rounds(state, 100)
     (rates,), told = state.hierarchy.acceptance_rates(), state.pilot.controller.told
     assert rates["full"] > 0.99 and rates["retrieval"] > 0.99

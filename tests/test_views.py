@@ -6,7 +6,7 @@ from conftest import assert_view_holds_its_selection, make_state, random_prompt,
 
 from triforce.cache import views
 from triforce.cache.views import chunk_scores
-from triforce.decode.plan import Plan
+from triforce.decode.plan import DraftPlan
 
 
 def chosen(state, row: int = 0) -> list[list[set[int]]]:
@@ -49,7 +49,7 @@ def test_a_view_is_chosen_when_a_round_first_reads_it(pair, monkeypatch):
 
     monkeypatch.setattr(views.RetrievalView, "_select_and_copy", noted)
     state = make_state(*pair, [random_prompt(300), random_prompt(40, seed=1)], sampling={"temperature": 0.9})
-    view, without, drafts = state.hierarchy.view, Plan(3, "model"), Plan(4, "model", True, 2, 2)
+    view, without, drafts = state.hierarchy.view, DraftPlan(3, "model"), DraftPlan(4, "model", True, 2, 2)
     for _ in range(2):  # once more after a return to the prompts' ends
         # Until both have outgrown the budget, and no flush is near.
         while min(state.cache.lens) <= 64 or max(map(int.__sub__, state.lens, state.cache.lens)) > 8:
@@ -71,8 +71,8 @@ def test_an_interrupt_while_a_view_is_chosen_leaves_it_to_be_chosen(pair, monkey
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(state.hierarchy.view, "_select", interrupted)
-        state.round(Plan(4, "model", True, 2, 2))
-    state.round(Plan(4, "model", True, 2, 2))
+        state.round(DraftPlan(4, "model", True, 2, 2))
+    state.round(DraftPlan(4, "model", True, 2, 2))
     assert_view_holds_its_selection(state.hierarchy.view, 0)
 
 

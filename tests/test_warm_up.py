@@ -8,7 +8,7 @@ import torch
 from conftest import make_engine, random_pair, random_prompt, slow
 
 from triforce.config import Settings
-from triforce.decode.batch import State
+from triforce.decode.batch import DecodeBatch
 from triforce.engine import warm_up
 from triforce.model import ModelConfig
 
@@ -21,8 +21,8 @@ TARGET, DRAFT = ModelConfig(512, 64, 4, 4, 2, 16, 128), ModelConfig(480, 32, 2, 
                                      {"draft": "ngram"}, *slow({"draft_cache": "snapkv"})], ids=str)
 def test_it_goes_through_every_plan_and_leaves_nothing(monkeypatch, options, draft):
     settings = Settings(**options).resolve(CPU, has_model=draft is not None, query_group=2)
-    plans, real = [], State.round
-    monkeypatch.setattr(State, "round", lambda state, plan: plans.append(plan) or real(state, plan))
+    plans, real = [], DecodeBatch.round
+    monkeypatch.setattr(DecodeBatch, "round", lambda state, plan: plans.append(plan) or real(state, plan))
     state = warm_up.warm_up(TARGET, draft, settings, torch.float32, CPU, 2**30, length=2000)
     expected = {"model": draft is not None, "ngram": settings.ngram, "retrieval": settings.retrieval}
     assert {plan.drafter for plan in plans} == {None, *(name for name, drafts in expected.items() if drafts)}

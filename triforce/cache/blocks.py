@@ -17,7 +17,7 @@ from ..cpu import MANY_ROWS, MIN_ROWS
 from ..model import ModelConfig, RotaryEmbedding, eager
 from ..runtime.graphs import put
 from . import prefix
-from .kv_cache import TargetCache
+from .kv_cache import KVCache
 from .offload import Passage
 from .store import Extent, View
 
@@ -65,7 +65,7 @@ def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int, d
 class TargetBlock:
     """`kv` of a decoding step over one view: M rows a row of the batch, at the positions of a tree from `start` on."""
 
-    def __init__(self, cache: TargetCache, view: View, start: Tensor, tree, extent: Extent, keep_queries: bool,
+    def __init__(self, cache: KVCache, view: View, start: Tensor, tree, extent: Extent, keep_queries: bool,
                  compiled=eager, on_piece=None):
         """start: [B], the position of each row's first token. extent: how much of the view is attended to.
 
@@ -227,7 +227,7 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, o
 class PrefillBlock:
     """`kv` of a prefill chunk of some rows: positions [start, stop), written straight into the prefix."""
 
-    cache: TargetCache
+    cache: KVCache
     rows: range  # of the batch, with the same positions
     start: int
     stop: int
@@ -296,7 +296,7 @@ class PrefillLayer:
         return [own, *((out.reshape(own[0].shape), lse.reshape(own[1].shape)) for out, lse in before)]
 
 
-def prefill_blocks(cache: TargetCache, rows: range, start: int, stop: int, size: int, *,
+def prefill_blocks(cache: KVCache, rows: range, start: int, stop: int, size: int, *,
                    lengths: list[int] | None = None, keep_queries: bool = False,
                    on_layer=None) -> list[tuple[int, int, PrefillBlock]]:
     """Chunks of at most `size` of the tokens [start, stop) of some rows: what `Transformer.prefill` takes.

@@ -59,7 +59,7 @@ class Tail(Store):
         self.kv[i][:, row, :, start : start + kv.shape[2]] = kv
 
 
-class TargetCache(Store):
+class KVCache(Store):
     """Prefix, tail, and the newest queries: allocated once, sized by `capacity` tokens a row.
 
     Args:

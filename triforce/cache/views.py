@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..config import VIEWS, split_view
 from ..runtime.graphs import Compiler
-from .kv_cache import TargetCache, aligned
+from .kv_cache import KVCache, aligned
 from .offload import Passage
 from .store import Extent, View, runs
 
@@ -63,7 +63,7 @@ class RetrievalView(View):
 
     of_shared = False
 
-    def __init__(self, cache: TargetCache, *, budget: int, chunk_size: int, recent: float = 0.25,
+    def __init__(self, cache: KVCache, *, budget: int, chunk_size: int, recent: float = 0.25,
                  kind: str = "retrieval", batch: int, device, dtype, compiler: Compiler,
                  shared: "CommonView | None" = None):
         self.joined = cache.joins_view and not self.of_shared
@@ -315,7 +315,7 @@ class CommonView(RetrievalView):
 
     of_shared = True
 
-    def __init__(self, cache: TargetCache, **options):
+    def __init__(self, cache: KVCache, **options):
         super().__init__(cache, batch=1, **options)
         self.fit(0)
 

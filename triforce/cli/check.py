@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..config import Placement, Sampling, Settings, find_device, whole
-from ..decode.plan import AUTOREGRESSION, Plan
+from ..decode.plan import AUTOREGRESSION, DraftPlan
 from ..engine import memory
 from ..engine.engine import Engine
 from ..engine.loading import find_dtype, load
@@ -127,22 +127,22 @@ def compare(engine: Engine, tokens: list[int], theirs: Tensor | None) -> dict:
 
 # -- speculation on and off --------------------------------------------------------------------------------------------
 
-def plans(engine: Engine) -> dict[str, Plan]:
-    """Those that the levels of this engine allow, by the way to draft. There is a State."""
+def plans(engine: Engine) -> dict[str, DraftPlan]:
+    """Those that the levels of this engine allow, by the way to draft. There is a DecodeBatch."""
     hierarchy, settings, gamma = engine.buffers.state.hierarchy, engine.settings, min(engine.settings.block_size - 1, 7)
     has_view, found = "retrieval" in hierarchy.drafters, {}
     if "model" in hierarchy.sources and has_view:
-        found["draft + view"] = Plan(gamma, "model", True, min(settings.gamma_inner, 2), -(-gamma // 2))
+        found["draft + view"] = DraftPlan(gamma, "model", True, min(settings.gamma_inner, 2), -(-gamma // 2))
     if "model" in hierarchy.sources:
-        found["draft model"] = Plan(gamma, "model")
+        found["draft model"] = DraftPlan(gamma, "model")
     if has_view:
-        found[f"{settings.draft_cache} view"] = Plan(gamma, None, True, 0, gamma)
+        found[f"{settings.draft_cache} view"] = DraftPlan(gamma, None, True, 0, gamma)
     if "ngram" in hierarchy.sources:
-        found["n-grams"] = Plan(gamma, "ngram")
+        found["n-grams"] = DraftPlan(gamma, "ngram")
     return found if gamma else {}
 
 
-def run(engine: Engine, ids: list[int], plan: Plan, count: int) -> tuple[list[int], int, int]:
+def run(engine: Engine, ids: list[int], plan: DraftPlan, count: int) -> tuple[list[int], int, int]:
     """Greedy rounds of one plan: (tokens, how many were drafted, how many of these kept)."""
     with engine.working():
         state = engine.prepare([ids], count, plan=plan, **vars(Sampling(temperature=0.0, seed=[0])))

@@ -1,6 +1,6 @@
 """One batch of conversations: its tape, its caches and its lengths.
 
-Weights live elsewhere and are shared; a State is what generating changes. Token ids go in, rounds of token ids come
+Weights live elsewhere and are shared; a batch is what generating changes. Token ids go in, rounds of token ids come
 out.
 """
 
@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from ..cache.blocks import prefill_blocks
-from ..cache.kv_cache import TargetCache
+from ..cache.kv_cache import KVCache
 from ..cache.offload import Offload
 from ..cache.prefix import PrefixStore
 from ..config import Settings
@@ -23,7 +23,7 @@ from .drafters.ngram import NgramMeter
 from .hierarchy import Hierarchy, Round, make_sources
 from .nodes import Nodes
 from .pilot import Pilot
-from .plan import Padding, Plan
+from .plan import DraftPlan, Padding
 from .tape import Tape
 
 
@@ -32,7 +32,7 @@ def tape_length(capacity: int, settings: Settings) -> int:
     return 1 << (capacity + 4 * settings.block_size - 1).bit_length()
 
 
-class State:
+class DecodeBatch:
     """See the module. Its rows run side by side; each has its own length.
 
     Args:
@@ -78,7 +78,7 @@ class State:
         own, common = settings.split_budget(budget, self.base, self.capacity) if settings.retrieval else (0, 0)
         # A block of a tree needs no more slots than it has rows, or else than the level that runs ahead of it.
         ahead = max(block, settings.block_size + settings.inner_tree.rows) if settings.tree_size else 2 * block
-        self.cache = TargetCache(config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
+        self.cache = KVCache(config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
                                  flush_interval=interval, budget=own, newest=settings.block_size, ahead=ahead,
                                  offload=offload, shared=shared, chunk_size=settings.scored_chunk_size, device=device,
                                  dtype=dtype, runs_on=runs_on)
@@ -148,8 +148,8 @@ class State:
         self.is_whole = True
 
     @torch.inference_mode()
-    def adopt(self, other: "State", length: int) -> None:
-        """Takes over the first `length` tokens of row 0 from a State over the same shared prefix; a prefill goes on
+    def adopt(self, other: "DecodeBatch", length: int) -> None:
+        """Takes over the first `length` tokens of row 0 from a batch over the same shared prefix; a prefill goes on
         from there."""
         for i in range(self.target.config.n_layer):
             self.cache.prefix.store(i, 0, self.base, other.cache.load(i, 0, self.base, length))
@@ -264,7 +264,7 @@ class State:
             self.hierarchy.view.open(row)
 
     @torch.inference_mode()
-    def begin(self, max_new_tokens: int, plan: Plan | None = None, padding: Padding | None = None) -> None:
+    def begin(self, max_new_tokens: int, plan: DraftPlan | None = None, padding: Padding | None = None) -> None:
         """Decoding begins, now that all rows are prefilled; `rewind` comes back to this point.
 
         Args:
@@ -307,7 +307,7 @@ class State:
                 prepare()
 
     @torch.inference_mode()
-    def rewind(self, max_new_tokens: int, plan: Plan | None = None, padding: Padding | None = None) -> None:
+    def rewind(self, max_new_tokens: int, plan: DraftPlan | None = None, padding: Padding | None = None) -> None:
         """Back to where `begin` was called: the next rounds are those of a fresh prefill, bit for bit."""
         self.is_whole, self.waited = False, 0.0
         for q, kept in zip(self.cache.queries, self._prompt_queries, strict=True):
@@ -321,7 +321,7 @@ class State:
         self.is_whole = True
         self._open(max_new_tokens, plan, padding)
 
-    def _open(self, max_new_tokens: int, plan: Plan | None, padding: Padding | None) -> None:
+    def _open(self, max_new_tokens: int, plan: DraftPlan | None, padding: Padding | None) -> None:
         interval = self.settings.flush_interval
         self.compiler.settings = self.params.uses
         self._ends = [length + max_new_tokens for length in self.lens]
@@ -365,7 +365,7 @@ class State:
         self.pilot.close_row(row)
 
     @torch.inference_mode()
-    def round(self, plan: Plan | None = None) -> list[list[int]]:
+    def round(self, plan: DraftPlan | None = None) -> list[list[int]]:
         """One verify and all that is drafted for it. Returns each row's new tokens; the one host sync is here.
 
         Args:
@@ -382,7 +382,7 @@ class State:
         self.last_round = result
         return self._settle(result, chosen)
 
-    def _think(self, plan: Plan) -> None:
+    def _think(self, plan: DraftPlan) -> None:
         """While the device works on a round: what the next one follows, and its steps. plan: of the present round."""
         self.pilot.think()
         left = max(end - length for end, length in zip(self._ends, self.lens, strict=True))

@@ -1,7 +1,7 @@
 """Which levels draft, and how many tokens, chosen round by round from observed times and observed acceptance.
 
-Knows nothing of tensors or models: times and counts go in, a `Plan` comes out. It never changes what is said, only how
-fast: the choice depends on tokens that were kept and on the first rejection of a round, never on discarded ones, and
+Knows nothing of tensors or models: times and counts go in, a `DraftPlan` comes out. It never changes what is said, only
+how fast: the choice depends on tokens that were kept and on the first rejection of a round, never on discarded ones, and
 acceptance is exact whatever was drafted. No step is run only to be timed.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..tree import best_tree
-from .plan import LENGTHS, PADDED, Padding, Plan
+from .plan import LENGTHS, PADDED, DraftPlan, Padding
 
 LEAVES, INNER_LEAVES = "leaves", "inner_leaves"  # of the full level, branches among them; of the retrieval level
 SPINES, BRANCHES = (4, 8, 12, 16, 24, 32, 48, 63), (1, 2, 4, 8, 12, 16)  # lengths, of trees to choose from
@@ -117,7 +117,7 @@ class Costs:
         sizes = self._sizes[what]
         return what, next((size for size in sizes if size >= rows), sizes[-1])
 
-    def drafting(self, plan: Plan) -> np.ndarray:
+    def drafting(self, plan: DraftPlan) -> np.ndarray:
         """How often a round of the plan pays for each part before its verify."""
         counts = {}
         if plan.retrieval:
@@ -129,7 +129,7 @@ class Costs:
             counts["growth", 1] = plan.branches - 1
         return self._row(counts)
 
-    def checking(self, plan: Plan) -> np.ndarray:
+    def checking(self, plan: DraftPlan) -> np.ndarray:
         """The same of its verify."""
         is_plain = plan.gamma == 0 and not plan.padded and ("plain", 1) in self.number
         return self._row({("plain", 1) if is_plain else self.step("verify", 1 + plan.gamma): 1})
@@ -140,7 +140,7 @@ class Costs:
             row[self.number[part]] = count
         return row
 
-    def milliseconds(self, plan: Plan) -> tuple[float, float]:
+    def milliseconds(self, plan: DraftPlan) -> tuple[float, float]:
         """Of a round of the plan: drafting, and checking."""
         return float(self.drafting(plan) @ self.values), float(self.checking(plan) @ self.values)
 
@@ -240,7 +240,7 @@ class Controller:
         """The chance of a leaf where the drafted token is not kept; 0 where the level has none."""
         return round(self.rates[name].value, 1) if name in self.rates else 0.0
 
-    def choose(self, remaining: float = math.inf, **known: float) -> Plan:
+    def choose(self, remaining: float = math.inf, **known: float) -> DraftPlan:
         """The next round's plan.
 
         Args:
@@ -263,7 +263,7 @@ class Controller:
             self._branch(rates, tokens, times, preparing)
         return self.plan
 
-    def _chain(self, plan: Plan) -> Plan:
+    def _chain(self, plan: DraftPlan) -> DraftPlan:
         """The plan without branches."""
         return replace(plan, branches=0) if plan.branches else plan
 
@@ -287,7 +287,7 @@ class Controller:
                     least, self.tokens = time, float(more * tokens[i])
                     self.plan = replace(self.plans[i], branches=shape.length, shape=shape)
 
-    def timed(self, plan: Plan, drafting: float, checking: float) -> None:
+    def timed(self, plan: DraftPlan, drafting: float, checking: float) -> None:
         """How long a round of a plan took, in milliseconds: all before its verify, and that. The first round with a
         drafter is not looked at: memory is touched for the first time."""
         drafter = plan.source, plan.retrieval, plan.branches > 1
@@ -312,19 +312,19 @@ class Controller:
                 rate.idle(num_tokens)
 
 
-def candidates(costs: Costs, max_gamma: int, max_inner: int, padding: Padding) -> Iterator[Plan]:
+def candidates(costs: Costs, max_gamma: int, max_inner: int, padding: Padding) -> Iterator[DraftPlan]:
     """Plans to choose from: the first drafts nothing."""
     def lengths(least: int, most: int) -> list[int]:
         return sorted({length for length in LENGTHS if least <= length < most} | {most} if most else set())
 
-    yield Plan(padded=padding.plain)
+    yield DraftPlan(padded=padding.plain)
     steps = {"padded": padding.drafts, "padded_inner": padding.inner}
     for gamma in lengths(1, max_gamma):
         for source in costs.sources:
-            yield Plan(gamma, source, padded=padding.drafts)
+            yield DraftPlan(gamma, source, padded=padding.drafts)
         if costs.has_view:
-            yield Plan(gamma, None, True, 0, gamma, **steps)
+            yield DraftPlan(gamma, None, True, 0, gamma, **steps)
         for source in costs.sources if costs.has_view else ():
             for inner in lengths(1, max_inner):
                 for rounds in lengths(-(-gamma // (inner + 1)), gamma):
-                    yield Plan(gamma, source, True, inner, rounds, **steps)
+                    yield DraftPlan(gamma, source, True, inner, rounds, **steps)

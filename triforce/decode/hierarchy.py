@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..cache.kv_cache import TargetCache
+from ..cache.kv_cache import KVCache
 from ..cache.streaming import StreamingCache
 from ..cache.views import CommonView, RetrievalView
 from ..config import Settings
@@ -26,16 +26,16 @@ from .drafters.memory import LongMemory, StreamingMemory
 from .drafters.model import ModelDrafter
 from .drafters.ngram import NgramDrafter
 from .drafters.ranks import SharedDrafter
-from .plan import Plan
+from .plan import DraftPlan
 from .tape import FULL, RETRIEVAL, Tape
-from .verifier import RowRound, Speculator
+from .verifier import RowRound, Verifier
 
 
 @dataclass
 class Timing:
     """How long a round took, in milliseconds."""
 
-    plan: Plan
+    plan: DraftPlan
     drafting: float  # all before its verify
     checking: float  # from there to the host's read
 
@@ -44,7 +44,7 @@ class Timing:
 class Round:
     """What a round brought."""
 
-    plan: Plan
+    plan: DraftPlan
     rows: list[RowRound]
     # Of this round, or, with several ranks, what the first of them measured of the one before. None where a step was
     # not as fast as it will be: it was warmed up, or recorded.
@@ -67,7 +67,7 @@ class Clock:
         if self.on_gpu:
             self.middle.record()
 
-    def read(self, plan: Plan) -> Timing | None:
+    def read(self, plan: DraftPlan) -> Timing | None:
         """After the host has read what the round brought."""
         total = (time.perf_counter() - self.begun) * 1e3
         drafting = self.start.elapsed_time(self.middle) if self.on_gpu else (self.between - self.begun) * 1e3
@@ -88,31 +88,31 @@ class Hierarchy:
         row_unit: of the full level, see `cpu.row_unit`.
     """
 
-    def __init__(self, target: Transformer, cache: TargetCache, tape: Tape, settings: Settings, *, budget: int,
+    def __init__(self, target: Transformer, cache: KVCache, tape: Tape, settings: Settings, *, budget: int,
                  own: int, common: int, sources: dict[str, Drafter], drafting: Transformer | None, row_unit: int | None,
                  compiler: Compiler):
         self.cache, self.sources, self.compiler, self.group = cache, sources, compiler, target.group
         self._last: Timing | None = None  # of the round before, as this rank measured it
-        self._last_plan: Plan | None = None
+        self._last_plan: DraftPlan | None = None
         self.drafters: dict[str, Drafter] = dict(sources)  # that may propose to the full level
         self.view: RetrievalView | None = None
-        self.inner: Speculator | None = None
+        self.inner: Verifier | None = None
         if settings.retrieval:
             made = {"chunk_size": settings.chunk_size, "kind": settings.draft_cache, "device": target.device,
                     "dtype": target.dtype, "compiler": compiler}
             shared = CommonView(cache, budget=common, recent=settings.recent, **made) if common else None
             recent = min(settings.recent * budget / own, 1.0)  # the newest tokens are a row's own
             self.view = RetrievalView(cache, budget=own, recent=recent, batch=len(tape.tokens), shared=shared, **made)
-            self.inner = Speculator(drafting or target, cache, self.view, tape, level=RETRIEVAL,
+            self.inner = Verifier(drafting or target, cache, self.view, tape, level=RETRIEVAL,
                                     tree=settings.inner_tree if sources else TokenTree(1), drafters=sources,
                                     compiler=compiler)
             self.drafters = {"retrieval": self.inner, **sources}
-        self.outer = Speculator(target, cache, cache.prefix, tape, level=FULL, tree=settings.tree,
+        self.outer = Verifier(target, cache, cache.prefix, tape, level=FULL, tree=settings.tree,
                                 drafters=self.drafters, keep_queries=True, keep_logits=settings.keep_logits,
                                 row_unit=row_unit, compiler=compiler)
 
     @property
-    def levels(self) -> list[Speculator]:
+    def levels(self) -> list[Verifier]:
         return [level for level in (self.outer, self.inner) if level is not None]
 
     @property
@@ -121,7 +121,7 @@ class Hierarchy:
         view = self.view if self.view is None or self.view.shared is None else self.view.shared
         return view if view is not None and view.awaiting else None
 
-    def round(self, plan: Plan, lengths: list[int], meanwhile: Callable[[], None] | None = None) -> Round:
+    def round(self, plan: DraftPlan, lengths: list[int], meanwhile: Callable[[], None] | None = None) -> Round:
         """One verify and all that is drafted for it; the one host sync is at its end.
 
         Args:
@@ -157,19 +157,19 @@ class Hierarchy:
         self._last_plan = plan
         return Round(plan, rows, Timing(before, *told) if before is not None and told[1] > 0 else None)
 
-    def preparations_of_round(self, plan: Plan) -> Iterator[Callable[[], None]]:
+    def preparations_of_round(self, plan: DraftPlan) -> Iterator[Callable[[], None]]:
         """What records the steps of the next round; see `graphs.preparations`."""
         self.outer.gathering = self.gathering
         yield from self.outer.preparations_of_round(plan)
 
-    def kinds_of_rounds(self, default: Plan) -> list[Plan]:
+    def kinds_of_rounds(self, default: DraftPlan) -> list[DraftPlan]:
         """Plans that between them take every padded step. default: what rounds follow where nothing is chosen."""
-        plans = [Plan(), *(Plan(1, source) for source in self.sources)]
+        plans = [DraftPlan(), *(DraftPlan(1, source) for source in self.sources)]
         if self.inner is not None:  # two tokens of its draft run what more of them do
             plans.append(replace(default, rounds=1, gamma_inner=min(default.gamma_inner, 2)))
         return plans
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self, plan: DraftPlan) -> None:
         """Raises ValueError for a plan that asks for drafters that are not here, or for more rows than there are."""
         if plan.gamma and plan.drafter not in self.drafters or plan.source and plan.source not in self.sources:
             raise ValueError(f"{plan} names a drafter that is not here; there are {', '.join(self.drafters) or 'none'}")
@@ -236,7 +236,7 @@ class Hierarchy:
 
 def make_sources(target: Transformer, draft: Transformer | None, tape: Tape, settings: Settings, *, capacity: int,
                  budget: int, draft_ranks: Sequence[int] | None, compiler: Compiler, runs_on) -> dict[str, Drafter]:
-    """What drafts at the bottom, by name. draft_ranks: see `State`."""
+    """What drafts at the bottom, by name. draft_ranks: see `DecodeBatch`."""
     sources: dict[str, Drafter] = {}
     drafter = None
     if draft is not None:

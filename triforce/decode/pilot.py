@@ -14,14 +14,14 @@ from ..config import Settings
 from ..tree import best_tree
 from .controller import INNER_LEAVES, LEAVES, Controller, Costs, Rate
 from .drafters.ngram import NgramMeter
-from .plan import LENGTHS, PADDED, Padding, Plan
+from .plan import LENGTHS, PADDED, DraftPlan, Padding
 from .tape import ACCEPTED, LEAF, MISSED
 from .verifier import RowRound
 
 if TYPE_CHECKING:
     from ..parallel import Group
     from .hierarchy import Hierarchy, Round
-    from .verifier import Speculator
+    from .verifier import Verifier
 
 ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
 LAYER_ON_CPU, LAYER_ON_GPU = 0.3, 0.1  # milliseconds of a layer, whatever it reads: it is made of many operations
@@ -58,11 +58,11 @@ class Pilot:
         # Tokens of a row: that this text may have yet, and that texts have had. Later texts are expected to have as
         # many as earlier ones: so recording a step may pay although each text is short.
         self._remaining, self._emitted = 0.0, 0.0
-        self._planned: list[Plan] = []  # of the rounds to come, as far as that is known
+        self._planned: list[DraftPlan] = []  # of the rounds to come, as far as that is known
         self._on_cpu = hierarchy.outer.length.device.type == "cpu"
         self._unseen: Round | None = None  # followed what was chosen, and has not been learned from yet
 
-    def open(self, plan: Plan | None, padding: Padding, lengths: list[int], max_new_tokens: int,
+    def open(self, plan: DraftPlan | None, padding: Padding, lengths: list[int], max_new_tokens: int,
              texts: Callable[[int], list[list[int]]]) -> None:
         """Decoding begins.
 
@@ -105,7 +105,7 @@ class Pilot:
         self.shelf[name] = costs, controller.rates
         return controller
 
-    def choose(self) -> Plan:
+    def choose(self) -> DraftPlan:
         """The next round's plan."""
         if self._on_cpu:
             self.learn()
@@ -113,13 +113,13 @@ class Pilot:
         self._begins = self._begins and self.controller is None
         return self._planned.pop(0)
 
-    def ahead(self) -> list[Plan]:
+    def ahead(self) -> list[DraftPlan]:
         """What the rounds to come follow, as far as it is known: at least the next one's plan."""
         if not self._planned:
             self._planned = self._choose()
         return list(self._planned)
 
-    def _choose(self) -> list[Plan]:
+    def _choose(self) -> list[DraftPlan]:
         """Of the next round, and perhaps of the one after it.
 
         The very first drafts nothing: so the first token waits for nothing that does. Where steps are recorded, and
@@ -130,17 +130,17 @@ class Pilot:
         if self.controller is None:
             gathering = self.hierarchy.gathering
             if gathering is not None and gathering.is_stale and self.default.retrieval:
-                return [Plan(padded=self.padding.plain)]  # what an earlier call selected must decide nothing
+                return [DraftPlan(padded=self.padding.plain)]  # what an earlier call selected must decide nothing
             return [replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
                             padded_inner=self.padding.inner)]
         if not self._begins:
             return [self._best()]
         if not self.hierarchy.outer.is_recorded:
-            return [Plan(padded=self.padding.plain)]
+            return [DraftPlan(padded=self.padding.plain)]
         second = self._best()
-        return [Plan(padded=self.padding.plain or second.gamma > 0), second]
+        return [DraftPlan(padded=self.padding.plain or second.gamma > 0), second]
 
-    def _best(self) -> Plan:
+    def _best(self) -> DraftPlan:
         rates = [meter.rate for meter in self.meters if meter is not None]
         return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
 
@@ -189,13 +189,13 @@ class Pilot:
             self.rebuilds[row].rebuilt()
 
 
-def default_plan(settings: Settings, hierarchy: "Hierarchy") -> Plan:
+def default_plan(settings: Settings, hierarchy: "Hierarchy") -> DraftPlan:
     """What rounds follow where the settings say it."""
     source = next(iter(hierarchy.sources), None)
     if not settings.retrieval:
-        return Plan(settings.gamma, source) if source else Plan()
+        return DraftPlan(settings.gamma, source) if source else DraftPlan()
     rounds, inner = (settings.gamma, 0) if source is None else (-(-settings.gamma // 2), settings.gamma_inner)
-    plan = Plan(settings.gamma, source, True, inner, rounds)
+    plan = DraftPlan(settings.gamma, source, True, inner, rounds)
     if not settings.tree_size:
         return plan
     shape, _ = best_tree(0.9, 1.0, settings.gamma, BRANCHES, settings.block_size - 1, settings.tree.rows,
@@ -206,7 +206,7 @@ def default_plan(settings: Settings, hierarchy: "Hierarchy") -> Plan:
 class Tally:
     """What a round showed of each level's acceptance, over its rows: kept tokens and first rejections only."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: DraftPlan):
         self.plan, self.tokens, self.rows, self.counts = plan, 0, 0, {}
 
     @property
@@ -271,7 +271,7 @@ def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs
     layers = layer * config.n_layer
     full = layers + (outer.model.weight_bytes + kv - on_host) / rate + on_host / (rate if on_cpu else 5e7)
 
-    def by_rows(level: "Speculator", padded: bool, first: float) -> dict[int, float]:
+    def by_rows(level: "Verifier", padded: bool, first: float) -> dict[int, float]:
         unit = level.row_unit if padded else 1
         sizes = {min(-(-(1 + gamma) // unit) * unit, level.rows) for gamma in (0, *LENGTHS, level.rows - 1)}
         return {rows: first * (1 + ROW * (max(rows, level.tree.size) - 1) * on_cpu) for rows in sizes}

@@ -23,7 +23,7 @@ class Padding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class DraftPlan:
     """How a round drafts. The default drafts nothing."""
 
     gamma: int = 0  # most tokens proposed to the level that follows the plan
@@ -44,11 +44,11 @@ class Plan:
         return "retrieval" if self.retrieval else self.source
 
     @property
-    def inner(self) -> "Plan":
+    def inner(self) -> "DraftPlan":
         """What a round of the retrieval level follows."""
-        return Plan(self.gamma_inner if self.source else 0, self.source, padded=self.padded_inner)
+        return DraftPlan(self.gamma_inner if self.source else 0, self.source, padded=self.padded_inner)
 
 
 PADDED = Padding()
-AUTOREGRESSION = Plan()  # in the padded step that speculation is compared with, to the bit
-ONE_ROW = Plan(padded=False)  # the fastest autoregression
+AUTOREGRESSION = DraftPlan()  # in the padded step that speculation is compared with, to the bit
+ONE_ROW = DraftPlan(padded=False)  # the fastest autoregression

@@ -1,9 +1,9 @@
 """A level of the hierarchy: a model over one view of its cache, which checks what a drafter proposes.
 
-    inner = Speculator(target, retrieval view, {"model": ModelDrafter(draft), ...}, ...)
-    outer = Speculator(target, prefix,         {"retrieval": inner, ...}, ...)
+    inner = Verifier(target, retrieval view, {"model": ModelDrafter(draft), ...}, ...)
+    outer = Verifier(target, prefix,         {"retrieval": inner, ...}, ...)
 
-A speculator is itself a drafter: the tokens it emits follow exactly the law of its own model and view, and it says
+A verifier is itself a drafter: the tokens it emits follow exactly the law of its own model and view, and it says
 which law that was. With no drafter it is autoregression.
 
 Everything between two reads of the outbox is enqueued without the host waiting for the device.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..cache.blocks import TargetBlock
-from ..cache.kv_cache import TargetCache
+from ..cache.kv_cache import KVCache
 from ..cache.store import Extent, View
 from ..cache.views import RetrievalView
 from ..model import Transformer
@@ -26,7 +26,7 @@ from ..runtime.graphs import Compiler, Graphed, preparations
 from ..tree import Shape, TokenTree
 from .acceptance import TreeVerdict, match_nodes, match_tree, verify_chain
 from .drafters.base import Drafter
-from .plan import Plan
+from .plan import DraftPlan
 from .sampling import ACCEPT, SAMPLE
 from .tape import ACCEPTED, BONUS, FULL, LEAF, MISSED, Tape
 
@@ -93,7 +93,7 @@ class Outbox:
         return rounds, [micros / 1e3 for micros in boxes[0][-2:]]
 
 
-class Speculator(Drafter):
+class Verifier(Drafter):
     """See the module.
 
     Args:
@@ -106,7 +106,7 @@ class Speculator(Drafter):
 
     settled_count = False
 
-    def __init__(self, model: Transformer, cache: TargetCache, view: View, tape: Tape, *, level: int, tree: TokenTree,
+    def __init__(self, model: Transformer, cache: KVCache, view: View, tape: Tape, *, level: int, tree: TokenTree,
                  drafters: dict[str, Drafter], keep_queries: bool = False, keep_logits: bool = False,
                  row_unit: int | None = None, compiler: Compiler):
         self.model, self.cache, self.view, self.tape = model, cache, view, tape
@@ -140,7 +140,7 @@ class Speculator(Drafter):
         """Whether its steps become graphs."""
         return self._records(self.view.extent)
 
-    def round(self, plan: Plan, probs: Tensor | None = None) -> None:
+    def round(self, plan: DraftPlan, probs: Tensor | None = None) -> None:
         """Emits 1 to S tokens a row (none where `limit` is reached): on the tape, and in the outbox.
 
         Args:
@@ -148,14 +148,14 @@ class Speculator(Drafter):
         """
         self.check(plan, self.draft(plan), probs)
 
-    def draft(self, plan: Plan) -> Tensor:
+    def draft(self, plan: DraftPlan) -> Tensor:
         """The first part of a round: tokens are proposed, and what the step reads runs ahead. Returns how many, [B]."""
         self.view.run_ahead()
         if plan.gamma == 0:
             return self._nothing  # without speculation it is the same step, hence the same bits
         return self.drafters[plan.drafter].propose(self.length, plan, self.draft_probs)
 
-    def check(self, plan: Plan, num_drafted: Tensor, probs: Tensor | None = None) -> None:
+    def check(self, plan: DraftPlan, num_drafted: Tensor, probs: Tensor | None = None) -> None:
         """The other part: they are checked, and tokens are emitted."""
         self.asked.fill_(plan.gamma)
         self.checked.copy_(num_drafted)
@@ -181,7 +181,7 @@ class Speculator(Drafter):
             return False
         return not self._awaiting or len(self._awaiting) == len(self.gathering.lens)
 
-    def preparations_of_round(self, plan: Plan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
+    def preparations_of_round(self, plan: DraftPlan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
         """What records the steps of `round`; see `graphs.preparations`."""
         extent = self.view.extent
         rows = self.rows_of(plan) if self._records(extent) else None
@@ -190,7 +190,7 @@ class Speculator(Drafter):
         if plan.gamma:
             yield from self.drafters[plan.drafter].preparations(plan, self.draft_probs)
 
-    def rows_of(self, plan: Plan, num_drafted: Tensor | None = None) -> int | None:
+    def rows_of(self, plan: DraftPlan, num_drafted: Tensor | None = None) -> int | None:
         """Rows of the step that checks these. None where they decide, and are not drafted yet.
 
         Measured times influence the plans, so a step's duration must not reveal tokens that are then discarded: only
@@ -205,7 +205,7 @@ class Speculator(Drafter):
             drafted = int(num_drafted.max())
         return min(-(-(1 + drafted) // unit) * unit, self.rows)
 
-    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+    def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         torch.add(start, plan.gamma, out=self.limit)
         self.base.copy_(start)
         self.length.copy_(start)
@@ -216,7 +216,7 @@ class Speculator(Drafter):
             self._branch(plan.shape)
         return self.num_drafted
 
-    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
         yield from self.preparations_of_round(plan.inner, probs)
 
     def _branch(self, shape: Shape) -> None:
@@ -228,10 +228,10 @@ class Speculator(Drafter):
 
     def _grow(self, dense: int, longest: int, starts: tuple) -> None:
         compiled, growth = self._compiled, self.tape.nodes.growth
-        tokens = compiled(Speculator._begin_growth)(self)
+        tokens = compiled(Verifier._begin_growth)(self)
         kv = TargetBlock(self.cache, self.view, self.base, growth, Extent(dense, longest, starts), False, compiled)
         hidden = self.model(tokens, kv)
-        compiled(Speculator._finish_growth)(self, hidden)
+        compiled(Verifier._finish_growth)(self, hidden)
 
     def _begin_growth(self) -> Tensor:
         nodes = self.tape.nodes
@@ -242,7 +242,7 @@ class Speculator(Drafter):
         position = self.base[:, None] + 1 + nodes.depths[nodes.here()]
         nodes.grow(self.tape.rank(self.model.output(hidden), position))
 
-    def _round(self, dense: int, longest: int, starts: tuple, plan: Plan, probs: Tensor | None) -> None:
+    def _round(self, dense: int, longest: int, starts: tuple, plan: DraftPlan, probs: Tensor | None) -> None:
         """`round`, with all that its graph depends on as arguments."""
         self.round(plan, probs)
 
@@ -254,13 +254,13 @@ class Speculator(Drafter):
               probs: Tensor | None) -> None:
         compiled, tree = self._compiled, self.tree.cut(rows)
         nodes = self.tape.nodes if tree.size else None
-        block = nodes.tokens if nodes else compiled(Speculator._begin)(self, tree)
+        block = nodes.tokens if nodes else compiled(Verifier._begin)(self, tree)
         kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest, starts),
                          self.keep_queries, compiled, self.gathering.gather if gathers else None)
         hidden = self.model(block, kv)
         if self.hidden is not None:
             self.hidden[:, : tree.rows] = hidden
-        compiled(Speculator._finish)(self, hidden, block, tree, num_drafted, probs)
+        compiled(Verifier._finish)(self, hidden, block, tree, num_drafted, probs)
         self.commit(self.length - self.beside if tree.branches else self.length)  # drafters know the chain alone
 
     def _begin(self, tree: TokenTree) -> Tensor:

@@ -1,10 +1,10 @@
 """Which memory serves a call: that of the call before, if it fits, and what it already holds of the call's prompts.
 
-An engine keeps one `State`, and the `Prefix` that its rows share, if they do. There are three ways to compute less:
+An engine keeps one `DecodeBatch`, and what its rows share, if they do. There are three ways to compute less:
 
 - the prompts of a call begin with the same tokens: those are computed once and shared;
-- a single prompt begins with what the State holds: only the rest is computed, in place;
-- prompts begin with what the State holds or shares, and another State is needed: the new one shares it.
+- a single prompt begins with what the DecodeBatch holds: only the rest is computed, in place;
+- prompts begin with what the DecodeBatch holds or shares, and another DecodeBatch is needed: the new one shares it.
 """
 
 import gc
@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 
 from ..cache.blocks import prefill_blocks
-from ..cache.kv_cache import TargetCache
+from ..cache.kv_cache import KVCache
 from ..cache.offload import Offload
 from ..cache.prefix import PrefixStore
 from ..config import Placement, Settings
 from ..cpu import packs, row_unit
-from ..decode.batch import State
+from ..decode.batch import DecodeBatch
 from ..model import Transformer
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
@@ -48,7 +48,7 @@ class Buffers:
     """See the module.
 
     Args:
-        settings: as given, not resolved: how a State for many rows differs is decided here.
+        settings: as given, not resolved: how a DecodeBatch for many rows differs is decided here.
         placement: resolved.
         recorder: the stream on which steps are recorded; None on a CPU.
         new_prefix: makes a `Prefix` of tokens and a store of their keys and values.
@@ -61,16 +61,16 @@ class Buffers:
         self.target, self.device = models.target, models.target.device
         self.recorder, self.new_prefix = recorder, new_prefix
         self.settings = self._resolve(settings, placement.max_batch_size)
-        self.state: State | None = None
-        # What the rows of `state` share. A State over a document never stands without it; it may outlast its State.
+        self.state: DecodeBatch | None = None
+        # What the rows of `state` share. A batch over a document never stands without it; it may outlast its batch.
         self.prefix: Prefix | None = None
         self._held_before: list[list[int]] = []  # token sequences that were held when the present call began
-        self._is_collected = False  # Python has looked for garbage, and no State was made since
+        self._is_collected = False  # Python has looked for garbage, and no DecodeBatch was made since
         self._shelf: dict = {}  # see `Pilot`
         self._row_units: dict[tuple[int, int], int] = {}  # by sequences of a batch, and rows of each
 
     def settings_for(self, rows: int, shared: bool) -> Settings:
-        """Those of a State, which has so many rows over a prefix that they share, or any number of rows that do not."""
+        """Those of a batch, which has so many rows over a prefix that they share, or any number of rows that do not."""
         if not shared:
             return self.settings
         given = replace(self.given, budget=self.settings.budget)
@@ -99,8 +99,8 @@ class Buffers:
         if state is not None and state.is_whole:
             self._held_before += [text[:length] for text, length in zip(state.texts(), state.lens, strict=True)]
 
-    def find(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None, on_prefill=None) -> State:
-        """A State for these prompts, the last one if it fits. What they share is computed."""
+    def find(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None, on_prefill=None) -> DecodeBatch:
+        """A DecodeBatch for these prompts, the last one if it fits. What they share is computed."""
         needed, state = self._needed(ids, max_new_tokens), self.state
         if state is not None and state.prompts == ids and self._fits(ids, needed, self.prefix):
             if prefix is None or prefix.is_same(self.prefix):
@@ -109,8 +109,8 @@ class Buffers:
         shared = self._shared(ids, needed, prefix, on_prefill)
         return self.state if self._fits(ids, needed, shared) else self._new(ids, needed, shared)
 
-    def fill(self, state: State, ids: list[list[int]], on_prefill=None) -> None:
-        """Prefills what the State does not hold of the prompts yet."""
+    def fill(self, state: DecodeBatch, ids: list[list[int]], on_prefill=None) -> None:
+        """Prefills what the DecodeBatch does not hold of the prompts yet."""
         start = self._held(ids)
         in_place = self._goes_on(start)
         self.note_reused(state, ids, start if in_place else state.base)
@@ -123,7 +123,7 @@ class Buffers:
             state.reset()
             state.prefill_all(ids, on_prefill)
 
-    def note_reused(self, state: State, ids: list[list[int]], held: int) -> None:
+    def note_reused(self, state: DecodeBatch, ids: list[list[int]], held: int) -> None:
         """For the statistics: of the first `held` tokens of each prompt, how many were there before the call."""
         state.reused = [max((common_length(one[: min(held, len(one) - 1)], tokens) for tokens in self._held_before),
                             default=0) for one in ids]
@@ -173,13 +173,13 @@ class Buffers:
         return self._whole(min(common_length(prefix.tokens[: prefix.num_shared], *ids), min(map(len, ids)) - 1))
 
     @property
-    def _alone(self) -> State | None:
-        """The State, if it has one row, and all that it promises of that."""
+    def _alone(self) -> DecodeBatch | None:
+        """The DecodeBatch, if it has one row, and all that it promises of that."""
         state = self.state
         return state if state is not None and state.batch == 1 and state.is_whole else None
 
     def _held(self, ids: list[list[int]]) -> int:
-        """Tokens of a single prompt that the State holds keys and values of, and that need not be computed: the last
+        """Tokens of a single prompt that the batch holds keys and values of, and that need not be computed: the last
         ones are, since their queries choose its view, as those of a prompt that nothing is held of."""
         state = self._alone
         if not self.settings.reuse or len(ids) > 1 or state is None:
@@ -188,11 +188,11 @@ class Buffers:
         return max(min(common_length(ids[0], state.texts()[0]), state.lens[0], most), 0)
 
     def _goes_on(self, held: int) -> bool:
-        """Whether a prompt of which the State holds so many tokens is worth to go on with."""
+        """Whether a prompt of which the DecodeBatch holds so many tokens is worth to go on with."""
         return held > self.state.base if self.state.base else held >= self.settings.flush_interval
 
     def _shared(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill) -> Prefix | None:
-        """What the rows of the State for these prompts are to share."""
+        """What the rows of the DecodeBatch for these prompts are to share."""
         if prefix is not None:
             common = self._of_prefix(prefix, ids)
             return prefix.part(common) if common else None
@@ -220,7 +220,7 @@ class Buffers:
         return self.compute(ids[0][:usable], on_prefill)
 
     def held(self, tokens: list[int], document: Prefix | None) -> Prefix:
-        """A conversation's tokens, with the keys and values that the State or else the document's prefix holds."""
+        """A conversation's tokens, with the keys and values that the batch or else the document's prefix holds."""
         found, state = [(0, None)], self._alone
         if document is not None and document.store is not None:
             found.append((document.shared_with(tokens), document.store))
@@ -267,7 +267,7 @@ class Buffers:
             prefix.meter()  # which questions will need: on the host, while a GPU still computes
         return prefix
 
-    def _compute(self, cache: TargetCache, tokens: list[int], start: int, stop: int, on_progress) -> None:
+    def _compute(self, cache: KVCache, tokens: list[int], start: int, stop: int, on_progress) -> None:
         """Those of tokens [start, stop), after all before them."""
         store, offload = cache.prefix, cache.prefix.offload
 
@@ -299,7 +299,7 @@ class Buffers:
         first = 0 if group is None else group.rank * count
         return range(first, first + count)
 
-    def allocate(self, length: int) -> TargetCache:
+    def allocate(self, length: int) -> KVCache:
         """Room for a prefix of so many tokens."""
         settings, config, dtype = self.settings, self.target.config, self.target.dtype
         self.release()
@@ -312,11 +312,11 @@ class Buffers:
             if resident is not None and resident < config.n_layer:
                 offload = Offload(config, resident, batch=1, capacity=length, interval=settings.flush_interval,
                                   device=self.device, dtype=dtype, piece=settings.piece_tokens)
-            return TargetCache(config, self.target.rope, batch=1, capacity=length, block_size=1, offload=offload,
+            return KVCache(config, self.target.rope, batch=1, capacity=length, block_size=1, offload=offload,
                                flush_interval=settings.flush_interval, device=self.device, dtype=dtype,
                                chunk_size=settings.scored_chunk_size)
 
-    # -- a State -------------------------------------------------------------------------------------------------------
+    # -- a batch -------------------------------------------------------------------------------------------------------
 
     def _needed(self, ids: list[list[int]], max_new_tokens: int) -> int:
         """Tokens that a row has to hold."""
@@ -332,7 +332,7 @@ class Buffers:
         # A view that is not the user's choice need not grow with every turn of a conversation.
         return self.settings.budget is None and (state.base > 0 or self._held(ids) > 0)
 
-    def _new(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> State:
+    def _new(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> DecodeBatch:
         batch, base = len(ids), 0 if shared is None else shared.num_shared
         settings, held = self.settings_for(batch, shared=base > 0), self._held(ids)
         old = self.state if base and held > base and shared.is_same(self.prefix) else None
@@ -345,12 +345,12 @@ class Buffers:
         self._is_collected = False
         if base:
             self.pack(shared.store)
-        self.prefix = shared if base else None  # first: whoever finds a State over a document has to know of that
+        self.prefix = shared if base else None  # first: whoever finds a DecodeBatch over a document has to know of that
         compiles = self.placement.compile
         compiler = Compiler(self.device, recorder=None if compiles is False else self.recorder,
                             compiles=compiles is True)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
-            self.state = State(self.target, self.models.draft, settings, batch=batch, capacity=sizes.capacity,
+            self.state = DecodeBatch(self.target, self.models.draft, settings, batch=batch, capacity=sizes.capacity,
                                budget=sizes.budget, vocab_size=self.vocab_size, compiler=compiler,
                                drafting=self.models.drafting, num_resident_layers=sizes.resident_layers,
                                pack=self._may_pack(batch, sizes.capacity), shared=shared.store if base else None,
@@ -440,7 +440,7 @@ class Buffers:
         return memory.less_spare(memory.available(self.device), self.device)
 
     def _releasable(self) -> int:
-        """Bytes of the device that the present State would give back."""
+        """Bytes of the device that the present DecodeBatch would give back."""
         if self.state is None:
             return 0
         offload = self.state.cache.prefix.offload

@@ -1,6 +1,6 @@
 """Runs a pair of models: prompt to prefill, to rounds, to text. Knows nothing of files or of the command line.
 
-    Engine.stream -> Session.round -> State.round -> Hierarchy.round -> Speculator.round -> Transformer.forward
+    Engine.stream -> Session.round -> DecodeBatch.round -> Hierarchy.round -> Verifier.round -> Transformer.forward
 
 An Engine holds weights, tokenizer and settings, and the buffers of the conversation it last served, which the next
 call takes over if they are large enough.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..cache.blocks import prefill_blocks
-from ..cache.kv_cache import TargetCache
+from ..cache.kv_cache import KVCache
 from ..config import (
     Placement,
     Sampling,
@@ -36,8 +36,8 @@ from ..config import (
     takes,
     whole,
 )
-from ..decode.batch import State
-from ..decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, Padding, Plan
+from ..decode.batch import DecodeBatch
+from ..decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, DraftPlan, Padding
 from ..errors import TooLong, UserError
 from ..hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from ..hf.tokenizer import Tokenizer, is_messages
@@ -341,7 +341,7 @@ class Engine:
                                 "all of them")
         first = 0 if last is None else length - last
         with self.working(), torch.inference_mode():
-            cache = TargetCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
+            cache = KVCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                                 flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
             blocks = prefill_blocks(cache, range(1), 0, length, self.settings.prefill_chunk_size)
             hidden = (self.target.prefill(row[None], blocks)[:, first:]
@@ -504,7 +504,7 @@ class Engine:
             self._serving = session
             session.state = self.prepare(call.ids, call.max_new_tokens, self.threads.between(call.on_prefill),
                                          call.plan, call.prefix, **vars(call.sampling))
-            if self._serving is not session:  # on_prefill has begun another: the State has tokens of two prompts
+            if self._serving is not session:  # on_prefill has begun another: the DecodeBatch has tokens of two prompts
                 self.buffers.release()
         while not session.done and not call.is_cancelled.is_set():
             with self.working():
@@ -527,9 +527,9 @@ class Engine:
         if self._serving is not None:
             self._serving.close()
 
-    def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, plan: Plan | None = None,
-                prefix: Prefix | None = None, **sampling) -> State:
-        """A State with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
+    def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, plan: DraftPlan | None = None,
+                prefix: Prefix | None = None, **sampling) -> DecodeBatch:
+        """A DecodeBatch with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
 
         Args:
             plan: what all rounds follow; None: chosen round by round, or what the settings say.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.blocks import prefill_blocks
-from ..cache.kv_cache import TargetCache
+from ..cache.kv_cache import KVCache
 from ..errors import UserError
 from ..model import Transformer
 
@@ -36,7 +36,7 @@ class Origin:
 
 
 @torch.inference_mode()
-def origin(model: Transformer, cache: TargetCache, tokens: list[int], chunk_size: int) -> Origin | None:
+def origin(model: Transformer, cache: KVCache, tokens: list[int], chunk_size: int) -> Origin | None:
     """Where the first value that is not finite arises. None: all are finite, and all weights that can be read. Every
     rank calls this.
 

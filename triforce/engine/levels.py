@@ -6,12 +6,12 @@
     "target"     no proposal was kept here: the full level drew the token itself, recovered or bonus
 """
 
-from ..decode.plan import Plan
+from ..decode.plan import DraftPlan
 from ..decode.tape import ACCEPTED, LEAF
 from ..decode.verifier import RowRound
 
 
-def levels_of(plan: Plan, row: RowRound) -> list[str]:
+def levels_of(plan: DraftPlan, row: RowRound) -> list[str]:
     """The level that proposed each of the tokens that a round emitted for a row."""
     source = "draft" if plan.source == "model" else plan.source
     levels = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..decode.verifier import Speculator
+from ..decode.verifier import Verifier
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Logprob:
 
 
 @torch.inference_mode()
-def of_round(level: Speculator, counts: list[int], k: int) -> list[list[Logprob]]:
+def of_round(level: Verifier, counts: list[int], k: int) -> list[list[Logprob]]:
     """What the full level's last round brought, for each row one entry a token. Waits for the device once.
 
     Args:
@@ -44,7 +44,7 @@ def of_round(level: Speculator, counts: list[int], k: int) -> list[list[Logprob]
              for drawn, model, *rest in row[:count]] for row, count in zip(table, counts, strict=True)]
 
 
-def _logits(level: Speculator) -> Tensor:
+def _logits(level: Verifier) -> Tensor:
     """That the last step's tokens were drawn from, [B, S, V and padding]."""
     if level.logits is not None:
         return level.logits[:, : level.num_rows]

@@ -15,7 +15,7 @@ import torch
 from ..cache.prefix import PrefixStore
 from ..cache.views import common_queries, scored_together
 from ..config import Placement, Settings
-from ..decode.batch import State
+from ..decode.batch import DecodeBatch
 from ..errors import UserError
 from ..fp8 import LAYERS, linear_shape, work_bytes
 from ..model import ModelConfig, Transformer
@@ -59,11 +59,11 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     the widest point. target, draft: of one rank; settings: resolved.
 
     Some functions (`arange` and `zeros_like` among them) are Python on the meta device, and import half of PyTorch's
-    compiler. That would take a quarter of a second of every first answer: what a State is built with does without them.
+    compiler. That would take a quarter of a second of every first answer: what a batch is built with does without them.
     """
     batch, base = sizes.batch, sizes.shared
     models = [None if config is None else _meta_model(config, dtype) for config in (target, draft)]
-    state = State(*models, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
+    state = DecodeBatch(*models, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
                   vocab_size=sizes.vocab_size, compiler=Compiler(torch.device("cpu")), runs_on=device,
                   num_resident_layers=sizes.resident_layers,
                   shared=PrefixStore.blank(target, base, "meta", dtype) if base else None)

@@ -1,4 +1,4 @@
-"""A call being answered: what it asks for, the rounds of a State until every row's text has ended, and its stream."""
+"""A call being answered: what it asks for, the rounds of a batch until every row's text has ended, and its stream."""
 
 import inspect
 import threading
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..config import Sampling
-from ..decode.plan import Plan
+from ..decode.plan import DraftPlan
 from ..errors import UserError
 from ..render import characters, spans
 from ..runtime.host import not_pickled
@@ -30,7 +30,7 @@ class Call:
     sampling: Sampling
     eos_ids: tuple[int, ...]
     stops: list[str]
-    plan: Plan | None  # what all rounds follow; None: chosen
+    plan: DraftPlan | None  # what all rounds follow; None: chosen
     on_prefill: Callable[[float], None] | None
     on_decode: Callable[[int], None] | None
     logprobs: int | None

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..config import Sampling, Settings
-from ..decode.batch import State
+from ..decode.batch import DecodeBatch
 from ..model import ModelConfig, Transformer
 from ..runtime.graphs import SPARE, Compiler
 from ..runtime.streams import ComputeStream, use_device
@@ -52,8 +52,8 @@ def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dt
 
 @torch.no_grad()
 def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype,
-            device: torch.device, free: int, length: int = LENGTH) -> State | None:
-    """A prefill of a prompt of so many tokens, and rounds by every plan, until the process ends. Returns the State;
+            device: torch.device, free: int, length: int = LENGTH) -> DecodeBatch | None:
+    """A prefill of a prompt of so many tokens, and rounds by every plan, until the process ends. Returns the batch;
     None if it needs more than so many free bytes."""
     settings = replace(settings, draft=None)  # a drafter of the user's is none of ours
     configs = [None if config is None else _layer(config) for config in (target, draft)]
@@ -65,7 +65,8 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
     if memory.total(memory.weight_parts(*configs, dtype) + parts) > free:
         return None
     models = [None if config is None else _blank(config, dtype, device) for config in configs]
-    state = State(*models, settings, compiler=Compiler(device), batch=1, capacity=sizes.capacity, budget=sizes.budget,
+    state = DecodeBatch(*models, settings, compiler=Compiler(device), batch=1, capacity=sizes.capacity,
+                        budget=sizes.budget,
                   vocab_size=sizes.vocab_size)
     state.params.set(specialize=False, **vars(Sampling(seed=[0])))
     state.prefill_all([[0] * length])

@@ -109,9 +109,9 @@ def cache_folder() -> Path:
 
 
 class Compiler:
-    """Says how the functions of a State's levels run: `compiler(function)`, and `compiler.step(function)`.
+    """Says how the functions of a DecodeBatch's levels run: `compiler(function)`, and `compiler.step(function)`.
 
-    All graphs of a State share one pool of memory, which ends with the last of them.
+    All graphs of a DecodeBatch share one pool of memory, which ends with the last of them.
 
     Args:
         recorder: the stream on which steps are recorded as CUDA graphs. None: they are not.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from ..plan import Plan
+from ..plan import DraftPlan
 
 
 class Drafter:
@@ -34,7 +34,7 @@ class Drafter:
     weight_bytes = 0  # of its model, which a proposal reads once a token
     num_layers = 0  # of its model
 
-    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+    def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         """Drafts on the tape what follows its token at `start` [B]: at most plan.gamma tokens, or none.
 
         The tape has room for them. What stands there before, after `start`, is left over from other rounds.
@@ -48,7 +48,7 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
         """Functions that record the steps of `propose`, see `graphs.preparations`: called before `open`, while the
         device works on the prompts, and in a round, for the plan of the next one, if all drafters have
         `records_unseen`."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...cache.blocks import TargetBlock, prefill_blocks
-from ...cache.kv_cache import TargetCache
+from ...cache.kv_cache import KVCache
 from ...cache.store import Extent, runs
 from ...cache.streaming import StreamingBlock, StreamingCache
 from ...cache.views import RetrievalView
@@ -87,7 +87,7 @@ class LongMemory:
         """tokens: [B, ...], the tape. budget, chunk_size, recent: of the view of "snapkv"; see kv/views.py."""
         self.model, self.tokens, self.prefill_chunk_size = model, tokens, prefill_chunk_size
         common = {"batch": len(tokens), "device": model.device, "dtype": model.dtype}
-        self.cache = TargetCache(model.config, model.rope, capacity=capacity, block_size=block_size, chunk_size=0,
+        self.cache = KVCache(model.config, model.rope, capacity=capacity, block_size=block_size, chunk_size=0,
                                  flush_interval=flush_interval, budget=budget if kind == "snapkv" else 0,
                                  runs_on=runs_on, **common)
         self.choice: RetrievalView | None = None

@@ -12,7 +12,7 @@ from ...cache.store import Extent
 from ...model import Transformer
 from ...runtime.graphs import Compiler, preparations, put
 from .. import sampling
-from ..plan import Plan
+from ..plan import DraftPlan
 from ..sampling import SAMPLE
 from ..tape import DRAFT, Tape
 from .base import Drafter
@@ -80,7 +80,7 @@ class ModelDrafter(Drafter):
         if not self._left_out and self.memory.flush(row, length):
             self.length[row].fill_(length)
 
-    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+    def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
         self.head.copy_(start)
         self.num_drafted.fill_(plan.gamma)
@@ -88,7 +88,7 @@ class ModelDrafter(Drafter):
             self.step(*self.memory.extent, self._rows(i), probs)
         return self.num_drafted
 
-    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
         for rows in {self._rows(i) for i in range(plan.gamma)} if self.memory.never_grows else ():
             yield from preparations(self.step, *self.memory.extent, rows, probs)
 

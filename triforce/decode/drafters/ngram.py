@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...runtime.graphs import Compiler, preparations
 from ..controller import Rate
-from ..plan import Plan
+from ..plan import DraftPlan
 from ..tape import Tape
 from .base import Drafter
 
@@ -38,12 +38,12 @@ class NgramDrafter(Drafter):
         self.base, self.num_drafted = tape.buffer(), tape.buffer()
         self.compiler, self.step = compiler, compiler.step(self._step)
 
-    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+    def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         self.base.copy_(start)
         self.step(*self._args(probs))
         return torch.clamp(self.num_drafted, max=plan.gamma, out=self.num_drafted)
 
-    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
         yield from preparations(self.step, *self._args(probs))
 
     def _args(self, probs: Tensor | None) -> tuple[int, Tensor | None]:

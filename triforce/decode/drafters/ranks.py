@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...parallel import Group
-from ..plan import Plan
+from ..plan import DraftPlan
 from ..tape import Tape
 from .base import Drafter
 from .model import ModelDrafter
@@ -32,7 +32,7 @@ class SharedDrafter(Drafter):
         self.catch_up, self.leave_out, self.commit = own.catch_up, own.leave_out, own.commit
         self.depart, self.flush = own.depart, own.flush
 
-    def propose(self, start: Tensor, plan: Plan, probs: Tensor | None) -> Tensor:
+    def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         if self.runs_here:
             self.own.propose(start, plan, probs)
         count = plan.gamma
@@ -46,5 +46,5 @@ class SharedDrafter(Drafter):
             probs[:, :count] = self.group.broadcast(probs[:, :count].contiguous(), self.source)
         return self.num_drafted
 
-    def preparations(self, plan: Plan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
+    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
         yield from self.own.preparations(plan, probs)
