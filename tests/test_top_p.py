@@ -63,8 +63,8 @@ def test_a_border_is_inexact_only_where_a_law_only_drafts(rule, monkeypatch):
         state = make_state(*pair, [random_prompt(100)], rule=rule, gamma=3, gamma_inner=2,
                            sampling={"temperature": 1.0, "top_p": 0.3, "seed": [4]})
         if rule == "rejection":
-            laws, own = [], state.tape.law
-            monkeypatch.setattr(state.tape, "law", lambda logits, drafts=False, laws=laws, own=own: laws.append(
+            laws, own = [], state.tape.probs
+            monkeypatch.setattr(state.tape, "probs", lambda logits, drafts=False, laws=laws, own=own: laws.append(
                 (drafts, logits.shape[1])) or own(logits, drafts))
         texts.append(run_rounds(state, 20))
     assert {1, 3} <= set(seen) and len(seen) > 40  # drafts, and the level between

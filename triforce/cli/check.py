@@ -168,11 +168,12 @@ def greedy_bits(engine: Engine, ids: list[int]) -> Iterator[dict]:
                "says": f"{'DIFFERENT' if why else 'identical'}: {GREEDY} tokens, {kept} of {drafted} drafted ones kept"}
 
 
-def timed(engine: Engine, ids: list[int], new: int, law: Sampling) -> dict:
+def timed(engine: Engine, ids: list[int], new: int, sampling: Sampling) -> dict:
     """A record of calls as a user makes them. On a GPU the second one counts: the first records its steps."""
     engine.release()  # or it would go on from what it holds, and there were no prefill to time
     calls = {"on": {}, "off": {"speculate": False, "one_row": True}}
-    found = {name: [engine.generate(ids, new, ignore_eos=True, **vars(replace(law, seed=law.seed or 0)), **how).stats
+    drawn = vars(replace(sampling, seed=sampling.seed or 0))
+    found = {name: [engine.generate(ids, new, ignore_eos=True, **drawn, **how).stats
                     for _ in range(2 if engine.device.type == "cuda" else 1)] for name, how in calls.items()}
     prefill, on, off = found["on"][0].prefill, found["on"][-1], found["off"][-1]
     return {"name": f"times, {len(ids):,}", "passed": None, "new_tokens": new, "prefill": prefill,

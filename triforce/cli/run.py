@@ -91,8 +91,8 @@ def answer_one(engine, args, item: dict, options: dict, loaded: float, wants_com
     is_whole, differs = result.finish_reason != "interrupted", False
     if wants_comparison and is_whole:
         say("\ncomparing with autoregression ...")
-        law = {**given(args, Sampling), "seed": result.stats.seed}
-        lines, report["compare"] = compare(engine, item["prompt"], args, law, result.stats)
+        sampling = {**given(args, Sampling), "seed": result.stats.seed}
+        lines, report["compare"] = compare(engine, item["prompt"], args, sampling, result.stats)
         differs = any(report["compare"].get(f"{name}_first_difference") is not None for name in ("greedy", "drawn"))
         say("\n" + "\n".join(lines))
     say("\n" + result.stats.NOTES)
@@ -280,25 +280,25 @@ def wants_colours(file) -> bool:
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
-def compare(engine, ids: list[int], args, law: dict, stats) -> tuple[list[str], dict]:
+def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[str], dict]:
     """--compare: a table, and the same as JSON has it. Speed, beside the fastest autoregression, which takes steps of
     one row: the same distribution as the padded steps whose bits are promised, and faster on a CPU. And whether tokens
     with and without speculation are equal: greedy ones, and where levels share their draws, drawn ones.
 
     Args:
-        law: that the run drew by, with its seed. stats: of the run.
+        sampling: that the run drew by, with its seed. stats: of the run.
     """
     count = {"max_new_tokens": min(COMPARED_TOKENS, args.max_new_tokens), "ignore_eos": True}
     ways = {"no speculation" if args.no_speculation else "speculation": {"speculate": not args.no_speculation},
             "autoregression": {"speculate": False, "one_row": True}}
     # They take turns, so that a machine that becomes busy hits both. In the first turn steps are prepared.
-    turns = [[engine.generate(ids, **law, **count, **how).stats.tbt for how in ways.values()]
+    turns = [[engine.generate(ids, **sampling, **count, **how).stats.tbt for how in ways.values()]
              for _ in range(1 + TURNS)]
     lines, report = ["too few tokens to compare; ask for 64"], {}
     if all(map(all, turns[1:])):
         lines, report = table(list(zip(*turns[1:], strict=True)), stats, list(ways))
-    laws = {"greedy": {"temperature": 0.0}} | ({"drawn": law} if engine.settings.coupled else {})
-    for name, one in laws.items():
+    both = {"greedy": {"temperature": 0.0}} | ({"drawn": sampling} if engine.settings.coupled else {})
+    for name, one in both.items():
         on, off = (engine.generate(ids, speculate=speculates, **one, **count).tokens for speculates in (True, False))
         differ = first_difference(on, off)
         verdict = "identical" if differ is None else f"DIFFERENT from token {differ} on"

@@ -1,8 +1,8 @@
 """Which drafted tokens are kept, and what replaces the first that is not. Pure functions on tensors.
 
-Knows nothing of models, caches or levels. Random numbers come in as arguments. There are two rules.
-`verify_chain` is that of speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): what
-comes out has the target's law, whatever the draft's was, as long as `draft_probs` is the law that the drafted tokens
+Knows nothing of models, caches or levels. Random numbers come in as arguments. There are two rules. `verify_chain` is
+that of speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): what comes out has the
+target's distribution, whatever the draft's was, as long as `draft_probs` is the distribution that the drafted tokens
 were drawn from. `match_chain` keeps drafted tokens that the target draws, too: what comes out is what the target draws.
 `match_tree` is the same with runners-up at the side of the drafted tokens, `match_nodes` of a tree of any shape.
 
@@ -21,7 +21,7 @@ from .nodes import Nodes
 
 class Verdict(NamedTuple):
     tokens: Tensor  # [B, n + 1]: the accepted tokens, then the recovered or bonus token; the rest is meaningless
-    num_accepted: Tensor  # [B]: how many drafted tokens were kept; tokens[:, :num_accepted + 1] follow the target's law
+    num_accepted: Tensor  # [B]: how many drafted tokens were kept; tokens[:, :num_accepted + 1] are the target's own
 
 
 class TreeVerdict(NamedTuple):
@@ -38,9 +38,9 @@ def is_accepted(draft_prob: Tensor, target_prob: Tensor, u: Tensor) -> Tensor:
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """What the target has and the draft lacks, [..., V], unnormalised: the law of the token after a rejection.
+    """What the target has and the draft lacks, [..., V], unnormalised: the distribution of the token after a rejection.
 
-    Where rounding leaves nothing (two laws equal up to an ulp), it is the target's own.
+    Where rounding leaves nothing (two distributions equal up to an ulp), it is the target's own.
     """
     rest = (target_probs - draft_probs).clamp(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, target_probs)
@@ -52,9 +52,10 @@ def verify_chain(tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor
 
     Args:
         tokens: [B, n] drafted tokens; those from num_drafted on are padding.
-        draft_probs: [B, n, V], row i the law that tokens[:, i] was drawn from; None for deterministic proposals.
+        draft_probs: [B, n, V], row i the distribution that tokens[:, i] was drawn from; None for deterministic
+            proposals.
         num_drafted: [B].
-        target_probs: [B, n + 1, V], row i the target's law of the token that stands where tokens[:, i] does.
+        target_probs: [B, n + 1, V], row i the target's distribution of the token that stands where tokens[:, i] does.
         accept_u: [B, n], sample_u: [B, n + 1]: uniform numbers, one a position.
     """
     if tokens.shape[1] == 0:
@@ -69,12 +70,12 @@ def verify_chain(tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor
     num_accepted = accepted.long().cumprod(1).sum(1)  # [B]
 
     stop = num_accepted[:, None, None]
-    law = target_probs.gather(1, stop.expand(-1, 1, target_probs.shape[2])).squeeze(1)  # [B, V]
+    last_probs = target_probs.gather(1, stop.expand(-1, 1, target_probs.shape[2])).squeeze(1)  # [B, V]
     inside = stop.clamp(max=tokens.shape[1] - 1).expand(-1, 1, target_probs.shape[2])
     against = draft_probs.gather(1, inside).squeeze(1)
     rejected = (num_accepted < num_drafted)[:, None]
-    law = torch.where(rejected, residual(law, against), law)
-    last = sampling.sample(law, sample_u.gather(1, stop.squeeze(2)).squeeze(1))  # recovered or bonus token
+    last_probs = torch.where(rejected, residual(last_probs, against), last_probs)
+    last = sampling.sample(last_probs, sample_u.gather(1, stop.squeeze(2)).squeeze(1))  # recovered or bonus token
     return Verdict(torch.cat([tokens, last[:, None]], 1).scatter(1, stop.squeeze(2), last[:, None]), num_accepted)
 
 

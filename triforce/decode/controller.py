@@ -1,8 +1,8 @@
 """Which levels draft, and how many tokens, chosen round by round from observed times and observed acceptance.
 
 Knows nothing of tensors or models: times and counts go in, a `DraftPlan` comes out. It never changes what is said, only
-how fast: the choice depends on tokens that were kept and on the first rejection of a round, never on discarded ones, and
-acceptance is exact whatever was drafted. No step is run only to be timed.
+how fast: the choice depends on tokens that were kept and on the first rejection of a round, never on discarded ones,
+and acceptance is exact whatever was drafted. No step is run only to be timed.
 """
 
 import math

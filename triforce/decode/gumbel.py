@@ -1,9 +1,10 @@
-"""Draws that levels share: a token follows from the law, the row's seed and the position, whichever level draws it.
+"""Draws that levels share: a token follows from the distribution, the row's seed and the position, whichever level
+draws it.
 
-The words run a race. Word v arrives at the time E(v) / p(v), where p is the law and E(v) is exponential noise of mean
-1, made from the row's seed, the position and the word. The first to arrive follows the law p: this is the Gumbel-max
-trick (argmax of log p + G, with G = -log E) without its logarithms. Two levels whose laws are alike see nearly the same
-race, so they nearly always draw the same word. A word of probability 0 never arrives, so a law of temperature 0 needs
+The words run a race. Word v arrives at the time E(v) / p(v), where p is the distribution and E(v) is exponential noise
+of mean 1, made from the row's seed, the position and the word. The first to arrive follows p: this is the Gumbel-max
+trick (argmax of log p + G, with G = -log E) without its logarithms. Two levels whose distributions are alike see nearly
+the same race, so they nearly always draw the same word. A word of probability 0 never arrives, so temperature 0 needs
 no rule of its own.
 
 The noise is made in whole numbers. It is the same on every device, and whether or not it is compiled.
@@ -26,8 +27,8 @@ _LANES = 64  # that the words run in, so that a GPU looks for the winner in many
 def exponential(key: Tensor, words: Tensor) -> Tensor:
     """Exponential noise of mean 1: key [...] int64 and words [...], broadcast, -> float64, always above 0.
 
-    It is memoryless: which multiple of ln 2 it exceeds and what is left over are independent. The first has the law of
-    the number of zeros before the first one in random bits, the second that of -ln(1 - w / 2), w uniform.
+    It is memoryless: which multiple of ln 2 it exceeds and what is left over are independent. The first is distributed
+    as the number of zeros before the first one in random bits, the second that of -ln(1 - w / 2), w uniform.
     """
     bits = mix((key ^ words) * GOLDEN)  # not words * GOLDEN: Inductor would write it with numbers beyond 64 bits
     high, low = shift(bits, 40), bits & ((1 << 40) - 1)
@@ -40,34 +41,34 @@ def exponential(key: Tensor, words: Tensor) -> Tensor:
     return ((zeros * _LN2).double() * 2.0**23 + rest.double()) * 2.0**-63
 
 
-def draw(law: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """The words that win: law [B, n, V] (any positive sums), seed [B], position [B, n] -> [B, n]."""
-    return ranking(law, seed, position, 1).squeeze(-1)
+def draw(probs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """The words that win: probs [B, n, V] (any positive sums), seed [B], position [B, n] -> [B, n]."""
+    return ranking(probs, seed, position, 1).squeeze(-1)
 
 
-def ranking(law: Tensor, seed: Tensor, position: Tensor, count: int) -> Tensor:
+def ranking(probs: Tensor, seed: Tensor, position: Tensor, count: int) -> Tensor:
     """The winners, and after each the runners-up, of which a few may be missing: [B, n, count].
 
     Of a whole vocabulary the runners-up are the first of other lanes than the winner's: nearly always the next to
     arrive, without a search for them. Where fewer words can arrive at all, others stand in their place.
     """
     key = key_of(seed, position)[..., None]
-    if law.device.type == "cpu" and not is_compiling():
-        words = _possible(law, count)
+    if probs.device.type == "cpu" and not is_compiling():
+        words = _possible(probs, count)
         if words is not None:  # the others' noise decides nothing
-            times = exponential(key, words) / law.gather(-1, words).double()
+            times = exponential(key, words) / probs.gather(-1, words).double()
             return words.gather(-1, _ascending(times, count))
-    words = torch.arange(law.shape[-1], device=law.device)
-    return _first(exponential(key, words) / law.double(), count)
+    words = torch.arange(probs.shape[-1], device=probs.device)
+    return _first(exponential(key, words) / probs.double(), count)
 
 
-def _possible(law: Tensor, least: int) -> Tensor | None:
+def _possible(probs: Tensor, least: int) -> Tensor | None:
     """Words [B, n, K] in ascending order, at least `least`, all that have a probability among them; None if they are
     many."""
-    count = max(int((law > 0).sum(-1).max()), least)
-    if count > law.shape[-1] // 4:
+    count = max(int((probs > 0).sum(-1).max()), least)
+    if count > probs.shape[-1] // 4:
         return None
-    return law.topk(count, dim=-1).indices.sort(-1).values
+    return probs.topk(count, dim=-1).indices.sort(-1).values
 
 
 def _first(times: Tensor, count: int) -> Tensor:

@@ -13,8 +13,8 @@ class Padding(NamedTuple):
     """Which steps of the target have more rows than they need, for the sake of bits: all, or on a CPU a multiple of
     four (see cpu.py).
 
-    The bits of greedy output are promised for padded steps of the full level. Others follow the same law and may be
-    faster.
+    The bits of greedy output are promised for padded steps of the full level. Others follow the same distribution and
+    may be faster.
     """
 
     plain: bool = True  # of the full level, those that check nothing

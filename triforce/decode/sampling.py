@@ -94,14 +94,14 @@ class SamplingParams:
 
 
 def probabilities(logits: Tensor, params: SamplingParams, drafts: bool = False) -> Tensor:
-    """The law that tokens are drawn from: bias, then temperature, then top-k, top-p and min-p, renormalised.
+    """The distribution that tokens are drawn from: bias, then temperature, then top-k, top-p and min-p, renormalised.
 
     A token as probable as the least probable one kept is kept too, so ties do not depend on an order. Rows of
     temperature 0 put all mass on the argmax.
 
     Args:
         logits: [B, n, V].
-        drafts: the law only drafts, see `top_p.smallest_kept`.
+        drafts: it only drafts, see `top_p.smallest_kept`.
 
     Returns:
         [B, n, V], float32 or wider.
@@ -109,7 +109,7 @@ def probabilities(logits: Tensor, params: SamplingParams, drafts: bool = False) 
     uses = params.uses
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(wide)
-    if uses.logit_bias:  # to add 0 changes no bit that a law depends on
+    if uses.logit_bias:  # to add 0 changes no bit of it
         logits = logits + params.logit_bias.to(wide)[:, None]
     temperature = params.temperature.to(wide)[:, None, None]
     if uses.greedy:

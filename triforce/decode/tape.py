@@ -32,7 +32,7 @@ class Tape:
     runners_up: Tensor  # [B, capacity, k]: what a drafter that draws would have drawn next instead; the leaves of trees
     params: SamplingParams
     vocab_size: int  # ids that the tokenizer can name; logits beyond are padding
-    coupled: bool = False  # levels share their draws; else laws are passed from level to level
+    coupled: bool = False  # levels share their draws; else distributions are passed from level to level
     nodes: Nodes | None = None  # where the full level checks trees: what the retrieval level grows
 
     @classmethod
@@ -51,29 +51,29 @@ class Tape:
         """Writes value [B, n, ...] there."""
         put(x, index, value)
 
-    def law(self, logits: Tensor, drafts: bool = False) -> Tensor:
+    def probs(self, logits: Tensor, drafts: bool = False) -> Tensor:
         """drafts: see `sampling.probabilities`."""
         return sampling.probabilities(logits[..., : self.vocab_size], self.params, drafts)
 
     def uniform(self, position: Tensor, level: int, purpose: int) -> Tensor:
         return sampling.uniform(self.params.seed, position, level, purpose)
 
-    def draw(self, law: Tensor, position: Tensor, level: int) -> Tensor:
-        """Tokens for law [B, n, V] and position [B, n]: [B, n]."""
+    def draw(self, probs: Tensor, position: Tensor, level: int) -> Tensor:
+        """Tokens for probs [B, n, V] and position [B, n]: [B, n]."""
         if self.coupled:
-            return gumbel.draw(law, self.params.seed, position)
-        return sampling.sample(law, self.uniform(position, level, SAMPLE))
+            return gumbel.draw(probs, self.params.seed, position)
+        return sampling.sample(probs, self.uniform(position, level, SAMPLE))
 
     def rank(self, logits: Tensor, position: Tensor) -> Tensor:
         """With coupled sampling, what a level that drafts draws by logits [B, n, V], and its runners-up:
         [B, n, 1 + k]."""
-        law, count = self.law(logits, drafts=True), 1 + self.runners_up.shape[2]
+        probs, count = self.probs(logits, drafts=True), 1 + self.runners_up.shape[2]
         if self.params.uses.greedy and count > 1:
             # All but the winner would never arrive. They come long after it, and nearly always the likeliest first:
             # noise is between 1e-13 and 18.
-            behind = 1e-14 * logits[..., : self.vocab_size].to(law.dtype).softmax(-1) ** 4
-            law = torch.where(self.params.temperature[:, None, None] == 0, law + behind, law)
-        return gumbel.ranking(law, self.params.seed, position, count)
+            behind = 1e-14 * logits[..., : self.vocab_size].to(probs.dtype).softmax(-1) ** 4
+            probs = torch.where(self.params.temperature[:, None, None] == 0, probs + behind, probs)
+        return gumbel.ranking(probs, self.params.seed, position, count)
 
     def read(self, start: Tensor, tree: TokenTree) -> Tensor:
         """The tokens of a block whose first is at index start [B]: [B, M]."""

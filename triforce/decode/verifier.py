@@ -3,8 +3,8 @@
     inner = Verifier(target, retrieval view, {"model": ModelDrafter(draft), ...}, ...)
     outer = Verifier(target, prefix,         {"retrieval": inner, ...}, ...)
 
-A verifier is itself a drafter: the tokens it emits follow exactly the law of its own model and view, and it says
-which law that was. With no drafter it is autoregression.
+A verifier is itself a drafter: the tokens it emits follow exactly the distribution of its own model and view, and it
+says which one that was. With no drafter it is autoregression.
 
 Everything between two reads of the outbox is enqueued without the host waiting for the device.
 
@@ -116,8 +116,8 @@ class Verifier(Drafter):
         self.tree = tree
         self.length, self.limit = tape.buffer(), tape.buffer()  # no round moves `length` past `limit`
         self.base, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
-        wants_laws = not tape.coupled and any(drafter.emits_laws for drafter in drafters.values())
-        self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if wants_laws else None
+        wants_probs = not tape.coupled and any(drafter.emits_probs for drafter in drafters.values())
+        self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if wants_probs else None
         self.logits = tape.buffer(rows, model.config.vocab_size, like=model) if keep_logits else None
         self.outbox = Outbox(tape, rows) if level == FULL else None
         # Of the last step, for whoever asks for its logits: they are small, and copied in every step.
@@ -276,10 +276,10 @@ class Verifier(Drafter):
         ahead = torch.arange(n + 1, device=start.device)
         position = start[:, None] + 1 + ahead
         if tape.coupled:
-            verdict, law = self._match(tape, logits, block, tree, num_drafted, start), None
+            verdict, own_probs = self._match(tape, logits, block, tree, num_drafted, start), None
         else:
             draft_probs = None if self.draft_probs is None else self.draft_probs[:, :n]
-            verdict, law = self._verify(tape, logits[:, : n + 1], block[:, 1 : n + 1], draft_probs, num_drafted,
+            verdict, own_probs = self._verify(tape, logits[:, : n + 1], block[:, 1 : n + 1], draft_probs, num_drafted,
                                         position)
         beside, tokens = verdict.beside, verdict.tokens[:, : n + 1]
         # Cut at a limit fixed beforehand.
@@ -289,7 +289,7 @@ class Verifier(Drafter):
         tape.write(tape.tokens, position, tokens)
         if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
             place = (position - 1 - self.base[:, None]).clamp(max=probs.shape[1] - 1)
-            tape.write(probs, place, law)
+            tape.write(probs, place, own_probs)
         if self.level != FULL:
             missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)
             last = torch.where(beside > 0, LEAF, missed)[:, None]
@@ -315,14 +315,15 @@ class Verifier(Drafter):
 
     def _verify(self, tape: Tape, logits: Tensor, tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor,
                 position: Tensor):
-        """By rejection: logits [B, n + 1, V], tokens [B, n], position [B, n + 1] -> the verdict, and the law."""
+        """By rejection: logits [B, n + 1, V], tokens [B, n], position [B, n + 1] -> the verdict, and its own
+        distributions."""
         n = tokens.shape[1]
-        law = tape.law(logits, drafts=self.level != FULL)
+        own_probs = tape.probs(logits, drafts=self.level != FULL)
         sample_u = tape.uniform(position, self.level, SAMPLE)
         accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
-        verdict = verify_chain(tokens, draft_probs, num_drafted, law, accept_u, sample_u)
+        verdict = verify_chain(tokens, draft_probs, num_drafted, own_probs, accept_u, sample_u)
         rows = torch.arange(n + 1, device=logits.device).expand(len(logits), -1)
-        return TreeVerdict(*verdict, torch.zeros_like(num_drafted), rows), law
+        return TreeVerdict(*verdict, torch.zeros_like(num_drafted), rows), own_probs
 
     def _match(self, tape: Tape, logits: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor,
                start: Tensor) -> TreeVerdict:
@@ -332,7 +333,7 @@ class Verifier(Drafter):
         depths = nodes.depths if tree.size else tree.depths(block.device)
         position = start[:, None] + 1 + depths
         if self.level == FULL:
-            drawn = tape.draw(tape.law(logits), position, self.level)
+            drawn = tape.draw(tape.probs(logits), position, self.level)
             return match_nodes(nodes, num_drafted, drawn) if tree.size else match_tree(tree, block, num_drafted, drawn)
         ranked = tape.rank(logits, position)  # [B, M, 1 + k]
         verdict = match_tree(tree, block, num_drafted, ranked[..., 0])

@@ -1,7 +1,8 @@
 """Log-probabilities of the tokens that a round emitted, by the full level's logits of that round.
 
-A token that was accepted, one that replaced a rejected one, and a bonus token all follow the full level's law at their
-position, so its logits there say how probable each was. They are computed once more from the hidden states, which the
+A token that was accepted, one that replaced a rejected one, and a bonus token all follow the full level's distribution
+at their position, so its logits there say how probable each was. They are computed once more from the hidden states,
+which the
 level keeps of its last step: so steps are the same, compiled or recorded, whether or not anybody asks.
 
 Shapes: B batch, S rows of a spine, n tokens at most of a row, V words that the tokenizer can name, k.
@@ -19,9 +20,9 @@ from ..decode.verifier import Verifier
 class Logprob:
     """Natural logarithms of probabilities at the place of one token."""
 
-    logprob: float  # of the token, by the law that it was drawn from: after bias, temperature, top-p and the like
-    model_logprob: float  # of the token, by the model's own law: temperature 1, nothing cut, no bias
-    top: list[tuple[int, float]]  # the k most probable tokens by the model's own law: (id, log-probability)
+    logprob: float  # of the token, as it was drawn: after bias, temperature, top-p and the like
+    model_logprob: float  # of the token, by the model's own distribution: temperature 1, nothing cut, no bias
+    top: list[tuple[int, float]]  # the k most probable tokens by the model's own distribution: (id, log-probability)
 
 
 @torch.inference_mode()
@@ -33,12 +34,12 @@ def of_round(level: Verifier, counts: list[int], k: int) -> list[list[Logprob]]:
     """
     n = max(counts)
     logits = _logits(level)[:, :n]  # [B, n, V and padding]
-    law = level.tape.law(logits).log()
+    drawn = level.tape.probs(logits).log()
     own = logits[..., : level.tape.vocab_size]
     own = own.to(torch.promote_types(own.dtype, torch.float32)).log_softmax(-1)
     tokens = level.outbox.buffer[:, :n, None]
     top = own.topk(k, dim=-1)
-    columns = [law.gather(2, tokens), own.gather(2, tokens), top.values, top.indices]
+    columns = [drawn.gather(2, tokens), own.gather(2, tokens), top.values, top.indices]
     table = torch.cat([column.double() for column in columns], 2).tolist()  # [B, n, 2 + 2 k]
     return [[Logprob(drawn, model, [(int(one), value) for one, value in zip(rest[k:], rest[:k], strict=True)])
              for drawn, model, *rest in row[:count]] for row, count in zip(table, counts, strict=True)]

@@ -1,7 +1,7 @@
 """What a drafter is. A new kind of drafter derives from `Drafter`; docs/extending.md has a small one.
 
-By the rule of rejection, whether position i is drafted may depend on tokens before i and on the law at i, never on
-token i itself: a drawn token that is dropped for a reason that looks at it would bias the output.
+By the rule of rejection, whether position i is drafted may depend on tokens before i and on the distribution at i,
+never on token i itself: a drawn token that is dropped for a reason that looks at it would bias the output.
 
 Nothing here waits for the device but `prefill`, `open`, `rewind`, `catch_up` and `flush`, which the host calls between
 rounds. `propose` and `commit` are parts of a step, which a GPU records.
@@ -24,7 +24,7 @@ class Drafter:
     rounds; `rewind` instead of a prefill.
     """
 
-    emits_laws = True  # its tokens are drawn from laws that it writes down; False: its proposals are deterministic
+    emits_probs = True  # its tokens are drawn from distributions that it writes down; False: they are deterministic
     # How many tokens it proposes follows from the plan and the tokens up to `start`. False where it depends on tokens
     # that it drafts, for instance if it stops at a full stop that it drew.
     settled_count = True
@@ -40,8 +40,9 @@ class Drafter:
         The tape has room for them. What stands there before, after `start`, is left over from other rounds.
 
         Args:
-            probs: [B, M, V], M > plan.gamma, written: row i the law that token i was drawn from, by `Tape.draw`. A
-                drafter that emits no laws writes ones at its tokens. None: nobody wants laws, as with coupled sampling.
+            probs: [B, M, V], M > plan.gamma, written: row i the distribution that token i was drawn from, by
+                `Tape.draw`. A drafter that emits none writes ones at its tokens. None: nobody wants them, as with
+                coupled sampling.
 
         Returns:
             how many were drafted, [B]: a buffer, valid until the next call. Rows may differ.

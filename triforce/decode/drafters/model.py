@@ -122,10 +122,10 @@ class ModelDrafter(Drafter):
         if self.noise is None:
             token = tape.note(position, tape.rank(logits, position))  # [B, 1]
         else:
-            law = tape.law(logits, drafts=True)  # [B, 1, V]
-            token = sampling.sample(law, self.noise.gather(1, at))
+            own_probs = tape.probs(logits, drafts=True)  # [B, 1, V]
+            token = sampling.sample(own_probs, self.noise.gather(1, at))
             if probs is not None:
-                put(probs, at, law)
+                put(probs, at, own_probs)
         head += 1
         put(tape.tokens, head[:, None], token)
         length.copy_(head)

@@ -1,7 +1,8 @@
 """Drafting by looking up: what followed the last few tokens when they last stood in the prompt or the output.
 
-Needs no model and no training (prompt lookup; LLMA, arXiv 2304.04487). A proposal is deterministic: it has no law to
-sample from, and acceptance treats it as a law with all its mass on one token. Knows nothing of models or caches.
+Needs no model and no training (prompt lookup; LLMA, arXiv 2304.04487). A proposal is deterministic: it has no
+distribution to sample from, and acceptance treats it as a distribution with all its mass on one token. Knows nothing of
+models or caches.
 
 Shapes: B batch, N positions of the tape, n tokens proposed.
 """
@@ -27,11 +28,11 @@ class NgramDrafter(Drafter):
     index costs to keep, and it runs on the device without a host sync.
 
     Args:
-        max_drafted: the most tokens of a proposal to a level that wants no laws.
+        max_drafted: the most tokens of a proposal to a level that wants no distributions.
     """
 
     LONGEST, SHORTEST = 4, 2  # tokens that are compared; a match of fewer proposes nothing
-    emits_laws, records_unseen = False, True
+    emits_probs, records_unseen = False, True
 
     def __init__(self, tape: Tape, *, max_drafted: int, compiler: Compiler):
         self.tape, self.max_drafted = tape, max_drafted
@@ -69,7 +70,7 @@ class NgramDrafter(Drafter):
         drafted = tokens.gather(1, torch.minimum(follow, start[:, None]))  # padded with a valid token
         known = (start - best).clamp(max=n)  # what follows the match ends at the newest token
         self.num_drafted.copy_(torch.where(long_enough, known, 0))
-        if probs is not None:  # the checker expects laws: all their mass lies on the token
+        if probs is not None:  # the checker expects distributions: all their mass lies on the token
             probs[:, :n] = torch.zeros_like(probs[:, :n]).scatter(2, drafted[..., None], 1.0)
         tokens.scatter_(1, start[:, None] + 1 + torch.arange(n, device=tokens.device), drafted)
 
