@@ -12,6 +12,15 @@ class TooLong(UserError):
     """A prompt and its new tokens, beside what the model or the settings allow."""
 
 
+class NotFinite(UserError):
+    """Logits are no finite numbers, after these tokens."""
+
+    def __init__(self, tokens: list[int]):
+        super().__init__(f"the target's logits after {len(tokens):,} tokens are not finite numbers; load the model "
+                         "with another --dtype, or download the checkpoint again")
+        self.tokens = tokens
+
+
 def not_known(name: str, what: str, known: Iterable[str], otherwise: str = "") -> str:
     """One line for a name that is none of the known ones, with the one that was probably meant.
 

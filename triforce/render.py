@@ -11,10 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import groupby, islice
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .engine.output import Generation
 
 # Levels from the cheapest to the dearest, see levels.py: behind the letters of HTML, and in a terminal's theme. The
 # palette is that of Okabe and Ito, which readers who confuse red and green can tell apart; it is thin enough for
@@ -91,7 +87,7 @@ def spans(text: Iterator[tuple[str, str]], count: int | None = None) -> list[tup
     return [("".join(char for char, _ in group), level) for level, group in groups]
 
 
-def as_html(out: "Generation") -> str:
+def as_html(out) -> str:
     """A legend, the text and the statistics. Whatever a model says is escaped."""
     counts = Counter(out.levels)
     names = " ".join(f"{_html_span(level, level)} {counts[level]:,}" for level in COLOURS if counts[level])

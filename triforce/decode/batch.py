@@ -16,7 +16,7 @@ from ..cache.offload import Offload
 from ..cache.prefix import PrefixStore
 from ..config import Settings
 from ..cpu import packs
-from ..engine.finite import NotFinite
+from ..errors import NotFinite
 from ..model import Transformer
 from ..runtime.graphs import Compiler
 from .drafters.ngram import NgramMeter

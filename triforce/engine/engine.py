@@ -38,7 +38,7 @@ from ..config import (
 )
 from ..decode.batch import DecodeBatch
 from ..decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, DraftPlan, Padding
-from ..errors import TooLong, UserError
+from ..errors import NotFinite, TooLong, UserError
 from ..hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from ..hf.tokenizer import Tokenizer, is_messages
 from ..model import Transformer
@@ -51,7 +51,6 @@ from ..runtime.threads import Threads
 from . import finite, memory, prompt_cache_file
 from .buffers import Buffers, Models
 from .conversation import Chat
-from .finite import NotFinite
 from .keep import check_keep, cut
 from .output import Generation, special_ids, stop_ids, stop_strings
 from .prompt_cache import Keeping, Prefix, asked, check_prefix, check_room, common_length, opened, storable

@@ -17,15 +17,6 @@ from ..model import Transformer
 OUTPUTS = 64  # positions whose logits are computed at a time
 
 
-class NotFinite(UserError):
-    """Logits are no finite numbers, after these tokens."""
-
-    def __init__(self, tokens: list[int]):
-        super().__init__(f"the target's logits after {len(tokens):,} tokens are not finite numbers; load the model "
-                         "with another --dtype, or download the checkpoint again")
-        self.tokens = tokens
-
-
 @dataclass(frozen=True)
 class Origin:
     """The first value that is not finite: which part of the model gave it, and at which token."""

@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -125,9 +124,3 @@ def main(argv: list[str] | None = None) -> int:
     folder = convert(args.checkpoint_dir, args.out_dir, args.dtype)
     print(f"{folder} holds safetensors. Next:\n\n    triforce --checkpoint {folder}")
     return 0
-
-
-if __name__ == "__main__":
-    from ..cli import main as run
-
-    sys.exit(run(["convert", *sys.argv[1:]]))
