@@ -8,7 +8,7 @@ from triforce.decode.batch import DecodeBatch
 from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import ACCEPTED, BONUS, LEAF, MISSED
 from triforce.decode.verifier import RowRound
-from triforce.engine.levels import levels_of
+from triforce.engine.session import levels_of
 from triforce.render import COLOURS, characters
 from triforce.render import spans as spans_of
 

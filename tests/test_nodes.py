@@ -16,7 +16,7 @@ from triforce.decode.pilot import Tally
 from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import ACCEPTED
 from triforce.decode.verifier import RowRound
-from triforce.engine.levels import levels_of
+from triforce.engine.session import levels_of
 from triforce.tree import Chances, Shape, TokenTree, best_tree, chances_of, likeliest, shape_for
 
 

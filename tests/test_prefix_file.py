@@ -258,7 +258,7 @@ def test_a_file_of_another_version_is_named(saved):
 
 
 def test_what_is_no_prefix_file(tmp_path):
-    refused(tmp_path / "absent", "there is no ")
+    refused(tmp_path / "absent", "is not there; give the name of a file")
     refused(tmp_path, "is a folder")
     (tmp_path / "text").write_text("Call me Ishmael. " * 10)
     refused(tmp_path / "text", "no prefix file")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import groupby, islice
 
-# Levels from the cheapest to the dearest, see levels.py: behind the letters of HTML, and in a terminal's theme. The
+# Levels from the cheapest to the dearest, see session.py: behind the letters of HTML, and in a terminal's theme. The
 # palette is that of Okabe and Ito, which readers who confuse red and green can tell apart; it is thin enough for
 # letters of a light and of a dark theme.
 COLOURS = {"draft": ("0,114,178", 36), "ngram": ("204,121,167", 35), "custom": ("240,228,66", 33),

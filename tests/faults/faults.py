@@ -128,9 +128,6 @@ FAULTS = [
           unset("is_whole"), "reuse -k way_back"),
     Fault("truncate-half-way", "decode.batch:DecodeBatch.truncate", "the same where a part of a text is taken back",
           const(False, True), "reuse -k way_back"),
-    Fault("moved-to-nowhere", "decode.batch:DecodeBatch.adopt",
-          "a conversation that outgrows its buffers forgets what was said",
-          skip("store"), "reuse -k outgrows"),
 
     # -- keys and values
     Fault("tail-row", "cache.kv_cache:Tail.load", "rows of a batch flush the first one's tail",
@@ -325,7 +322,7 @@ FAULTS = [
           nothing(0), "generation"),
     Fault("length-one-more", "engine.output:RowOutput.push",
           "a token more than asked for", op(">=", ">"), "generation"),
-    Fault("levels-accepted", "engine.levels:levels_of", "the target's own token is said to be drafted", op(">=", ">"),
+    Fault("levels-accepted", "engine.session:levels_of", "the target's own token is said to be drafted", op(">=", ">"),
           "levels"),
     Fault("logprobs-row", "engine.logprobs:of_round", "the log-probability of another token",
           arg("gather", 1, "tokens.roll(1, 1)", 2), "logprobs"),

@@ -148,16 +148,6 @@ class DecodeBatch:
         self.is_whole = True
 
     @torch.inference_mode()
-    def adopt(self, other: "DecodeBatch", length: int) -> None:
-        """Takes over the first `length` tokens of row 0 from a batch over the same shared prefix; a prefill goes on
-        from there."""
-        for i in range(self.target.config.n_layer):
-            self.cache.prefix.store(i, 0, self.base, other.cache.load(i, 0, self.base, length))
-        self.tape.tokens[0, :length] = other.tape.tokens[0, :length]
-        self.cache.truncate(0, length)
-        self.lens[0], self._texts[0] = length, other._texts[0][:length]
-
-    @torch.inference_mode()
     def prefill(self, row: int, tokens: Sequence[int], on_progress=None, fresh: bool | None = None) -> None:
         """Appends tokens to a row, which may be in use, and computes K/V for all but the last, the pending one.
 

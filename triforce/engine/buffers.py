@@ -1,18 +1,18 @@
 """Which memory serves a call: that of the call before, if it fits, and what it already holds of the call's prompts.
 
-An engine keeps one `DecodeBatch`, and what its rows share, if they do. There are three ways to compute less:
+An engine keeps one `DecodeBatch`, and what its rows share, if they do. There are two ways to compute less:
 
-- the prompts of a call begin with the same tokens: those are computed once and shared;
 - a single prompt begins with what the DecodeBatch holds: only the rest is computed, in place;
-- prompts begin with what the DecodeBatch holds or shares, and another DecodeBatch is needed: the new one shares it.
+- the prompts of a call begin with the same tokens: those are computed once and shared. If the DecodeBatch holds or
+  shares them, the next one shares them, too.
 """
 
+import functools
 import gc
 import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -36,38 +36,30 @@ SHARED_FROM = 512  # tokens in common; fewer are not worth an attention of their
 MOST_ROWS = 32  # over a shared prefix side by side, unless the placement says more
 
 
-class Models(NamedTuple):
-    """What an engine runs."""
-
-    target: Transformer
-    draft: Transformer | None
-    drafting: Transformer | None  # the target's weights for the retrieval level, in fp8; None: the target itself
-
-
 class Buffers:
     """See the module.
 
     Args:
+        drafting: the target's weights for the retrieval level, in fp8. None: the target itself.
         settings: as given, not resolved: how a DecodeBatch for many rows differs is decided here.
         placement: resolved.
         recorder: the stream on which steps are recorded; None on a CPU.
         new_prefix: makes a `Prefix` of tokens and a store of their keys and values.
     """
 
-    def __init__(self, models: Models, settings: Settings, placement: Placement, vocab_size: int,
-                 recorder: "torch.cuda.Stream | None",
+    def __init__(self, target: Transformer, draft: Transformer | None, drafting: Transformer | None,
+                 settings: Settings, placement: Placement, vocab_size: int, recorder: "torch.cuda.Stream | None",
                  new_prefix: Callable[[list[int], PrefixStore | None], Prefix]):
-        self.models, self.given, self.placement, self.vocab_size = models, settings, placement, vocab_size
-        self.target, self.device = models.target, models.target.device
+        self.target, self.draft, self.drafting, self.device = target, draft, drafting, target.device
+        self.given, self.placement, self.vocab_size = settings, placement, vocab_size
         self.recorder, self.new_prefix = recorder, new_prefix
         self.settings = self._resolve(settings, placement.max_batch_size)
         self.state: DecodeBatch | None = None
         # What the rows of `state` share. A batch over a document never stands without it; it may outlast its batch.
         self.prefix: Prefix | None = None
-        self._held_before: list[list[int]] = []  # token sequences that were held when the present call began
-        self._is_collected = False  # Python has looked for garbage, and no DecodeBatch was made since
+        self._is_new = False  # what the rows share was computed for the present call
         self._shelf: dict = {}  # see `Pilot`
-        self._row_units: dict[tuple[int, int], int] = {}  # by sequences of a batch, and rows of each
+        self._row_unit = functools.cache(functools.partial(row_unit, target, compiled=placement.compile is not False))
 
     def settings_for(self, rows: int, shared: bool) -> Settings:
         """Those of a batch, which has so many rows over a prefix that they share, or any number of rows that do not."""
@@ -77,27 +69,21 @@ class Buffers:
         return self._resolve(given, max(rows, self.placement.max_batch_size), shared=True)
 
     def _resolve(self, settings: Settings, rows: int, shared: bool = False) -> Settings:
-        has_model = self.models.draft is not None or self.placement.draft_ranks is not None
+        has_model = self.draft is not None or self.placement.draft_ranks is not None
         return settings.resolve(self.device, has_model=has_model, offload=self.placement.offload, max_batch_size=rows,
                                 query_group=self.target.config.query_group, shared=shared)
 
-    def release(self, collect: bool = True) -> None:
-        """Frees the buffers of the last call. collect: look for garbage, which takes 0.1 s: compiled steps make
-        reference cycles."""
-        self.state = self.prefix = None
-        if collect:
-            gc.collect()
-            self._is_collected = True
+    def release(self) -> None:
+        """Frees the buffers of the last call."""
+        was_used, self.state, self.prefix = self.state is not None, None, None
+        if was_used:  # it takes 0.1 s
+            gc.collect()  # compiled steps make reference cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def begin(self, prefix: Prefix | None) -> None:
-        """A call begins: what is held now, by the prefix that it brings or by what the last call left, is not its own
-        work."""
-        prefix, state = self.prefix if prefix is None else prefix, self.state
-        self._held_before = [] if prefix is None else [prefix.tokens[: prefix.num_shared]]
-        if state is not None and state.is_whole:
-            self._held_before += [text[:length] for text, length in zip(state.texts(), state.lens, strict=True)]
+    def begin(self) -> None:
+        """A call begins: what is held now is not its own work."""
+        self._is_new = False
 
     def find(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None, on_prefill=None) -> DecodeBatch:
         """A DecodeBatch for these prompts, the last one if it fits. What they share is computed."""
@@ -115,8 +101,7 @@ class Buffers:
         in_place = self._goes_on(start)
         self.note_reused(state, ids, start if in_place else state.base)
         if in_place:
-            # New drafters, after `adopt`; or a part of the text was taken back.
-            fresh = state.prompt_end[0] == 0 or common_length(ids[0], state.texts()[0]) < state.lens[0]
+            fresh = common_length(ids[0], state.texts()[0]) < state.lens[0]  # a part of it was taken back
             state.truncate(0, start)
             state.prefill(0, ids[0][start:], on_prefill, fresh=fresh)
         else:
@@ -124,9 +109,8 @@ class Buffers:
             state.prefill_all(ids, on_prefill)
 
     def note_reused(self, state: DecodeBatch, ids: list[list[int]], held: int) -> None:
-        """For the statistics: of the first `held` tokens of each prompt, how many were there before the call."""
-        state.reused = [max((common_length(one[: min(held, len(one) - 1)], tokens) for tokens in self._held_before),
-                            default=0) for one in ids]
+        """For the statistics: `held` tokens of each prompt, at most, were there before."""
+        state.reused = [0 if self._is_new else min(held, len(one) - 1) for one in ids]
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
         """How many of these prompts run side by side: more than the placement says over what they share, as many as
@@ -137,22 +121,23 @@ class Buffers:
             return size
         most, needed = min(len(ids), max(MOST_ROWS, size)), self._needed(ids, max_new_tokens)
         is_held = prefix is not None or self.prefix is not None and self.prefix.num_shared >= base
-        free, longest = self._comfortable(), max(map(len, ids))
+        free = self._free()
+        if free is not None and self.state is not None:  # which is given back
+            offload = None if self.device.type == "cpu" else self.state.cache.prefix.offload
+            free += self.state.nbytes - (0 if offload is None else offload.nbytes)
 
         def fits(count: int) -> bool:
             settings = self.settings_for(count, shared=True)
-            sizes = self._sizes(settings, count, base, needed, VIEWS[0])
-            if self.given.budget is not None:
-                sizes = replace(sizes, budget=self._budget(longest, sizes.capacity, count))
+            view = VIEWS[0] if self.given.budget is None else self._budget(max(map(len, ids)), needed, count)
+            sizes = self._sizes(settings, count, base, needed, view)
             document = () if is_held else self._plan_document(sizes).parts
-            return total((*document, *self._plan(settings, sizes).parts)) <= free + self._releasable()
+            return free is None or total((*document, *self._plan(settings, sizes).parts)) <= free
 
-        rows = most if free is None else next((count for count in range(most, size, -1) if fits(count)), size)
+        rows = next((count for count in range(most, size, -1) if fits(count)), size)
         rows = agreed(self.target.group, rows)
-        if rows < len(ids):
-            remedies = "--offload or a larger --chunk-size" if not self.placement.offload else "a larger --chunk-size"
-            log.info("%d of %d prompts run side by side behind their %s common tokens%s", rows, len(ids), f"{base:,}",
-                     "" if rows == most else f"; more fit with {remedies}")
+        if rows < most:
+            log.info("%d of %d prompts run side by side behind their %s common tokens; more may fit with --offload or "
+                     "a larger --chunk-size", rows, len(ids), f"{base:,}")
         return rows
 
     def _budget(self, prompt_len: int, capacity: int, sharing: int = 1) -> int:
@@ -216,7 +201,7 @@ class Buffers:
         if len(ids) == 1 or usable < SHARED_FROM:
             return None
         del state, found, owner  # they are freed before this is planned
-        self._held_before = []  # it is computed from its first token on, whatever was held
+        self._is_new = True
         return self.compute(ids[0][:usable], on_prefill)
 
     def held(self, tokens: list[int], document: Prefix | None) -> Prefix:
@@ -334,15 +319,11 @@ class Buffers:
 
     def _new(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> DecodeBatch:
         batch, base = len(ids), 0 if shared is None else shared.num_shared
-        settings, held = self.settings_for(batch, shared=base > 0), self._held(ids)
-        old = self.state if base and held > base and shared.is_same(self.prefix) else None
-        self.state = None
-        if old is None:  # before the new ones are planned
-            self.release(collect=not self._is_collected)
+        settings = self.settings_for(batch, shared=base > 0)
+        self.release()  # before the new ones are planned
         sizes = self._sizes(settings, batch, base, needed)
         budget = self._budget(max(map(len, ids)), sizes.capacity, batch if base else 1)
         sizes = self._fitting(settings, replace(sizes, budget=budget))
-        self._is_collected = False
         if base:
             self.pack(shared.store)
         self.prefix = shared if base else None  # first: whoever finds a DecodeBatch over a document has to know of that
@@ -350,21 +331,14 @@ class Buffers:
         compiler = Compiler(self.device, recorder=None if compiles is False else self.recorder,
                             compiles=compiles is True)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
-            self.state = DecodeBatch(self.target, self.models.draft, settings, batch=batch, capacity=sizes.capacity,
-                               budget=sizes.budget, vocab_size=self.vocab_size, compiler=compiler,
-                               drafting=self.models.drafting, num_resident_layers=sizes.resident_layers,
-                               pack=self._may_pack(batch, sizes.capacity), shared=shared.store if base else None,
-                               meter=shared.meter if base else None, draft_ranks=self.placement.draft_ranks,
-                               shelf=self._shelf, row_unit=self._row_unit(batch, settings.block_size))
-        if old is not None:
-            self.state.adopt(old, held)
+            self.state = DecodeBatch(
+                self.target, self.draft, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
+                vocab_size=self.vocab_size, compiler=compiler, drafting=self.drafting,
+                num_resident_layers=sizes.resident_layers, pack=self._may_pack(batch, sizes.capacity),
+                shared=shared.store if base else None, meter=shared.meter if base else None,
+                draft_ranks=self.placement.draft_ranks, shelf=self._shelf,
+                row_unit=self._row_unit(batch, settings.block_size))
         return self.state
-
-    def _row_unit(self, *size: int) -> int:
-        """See `cpu.row_unit`. size: sequences of a batch, and rows of each."""
-        if size not in self._row_units:
-            self._row_units[size] = row_unit(self.target, *size, self.placement.compile is not False)
-        return self._row_units[size]
 
     def pack(self, store: PrefixStore) -> None:
         """What rows are to share, a second time in the CPU's own layout. Plans of memory do not count it: so it is made
@@ -381,7 +355,7 @@ class Buffers:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _plan(self, settings: Settings, sizes: Sizes) -> MemoryPlan:
-        draft = None if self.models.draft is None else self.models.draft.config
+        draft = None if self.draft is None else self.draft.config
         return memory.plan_memory(self.target.config, draft, settings, sizes, self.target.dtype, self.device)
 
     def _plan_document(self, sizes: Sizes, resident: int | None = None) -> MemoryPlan:
@@ -406,13 +380,14 @@ class Buffers:
     def _fitting(self, settings: Settings, sizes: Sizes) -> Sizes:
         """With the layers that stay on the device, and with a smaller view where the user left that open and these do
         not fit. Raises UserError if nothing does."""
-        free, budget = self._comfortable(), sizes.budget
+        free, budget = self._free(), sizes.budget
         if not sizes.shared and self.placement.offload:
             least = self._plan(settings, replace(sizes, resident_layers=0))
             sizes = replace(sizes, resident_layers=self._resident(sizes.batch, sizes.capacity, least))
         elif sizes.shared and settings.budget is None and free is not None:
-            budget = memory.view_within(lambda view: self._plan(settings, replace(sizes, budget=view)).parts, budget,
-                                        free)
+            views = [budget, *(view for view in reversed(VIEWS) if view < budget)]
+            budget = next((view for view in views
+                           if total(self._plan(settings, replace(sizes, budget=view)).parts) <= free), views[-1])
         sizes = replace(sizes, budget=agreed(self.target.group, budget))
         self._check(self._plan(settings, sizes), sizes, sizes.resident_layers)
         return sizes
@@ -435,13 +410,6 @@ class Buffers:
             log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", resident, self.target.config.n_layer,
                      self.device, plan.host.bytes / 2**30)
 
-    def _comfortable(self) -> int | None:
+    def _free(self) -> int | None:
         """Bytes of the device to plan with where there is a choice."""
         return memory.less_spare(memory.available(self.device), self.device)
-
-    def _releasable(self) -> int:
-        """Bytes of the device that the present DecodeBatch would give back."""
-        if self.state is None:
-            return 0
-        offload = self.state.cache.prefix.offload
-        return self.state.nbytes - (0 if offload is None or self.device.type == "cpu" else offload.nbytes)

@@ -35,7 +35,6 @@ class Chat:
                  chat_template: str | None = None, **options):
         if prefix is not None:
             check_prefix(prefix, engine, chat_template)
-        check_options(options)
         engine.check_options(options)
         if system is not None and (prefix is not None or not isinstance(system, str)):
             raise UserError(f"system ({system!r}) must be a text, and there may be no prefix: one begins with its own "
@@ -66,16 +65,13 @@ class Chat:
             raise UserError(f"a message is a text, and this one is of type {type(text).__name__}")
         if not text.strip():
             raise UserError("the message is empty; say something")
-        check_options(options)
+        self.engine.check_options(options)
         with self._lock:
             self.end()
             options = {"prefix": self.prefix, **self.options, **options}
-            if not self.uses_template:
-                prompt = self._ids(text)
-            elif self.prefix is not None:
-                prompt = said(self.messages, text)
-            else:
-                prompt = self.engine.encode_prompt(said(self.messages, text), self.chat_template,
+            prompt = asked(self.messages, text) if self.uses_template else self._ids(text)
+            if self.uses_template and self.prefix is None:
+                prompt = self.engine.encode_prompt(prompt, self.chat_template,
                                                    options.pop("chat_template_kwargs", None), self.rendered_at)
             try:
                 stream = self.engine.stream(prompt, **options)
@@ -110,13 +106,12 @@ class Chat:
         book = self.prefix
         if not self.uses_template:
             return self.engine.buffers.held([*(book.tokens if book is not None else []), *self._ids()], book)
-        messages, variables = self.messages, self.options.get("chat_template_kwargs")
+        variables = self.options.get("chat_template_kwargs")
         if book is not None and variables is None:
             variables = book.chat_template_kwargs
-        ids = self.engine.encode_beginning(messages, self.chat_template, variables, self.rendered_at)
-        held = self.engine.buffers.held(ids, book)
-        held.messages, held.chat_template, held.chat_template_kwargs = messages, self.chat_template, variables
-        held.rendered_at = self.rendered_at
+        about = (self.messages, self.chat_template, variables, self.rendered_at)
+        held = self.engine.buffers.held(self.engine.encode_beginning(*about), book)
+        held.tell(*about)
         return held
 
     def undo(self) -> None:
@@ -138,17 +133,19 @@ class Chat:
         """The conversation as messages {role, content}, what it began with among them."""
         messages = list(self._before)
         for text, answer in self.turns:
-            messages = [*said(messages, text), {"role": "assistant", "content": answer.text}]
+            messages = [*asked(messages, text), {"role": "assistant", "content": answer.text}]
         return messages
 
     def _ids(self, text: str | None = None) -> list[int]:
         """Of all turns, and of what the user says then: those that follow the prefix, where no template joins them."""
         encode = self.engine.tokenizer.encode
         ids = [] if self.prefix is not None or not self._before else encode(self._before[0]["content"])
-        for one, answer in (*self.turns, *([] if text is None else [(text, None)])):
-            begins = not ids and self.prefix is None
-            ids = ids + (encode(f"{one}\n") if begins else encode(f"\n\n{one}\n", bos=False))
-            ids += self._told(answer) if answer is not None else []
+        for said, answer in [*self.turns, (text, None)]:
+            if said is not None:
+                begins = not ids and self.prefix is None
+                ids = ids + (encode(f"{said}\n") if begins else encode(f"\n\n{said}\n", bos=False))
+            if answer is not None:
+                ids += self._told(answer)
         return ids
 
     def _told(self, answer: Generation) -> list[int]:
@@ -159,18 +156,6 @@ class Chat:
         if answer.finish_reason != "stop" or tokenizer.decode(tokens, continues=True) == answer.text:
             return tokens
         return tokenizer.encode(answer.text, bos=False)
-
-
-def said(messages: list[dict], text: str) -> list[dict]:
-    """Messages with one more of the user's."""
-    return asked(messages, text) if messages else [{"role": "user", "content": text}]
-
-
-def check_options(options: dict) -> None:
-    """Raises UserError for what a turn of a conversation cannot be given."""
-    for name in options.keys() & {"prefix", "chat_template", "num_samples"}:
-        raise UserError(f"{name} is no option of a turn: a conversation has one document, one template, and one answer "
-                        "to a turn; drop it, or give it to `Engine.chat`")
 
 
 class Turn(Iterator):

@@ -49,16 +49,15 @@ from ..runtime.host import belongs_here, check_process, is_forked, not_pickled, 
 from ..runtime.streams import ComputeStream
 from ..runtime.threads import Threads
 from . import finite, memory, prompt_cache_file
-from .buffers import Buffers, Models
+from .buffers import Buffers
 from .conversation import Chat
 from .keep import check_keep, cut
 from .output import Generation, special_ids, stop_ids, stop_strings
-from .prompt_cache import Keeping, Prefix, asked, check_prefix, check_room, common_length, opened, storable
+from .prompt_cache import OF_DOCUMENT, Prefix, asked, check_prefix, check_room, common_length, opened, storable
 from .prompt_cache_path import check_target, holds_something
 from .session import Call, Session, Stream
 
 log = logging.getLogger("triforce")
-OF_PROMPT = ("messages", "chat_template", "chat_template_kwargs", "rendered_at")  # of a `Prefix`: what it was made of
 
 
 class Engine:
@@ -90,7 +89,7 @@ class Engine:
                             f"use at most {limit}")
         known = [one.vocab_size for one in (target.config, draft and draft.config, tokenizer) if one is not None]
         vocab_size = agreed(target.group, min(known))  # a rank without the draft does not know its vocabulary
-        self.buffers = Buffers(Models(target, draft, drafting), settings or Settings(), placement, vocab_size,
+        self.buffers = Buffers(target, draft, drafting, settings or Settings(), placement, vocab_size,
                                self.compute_stream.cuda, partial(Prefix, self))
         self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)
         self.warming = None  # the thread that warms up kernels, see warm_up.py
@@ -179,43 +178,44 @@ class Engine:
                 another one.
         """
         whole(1, 65_536)("keep_every", keep_every)
-        messages, rendered_at = list(document) if is_messages(document) else None, None
-        if keep is not None:  # before hours of work
-            check_target(keep)
-            storable(messages=messages, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
-        if messages is None:
-            ids = self.encode_prompt(document)
-        else:
-            rendered_at = agreed(self.target.group, datetime.now().isoformat(timespec="seconds"))
-            if keep is not None and agreed(self.target.group, holds_something(keep)):
-                with opened(keep, self) as reader:  # a template that names the day is told that of the beginning
-                    rendered_at = reader.about["rendered_at"] or rendered_at
-            ids = self.encode_beginning(messages, chat_template, chat_template_kwargs, rendered_at)
-        self.check_len(len(ids), 1)
-        prefix = self._prefilled(ids, on_progress, None if keep is None else Keeping(keep, keep_every, rendered_at))
-        for name, value in zip(OF_PROMPT, (messages, chat_template, chat_template_kwargs, rendered_at), strict=True):
-            setattr(prefix, name, value)
-        if keep is not None and not prefix.is_kept(keep):
-            prefix.save(keep)
-        return prefix
+        group, rendered_at, reader = self.target.group, None, None
+        messages = list(document) if is_messages(document) else None
+        about = {"messages": messages, "chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
+        with contextlib.ExitStack() as stack:
+            if keep is not None:  # before hours of work
+                check_target(keep)
+                storable(**about)
+                if agreed(group, holds_something(keep)):
+                    reader = stack.enter_context(opened(keep, self))
+            if messages is None:
+                ids = self.encode_prompt(document)
+            else:  # a template that names the day is told that of the beginning
+                begun = None if reader is None else reader.about["rendered_at"]
+                rendered_at = begun or agreed(group, datetime.now().isoformat(timespec="seconds"))
+                ids = self.encode_beginning(messages, chat_template, chat_template_kwargs, rendered_at)
+            self.check_len(len(ids), 1)
+            held = 0 if reader is None else len(reader.tokens)
+            if held and (same := common_length(reader.tokens, ids)) < held:
+                raise UserError(f"{keep} keeps another document: of its {held:,} tokens, the first {same:,} are those "
+                                "of this one; choose another name, or remove it")
+            if keep is not None and held < len(ids):
+                check_room(keep, self, len(ids))
 
-    def _prefilled(self, ids: list[int], on_progress, keeping: Keeping | None) -> Prefix:
-        """Keys and values of a document; kept in a file, stretch by stretch, and begun with what that holds."""
-        def save(part: Prefix) -> None:
-            part.part_of, part.rendered_at = len(ids), keeping.rendered_at
-            part.save(keeping.path)
+            def save(part: Prefix) -> None:
+                part.part_of, part.rendered_at = len(ids), rendered_at
+                part.save(keep)
 
-        kept = contextlib.nullcontext()
-        if keeping is not None and agreed(self.target.group, holds_something(keeping.path)):
-            kept = opened(keeping.path, self, begins=ids)
-        with self.working(), kept as reader:
-            self._end_stream()
-            if keeping is not None and (reader is None or len(reader.tokens) < len(ids)):
-                check_room(keeping.path, self, len(ids))  # before hours of work
-            prefix = self.buffers.compute(ids, self.threads.between(on_progress), reader,
-                                          None if keeping is None else keeping.every, save)
-            if prefix.store is not None:
-                self.buffers.pack(prefix.store)  # here, so that no question waits for it
+            with self.working():
+                self._end_stream()
+                prefix = self.buffers.compute(ids, self.threads.between(on_progress), reader,
+                                              None if keep is None else keep_every, save)
+                if prefix.store is not None:
+                    self.buffers.pack(prefix.store)  # here, so that no question waits for it
+            prefix.tell(**about, rendered_at=rendered_at)
+            all_read = reader is not None and prefix.num_read == prefix.num_shared > 0
+            if keep is not None and not agreed(group, all_read and reader.tokens == ids
+                                               and reader.about == prefix.about):
+                prefix.save(keep)
         return prefix
 
     @own_settings()
@@ -239,8 +239,7 @@ class Engine:
             with self.working():
                 self._end_stream()
                 prefix = self.buffers.compute(reader.tokens, reader=reader, length=reader.layout.length)
-            for name in OF_PROMPT:
-                setattr(prefix, name, reader.about[name])
+            prefix.tell(**{name: reader.about[name] for name in OF_DOCUMENT})
             return prefix
 
     @own_settings()
@@ -269,7 +268,10 @@ class Engine:
         return Chat(self, prefix, **options)
 
     def check_options(self, options: dict) -> None:
-        """Raises UserError for a name that is no option of `stream`."""
+        """Raises UserError for what a turn of a conversation cannot be given."""
+        for name in options.keys() & {"prefix", "chat_template", "num_samples"}:
+            raise UserError(f"{name} is no option of a turn: a conversation has one document, one template, and one "
+                            "answer to a turn; drop it, or give it to `Engine.chat`")
         split(options, Sampling, what="option of a turn", known=generate_options())
 
     @takes(Sampling)
@@ -326,10 +328,10 @@ class Engine:
         try:
             rows = [_as_ids(row) for row in tokens]
         except (TypeError, UserError):
-            raise UserError("logits takes [B, S] ids, a list of rows; put the ids of one text into a list of their "
-                            "own: [[5, 6, 7]], or [engine.encode_prompt(text)]") from None
+            rows = []
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
-            raise UserError(f"logits takes [B, S] ids, S at least 1; got rows of {[len(row) for row in rows]} ids")
+            raise UserError("logits takes [B, S] ids, S at least 1: rows of the same length, and of one text a list of "
+                            "its own; try [[5, 6, 7]], or [engine.encode_prompt(text)]")
         self._check_ids([token for row in rows for token in row])
         length = len(rows[0])
         self.check_len(length, 0)
@@ -463,7 +465,7 @@ class Engine:
         """(index of a prompt, piece of text), group by group, of as many prompts as run side by side. sessions: gets
         those that have the results."""
         with self.working():
-            self.buffers.begin(call.prefix)
+            self.buffers.begin()
             size = self.buffers.rows(call.ids, call.max_new_tokens, call.prefix)
         for first in range(0, len(call.ids), size):
             group = call.part(first, min(first + size, len(call.ids)), sum(one.num_tokens for one in sessions))
@@ -489,9 +491,8 @@ class Engine:
         """told: what PyTorch said, whose first sentences have the numbers."""
         self.release()
         what = ". ".join(told.splitlines()[0].split(". ")[:3])
-        offload = "" if self.placement.offload or self.device.type == "cpu" else "--offload, "
-        return UserError(f"this call ran out of memory ({what}); leave more of it free, or ask for less: {offload}a "
-                         "smaller --prefill-chunk-size, --max-seq-len, --budget or --batch-size")
+        return UserError(f"this call ran out of memory ({what}); leave more of it free, or ask for less: a smaller "
+                         "--prefill-chunk-size, --max-seq-len, --budget or --batch-size, or --offload on a GPU")
 
     def _decode(self, session: Session) -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
@@ -565,9 +566,9 @@ class Engine:
         cheap = self.device.type != "cpu"
         return Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
 
-    def resolve_budget(self, prompt_len: int, room: int | None = None, sharing: int = 1) -> int:
+    def resolve_budget(self, prompt_len: int, sharing: int = 1) -> int:
         """See `Settings.view_tokens`."""
-        return self.settings.view_tokens(prompt_len, self.placement.offload, room, sharing)
+        return self.settings.view_tokens(prompt_len, self.placement.offload, sharing=sharing)
 
     def tokenizer_or_raise(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -582,22 +583,18 @@ class Engine:
 
     def room(self, max_new_tokens: int) -> int:
         """How many tokens a prompt may have beside so many new ones."""
-        longest = self.placement.max_seq_len
-        return (self.target.config.max_len if longest is None else longest) - max_new_tokens
+        return (self.placement.max_seq_len or self.target.config.max_len) - max_new_tokens
 
     def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0) -> None:
         """Raises TooLong if so many tokens do not fit the model, or max_seq_len. document: so many of the prompt are a
         prefix, which cannot be cut any more."""
-        limit, longest = self.target.config.max_len, self.placement.max_seq_len
-        what = f"the model's {self.target.config.limit_name} ({limit})"
-        if longest is not None:
-            limit, what = longest, f"max_seq_len ({longest})"
+        limit = self.room(0)
         if (excess := prompt_len + max_new_tokens - limit) > 0:
+            name = "max_seq_len" if self.placement.max_seq_len else f"the model's {self.target.config.limit_name}"
             left, part = prompt_len - document - excess, "question" if document else "prompt"
-            ways = [f"cut the {part} by {excess} tokens to {left}"] if left > 0 else []
-            if limit > prompt_len:
-                ways.append(f"ask for at most {limit - prompt_len} new ones")
-            raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {what}; "
+            ways = [f"cut the {part} by {excess} tokens to {left}"] * (left > 0)
+            ways += [f"ask for at most {limit - prompt_len} new ones"] * (limit > prompt_len)
+            raise TooLong(f"a prompt of {prompt_len} tokens and {max_new_tokens} new ones exceed {name} ({limit}); "
                           f"{' or '.join(ways) or 'shorten it, and ask for fewer new ones'}")
 
 
@@ -628,11 +625,8 @@ def check_call(max_new_tokens=256, stop=None, stop_token_ids=None, logprobs=None
 def _as_ids(prompt) -> list[int]:
     """A list of whole numbers from a list, a tuple, a tensor or an array of one dimension."""
     try:
-        return [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+        return [operator.index(token) for token in as_numbers(prompt)]
     except TypeError:
-        what = f"is of type {type(prompt).__name__}"
-        if isinstance(prompt, (list, tuple)):
-            what = f"has {reprlib.repr(next(x for x in prompt if not hasattr(x, '__index__')))} in it"
         raise UserError("a prompt is text, a list of whole numbers (ids), or a list of messages {role, content}; "
-                        f"this one {what}") from None
+                        f"this one is {reprlib.repr(prompt)}") from None
 

@@ -16,12 +16,8 @@ def check_keep(keep) -> None:
 
 
 def cut(ids: list[int] | str, room: int, keep: str | None, bos_id: int | None = None) -> list[int] | str:
-    """At most `room` of the ids (or characters), at least 1 of which fits.
-
-    Args:
-        keep: the "start", the "end", or "both": half from the start and half from the end. None: all of them stay.
-        bos_id: where the ids begin with it, it is kept in any case: models expect it.
-    """
+    """At most `room` of the ids (or characters), at least 1: the "start", the "end", or half from "both". None: all
+    stay. bos_id: where the ids begin with it, it is kept in any case: models expect it."""
     if keep is None or len(ids) <= room:
         return ids
     first = {"start": room, "end": int(ids[0] == bos_id and room > 1), "both": room - room // 2}[keep]
@@ -31,11 +27,7 @@ def cut(ids: list[int] | str, room: int, keep: str | None, bos_id: int | None = 
 def fit(text: str, finish: Callable[[str], list[int]], room: int, keep: str | None) -> tuple[str, list[int]]:
     """As much of a text as leaves its prompt at most `room` ids, and these. It is cut between characters, by trying:
     ids that are turned into text again would be another one (of spaces, of special tokens that are spelled in it).
-
-    Args:
-        finish: makes the prompt's ids of a text: puts it into a chat template. If what it adds takes all the room by
-            itself, the prompt is given whole.
-        keep: see `cut`.
+    finish: makes the prompt's ids of a text, by a chat template. If that takes all the room, the text is given whole.
     """
     if keep is None or len(finish(text)) <= room:
         return text, finish(text)

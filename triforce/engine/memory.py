@@ -7,7 +7,7 @@ an argument.
 import functools
 import resource
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,11 +56,9 @@ class MemoryPlan:
 def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settings, sizes: Sizes, dtype: torch.dtype,
                 device: torch.device) -> MemoryPlan:
     """What a batch of these sizes takes beside weights: its caches, and what its prefill and its steps hold besides at
-    the widest point. target, draft: of one rank; settings: resolved.
-
-    Some functions (`arange` and `zeros_like` among them) are Python on the meta device, and import half of PyTorch's
-    compiler. That would take a quarter of a second of every first answer: what a batch is built with does without them.
-    """
+    the widest point. target, draft: of one rank; settings: resolved."""
+    # What a batch is built with does without `arange` and `zeros_like`: they are Python on the meta device, and import
+    # half of PyTorch's compiler, a quarter of a second of every first answer.
     batch, base = sizes.batch, sizes.shared
     models = [None if config is None else _meta_model(config, dtype) for config in (target, draft)]
     state = DecodeBatch(*models, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
@@ -102,21 +100,19 @@ def plan_document(target: ModelConfig, settings: Settings, sizes: Sizes, dtype: 
     """Of the document that a batch of these sizes shares, and of its prefill."""
     alone = replace(sizes, batch=1, capacity=sizes.shared, shared=0)
     plan = plan_memory(target, None, replace(settings, draft=None), alone, dtype, device)  # no drafter of the user's
-    kept = [part for part in plan.parts if part.name.startswith(OF_DOCUMENT)]
+    useful = {"--max-seq-len": ["a shorter document"], "--batch-size": []}
     return replace(plan, parts=tuple(
-        replace(part, name=f"{part.name} of the document" if part.name.startswith(("KV", "chunk")) else part.name,
-                remedies=tuple("a shorter document" if one == "--max-seq-len" else one for one in part.remedies
-                               if one != "--batch-size")) for part in kept))
+        replace(part, name=f"{part.name} of the document",
+                remedies=tuple(one for remedy in part.remedies for one in useful.get(remedy, [remedy])))
+        for part in plan.parts if part.name.startswith(OF_DOCUMENT)))
 
 
 def weight_parts(target: ModelConfig, draft: ModelConfig | None, dtype: torch.dtype) -> tuple[Part, ...]:
     """What `load` takes of a device, before there are sizes."""
-    def held(config: ModelConfig) -> int:
-        return sum(x.nbytes for x in _meta_model(config, dtype).parameters())
-
     remedies = ("--dtype",) if target.float8 is not None else ("--dtype", "--weights fp8")
-    parts = [Part("target weights", held(target), remedies)]
-    return (*parts, Part("draft weights", held(draft), ("--draft none",))) if draft is not None else tuple(parts)
+    models = [("target weights", target, remedies), ("draft weights", draft, ("--draft none",))]
+    return tuple(Part(name, sum(x.nbytes for x in _meta_model(config, dtype).parameters()), remedies)
+                 for name, config, remedies in models if config is not None)
 
 
 @functools.lru_cache(maxsize=4)
@@ -131,27 +127,20 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
     chunk = min(settings.prefill_chunk_size, capacity)
     more = max((capacity // chunk).bit_length() - 2, 0)  # states over parts of the keys, see attention.by_powers
     per_chunk_token += more * config.n_head * config.head_dim
-    return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize + _float8_bytes(
-        config, chunk, settings.tree.rows, dtype.itemsize)
-
-
-def _float8_bytes(config: ModelConfig, chunk: int, block: int, itemsize: int) -> int:
-    """What layers in fp8 hold besides, one at a time."""
-    if config.float8 is None:
-        return 0
-    sizes = [work_bytes(linear_shape(config, layer), chunk, itemsize) for layer in LAYERS]
-    if config.float8.holds("output"):
-        sizes.append(work_bytes(linear_shape(config, "output"), block, itemsize))
-    return max(sizes)
+    float8 = []  # what a layer in fp8 holds besides, one at a time
+    if config.float8 is not None:
+        layers = [(name, chunk) for name in LAYERS]
+        layers += [("output", settings.tree.rows)] * config.float8.holds("output")
+        float8 = [work_bytes(linear_shape(config, name), rows, dtype.itemsize) for name, rows in layers]
+    return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize + max(float8, default=0)
 
 
 def _probs_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int, device: torch.device) -> int:
     """Logits and probabilities of a step, sorted and summed up; and those that are passed from level to level, or the
     noise of levels that share it: ten whole numbers of 64 bits a word while it is made."""
-    words, cuda = batch * config.vocab_size, device.type == "cuda"
     # A GPU ranks all words of a row: sorted, and four whole numbers of 64 bits of each. A CPU seldom does.
-    ranked = 40 if cuda else 16
-    return words * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
+    ranked = 40 if device.type == "cuda" else 16
+    return batch * config.vocab_size * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
 
 
 def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, own: int, base: int,
@@ -202,11 +191,8 @@ def needed_tokens(length: int, settings: Settings, max_seq_len: int | None) -> i
 
 
 def row_capacity(needed: int, settings: Settings, max_seq_len: int | None, batch: int, base: int, limit: int) -> int:
-    """Tokens that a row is given. A conversation behind a document grows; of many rows each has just what it needs.
-
-    Args:
-        base: tokens of the document, 0 without one. limit: what the model can attend over.
-    """
+    """Tokens that a row is given. A conversation behind a document, of `base` tokens, grows; of many rows each has just
+    what it needs. limit: what the model can attend over."""
     if max_seq_len is not None:
         return needed
     if base == 0:
@@ -217,20 +203,10 @@ def row_capacity(needed: int, settings: Settings, max_seq_len: int | None, batch
     return max(min(capacity, (limit + settings.block_size) // interval * interval), needed)
 
 
-def view_within(parts_of: Callable[[int], Collection[Part]], budget: int, free: int) -> int:
-    """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a batch with such a view."""
-    views = [budget, *(view for view in reversed(VIEWS) if view < budget)]
-    return next((view for view in views if total(parts_of(view)) <= free), views[-1])
-
-
 def resident_layers(place: Placement, num_layers: int, layer: int, beside: Collection[Part], free: int | None,
                     device: torch.device) -> int:
-    """How many layers of an offloaded KV prefix stay on the device.
-
-    Args:
-        place: resolved. layer: bytes of one layer.
-        beside: what else the device holds. free: its bytes; None: nobody knows.
-    """
+    """How many layers of an offloaded KV prefix stay on the device. layer: bytes of one; beside: what else the device
+    holds; free: its bytes, None: nobody knows."""
     if place.num_resident_layers is not None or place.offload is True and place.resident_memory is None:
         return place.num_resident_layers or 0
     room = [] if place.resident_memory is None else [place.resident_memory]

@@ -84,7 +84,7 @@ class Generation:
     tokens: list[int]  # new tokens only, with a final eos, stop id, or the token that completed a stop string
     finish_reason: str  # "stop" (eos, stop id or string) | "length" | "interrupted" (a stream that was closed before)
     stats: Stats
-    levels: list[str] = field(default_factory=list)  # of each token, which level proposed it: see levels.py
+    levels: list[str] = field(default_factory=list)  # of each token, which level proposed it: see session.levels_of
     # Of each token, the text that became certain with it; joined they are `text`. Where several tokens spell one
     # character, the last of them has it.
     pieces: list[str] = field(default_factory=list)
@@ -106,7 +106,6 @@ def totals(results: list[Generation], seconds: float) -> str:
         ("new tokens of all", f"{count:,}"),
         ("time of the call", f"{seconds:.2f} s"),
         ("tokens per second of all", f"{count / seconds:.1f}"),
-        ("time per token of all", f"{1e3 * seconds / max(count, 1):.2f} ms"),
         ("tokens per target forward", f"{count / max(sum(one.target_forwards for one in every), 1):.2f}"),
         ("peak memory", f"{max(one.peak_memory for one in every) / 2**30:.2f} GiB"),
         ("seeds", f"{min(one.seed for one in every)} to {max(one.seed for one in every)}")]
@@ -132,32 +131,24 @@ class RowOutput:
         self.finish_reason: str | None = None
 
     def push(self, tokens: list[int], levels: Sequence[str] = (), logprobs: "Sequence[Logprob]" = ()) -> str:
-        """Takes in a round's tokens, drops those after the end, and returns the text that is now certain.
-
-        Args:
-            levels: which level proposed each of the tokens. logprobs: of each of them.
-        """
+        """Takes in a round's tokens, drops those after the end, and returns the text that is now certain. levels: which
+        level proposed each of the tokens."""
         before = len(self.tokens)
         for token in tokens:
-            if self.finish_reason is not None:
-                break
             self.tokens.append(token)
             self.pieces.append("")
-            if token in self.eos_ids:
-                self._end("stop")
-            else:
+            if token not in self.eos_ids:
                 self._add(self.stream.push([token]) if self.stream else "")
-                if self.finish_reason is None and len(self.tokens) >= self.max_new_tokens:
-                    self._end("length")
+            if self.finish_reason is None and (token in self.eos_ids or len(self.tokens) >= self.max_new_tokens):
+                self._add(self.stream.finish() if self.stream else "")
+                self.finish_reason = self.finish_reason or ("stop" if token in self.eos_ids else "length")
+            if self.finish_reason is not None:
+                break
         self.levels += levels[: len(self.tokens) - before]
         self.logprobs += logprobs[: len(self.tokens) - before]
         certain = len(self.text) if self.finish_reason else len(self.text) - self._may_become_stop()
         piece, self.shown = self.text[self.shown : certain], max(self.shown, certain)
         return piece
-
-    def _end(self, reason: str) -> None:
-        self._add(self.stream.finish() if self.stream else "")
-        self.finish_reason = self.finish_reason or reason
 
     def _add(self, piece: str) -> None:
         self.text += piece
@@ -168,11 +159,10 @@ class RowOutput:
         found = [at for at in (self.text.find(stop, searched) for stop in self.stop) if at >= 0]
         if not found:
             return
-        excess, self.text, self.finish_reason = len(self.text) - min(found), self.text[: min(found)], "stop"
-        for token in reversed(range(len(self.pieces))):
-            piece = self.pieces[token]
-            self.pieces[token] = piece[: max(len(piece) - excess, 0)]
-            excess = max(excess - len(piece), 0)
+        left, self.text, self.finish_reason = min(found), self.text[: min(found)], "stop"
+        for token, piece in enumerate(self.pieces):
+            self.pieces[token] = piece[:left]
+            left -= len(self.pieces[token])
 
     def _may_become_stop(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..cache.prefix import PrefixStore
 from ..decode.drafters.ngram import NgramMeter
 from ..errors import UserError
 from ..hf.tokenizer import is_messages
-from ..parallel import agreed, together
+from ..parallel import together
 from ..runtime.host import not_pickled
 from . import prompt_cache_file
 from .prompt_cache_file import Layout, PrefixReader
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 
 OF_DOCUMENT = {"messages": list, "chat_template": str, "chat_template_kwargs": dict, "rendered_at": str, "part_of": int}
 KINDS = {"model": str, "tokenizer": str, "name": str, **OF_DOCUMENT}  # of what a file says; any may be None
-
-
-class Keeping(NamedTuple):
-    """Where a prefill is kept while it is done."""
-
-    path: str | Path
-    every: int  # tokens
-    rendered_at: str | None  # see `Prefix`
 
 
 class Prefix:
@@ -51,13 +43,16 @@ class Prefix:
 
     def __init__(self, engine: "Engine", tokens: list[int], store: PrefixStore | None):
         self.engine, self.tokens, self.store = engine, tokens, store
-        self.messages: list[dict] | None = None
-        self.chat_template: str | None = None
-        self.chat_template_kwargs: dict | None = None
-        self.rendered_at: str | None = None
         self.num_read = 0  # tokens of it that a prefill found in a file
-        self.part_of: int | None = None  # tokens of the document whose prefill goes on, where these are a part of it
         self._meter: NgramMeter | None = None
+        self.tell()
+
+    def tell(self, messages: list[dict] | None = None, chat_template: str | None = None,
+             chat_template_kwargs: dict | None = None, rendered_at: str | None = None,
+             part_of: int | None = None) -> None:
+        """What it was made of. part_of: tokens of a document whose prefill goes on, where these are a part of it."""
+        self.messages, self.chat_template, self.chat_template_kwargs = messages, chat_template, chat_template_kwargs
+        self.rendered_at, self.part_of = rendered_at, part_of
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -107,14 +102,6 @@ class Prefix:
         """What a file says beside the tokens, and their keys and values; see `KINDS`."""
         return self.engine.identity() | storable(**{name: getattr(self, name) for name in OF_DOCUMENT})
 
-    def is_kept(self, path: str | Path) -> bool:
-        """Whether all of it was read from this file, so that there is nothing to write. Every rank calls this."""
-        group = self.engine.target.group
-        if not agreed(group, self.num_read == self.num_shared > 0):
-            return False
-        with PrefixReader(path) as reader:
-            return agreed(group, reader.tokens == self.tokens and reader.about == self.about)
-
     def part(self, length: int) -> "Prefix":
         """The first `length` tokens, a whole number of flush intervals, with the same storage."""
         if length == self.num_shared:
@@ -133,24 +120,19 @@ class Prefix:
         message, or is a message of its own, and the chat template joins them. A list of messages is the whole
         conversation, which begins with those of the prefix. chat_template_kwargs: None takes the prefix's.
         """
-        variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
         if self.messages is None:
-            if is_messages(question):
-                raise UserError("the prefix was made of text; give the question as text or ids")
-            if chat_template_kwargs is not None:
-                raise UserError("the prefix was made of text, which no chat template reads; drop chat_template_kwargs")
-            if isinstance(question, str):
-                more = self.engine.tokenizer_or_raise().encode(question, bos=False) if question else []
-            else:
-                more = self.engine.encode_prompt(question)
-            return self.tokens + more
+            if is_messages(question) or chat_template_kwargs is not None:
+                raise UserError("the prefix was made of text; give the question as text or ids, and no "
+                                "chat_template_kwargs")
+            if not isinstance(question, str):
+                return self.tokens + self.engine.encode_prompt(question)
+            return self.tokens + self.engine.tokenizer_or_raise().encode(question, bos=False)
         if isinstance(question, str):
             question = asked(self.messages, question)
-        elif not is_messages(question):
-            raise UserError("the prefix was made of messages; give the question as text")
-        elif not begins_with(question, self.messages):
-            raise UserError("the messages do not begin with those of the prefix; give the question as text, or add "
-                            "messages to prefix.messages")
+        elif not is_messages(question) or not begins_with(question, self.messages):
+            raise UserError("the prefix was made of messages, and this is no text, or messages that do not begin with "
+                            "those of the prefix; give the question as text, or add messages to prefix.messages")
+        variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
         return self.engine.encode_prompt(question, self.chat_template, variables, self.rendered_at)
 
     def shared_with(self, ids: list[int]) -> int:
@@ -168,47 +150,39 @@ def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
 def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
     """Raises UserError if a document of so many tokens cannot be written there. Every rank calls this."""
     group = engine.target.group
-    room = prompt_cache_file.beside(path, layout_of(engine, num_tokens, num_tokens).nbytes)
+    room = prompt_cache_file.beside(path, layout_of(engine, num_tokens, num_tokens).header("")[2])
     with together(group) as do, contextlib.ExitStack() as stack:
         do(lambda: stack.enter_context(room) if group is None or group.rank == 0 else None)
 
 
 @contextlib.contextmanager
-def opened(path: str | Path, engine: "Engine", begins: list[int] | None = None) -> Iterator[PrefixReader]:
-    """A file, open for reading. begins: tokens that begin with all of its own.
-
-    Raises:
-        UserError: it is of another model or tokenizer, or of another document; or see `PrefixReader`.
-    """
+def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
+    """A file, open for reading. Raises UserError if it is of another model or tokenizer, and as `PrefixReader` does."""
     with PrefixReader(path) as reader:
-        about, layout, mine, count = reader.about, reader.layout, engine.identity(), len(reader.tokens)
-        if not _is_sound(about) or 0 < (about["part_of"] or 0) <= count:
-            raise _altered(path)
+        about, mine = reader.about, engine.identity()
+        altered = UserError(f"{path} is altered: it says what no document has; copy it again, or make it anew")
+        if not _is_sound(about, len(reader.tokens)):
+            raise altered
         for what in ("model", "tokenizer"):
             if about[what] != mine[what]:
                 theirs, ours = (f"{one['name']}, {str(one[what])[:8]}" for one in (about, mine))
                 raise UserError(f"{path} was made with another {what} ({theirs}) than this one ({ours}); open it with "
                                 "the checkpoint, weights and max_seq_len that it was made with, or make it anew")
-        sizes = replace(layout_of(engine, count, layout.length), dtype=layout.dtype)
-        if layout != sizes or max(reader.tokens, default=0) >= engine.vocab_size:
-            raise _altered(path)
-        if begins is not None and (same := common_length(reader.tokens, begins)) < count:
-            raise UserError(f"{path} keeps another document: of its {count:,} tokens, the first {same:,} are those of "
-                            "this one; choose another name, or remove it")
+        sizes = replace(layout_of(engine, len(reader.tokens), reader.layout.length), dtype=reader.layout.dtype)
+        if reader.layout != sizes or max(reader.tokens, default=0) >= engine.vocab_size:
+            raise altered
         yield reader
 
 
-def _altered(path: str | Path) -> UserError:
-    return UserError(f"{path} is altered: it says what no document has; copy it again, or make it anew")
-
-
-def _is_sound(about: dict) -> bool:
-    """Whether a document may have these values, which may be of any kind."""
+def _is_sound(about: dict, num_tokens: int) -> bool:
+    """Whether a document of so many tokens may have these values, which may be of any kind."""
     if about.keys() != KINDS.keys() or not all(type(about[name]) in (kind, type(None)) for name, kind in KINDS.items()):
         return False
     try:
         datetime.fromisoformat(about["rendered_at"] or "2000-01-01")
     except ValueError:
+        return False
+    if about["part_of"] is not None and about["part_of"] <= num_tokens:
         return False
     return about["messages"] is None or is_messages(about["messages"])
 
@@ -216,14 +190,11 @@ def _is_sound(about: dict) -> bool:
 def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:
     """Whether a conversation goes on from another, whose last message may have become longer, as by `asked`."""
     # Tuples are lists, as a file gives them back.
-    (*earlier, last), (*same, here) = (json.loads(json.dumps(list(one), default=repr))
-                                       for one in (before, messages[: len(before)]))
-    mine, content = here.pop("content", None), last.pop("content", None)
-    if same != earlier or here != last:
-        return False
-    if type(mine) is type(content) and isinstance(content, (str, list)):
-        return mine[: len(content)] == content
-    return mine == content
+    mine, theirs = (json.loads(json.dumps(list(one), default=repr)) for one in (messages[: len(before)], before))
+    content = theirs[-1].get("content")
+    if len(mine) == len(theirs) and isinstance(content, (str, list)) and type(mine[-1].get("content")) is type(content):
+        mine[-1]["content"] = mine[-1]["content"][: len(content)]
+    return mine == theirs
 
 
 def storable(**about) -> dict:
@@ -239,9 +210,9 @@ def storable(**about) -> dict:
 
 def asked(messages: list[dict], question: str) -> list[dict]:
     """Messages that end with a question of the user. Raises UserError for content that is no text or list of parts."""
-    *before, last = messages
-    if last.get("role") != "user":
+    if not messages or messages[-1].get("role") != "user":
         return [*messages, {"role": "user", "content": question}]
+    *before, last = messages
     content = last.get("content")
     if isinstance(content, str):
         content = f"{content}\n\n{question}"

@@ -49,23 +49,14 @@ class Layout:
     head_dim: int
     dtype: str  # as safetensors names it
 
-    @property
-    def nbytes(self) -> int:
-        """Of keys and values."""
-        return 2 * self.num_layers * self.n_kv_head * self.length * self.head_dim * DTYPES[self.dtype].itemsize
-
-    def heads(self, i: int, heads: range) -> Iterator[tuple[str, int, int]]:
-        """(name of the tensor, 0 for K and 1 for V, head) of some heads of layer i."""
-        return ((f"{'kv'[half]}.{i}.{head}", half, head) for half in range(2) for head in heads)
-
     def tensors(self) -> dict[str, tuple[str, list[int]]]:
         """Dtype and shape of each, in the order in which they lie."""
-        names = [name for i in range(self.num_layers) for name, *_ in self.heads(i, range(self.n_kv_head))]
+        names = [name for i in range(self.num_layers) for name, *_ in heads_of(i, range(self.n_kv_head))]
         of_heads = dict.fromkeys(names, (self.dtype, [self.length, self.head_dim]))
         return {"checksums": ("I64", [len(names) + 2]), **of_heads, "tokens": ("I32", [self.num_tokens])}
 
-    def header(self, about: str) -> tuple[bytes, dict[str, int]]:
-        """(all that comes before the tensors, where each begins)."""
+    def header(self, about: str) -> tuple[bytes, dict[str, int], int]:
+        """(all that comes before the tensors, where each begins, bytes of the file)."""
         table, at = {}, 0
         for name, (dtype, shape) in self.tensors().items():
             size = math.prod(shape) * (DTYPES | {"I32": torch.int32, "I64": torch.int64})[dtype].itemsize
@@ -74,7 +65,12 @@ class Layout:
         text = MAGIC + f",{metadata[1:]},{json.dumps(table)[1:]}".encode()
         text += b" " * (-len(text) % 8)
         starts = {name: 8 + len(text) + entry["data_offsets"][0] for name, entry in table.items()}
-        return struct.pack("<Q", len(text)) + text, starts
+        return struct.pack("<Q", len(text)) + text, starts, 8 + len(text) + at
+
+
+def heads_of(i: int, heads: range) -> list[tuple[str, int, int]]:
+    """(name of the tensor, 0 for K and 1 for V, head) of some heads of layer i."""
+    return [(f"{'kv'[half]}.{i}.{head}", half, head) for half in range(2) for head in heads]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -84,24 +80,20 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def write(path: str | Path, layout: Layout, about: dict, tokens: list[int],
           source: Callable[[int], Sequence[Tensor]], heads: range, group: Group | None = None) -> None:
-    """Writes a file, all of it or nothing: beside its name, and renamed once all of it is on the disk.
+    """Writes a file, all of it or nothing: beside its name, and renamed once all of it is on the disk. Raises UserError
+    if there is no room, no permission or no such folder; what was there before is then still there.
 
     Args:
         about: what the caller wants to know of it again, as JSON can say it. tokens: of the whole document.
-        source: gives K and V of a layer, [len(heads), S, D] each. It is called once a layer, in order, after what it
-            gave before is done with.
+        source: gives K and V of a layer, [len(heads), S, D] each, which are written before it is called again.
         heads: this rank's, of the whole model's. group: ranks that write together, to one disk; each calls this.
-
-    Raises:
-        UserError: there is no room, no permission or no such folder. What was there before is still there.
     """
     first, about, checksums = group is None or group.rank == 0, json.dumps(about), {}
 
     def begin() -> tuple[Path, bytes, dict[str, int]] | None:
         """The first rank's header counts."""
-        header, starts = layout.header(about)
-        needed = starts["tokens"] + 4 * len(tokens)
-        return (stack.enter_context(beside(path, needed)), header, starts) if first else None
+        header, starts, nbytes = layout.header(about)
+        return (stack.enter_context(beside(path, nbytes)), header, starts) if first else None
 
     def put(name: str, tensor: Tensor) -> None:
         data = _bytes_of(tensor)
@@ -110,14 +102,12 @@ def write(path: str | Path, layout: Layout, about: dict, tokens: list[int],
             opened.seek(starts[name])
             opened.write(data)
 
-    def put_layer(i: int, threads: ThreadPoolExecutor) -> None:
-        kv = [half.to("cpu", DTYPES[layout.dtype]).contiguous() for half in source(i)]
-        list(threads.map(lambda one: put(one[0], kv[one[1]][one[2] - heads.start]), layout.heads(i, heads)))
-
     def put_heads() -> dict[str, int]:
         with ThreadPoolExecutor(THREADS) as threads:
             for i in range(layout.num_layers):
-                put_layer(i, threads)
+                kv = [half.to("cpu", DTYPES[layout.dtype]).contiguous() for half in source(i)]
+                tasks = [(name, kv[half][head - heads.start]) for name, half, head in heads_of(i, heads)]
+                list(threads.map(put, *zip(*tasks, strict=True)))
         return checksums
 
     def finish() -> None:
@@ -170,15 +160,12 @@ def beside(path: str | Path, nbytes: int) -> Iterator[Path]:
 
 
 class PrefixReader:
-    """A file that is open for reading. All but keys and values has been checked; these are, as they are read.
-
-    It reads what was there when it was opened, even if the name has become another file's.
+    """A file that is open for reading: what was there when it was opened, even if the name becomes another file's. All
+    but keys and values has been checked; these are, as they are read. Raises UserError if it is absent, unreadable,
+    something else, of another version, truncated or altered.
 
     Attributes:
         layout: its sizes. about: what `write` was given, from JSON. tokens: of the whole document.
-
-    Raises:
-        UserError: it is absent, unreadable, something else, of another version, truncated or altered.
     """
 
     def __init__(self, path: str | Path):
@@ -233,19 +220,16 @@ class PrefixReader:
 
     def fill(self, place: Callable[[int], tuple[Tensor, Tensor]], heads: range, device: torch.device,
              group: Group | None = None) -> None:
-        """Reads keys and values of some heads into tensors, and checks what it reads.
+        """Reads keys and values of some heads. Raises UserError, on all ranks of the group, if they were altered; what
+        the tensors hold is then undefined.
 
         Args:
             place: gives K and V of a layer, [len(heads), S or more, D] each, on `device` or the CPU, of any dtype.
-            heads: of the whole model's. group: ranks that read at the same time: if it fails on one, all raise.
-
-        Raises:
-            UserError: it was altered. What the tensors hold is then undefined.
         """
         def fill() -> None:
             tasks = ((name, kv[half][head - heads.start, : self.layout.length])
                      for i in range(self.layout.num_layers) for kv in [place(i)]
-                     for name, half, head in self.layout.heads(i, heads))
+                     for name, half, head in heads_of(i, heads))
             with ThreadPoolExecutor(THREADS, initializer=like_this_thread(device)) as threads:
                 list(threads.map(lambda task: self._read(*task), tasks))
 

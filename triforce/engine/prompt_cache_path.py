@@ -27,19 +27,18 @@ def begins_as_one(path: Path) -> bool:
     """Whether a file begins as one of a prefix does, of whatever version, or is cut within that."""
     try:
         with open(path, "rb") as file:
-            begin = file.read(8 + len(MAGIC))
+            begin = file.read(8 + len(MAGIC))[8:]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; ask its owner for it, or give another name") from None
-    return len(begin) > 8 and MAGIC.startswith(begin[8:])
+    return len(begin) > 0 and MAGIC.startswith(begin)
 
 
 def check_source(path: str | Path) -> None:
     """Raises UserError if there is nothing of that name, or no file."""
     path = as_path(path)
-    if not os.path.exists(path):
-        raise UserError(f"there is no {path}; give the name of a file that was saved")
     if not path.is_file():
-        raise UserError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; give the name of a file")
+        what = "is a folder" if path.is_dir() else "is no regular file" if os.path.exists(path) else "is not there"
+        raise UserError(f"{path} {what}; give the name of a file that was saved")
 
 
 def check_target(path: str | Path) -> None:

@@ -10,11 +10,12 @@ import torch
 
 from ..config import Sampling
 from ..decode.plan import DraftPlan
+from ..decode.tape import ACCEPTED, LEAF
+from ..decode.verifier import RowRound
 from ..errors import UserError
 from ..render import characters, spans
 from ..runtime.host import not_pickled
 from . import memory
-from .levels import levels_of
 from .logprobs import of_round
 from .output import Generation, RowOutput, Stats
 from .prompt_cache import Prefix
@@ -39,11 +40,8 @@ class Call:
     is_cancelled: threading.Event = field(default_factory=threading.Event)  # nobody wants more of it
 
     def part(self, start: int, stop: int, num_tokens: int) -> "Call":
-        """The same for the prompts [start, stop). Progress is told of all of them.
-
-        Args:
-            num_tokens: new ones of those before.
-        """
+        """The same for the prompts [start, stop). Progress is told of all of them. num_tokens: new ones of those
+        before."""
         rows, total = slice(start, stop), len(self.ids)
         tell_prefill, tell_decode = self.on_prefill, self.on_decode
         on_prefill = tell_prefill and (lambda share: tell_prefill((start + share * (stop - start)) / total))
@@ -53,12 +51,7 @@ class Call:
 
 
 class Session:
-    """Rows that run side by side.
-
-    Attributes:
-        call: what they ask for.
-        state: what they run on, from its prefill until the session is closed.
-    """
+    """Rows that run side by side: what they ask for, and the DecodeBatch from its prefill until they are closed."""
 
     def __init__(self, call: Call, tokenizer, device: torch.device):
         self.call, self.device, self.state = call, device, None
@@ -112,23 +105,38 @@ class Session:
         self._results, self.state = self.results(), None
 
     def _result(self, row: int) -> Generation:
-        call, output, stats = self.call, self.outputs[row], {}
-        if (state := self.state) is not None:
-            view = state.hierarchy.view
-            stats = {"shared_tokens": state.base, "reused_tokens": state.reused[row], "compiling": state.waited,
-                     "recording": state.recording, "flushes": state.num_flushes,
-                     "retrieval_rebuilds": 0 if view is None else view.num_rebuilds}
-        if state is not None and self._first_round:
-            later = len(output.tokens) - self._first_round[row]
-            stats |= {"tbt": self._seconds / later if later else 0.0, "decode": self._seconds,
-                      "acceptance_rate": state.hierarchy.acceptance_rates()[row],
-                      "block_efficiency": len(output.tokens) / max(state.num_forwards, 1),
-                      "target_forwards": state.num_forwards}
+        call, output, state = self.call, self.outputs[row], self.state
         stats = Stats(prompt_len=len(call.ids[row]), dropped_tokens=call.dropped[row], new_tokens=len(output.tokens),
                       prefill=self._prefill, ttft=self._ttft, peak_memory=memory.peak(self.device),
-                      seed=call.sampling.seed[row], defaults=call.defaults, **stats)
+                      seed=call.sampling.seed[row], defaults=call.defaults)
+        if state is not None:
+            view = state.hierarchy.view
+            stats = replace(stats, shared_tokens=state.base, reused_tokens=state.reused[row], compiling=state.waited,
+                            recording=state.recording, flushes=state.num_flushes,
+                            retrieval_rebuilds=0 if view is None else view.num_rebuilds)
+        if state is not None and self._first_round:
+            later = len(output.tokens) - self._first_round[row]
+            stats = replace(stats, tbt=self._seconds / later if later else 0.0, decode=self._seconds,
+                            acceptance_rate=state.hierarchy.acceptance_rates()[row],
+                            block_efficiency=len(output.tokens) / max(state.num_forwards, 1),
+                            target_forwards=state.num_forwards)
         return Generation(output.text, [*output.tokens], output.finish_reason or "interrupted", stats,
                           [*output.levels], [*output.pieces], None if call.logprobs is None else [*output.logprobs])
+
+
+def levels_of(plan: DraftPlan, row: RowRound) -> list[str]:
+    """The level that proposed each of the tokens that a round emitted for a row: "draft", "ngram" or "custom", a user's
+    own drafter; "retrieval", the target over the view; "target", nothing: the full level drew the token itself."""
+    source = "draft" if plan.source == "model" else plan.source
+    levels = []
+    for i in range(len(row.tokens)):
+        if i >= row.num_accepted + row.beside:
+            levels.append("target")
+        elif plan.retrieval and (i >= row.num_accepted or row.origins[i] not in (ACCEPTED, LEAF)):
+            levels.append("retrieval")
+        else:
+            levels.append(source)
+    return levels
 
 
 class Stream:
@@ -136,7 +144,7 @@ class Stream:
 
     `result` is its Generation: all of it once the iteration has ended; after an early stop, or in between, what there
     is, with the finish_reason "interrupted"; None before the first piece was asked for. `spans` is the newest piece as
-    (text, level) pairs: which level proposed what of it, see levels.py.
+    (text, level) pairs: which level proposed what of it, see `levels_of`.
     """
 
     __reduce__ = not_pickled("a stream", "its result can be: stream.result")

@@ -25,12 +25,8 @@ ROUNDS = 2  # of each plan: the second follows one that drafted
 
 def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype, stream: ComputeStream,
           weight_bytes: int) -> threading.Thread | None:
-    """Starts the warm-up where it is of use. Who computes waits for the thread first: both need Python's lock.
-
-    Args:
-        target, draft: of the models that are read next; settings: resolved.
-        stream: that they are read on, too. weight_bytes: that they will take.
-    """
+    """Starts the warm-up where it is of use, beside the reading of so many bytes of weights. Who computes waits for
+    the thread first: both need Python's lock. settings: resolved."""
     device = stream.device
     if device.type != "cuda" or target.float8 or draft and draft.float8:  # other kernels multiply by weights in fp8
         return None
@@ -56,32 +52,27 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
     """A prefill of a prompt of so many tokens, and rounds by every plan, until the process ends. Returns the batch;
     None if it needs more than so many free bytes."""
     settings = replace(settings, draft=None)  # a drafter of the user's is none of ours
-    configs = [None if config is None else _layer(config) for config in (target, draft)]
-    room = 16 * settings.block_size
-    length = min(length, target.max_len - room)
-    sizes = memory.Sizes(1, length + room, settings.view_tokens(length, room=length),
-                         min(config.vocab_size for config in configs if config is not None))
+    # Of models that ranks share: what one of them computes, without the others.
+    configs = [config and replace(config, n_layer=1, vocab_size=config.vocab_rows, num_shards=1)
+               for config in (target, draft)]
+    length = min(length, target.max_len - 16 * settings.block_size)
+    capacity, budget = length + 16 * settings.block_size, settings.view_tokens(length, room=length)
+    sizes = memory.Sizes(1, capacity, budget, min(config.vocab_size for config in configs if config is not None))
     parts = memory.plan_memory(*configs, settings, sizes, dtype, device).parts
     if memory.total(memory.weight_parts(*configs, dtype) + parts) > free:
         return None
-    models = [None if config is None else _blank(config, dtype, device) for config in configs]
-    state = DecodeBatch(*models, settings, compiler=Compiler(device), batch=1, capacity=sizes.capacity,
-                        budget=sizes.budget,
-                  vocab_size=sizes.vocab_size)
+    models = [config and _blank(config, dtype, device) for config in configs]
+    state = DecodeBatch(*models, settings, compiler=Compiler(device), batch=1, capacity=capacity, budget=budget,
+                        vocab_size=sizes.vocab_size)
     state.params.set(specialize=False, **vars(Sampling(seed=[0])))
     state.prefill_all([[0] * length])
-    state.begin(room)
+    state.begin(16 * settings.block_size)
     for plan in (plan for plan in state.hierarchy.kinds_of_rounds(state.pilot.default) for _ in range(ROUNDS)):
         if threading.main_thread().is_alive():  # or else the process waits for this thread
             state.round(plan)
     if state.hierarchy.view is not None:
         state.hierarchy.view.renew(state.pilot.rebuilds)
     return state
-
-
-def _layer(config: ModelConfig) -> ModelConfig:
-    """A model of its own, of one layer. Of a model that ranks share: what one of them computes, without the others."""
-    return replace(config, n_layer=1, vocab_size=config.vocab_rows, num_shards=1)
 
 
 def _blank(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
