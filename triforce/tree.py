@@ -61,7 +61,7 @@ class TokenTree(NamedTuple):
         return self.num_leaves > 0 or self.size > 0
 
     def cut(self, rows: int) -> "TokenTree":
-        """With so many rows on its spine. A tree of any shape has all its rows, or is a chain."""
+        """With this number of rows on its spine. A tree of any shape has all its rows, or is a chain."""
         return self if rows == self.spine else TokenTree(rows, self.leaves)
 
     def depths(self, device) -> "Tensor":

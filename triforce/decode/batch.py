@@ -40,7 +40,7 @@ class DecodeBatch:
         budget: tokens of the view that drafts; ignored without one.
         compiler: makes the levels' compilers.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
-        num_resident_layers: so many layers of the prefix stay on the device, the others in host memory. None: all.
+        num_resident_layers: layers of the prefix that stay on the device, the others in host memory. None: all.
         pack: keep the prompt's prefix in the CPU's own layout as well; see cpu.py.
         shared: the prefix that all rows have in common: their prompts begin with its tokens.
         meter: of what they share, see `Pilot`.

@@ -82,7 +82,7 @@ class Pilot:
         if plan is None and self.auto:
             self.controller = self._controller(lengths)
         if self.controller is not None and "ngram" in self.hierarchy.sources:
-            # What all rows share, so many tokens, is gone through once.
+            # The tokens that all rows share are gone through once.
             meter = self._shared_meter or (lambda: NgramMeter(texts(0)[0][:base]))
             self.meters = [meter().fork(text) for text in texts(base)] if base else list(map(NgramMeter, texts(0)))
 
