@@ -194,7 +194,7 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error, sta
 
 def test_memory_that_the_system_refuses_is_no_traceback():
     """The address space of the process is bounded, as batch schedulers do."""
-    code = ("import resource, triforce, triforce.memory\n"
+    code = ("import resource, triforce, triforce.engine.memory\n"
             "engine = triforce.load('tiny', device='cpu', offload=True, max_seq_len=32768)\n"
             "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
             "hard = resource.getrlimit(resource.RLIMIT_AS)[1]\n"
