@@ -49,14 +49,11 @@ def test_the_module_ends_with_the_status_of_the_command():
     assert done.returncode == 2 and "prompt is empty" in done.stderr
 
 
-@pytest.mark.parametrize("options", [
-    {"stop_token_ids": ["x"]}, {"logprobs": -1}, {"keep": "middle"}, {"logit_bias": {5: "x"}}, {"temperature": -1.0},
-    {"max_new_tokens": 0}, {"gama": 3}, {"stop": ""}], ids=str)
-def test_mistakes_are_found_before_anything_is_loaded(monkeypatch, options):
+def test_an_unknown_option_is_found_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(api, "load", lambda *args, **more: pytest.fail("loaded"))
     monkeypatch.setattr(api, "_kept", {})
-    with pytest.raises(UserError, match=next(iter(options))):
-        api.generate("a", **options)
+    with pytest.raises(UserError, match="gama"):
+        api.generate("a", gama=3)
 
 
 def test_threads_that_call_at_once_share_one_engine(monkeypatch):

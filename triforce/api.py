@@ -3,7 +3,7 @@
 import gc
 
 from .config import Placement, Sampling, Settings, names_of, split
-from .engine.engine import Engine, check_call, generate_options
+from .engine.engine import Engine, generate_options
 from .engine.loading import load
 from .runtime.host import ProcessLock
 
@@ -21,13 +21,9 @@ def generate(prompt, checkpoint="tiny", **options):
         a Generation, or a list of them for a list of prompts.
 
     Raises:
-        UserError: see `load` and `Engine.generate`; wrong options are found before anything is loaded.
+        UserError: see `load` and `Engine.generate`; unknown options are found before anything is loaded.
     """
-    [sampling, *_], rest = split(options, Sampling, Settings, Placement, what="option",
-                                 known=generate_options() | {"group"})
-    check_call(**rest)
-    columns = [value for value in vars(sampling).values() if isinstance(value, (list, tuple))]
-    sampling.columns(len(columns[0]) if columns else 1)
+    split(options, Sampling, Settings, Placement, what="option", known=generate_options() | {"group"})
     names = names_of(Settings, Placement) | {"group"}
     loading = {name: options.pop(name) for name in names & options.keys()}
     key = repr((str(checkpoint), sorted((name, str(value)) for name, value in loading.items())))

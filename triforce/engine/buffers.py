@@ -97,18 +97,19 @@ class Buffers:
 
     def fill(self, state: DecodeBatch, ids: list[list[int]], on_prefill=None) -> None:
         """Prefills what the DecodeBatch does not hold of the prompts yet."""
-        start = self._held(ids)
-        in_place = self._goes_on(start)
-        self.note_reused(state, ids, start if in_place else state.base)
-        if in_place:
+        if state.prompts == ids:
+            self._note_reused(state, ids, max(map(len, ids)))
+        elif self._goes_on(start := self._held(ids)):
+            self._note_reused(state, ids, start)
             fresh = common_length(ids[0], state.texts()[0]) < state.lens[0]  # a part of it was taken back
             state.truncate(0, start)
             state.prefill(0, ids[0][start:], on_prefill, fresh=fresh)
         else:
+            self._note_reused(state, ids, state.base)
             state.reset()
             state.prefill_all(ids, on_prefill)
 
-    def note_reused(self, state: DecodeBatch, ids: list[list[int]], held: int) -> None:
+    def _note_reused(self, state: DecodeBatch, ids: list[list[int]], held: int) -> None:
         """For the statistics: `held` tokens of each prompt, at most, were there before."""
         state.reused = [0 if self._is_new else min(held, len(one) - 1) for one in ids]
 
@@ -183,33 +184,25 @@ class Buffers:
             return prefix.part(common) if common else None
         if not self.settings.reuse:
             return None
-        usable, state, found = self._usable(ids), self._alone, []
-        if state is not None:
-            held = self._held(ids[:1])
-            if len(ids) == 1 and self._goes_on(held) and (state.base or self._fits(ids, needed, None)):
-                return self.prefix  # it goes on in place, or its tokens move
-            if state.base == 0:
-                found.append((self._whole(min(held, usable)), None))
-        if self.prefix is not None:
-            found.append((self._whole(min(common_length(ids[0], self.prefix.tokens), usable, self.prefix.num_shared)),
-                          self.prefix))
-        length, owner = max(found, key=lambda one: one[0], default=(0, None))
-        if length >= max(SHARED_FROM, usable // 2):
-            if owner is not None:
-                return owner.part(length)
-            return self.new_prefix(ids[0][:length], state.cache.prefix.part(length))
+        usable, state = self._usable(ids), self._alone
+        if state is not None and len(ids) == 1 and self._goes_on(self._held(ids)):
+            if state.base or self._fits(ids, needed, None):
+                return self.prefix  # it goes on in place, or behind the same document
+        found = self.held(ids[0][:usable], self.prefix, own=state is not None and state.base == 0)
+        if found.num_shared >= max(SHARED_FROM, usable // 2):
+            return self.prefix if found.is_same(self.prefix) else found
         if len(ids) == 1 or usable < SHARED_FROM:
             return None
-        del state, found, owner  # they are freed before this is planned
+        del state, found  # they are freed before this is planned
         self._is_new = True
         return self.compute(ids[0][:usable], on_prefill)
 
-    def held(self, tokens: list[int], document: Prefix | None) -> Prefix:
-        """A conversation's tokens, with the keys and values that the batch or else the document's prefix holds."""
+    def held(self, tokens: list[int], document: Prefix | None, own: bool = True) -> Prefix:
+        """A text, with the keys and values that the batch (if `own`) or else the document's prefix holds of it."""
         found, state = [(0, None)], self._alone
         if document is not None and document.store is not None:
             found.append((document.shared_with(tokens), document.store))
-        if state is not None:
+        if state is not None and own:
             length = min(common_length(tokens, state.texts()[0]), state.cache.prefix.lens[0])
             found.append((length if length > state.base else 0, state.cache.prefix))
         length, store = max(((self._whole(length), store) for length, store in found), key=lambda one: one[0])
@@ -219,14 +212,13 @@ class Buffers:
     def compute(self, tokens: list[int], on_progress=None, reader: PrefixReader | None = None,
                 every: int | None = None, on_part: Callable[[Prefix], None] | None = None,
                 length: int | None = None) -> Prefix:
-        """Keys and values of a text.
+        """Keys and values of a text, or of `length` tokens of it: whole intervals.
 
         Args:
             reader: of a file that has the text's beginning.
             every: tokens after which `on_part` is called with what there is of the text; None: never.
-            length: so many tokens, or a little fewer: whole intervals. None: all of them.
         """
-        length, start, num_read = self._whole(len(tokens) if length is None else length), 0, 0
+        length, num_read = self._whole(len(tokens) if length is None else length), 0
         if length == 0:
             return self.new_prefix(tokens, None)
         # What a file holds may be more: whole intervals of another engine.
@@ -234,18 +226,19 @@ class Buffers:
         store = cache.prefix
         # Whole chunks of a prefill: so the numbers are those of one that was done in one go.
         unit = math.lcm(self.settings.prefill_chunk_size, self.settings.flush_interval)
-        if reader is not None and self._whole(reader.layout.length):
-            self._fill(store, reader)
-            start = num_read = store.lens[0] if store.lens[0] == length else store.lens[0] // unit * unit
-            store.truncate(0, start)
+        if reader is not None and (held := self._whole(reader.layout.length)):
+            reader.fill(lambda i: store.layer(i, 0), self.heads, self.device, self.target.group)
+            for i in range(self.target.config.n_layer):
+                store.score(i, 0, 0, store.load(i, 0, 0, held)[0])
+            num_read = held if held == length else held // unit * unit
+            store.truncate(0, num_read)
         stretch = length if every is None else -(-every // unit) * unit
-        while start < length:
+        for start in range(num_read, length, stretch):
             stop = min(start + stretch, length)
             self._compute(cache, tokens, start, stop, on_progress)
             store.truncate(0, stop)
             if stop < length:
                 on_part(self.new_prefix(tokens[:stop], store))
-            start = stop
         prefix = self.new_prefix(tokens, store)
         prefix.num_read = num_read
         if self.settings.ngram and self.settings.auto:
@@ -270,19 +263,11 @@ class Buffers:
             if offload is not None:
                 offload.close_work()
 
-    def _fill(self, store: PrefixStore, reader: PrefixReader) -> None:
-        length = self._whole(reader.layout.length)
-        reader.fill(lambda i: store.layer(i, 0), self.heads, self.device, self.target.group)
-        for i in range(self.target.config.n_layer):
-            store.score(i, 0, 0, store.load(i, 0, 0, length)[0])
-        store.truncate(0, length)
-
     @property
     def heads(self) -> range:
         """Of the whole model's KV heads, those of this rank."""
-        count, group = self.target.config.n_kv_head, self.target.group
-        first = 0 if group is None else group.rank * count
-        return range(first, first + count)
+        count, rank = self.target.config.n_kv_head, 0 if self.target.group is None else self.target.group.rank
+        return range(rank * count, (rank + 1) * count)
 
     def allocate(self, length: int) -> KVCache:
         """Room for a prefix of so many tokens."""
@@ -394,18 +379,14 @@ class Buffers:
 
     def _check(self, plan: MemoryPlan, sizes: Sizes, resident: int | None) -> None:
         """Raises UserError if it does not fit."""
-        of_no_use = ("--batch-size",) if sizes.batch == 1 else ()
-
-        def check() -> None:
-            if self.device.type == "cpu":  # the same memory, wherever a layer lies
-                memory.check([plan.host, *plan.parts], self.device,
-                             (*of_no_use, "--offload", "--num-resident-layers"))
-            else:
-                memory.check(plan.parts, self.device, of_no_use)
-                memory.check([plan.host], torch.device("cpu"), of_no_use)
-
+        of_no_use = ["--batch-size"] * (sizes.batch == 1)
+        checks = [(plan.parts, self.device), ([plan.host], torch.device("cpu"))]
+        if self.device.type == "cpu":  # the same memory, wherever a layer lies
+            of_no_use += ["--offload", "--num-resident-layers"]
+            checks = [((plan.host, *plan.parts), self.device)]
         with together(self.target.group) as do:  # one GPU may have less memory free than another
-            do(check)
+            for parts, device in checks:
+                do(functools.partial(memory.check, parts, device, of_no_use))
         if resident is not None:
             log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", resident, self.target.config.n_layer,
                      self.device, plan.host.bytes / 2**30)

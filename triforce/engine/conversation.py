@@ -61,10 +61,8 @@ class Chat:
     def stream(self, text: str, **options) -> "Turn":
         """Says something, and gives the answer piece by piece. The answer is what was given before the iteration
         ends or is closed, or the next turn begins. options: see `Engine.stream`; they override those of the chat."""
-        if not isinstance(text, str):
-            raise UserError(f"a message is a text, and this one is of type {type(text).__name__}")
-        if not text.strip():
-            raise UserError("the message is empty; say something")
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"a message is a text that is not empty, and this one is {text!r:.40}; say something")
         self.engine.check_options(options)
         with self._lock:
             self.end()

@@ -32,6 +32,7 @@ from ..config import (
     check_biases,
     check_logprobs,
     check_max_new_tokens,
+    is_whole,
     split,
     takes,
     whole,
@@ -48,7 +49,7 @@ from ..runtime.free_memory import check_answers
 from ..runtime.host import belongs_here, check_process, is_forked, not_pickled, own_settings
 from ..runtime.streams import ComputeStream
 from ..runtime.threads import Threads
-from . import finite, memory, prompt_cache_file
+from . import finite, memory
 from .buffers import Buffers
 from .conversation import Chat
 from .keep import check_keep, cut
@@ -233,9 +234,6 @@ class Engine:
                                 "prefill was broken off; begin that again with the same file (keep=, or --save-prefix "
                                 "and --save-every), and it goes on from there")
             self.check_len(len(reader.tokens), 1, len(reader.tokens))
-            if (dtype := prompt_cache_file.DTYPES[reader.layout.dtype]) != self.target.dtype:
-                log.info("%s was saved in %s; its keys and values are converted to %s", path,
-                         str(dtype).removeprefix("torch."), self.target.dtype_name)
             with self.working():
                 self._end_stream()
                 prefix = self.buffers.compute(reader.tokens, reader=reader, length=reader.layout.length)
@@ -244,8 +242,7 @@ class Engine:
 
     @own_settings()
     def identity(self) -> dict:
-        """What a saved prefix must have in common with this engine: fingerprints of the model and of the tokenizer. And
-        the name of the model, for who reads that they differ."""
+        """What a saved prefix must have in common with this engine: fingerprints of model and tokenizer. And a name."""
         if self._identity is None:
             folder, place, tokenizer = self._folder, self.placement, self.tokenizer
             self._identity = {
@@ -335,17 +332,15 @@ class Engine:
         self._check_ids([token for row in rows for token in row])
         length = len(rows[0])
         self.check_len(length, 0)
-        if last is not None:
-            whole(1, 1)("last", last := as_numbers(last))
-            if last > length:
-                raise UserError(f"last ({last}) must be at most {length}, the number of ids in a row; leave it out for "
-                                "all of them")
-        first = 0 if last is None else length - last
+        last = length if last is None else as_numbers(last)
+        if not is_whole(last) or not 1 <= last <= length:
+            raise UserError(f"last ({last!r}) must be a whole number, at least 1 and at most {length}, the number of "
+                            "ids in a row; leave it out for all of them")
         with self.working(), torch.inference_mode():
             cache = KVCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
                                 flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
             blocks = prefill_blocks(cache, range(1), 0, length, self.settings.prefill_chunk_size)
-            hidden = (self.target.prefill(row[None], blocks)[:, first:]
+            hidden = (self.target.prefill(row[None], blocks)[:, length - last :]
                       for row in torch.tensor(rows, device=self.device))  # [1, S or last, dim] each
             found = torch.cat([self.target.output(one).float() for one in hidden])
         return self.compute_stream.hand_out(found)
@@ -353,12 +348,11 @@ class Engine:
     def explain_not_finite(self, tokens: list[int]) -> UserError:
         """What to tell of logits that are not finite after these tokens: which part of the model, and which position,
         they come from. Takes a prefill, slowly, and the room of one. Every rank calls this."""
-        self.release()
         interval = self.settings.flush_interval
         with self.working():
+            self._end_stream()
             cache = self.buffers.allocate(-(-len(tokens) // interval) * interval)
-            found = finite.origin(self.target, cache, tokens, self.settings.prefill_chunk_size)
-        return finite.explain(self.target, found, len(tokens))
+            return finite.explain(self.target, cache, tokens, self.settings.prefill_chunk_size)
 
     @contextlib.contextmanager
     def working(self):
@@ -418,7 +412,8 @@ class Engine:
         [sampling], _ = split({**defaults, **options}, Sampling, what="option of generate", known=generate_options())
         if as_numbers(sampling.temperature) == 0:  # the most probable token is the same with all others
             defaults = {name: value for name, value in defaults.items() if name == "temperature"}
-        max_new_tokens, stops, ends = check_call(max_new_tokens, stop, stop_token_ids, logprobs, keep)
+        max_new_tokens, stops, ends = check_max_new_tokens(max_new_tokens), stop_strings(stop), stop_ids(stop_token_ids)
+        check_keep(keep)
         check_logprobs(logprobs := as_numbers(logprobs), self.vocab_size)
         if one_row and speculate:
             raise UserError("one_row needs speculate=False: an unpadded step checks no drafted tokens")
@@ -426,9 +421,6 @@ class Engine:
             self._check_ids(ends, "stop_token_ids: ")
         if stops:
             ends += special_ids(stops, self.tokenizer_or_raise())
-        for name, callback in (("on_prefill", on_prefill), ("on_decode", on_decode)):
-            if callback is not None and not callable(callback):
-                raise UserError(f"{name} ({callback!r}) must be a function of one number")
         if prefix is not None:
             check_prefix(prefix, self, chat_template)
             if keep is not None:
@@ -479,20 +471,14 @@ class Engine:
             except (RuntimeError, MemoryError) as error:
                 if not memory.ran_out(error):
                     raise
-                explain = partial(self._explain_shortage, str(error) or type(error).__name__)
+                explain = partial(memory.shortage, str(error) or type(error).__name__)
             finally:
                 if not is_forked() and not sys.is_finalizing():  # when Python ends, nothing can be imported any more
                     with self.holding_still():
                         session.close()
             if explain is not None:  # here, where no traceback holds on to the buffers any more
+                self.release()
                 raise explain()
-
-    def _explain_shortage(self, told: str) -> UserError:
-        """told: what PyTorch said, whose first sentences have the numbers."""
-        self.release()
-        what = ". ".join(told.splitlines()[0].split(". ")[:3])
-        return UserError(f"this call ran out of memory ({what}); leave more of it free, or ask for less: a smaller "
-                         "--prefill-chunk-size, --max-seq-len, --budget or --batch-size, or --offload on a GPU")
 
     def _decode(self, session: Session) -> Iterator[tuple[int, str]]:
         """Prefill and rounds of one group."""
@@ -545,12 +531,9 @@ class Engine:
         padding = self._padding(state.params.greedy or self.settings.coupled)
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
             plan = ONE_ROW
-        if state.prompts == ids:
-            self.buffers.note_reused(state, ids, max(map(len, ids)))
-            state.rewind(max_new_tokens, plan, padding)
-            return state
+        begin = state.rewind if state.prompts == ids else state.begin
         self.buffers.fill(state, ids, on_prefill)
-        state.begin(max_new_tokens, plan, padding)
+        begin(max_new_tokens, plan, padding)
         state.prompts = ids
         return state
 
@@ -608,18 +591,6 @@ def generate_options() -> frozenset[str]:
     """What `Engine.generate` takes by name."""
     names = inspect.signature(Engine.stream).parameters.keys() | inspect.signature(Engine.generate).parameters.keys()
     return frozenset(names - {"self", "prompt", "options"})
-
-
-def check_call(max_new_tokens=256, stop=None, stop_token_ids=None, logprobs=None, keep=None,
-               **others) -> tuple[int, list[str], list[int]]:
-    """What of a call's options no model could mend: gives max_new_tokens, stop strings and stop ids as they are used.
-
-    Raises:
-        UserError: one of them is wrong.
-    """
-    check_logprobs(as_numbers(logprobs))
-    check_keep(keep)
-    return check_max_new_tokens(max_new_tokens), stop_strings(stop), stop_ids(stop_token_ids)
 
 
 def _as_ids(prompt) -> list[int]:

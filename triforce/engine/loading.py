@@ -47,7 +47,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
                                 max_batch_size=place.max_batch_size, query_group=config.query_group)
     if place.draft_dtype and not settings.retrieval:
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
-    if place.num_resident_layers is not None and place.num_resident_layers > config.n_layer:
+    if (place.num_resident_layers or 0) > config.n_layer:
         raise UserError(f"num_resident_layers ({place.num_resident_layers}) is more than the model's {config.n_layer} "
                         "layers; leave offload out to keep all on the device")
     dtype, local = find_dtype(place.dtype, config.dtype, device), shard_config(config, group)
@@ -67,8 +67,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     if draft_folder is not None and (difference := tokenizer.same_as(Tokenizer(draft_folder))):
         raise UserError(f"the draft {draft_folder} has another tokenizer than the target: {difference}; "
                         "choose a draft of the same family, or --draft none")
-    shares = place.draft_ranks is not None and len(place.draft_ranks) > 1
-    draft_group = subgroup(group, place.draft_ranks) if shares else None
+    draft_group = subgroup(group, place.draft_ranks) if len(place.draft_ranks or ()) > 1 else None
     with stream.used():
         target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
         if draft_config is not None:
@@ -77,9 +76,9 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
             if model is not None:
                 pack_weights(model, resolved.block_size)
         drafting = share(fp8_copy(target), group) if place.draft_dtype else None
-        engine = Engine(target, tokenizer, draft, drafting=drafting,
-                        settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder,
-                        compute_stream=stream, defaults=ckpt.generation_defaults(folder))
+        engine = Engine(target, tokenizer, draft, drafting=drafting, settings=settings, placement=place,
+                        eos_ids=ckpt.eos_token_ids(folder), folder=folder, compute_stream=stream,
+                        defaults=ckpt.generation_defaults(folder))
     engine.warming = warming
     for name, value in ckpt.ignored_defaults(folder).items():
         log.info("%s of generation_config.json (%s) is not applied: there is no such option here", name, value)
@@ -93,10 +92,9 @@ def find_dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> tor
 
 def check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig | None) -> ModelConfig | None:
     """What this rank holds of the draft. Every rank checks all of it: one that raised alone would leave the others."""
-    if group is None:
-        raise UserError("draft_ranks says which of several ranks run the draft, and there is one; start with torchrun")
-    if config is None:
-        raise UserError("draft_ranks says which ranks run the draft, and there is none; add --draft")
+    if group is None or config is None:
+        raise UserError("draft_ranks says which of several ranks run the draft, and there is one rank, or no draft; "
+                        "start with torchrun, and add --draft")
     if not ranks or sorted(set(ranks)) != list(ranks) or ranks[0] != 0 or ranks[-1] >= group.size:
         raise UserError(f"draft_ranks ({ranks}) must be ranks from 0 to {group.size - 1} in ascending order, rank 0 "
                         "among them; try 0")

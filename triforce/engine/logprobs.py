@@ -1,9 +1,8 @@
 """Log-probabilities of the tokens that a round emitted, by the full level's logits of that round.
 
-A token that was accepted, one that replaced a rejected one, and a bonus token all follow the full level's distribution
-at their position, so its logits there say how probable each was. They are computed once more from the hidden states,
-which the
-level keeps of its last step: so steps are the same, compiled or recorded, whether or not anybody asks.
+Whatever is emitted follows the full level's distribution at its position, so its logits there say how probable it was.
+They are computed once more from the hidden states, which the level keeps of its last step: so steps are the same,
+compiled or recorded, whether or not anybody asks.
 
 Shapes: B batch, S rows of a spine, n tokens at most of a row, V words that the tokenizer can name, k.
 """
@@ -27,11 +26,8 @@ class Logprob:
 
 @torch.inference_mode()
 def of_round(level: Verifier, counts: list[int], k: int) -> list[list[Logprob]]:
-    """What the full level's last round brought, for each row one entry a token. Waits for the device once.
-
-    Args:
-        counts: tokens that the round emitted, row by row. k: how many of the most probable tokens are told.
-    """
+    """What the full level's last round brought, for each row one entry a token. Waits for the device once. counts:
+    tokens that the round emitted, row by row."""
     n = max(counts)
     logits = _logits(level)[:, :n]  # [B, n, V and padding]
     drawn = level.tape.probs(logits).log()

@@ -78,13 +78,11 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
              ("--tree-size", "block_size")),
         Part("logits and probabilities", _probs_bytes(target, settings, batch, 1 if draft is None else 2, device),
              ("--batch-size",)),
-        Part("choice of the retrieval view", _choice_bytes(target, settings, batch, own, base, dtype),
-             ("--chunk-size", "block_size")),
+        Part("choice of the view", _choice_bytes(target, draft, settings, batch, own, base, dtype),
+             ("--draft-cache",) if settings.draft_cache == "snapkv" else ("--chunk-size", "block_size")),
         Part("retrieval view", 0 if view is None else view.nbytes, ("--budget",)),
         Part("draft cache", sum(source.nbytes for source in state.hierarchy.sources.values()) if draft else 0,
-             () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",)),
-        Part("choice of the SnapKV view", _snapkv_bytes(target, draft, settings, batch, own, base, dtype),
-             ("--draft-cache",))]
+             () if settings.draft_attends_to == "streaming" else ("--draft-cache streaming",))]
     if (offload := prefix.offload) is not None:  # a prompt is prefilled at a time
         parts += [Part("a layer's KV during prefill", offload.nbytes // batch // len(offload.layers),
                        ("--max-seq-len",)),
@@ -143,32 +141,28 @@ def _probs_bytes(config: ModelConfig, settings: Settings, batch: int, levels: in
     return batch * config.vocab_size * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
 
 
-def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, own: int, base: int,
+def _choice_bytes(target: ModelConfig, draft: ModelConfig | None, settings: Settings, batch: int, own: int, base: int,
                   dtype: torch.dtype) -> int:
-    """Scores of all chunks by the newest queries, as products and twice in float32, some layers at a time: of what all
-    rows share, by the queries of all; and of one of several rows, whose mean keys are copied, too."""
-    if not settings.scores_chunks:
+    """Scores by the newest queries: of all chunks, as products and twice in float32, some layers at a time; or of all
+    tokens, with their softmax and what of it counts, a layer at a time. Those of what all rows share are by the queries
+    of all; of one of several rows, what is scored is copied, too."""
+    of_tokens = settings.draft_cache == "snapkv"
+    chooser = target if settings.retrieval or not of_tokens else draft
+    if chooser is None or not (settings.scores_chunks or of_tokens):
         return 0
+    if chooser is draft:
+        base, own = 0, own + base
 
     def of(tokens: int, queries: int, copied: bool) -> int:
-        chunks = tokens // settings.chunk_size
-        layer = config.n_head * queries * chunks
-        keys = config.n_kv_head * config.head_dim * chunks * dtype.itemsize if copied else 0
-        return (layer * (dtype.itemsize + 8) + keys) * scored_together(layer, config.n_layer)
+        scored = tokens if of_tokens else tokens // settings.chunk_size
+        scores = chooser.n_head * queries * scored
+        keys = chooser.n_kv_head * chooser.head_dim * scored * dtype.itemsize if copied else 0
+        if of_tokens:
+            return 12 * scores + keys
+        return (scores * (dtype.itemsize + 8) + keys) * scored_together(scores, chooser.n_layer)
 
     return max(of(base, batch * common_queries(settings.block_size, batch), False),
                of(own, settings.block_size, batch > 1))
-
-
-def _snapkv_bytes(target: ModelConfig, draft: ModelConfig | None, settings: Settings, batch: int, own: int, base: int,
-                  dtype: torch.dtype) -> int:
-    """Scores, their softmax and what of it counts, one layer at a time."""
-    chooser, base, own = (target, base, own) if settings.retrieval else (draft, 0, own + base)
-    if settings.draft_cache != "snapkv" or chooser is None:
-        return 0
-    queries = batch * common_queries(settings.block_size, batch)
-    copied = chooser.n_kv_head * chooser.head_dim * own * dtype.itemsize if batch > 1 else 0
-    return max(12 * chooser.n_head * queries * base, 12 * chooser.n_head * settings.block_size * own + copied)
 
 
 def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:
@@ -250,6 +244,13 @@ def check(parts: Collection[Part], device: torch.device, of_no_use: Collection[s
 def ran_out(error: Exception) -> bool:
     """Whether memory was refused. The CPU's allocator raises a plain RuntimeError."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def shortage(told: str) -> UserError:
+    """told: what PyTorch said, whose first sentences have the numbers."""
+    what = ". ".join(told.splitlines()[0].split(". ")[:3])
+    return UserError(f"this call ran out of memory ({what}); leave more of it free, or ask for less: a smaller "
+                     "--prefill-chunk-size, --max-seq-len, --budget or --batch-size, or --offload on a GPU")
 
 
 def peak(device: torch.device) -> int:

@@ -81,10 +81,8 @@ class Prefix:
         """Writes the document with its keys and values to a file, which `Engine.open` opens again.
 
         The file is safetensors with checksums. It is written beside its name and then renamed, so whatever happens,
-        the name stands for the old file or for the new one. Every rank calls this.
-
-        Raises:
-            UserError: the file cannot be written, or the disk is too small.
+        the name stands for the old file or for the new one. Every rank calls this. Raises UserError if the file cannot
+        be written, or the disk is too small.
         """
         engine, length = self.engine, self.num_shared
 
@@ -95,7 +93,7 @@ class Prefix:
 
         with engine.holding_still():
             prompt_cache_file.write(path, layout_of(engine, len(self), length), self.about, self.tokens, layer,
-                              engine.buffers.heads, engine.target.group)
+                                    engine.buffers.heads, engine.target.group)
 
     @property
     def about(self) -> dict:

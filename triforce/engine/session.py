@@ -74,8 +74,6 @@ class Session:
         state, started = self.state, time.perf_counter()
         emitted = state.round()
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
-        if not any(emitted[row] for row in running):
-            raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
         told, last = [[]] * len(emitted), state.last_round
         if self.call.logprobs is not None:
             told = of_round(state.hierarchy.outer, [len(tokens) for tokens in emitted], self.call.logprobs)
@@ -158,21 +156,14 @@ class Stream:
         return self
 
     def __next__(self) -> str:
-        try:
-            piece = next(self._pieces)[1]
-        except ValueError:
-            if self._is_closed:
-                raise
-            raise UserError("another thread iterates over this stream; give each thread a stream of its own") from None
+        if inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING:
+            raise UserError("another thread iterates over this stream; give each thread a stream of its own")
+        piece = next(self._pieces)[1]
         if self._characters is None:
             [output] = self._sessions[0].outputs
             self._characters = characters(output.pieces, output.levels)
         self.spans = spans(self._characters, len(piece))
         return piece
-
-    @property
-    def _is_closed(self) -> bool:
-        return inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED
 
     @property
     def result(self) -> Generation | None:
@@ -184,8 +175,8 @@ class Stream:
         self.cancel()
         try:
             self._pieces.close()
-        except ValueError:  # it runs
-            if self._is_closed:
+        except ValueError:
+            if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED:  # or else it runs
                 raise
 
     def cancel(self) -> None:
