@@ -254,7 +254,7 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
         torch.testing.assert_close(some, whole[:, -last:], atol=1e-4, rtol=1e-4)
         assert {shape[1] for shape in seen} == {last}
         seen.clear()
-    for last, text in ((0, r"last \(0\) must be a whole number, at least 1"), (91, r"last \(91\) must be at most 90"),
+    for last, text in ((0, r"last \(0\) must be a whole number, at least 1"), (91, r"last \(91\) must be .* at most 90"),
                        (1.5, "whole number")):
         with pytest.raises(triforce.UserError, match=text):
             engine.logits(rows, last=last)

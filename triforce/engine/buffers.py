@@ -27,7 +27,7 @@ from ..model import Transformer
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
 from . import memory
-from .memory import VIEWS, MemoryPlan, Sizes, total
+from .memory import MemoryPlan, Sizes, total
 from .prompt_cache import Prefix, common_length
 from .prompt_cache_file import PrefixReader
 
@@ -40,9 +40,7 @@ class Buffers:
     """See the module.
 
     Args:
-        drafting: the target's weights for the retrieval level, in fp8. None: the target itself.
-        settings: as given, not resolved: how a DecodeBatch for many rows differs is decided here.
-        placement: resolved.
+        settings: as given: how a DecodeBatch for many rows differs is decided here. placement: resolved.
         recorder: the stream on which steps are recorded; None on a CPU.
         new_prefix: makes a `Prefix` of tokens and a store of their keys and values.
     """
@@ -115,7 +113,7 @@ class Buffers:
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
         """How many of these prompts run side by side: more than the placement says over what they share, as many as
-        fit with the smallest view, or with the user's."""
+        fit."""
         size = self.placement.max_batch_size
         base = self._of_prefix(prefix, ids) if prefix is not None else self._usable(ids) if self.settings.reuse else 0
         if base < (SHARED_FROM if prefix is None else 1) or len(ids) <= size:
@@ -129,8 +127,7 @@ class Buffers:
 
         def fits(count: int) -> bool:
             settings = self.settings_for(count, shared=True)
-            view = VIEWS[0] if self.given.budget is None else self._budget(max(map(len, ids)), needed, count)
-            sizes = self._sizes(settings, count, base, needed, view)
+            sizes = self._sizes(settings, count, base, needed, max(map(len, ids)))
             document = () if is_held else self._plan_document(sizes).parts
             return free is None or total((*document, *self._plan(settings, sizes).parts)) <= free
 
@@ -201,7 +198,7 @@ class Buffers:
         """A text, with the keys and values that the batch (if `own`) or else the document's prefix holds of it."""
         found, state = [(0, None)], self._alone
         if document is not None and document.store is not None:
-            found.append((document.shared_with(tokens), document.store))
+            found.append((min(common_length(tokens, document.tokens), document.num_shared), document.store))
         if state is not None and own:
             length = min(common_length(tokens, state.texts()[0]), state.cache.prefix.lens[0])
             found.append((length if length > state.base else 0, state.cache.prefix))
@@ -274,17 +271,17 @@ class Buffers:
         settings, config, dtype = self.settings, self.target.config, self.target.dtype
         self.release()
         sizes = Sizes(1, length + 1024, 1024, self.vocab_size, length)  # of questions, which are to fit beside it
-        resident = offload = None
         if self.placement.offload:
-            resident = self._resident(1, length, self._plan(settings, sizes))
-        self._check(self._plan_document(sizes, resident), sizes, resident)
+            sizes = replace(sizes, resident_layers=self._resident(1, length, self._plan(settings, sizes)))
+        self._check(self._plan_document(sizes), sizes)
+        offload, resident = None, sizes.resident_layers
         with torch.inference_mode(False):
             if resident is not None and resident < config.n_layer:
                 offload = Offload(config, resident, batch=1, capacity=length, interval=settings.flush_interval,
                                   device=self.device, dtype=dtype, piece=settings.piece_tokens)
             return KVCache(config, self.target.rope, batch=1, capacity=length, block_size=1, offload=offload,
-                               flush_interval=settings.flush_interval, device=self.device, dtype=dtype,
-                               chunk_size=settings.scored_chunk_size)
+                           flush_interval=settings.flush_interval, device=self.device, dtype=dtype,
+                           chunk_size=settings.scored_chunk_size)
 
     # -- a batch -------------------------------------------------------------------------------------------------------
 
@@ -306,9 +303,11 @@ class Buffers:
         batch, base = len(ids), 0 if shared is None else shared.num_shared
         settings = self.settings_for(batch, shared=base > 0)
         self.release()  # before the new ones are planned
-        sizes = self._sizes(settings, batch, base, needed)
-        budget = self._budget(max(map(len, ids)), sizes.capacity, batch if base else 1)
-        sizes = self._fitting(settings, replace(sizes, budget=budget))
+        sizes = self._sizes(settings, batch, base, needed, max(map(len, ids)))
+        if not base and self.placement.offload:
+            least = self._plan(settings, replace(sizes, resident_layers=0))
+            sizes = replace(sizes, resident_layers=self._resident(batch, sizes.capacity, least))
+        self._check(self._plan(settings, sizes), sizes)
         if base:
             self.pack(shared.store)
         self.prefix = shared if base else None  # first: whoever finds a DecodeBatch over a document has to know of that
@@ -343,16 +342,17 @@ class Buffers:
         draft = None if self.draft is None else self.draft.config
         return memory.plan_memory(self.target.config, draft, settings, sizes, self.target.dtype, self.device)
 
-    def _plan_document(self, sizes: Sizes, resident: int | None = None) -> MemoryPlan:
-        """resident: layers on the device; None: as many as have to be."""
-        if resident is None and self.placement.offload:
-            resident = self.placement.num_resident_layers or 0
-        return memory.plan_document(self.target.config, self.settings, replace(sizes, resident_layers=resident),
-                                    self.target.dtype, self.device)
+    def _plan_document(self, sizes: Sizes) -> MemoryPlan:
+        """Of an offloaded one, whose layers on the device are not decided, no more of them than have to be."""
+        if sizes.resident_layers is None and self.placement.offload:
+            sizes = replace(sizes, resident_layers=self.placement.num_resident_layers or 0)
+        return memory.plan_document(self.target.config, self.settings, sizes, self.target.dtype, self.device)
 
-    def _sizes(self, settings: Settings, batch: int, base: int, needed: int, budget: int = 0) -> Sizes:
+    def _sizes(self, settings: Settings, batch: int, base: int, needed: int, longest: int) -> Sizes:
+        """longest: tokens of a prompt."""
         capacity = memory.row_capacity(needed, settings, self.placement.max_seq_len, batch, base,
                                        self.target.config.max_len)
+        budget = self._budget(longest, capacity, batch if base else 1)
         return Sizes(batch, capacity, budget, self.vocab_size, base)
 
     def _resident(self, batch: int, capacity: int, beside: MemoryPlan) -> int:
@@ -362,22 +362,7 @@ class Buffers:
             self.placement, self.target.config.n_layer, layer, beside.parts, memory.available(self.device),
             self.device))
 
-    def _fitting(self, settings: Settings, sizes: Sizes) -> Sizes:
-        """With the layers that stay on the device, and with a smaller view where the user left that open and these do
-        not fit. Raises UserError if nothing does."""
-        free, budget = self._free(), sizes.budget
-        if not sizes.shared and self.placement.offload:
-            least = self._plan(settings, replace(sizes, resident_layers=0))
-            sizes = replace(sizes, resident_layers=self._resident(sizes.batch, sizes.capacity, least))
-        elif sizes.shared and settings.budget is None and free is not None:
-            views = [budget, *(view for view in reversed(VIEWS) if view < budget)]
-            budget = next((view for view in views
-                           if total(self._plan(settings, replace(sizes, budget=view)).parts) <= free), views[-1])
-        sizes = replace(sizes, budget=agreed(self.target.group, budget))
-        self._check(self._plan(settings, sizes), sizes, sizes.resident_layers)
-        return sizes
-
-    def _check(self, plan: MemoryPlan, sizes: Sizes, resident: int | None) -> None:
+    def _check(self, plan: MemoryPlan, sizes: Sizes) -> None:
         """Raises UserError if it does not fit."""
         of_no_use = ["--batch-size"] * (sizes.batch == 1)
         checks = [(plan.parts, self.device), ([plan.host], torch.device("cpu"))]
@@ -387,9 +372,9 @@ class Buffers:
         with together(self.target.group) as do:  # one GPU may have less memory free than another
             for parts, device in checks:
                 do(functools.partial(memory.check, parts, device, of_no_use))
-        if resident is not None:
-            log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", resident, self.target.config.n_layer,
-                     self.device, plan.host.bytes / 2**30)
+        if sizes.resident_layers is not None:
+            log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", sizes.resident_layers,
+                     self.target.config.n_layer, self.device, plan.host.bytes / 2**30)
 
     def _free(self) -> int | None:
         """Bytes of the device to plan with where there is a choice."""

@@ -54,10 +54,6 @@ class Chat:
         self._open: Turn | None = None
         self._lock = ProcessLock()  # held while a piece comes, and by `send` for all of its answer
 
-    def __repr__(self) -> str:
-        about = "" if self.prefix is None else f" about a document of {len(self.prefix):,} tokens"
-        return f"<triforce.Chat{about}: turns so far: {len(self.turns)}>"
-
     def stream(self, text: str, **options) -> "Turn":
         """Says something, and gives the answer piece by piece. The answer is what was given before the iteration
         ends or is closed, or the next turn begins. options: see `Engine.stream`; they override those of the chat."""
@@ -92,25 +88,24 @@ class Chat:
     def save(self, path: str | Path) -> None:
         """Writes the document and what was said, with what the engine holds of their keys and values, to a file.
         `Engine.open` opens it as a prefix, and `Engine.chat` goes on with that; the turns in it cannot be undone. Every
-        rank calls this. Raises UserError if nothing has been said yet, and there is no document; see `Prefix.save`."""
+        rank calls this. Raises UserError if there is nothing to save; see `Prefix.save`."""
         with self._lock, self.engine.holding_still():
             self.end()
             if not self.turns and self.prefix is None:
                 raise UserError("nothing has been said yet, so there is nothing to save; say something first")
-            (self._so_far() if self.turns else self.prefix).save(path)
-
-    def _so_far(self) -> Prefix:
-        """The conversation as a prefix of others, with what the engine holds of it."""
-        book = self.prefix
-        if not self.uses_template:
-            return self.engine.buffers.held([*(book.tokens if book is not None else []), *self._ids()], book)
-        variables = self.options.get("chat_template_kwargs")
-        if book is not None and variables is None:
-            variables = book.chat_template_kwargs
-        about = (self.messages, self.chat_template, variables, self.rendered_at)
-        held = self.engine.buffers.held(self.engine.encode_beginning(*about), book)
-        held.tell(*about)
-        return held
+            book, variables, about = self.prefix, self.options.get("chat_template_kwargs"), ()
+            if book is not None and variables is None:
+                variables = book.chat_template_kwargs
+            if not self.turns:
+                return book.save(path)
+            if self.uses_template:
+                about = (self.messages, self.chat_template, variables, self.rendered_at)
+                ids = self.engine.encode_beginning(*about)
+            else:
+                ids = [*(book.tokens if book is not None else []), *self._ids()]
+            held = self.engine.buffers.held(ids, book)
+            held.tell(*about)
+            held.save(path)
 
     def undo(self) -> None:
         """Back by one turn. Raises UserError if there is none."""

@@ -54,7 +54,7 @@ from .buffers import Buffers
 from .conversation import Chat
 from .keep import check_keep, cut
 from .output import Generation, special_ids, stop_ids, stop_strings
-from .prompt_cache import OF_DOCUMENT, Prefix, asked, check_prefix, check_room, common_length, opened, storable
+from .prompt_cache import OF_PROMPT, Prefix, asked, check_prefix, check_room, common_length, opened, storable
 from .prompt_cache_path import check_target, holds_something
 from .session import Call, Session, Stream
 
@@ -237,7 +237,7 @@ class Engine:
             with self.working():
                 self._end_stream()
                 prefix = self.buffers.compute(reader.tokens, reader=reader, length=reader.layout.length)
-            prefix.tell(**{name: reader.about[name] for name in OF_DOCUMENT})
+            prefix.tell(*(reader.about[name] for name in OF_PROMPT))
             return prefix
 
     @own_settings()
@@ -316,8 +316,8 @@ class Engine:
         the checkpoint.
 
         Args:
-            last: only after so many tokens at the end, [B, last, V]: the output layer is not run for the others, nor is
-                there memory for their logits. Equal to those of None but for rounding.
+            last: only after so many tokens at the end, [B, last, V], without time and memory for the others. Equal to
+                those of None but for rounding.
 
         Raises:
             UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S.
@@ -516,19 +516,20 @@ class Engine:
     def prepare(self, ids: list[list[int]], max_new_tokens: int, on_prefill=None, plan: DraftPlan | None = None,
                 prefix: Prefix | None = None, **sampling) -> DecodeBatch:
         """A DecodeBatch with the prompts prefilled, ready for rounds. If it already holds just these, it is rewound.
-
-        Args:
-            plan: what all rounds follow; None: chosen round by round, or what the settings say.
-            prefix: what the prompts begin with.
-            sampling: the fields of `Sampling`.
-        """
+        plan: what all rounds follow, None: chosen round by round; sampling: the fields of `Sampling`."""
         self._end_warm_up()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         # Nothing here holds on to the caches of the call before: they are freed before others are planned.
         state = self.buffers.find(ids, max_new_tokens, prefix, on_prefill)
         state.params.set(**sampling)
-        padding = self._padding(state.params.greedy or self.settings.coupled)
+        # Greedy output and coupled draws are promised to be the same bits; other tokens come from steps of any size.
+        # Ranks pad: one that has gone astray is to be noticed by its tokens, not by the shapes that it sends. So do
+        # compiled steps, since other shapes are compiled anew. On a GPU rows cost next to nothing.
+        same_bits, cheap = state.params.greedy or self.settings.coupled, self.device.type != "cpu"
+        padding = Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
+        if self.target.group is not None or self.placement.compile is True:
+            padding = PADDED
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
             plan = ONE_ROW
         begin = state.rewind if state.prompts == ids else state.begin
@@ -536,18 +537,6 @@ class Engine:
         begin(max_new_tokens, plan, padding)
         state.prompts = ids
         return state
-
-    def _padding(self, same_bits: bool) -> Padding:
-        """Greedy output and coupled draws are promised to be the same bits; other drawn tokens follow the same
-        distribution from steps of any size, and so do drafted ones.
-
-        Ranks pad: a rank that has gone astray is to be noticed by its tokens, not by the shapes that it sends. So do
-        compiled steps, since other shapes are compiled anew. On a GPU rows cost next to nothing.
-        """
-        if self.target.group is not None or self.placement.compile is True:
-            return PADDED
-        cheap = self.device.type != "cpu"
-        return Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
 
     def resolve_budget(self, prompt_len: int, sharing: int = 1) -> int:
         """See `Settings.view_tokens`."""

@@ -27,8 +27,11 @@ def explain(model: Transformer, cache: KVCache, tokens: list[int], chunk_size: i
     def look(name: str, part: nn.Module, args: tuple, out: Tensor) -> None:
         if not found and not bool(out.isfinite().all()):
             position = seen[name] + int((~out.isfinite()).flatten(2).any(-1)[0].long().argmax())
-            found.append((f"{name} on, at position {position:,} of {len(tokens):,} tokens",
-                          _has_bad_weights(model, part, *args)))
+            # Packed weights cannot be read, but nothing else makes zeros into what is not finite. Of several ranks none
+            # can run a part by itself.
+            by_weights = isinstance(part, nn.Embedding) or model.group is None and not bool(
+                part.forward(torch.zeros_like(args[0][:, :1])).isfinite().all())
+            found.append((f"{name} on, at position {position:,} of {len(tokens):,} tokens", by_weights))
         seen[name] += out.shape[1]
 
     parts = [(name, part) for name, part in model.named_modules() if not list(part.children()) and name != "rope"]
@@ -59,10 +62,3 @@ def explain(model: Transformer, cache: KVCache, tokens: list[int], chunk_size: i
         why = "float16 ends at 65,504; load the model with --dtype bfloat16 or float32"
     return UserError(f"the target's numbers are not finite from {where}: {why}")
 
-
-def _has_bad_weights(model: Transformer, part: nn.Module, given: Tensor) -> bool:
-    """Packed weights cannot be read, but nothing else makes zeros into what is not finite. Of several ranks each tells
-    what it sees first, and none can run a part by itself."""
-    if isinstance(part, nn.Embedding):
-        return True
-    return model.group is None and not bool(part.forward(torch.zeros_like(given[:, :1])).isfinite().all())

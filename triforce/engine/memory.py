@@ -1,7 +1,6 @@
 """What a run will need, part by part: its caches are built on the meta device, without memory, and added up.
 
-`load`, a call and `triforce plan` plan by `plan_memory` alone. It and what chooses sizes are pure: how much is free is
-an argument.
+`load`, a call and `triforce plan` plan by `plan_memory` alone.
 """
 
 import functools
@@ -22,9 +21,6 @@ from ..model import ModelConfig, Transformer
 from ..runtime import free_memory
 from ..runtime.graphs import SPARE, Compiler, unreserved
 
-# Tokens of a view where memory decides: few sizes, since each is compiled for. With smaller ones more rows would fit,
-# and hardly draft.
-VIEWS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 OF_DOCUMENT = ("KV cache", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")  # a prefill's parts
 
 

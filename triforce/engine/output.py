@@ -169,18 +169,21 @@ class RowOutput:
         return max((n for stop in self.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
 
 
+def listed(value) -> list:
+    """None, one value or several, as a list."""
+    return [] if value is None else list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+
+
 def stop_strings(stop) -> list[str]:
-    """None, one string or several, as a list. Raises UserError for others, and for an empty one: every text has it."""
-    strings = [] if stop is None else list(stop) if isinstance(stop, (list, tuple, set)) else [stop]
-    if not all(isinstance(s, str) and s for s in strings):
+    """Raises UserError for what is no string, and for an empty one: every text has it."""
+    if not all(isinstance(one, str) and one for one in listed(stop)):
         raise UserError(f"stop ({stop!r}) must be a string or a list of strings, none of them empty")
-    return strings
+    return listed(stop)
 
 
 def stop_ids(stop_token_ids) -> list[int]:
-    """None, one id or several, as a list. Raises UserError for what is no whole number."""
-    values = as_numbers(stop_token_ids)
-    ids = [] if values is None else list(values) if isinstance(values, (list, tuple, set, frozenset)) else [values]
+    """Raises UserError for what is no whole number."""
+    ids = listed(as_numbers(stop_token_ids))
     if not all(map(is_whole, ids)):
         raise UserError(f"stop_token_ids ({stop_token_ids!r}) must be whole numbers, ids of tokens; a text that ends "
                         "the output is given as stop")

@@ -23,7 +23,8 @@ from .prompt_cache_file import Layout, PrefixReader
 if TYPE_CHECKING:
     from .engine import Engine
 
-OF_DOCUMENT = {"messages": list, "chat_template": str, "chat_template_kwargs": dict, "rendered_at": str, "part_of": int}
+OF_PROMPT = {"messages": list, "chat_template": str, "chat_template_kwargs": dict, "rendered_at": str}
+OF_DOCUMENT = {**OF_PROMPT, "part_of": int}
 KINDS = {"model": str, "tokenizer": str, "name": str, **OF_DOCUMENT}  # of what a file says; any may be None
 
 
@@ -44,15 +45,15 @@ class Prefix:
     def __init__(self, engine: "Engine", tokens: list[int], store: PrefixStore | None):
         self.engine, self.tokens, self.store = engine, tokens, store
         self.num_read = 0  # tokens of it that a prefill found in a file
+        self.part_of: int | None = None  # tokens of the document whose prefill goes on, where these are a part of it
         self._meter: NgramMeter | None = None
         self.tell()
 
     def tell(self, messages: list[dict] | None = None, chat_template: str | None = None,
-             chat_template_kwargs: dict | None = None, rendered_at: str | None = None,
-             part_of: int | None = None) -> None:
-        """What it was made of. part_of: tokens of a document whose prefill goes on, where these are a part of it."""
+             chat_template_kwargs: dict | None = None, rendered_at: str | None = None) -> None:
+        """What it was made of."""
         self.messages, self.chat_template, self.chat_template_kwargs = messages, chat_template, chat_template_kwargs
-        self.rendered_at, self.part_of = rendered_at, part_of
+        self.rendered_at = rendered_at
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -132,11 +133,6 @@ class Prefix:
                             "those of the prefix; give the question as text, or add messages to prefix.messages")
         variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
         return self.engine.encode_prompt(question, self.chat_template, variables, self.rendered_at)
-
-    def shared_with(self, ids: list[int]) -> int:
-        """How many of the tokens whose keys and values are held these begin with."""
-        return min(common_length(ids, self.tokens), self.num_shared)
-
 
 def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
     """The sizes of a file. length: tokens that have keys and values."""

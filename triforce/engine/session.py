@@ -42,12 +42,13 @@ class Call:
     def part(self, start: int, stop: int, num_tokens: int) -> "Call":
         """The same for the prompts [start, stop). Progress is told of all of them. num_tokens: new ones of those
         before."""
-        rows, total = slice(start, stop), len(self.ids)
-        tell_prefill, tell_decode = self.on_prefill, self.on_decode
-        on_prefill = tell_prefill and (lambda share: tell_prefill((start + share * (stop - start)) / total))
-        on_decode = tell_decode and (lambda count: tell_decode(num_tokens + count))
+        def on_prefill(share: float) -> None:
+            self.on_prefill((start + share * (stop - start)) / len(self.ids))
+
+        rows = slice(start, stop)
         return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=self.sampling.part(rows),
-                       on_prefill=on_prefill, on_decode=on_decode)
+                       on_prefill=self.on_prefill and on_prefill,
+                       on_decode=self.on_decode and (lambda count: self.on_decode(num_tokens + count)))
 
 
 class Session:
@@ -104,20 +105,18 @@ class Session:
 
     def _result(self, row: int) -> Generation:
         call, output, state = self.call, self.outputs[row], self.state
-        stats = Stats(prompt_len=len(call.ids[row]), dropped_tokens=call.dropped[row], new_tokens=len(output.tokens),
-                      prefill=self._prefill, ttft=self._ttft, peak_memory=memory.peak(self.device),
+        count, first = len(output.tokens), self._first_round[row] if self._first_round else 0
+        stats = Stats(prompt_len=len(call.ids[row]), dropped_tokens=call.dropped[row], new_tokens=count,
+                      prefill=self._prefill, ttft=self._ttft, decode=self._seconds,
+                      tbt=self._seconds / max(count - first, 1), peak_memory=memory.peak(self.device),
                       seed=call.sampling.seed[row], defaults=call.defaults)
-        if state is not None:
+        if state is not None and self._first_round:  # before, it counts what the last call did
             view = state.hierarchy.view
             stats = replace(stats, shared_tokens=state.base, reused_tokens=state.reused[row], compiling=state.waited,
-                            recording=state.recording, flushes=state.num_flushes,
-                            retrieval_rebuilds=0 if view is None else view.num_rebuilds)
-        if state is not None and self._first_round:
-            later = len(output.tokens) - self._first_round[row]
-            stats = replace(stats, tbt=self._seconds / later if later else 0.0, decode=self._seconds,
+                            recording=state.recording, flushes=state.num_flushes, target_forwards=state.num_forwards,
+                            retrieval_rebuilds=0 if view is None else view.num_rebuilds,
                             acceptance_rate=state.hierarchy.acceptance_rates()[row],
-                            block_efficiency=len(output.tokens) / max(state.num_forwards, 1),
-                            target_forwards=state.num_forwards)
+                            block_efficiency=count / max(state.num_forwards, 1))
         return Generation(output.text, [*output.tokens], output.finish_reason or "interrupted", stats,
                           [*output.levels], [*output.pieces], None if call.logprobs is None else [*output.logprobs])
 
