@@ -254,7 +254,7 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
         torch.testing.assert_close(some, whole[:, -last:], atol=1e-4, rtol=1e-4)
         assert {shape[1] for shape in seen} == {last}
         seen.clear()
-    for last, text in ((0, r"last \(0\) must be a whole number, at least 1"), (91, r"last \(91\) must be .* at most 90"),
+    for last, text in ((0, r"last \(0\) must be a whole number, at least 1"), (91, r"last \(91\) .* at most 90"),
                        (1.5, "whole number")):
         with pytest.raises(triforce.UserError, match=text):
             engine.logits(rows, last=last)
@@ -281,7 +281,7 @@ def test_logits_of_the_last_positions(pair, monkeypatch):
     (lambda e: e.stream(["a", "b"]), "stream gives one answer to one prompt"),
     (lambda e: e.generate([1.5, 2.7]), "a list of whole numbers (ids)"),
     (lambda e: e.generate("a", 5, seed=2**63), "seed (9223372036854775808)"),
-    (lambda e: e.logits([5, 6, 7]), r"put the ids of one text into a list of their own: [[5, 6, 7]]"),
+    (lambda e: e.logits([5, 6, 7]), "put the ids of one text into a list of their own: [[5, 6, 7]]"),
     (lambda e: e.generate(["a", ""], num_samples=2), "prompt 1: the prompt is empty")])
 def test_mistakes_in_a_call(tiny_engine, call, text):
     with pytest.raises(triforce.UserError) as error:

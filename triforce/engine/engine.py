@@ -327,8 +327,8 @@ class Engine:
         except (TypeError, UserError):
             rows = []
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
-            raise UserError("logits takes [B, S] ids, S at least 1: rows of the same length, and of one text a list of "
-                            "its own; try [[5, 6, 7]], or [engine.encode_prompt(text)]")
+            raise UserError(f"logits takes [B, S] ids, S at least 1, and got rows of {[len(row) for row in rows]} ids; "
+                            "put the ids of one text into a list of their own: [[5, 6, 7]]")
         self._check_ids([token for row in rows for token in row])
         length = len(rows[0])
         self.check_len(length, 0)

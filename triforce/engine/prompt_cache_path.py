@@ -36,9 +36,9 @@ def begins_as_one(path: Path) -> bool:
 def check_source(path: str | Path) -> None:
     """Raises UserError if there is nothing of that name, or no file."""
     path = as_path(path)
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "is no regular file" if os.path.exists(path) else "is not there"
-        raise UserError(f"{path} {what}; give the name of a file that was saved")
+    if not os.path.isfile(path):  # for a name that is too long, too, where Path raises
+        what = "no regular file" if os.path.exists(path) else "not there"
+        raise UserError(f"{path} is {'a folder' if os.path.isdir(path) else what}; give the name of a file that was saved")
 
 
 def check_target(path: str | Path) -> None:
