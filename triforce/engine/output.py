@@ -27,7 +27,7 @@ class Stats:
     prompt_len: int = stat("prompt tokens")
     dropped_tokens: int = stat("dropped prompt tokens")  # see `keep`; `prompt_len` counts what was left
     shared_tokens: int = stat("  shared by all rows")  # of the prompt: their K/V are kept once for all rows of the call
-    reused_tokens: int = stat("  held from before")  # of the prompt: their K/V were there before the call
+    reused_tokens: int = stat("  held from before")  # of the prompt: their K/V were there before its turn
     new_tokens: int = stat("new tokens")
     load: float = stat("start and load", SECONDS, 0.0)  # of a command: from its start until the model was ready
     prefill: float = stat("prefill", SECONDS, 0.0)  # until the prompts were in the cache, and steps recorded beside it

@@ -37,8 +37,8 @@ def check_source(path: str | Path) -> None:
     """Raises UserError if there is nothing of that name, or no file."""
     path = as_path(path)
     if not os.path.isfile(path):  # for a name that is too long, too, where Path raises
-        what = "no regular file" if os.path.exists(path) else "not there"
-        raise UserError(f"{path} is {'a folder' if os.path.isdir(path) else what}; give the name of a file that was saved")
+        what = "a folder" if os.path.isdir(path) else "no regular file" if os.path.exists(path) else "not there"
+        raise UserError(f"{path} is {what}; give the name of a file that was saved")
 
 
 def check_target(path: str | Path) -> None:
