@@ -81,9 +81,9 @@ class ModelConfig:
         return names[self.max_len]
 
     def within(self, max_seq_len: int | None) -> "ModelConfig":
-        """For sequences of at most max_seq_len positions. LongRoPE has other frequencies within its original window than
-        for longer ones. Keys are kept rotated, so one of the two serves a model for good: the longer ones', unless no
-        sequence leaves the original window."""
+        """For sequences of at most max_seq_len positions. LongRoPE has other frequencies within its original window
+        than for longer ones. Keys are kept rotated, so one of the two serves a model for good: the longer ones', unless
+        no sequence leaves the original window."""
         original = self.rope_scaling.original_max_position_embeddings
         if self.rope_scaling.kind != "longrope" or max_seq_len is None or max_seq_len > original:
             return self

@@ -21,9 +21,9 @@ SPINES, BRANCHES = (4, 8, 12, 16, 24, 32, 48, 63), (1, 2, 4, 8, 12, 16)  # lengt
 
 
 def emitted(rate, drafted, leaf=0.0):
-    """Expected tokens of a round that checks this number of drafted ones, each kept at this rate if those before it were:
-    1 + rate + ... + rate ** drafted (Leviathan et al., arXiv 2211.17192, eq. 1); and with the chance `leaf` one more
-    where one was not kept."""
+    """Expected tokens of a round that checks this number of drafted ones, each kept at this rate if those before it
+    were: 1 + rate + ... + rate ** drafted (Leviathan et al., arXiv 2211.17192, eq. 1); and with the chance `leaf` one
+    more where one was not kept."""
     return (1 - rate ** (drafted + 1)) / (1 - rate) + leaf * (1 - rate**drafted)
 
 
