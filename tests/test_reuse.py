@@ -80,6 +80,8 @@ def test_prompts_of_a_call_share_what_they_begin_with(engine, twin, computed, he
     assert passes == 288 * (not held) + 3 * (len(DOCUMENT) - 288 + 20 - 1)
     again = engine.generate(prompts[:2], **GREEDY)
     assert same(again, results[:2]) and [one.stats.reused_tokens for one in again] == [288] * 2
+    others = [random_prompt(320, seed=9) + [last] for last in (1, 2)]
+    assert same(engine.generate(others, **GREEDY), [twin.generate(prompt, **GREEDY) for prompt in others])
 
 
 def test_a_prompt_that_goes_on_computes_only_the_rest(engine, twin, computed):
