@@ -44,14 +44,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-class Paragraphs(argparse.HelpFormatter):
-    """Wraps paragraphs to the terminal's width; those that are indented stay as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        fill = super()._fill_text
-        return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in text.split("\n\n"))
-
-
 class Help(argparse.Action):
     """Prints a screen: the flags of COMMON, a line each."""
 
