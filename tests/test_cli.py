@@ -116,7 +116,7 @@ def test_commands_and_their_modules(capsys, monkeypatch):
     (["--temprature", "1"], "--temprature is not a known flag or command; did you mean --temperature?"),
     (["--frobnicate"], "--frobnicate is not a known flag or command; triforce --help-all lists all"),
     (["--prompt", "Once", "upon"], "a text goes behind --prompt, in quotes"), (["plna"], "did you mean plan?"),
-    (["--gamma", "x"], "gamma ('x') must be a whole number, at least 1; try 6 or 'auto'"),
+    (["--gamma", "x"], "gamma ('x') must be a whole number, at least 1, or 'auto'; try 6"),
     (["--logit-bias", "5:2"], "argument --logit-bias: '5:2' must be ID=BIAS, such as 5=-100 or 5=-inf"),
     (["--logit-bias", "5=inf"], "logit_bias of token 5 (inf) must be a number"),
     (["--max-new-tokens"], "expected one argument; see triforce --help"),

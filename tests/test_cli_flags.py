@@ -139,7 +139,7 @@ def test_the_comparison(engine, capsys, monkeypatch, coupled, differs):
 def test_the_speeds_of_a_comparison():
     """The whole run has what both ways have in common, and then the tokens of each."""
     stats = Stats(100, new_tokens=101, load=2.0, ttft=8.0)
-    lines, report = run.speeds({"speculation": (0.2, 0.1, 0.3), "autoregression": (0.4, 0.4, 0.5)}, stats)
+    lines, report = run.speeds({"speculation": [0.2, 0.1, 0.3], "autoregression": [0.4, 0.4, 0.5]}, stats)
     assert report["speedup"] == pytest.approx(2) and report["speedup_of_run"] == pytest.approx(50 / 30)
     assert "200.0 ms a token (100.0 to 300.0); whole run 30.0 s" in lines[0] and "whole run 50.0 s" in lines[1]
     assert "2.00x a token, 1.67x the whole run of 101 tokens" in lines[2] and all(len(line) <= 80 for line in lines)

@@ -291,7 +291,7 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
 
 @pytest.mark.parametrize("options,text", [
     ({"gamma": 8}, "gamma (8) must be between 1 and block_size - 1 (7)"),
-    ({"gamma": 0}, "gamma (0) must be a whole number, at least 1; try 6"),
+    ({"gamma": 0}, "gamma (0) must be a whole number, at least 1, or 'auto'"),
     ({"gamma": 500}, "try --gamma 7"),
     ({"gamma_inner": 0}, "gamma_inner (0) must be a whole number, at least 1; try 2"),
     ({"buget": 4096}, "buget is not a known setting; did you mean budget?"),

@@ -37,7 +37,7 @@ class ViewKind(NamedTuple):
     renews: bool  # again and again; or once, by the prompt's last queries
 
 
-# Of the retrieval level's view; more of them in kv/views.py.
+# Of the retrieval level's view; more of them in cache/views.py.
 VIEWS = {"retrieval": ViewKind("chunk", renews=True), "snapkv": ViewKind("token", renews=False),
          "streaming": ViewKind(None, renews=False)}
 
@@ -97,11 +97,6 @@ def _number_or_text(value: str) -> int | float | str:
     return value
 
 
-def _check_gamma(name: str, value) -> None:
-    if value != "auto":
-        whole(1, "6 or 'auto'")(name, value)
-
-
 class Options:
     """What `Settings` and `Placement` share: fields are checked as they are made."""
 
@@ -124,8 +119,7 @@ class Settings(Options):
         "n-grams may draft, too")
     retrieval: bool = option(
         True, "a middle level checks drafts over a part of the cache; with --no-retrieval the full cache checks them "
-        "directly", one_of(True, False),
-        flag="--no-retrieval", action="store_false")
+        "directly", one_of(True, False), flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
         None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
         "of 256, between 1024 and 4096; with offload 1/16, up to 8192; twice as much where several prompts share most "
@@ -135,7 +129,8 @@ class Settings(Options):
     gamma: int | str = option(
         "auto", "tokens drafted for a check by the full cache, or 'auto'. At most block_size - 1. 'auto', the default: "
         "gamma and drafting levels are chosen for each round, by step times and acceptance. The output's distribution "
-        "is the same. Times vary, so a seed repeats a text only with a number, or coupled sampling", _check_gamma,
+        "is the same. Times vary, so a seed repeats a text only with a number, or coupled sampling",
+        must("a whole number, at least 1, or 'auto'; try 6", lambda x: x == "auto" or is_whole(x) and x > 0),
         type=_number_or_text)
     gamma_inner: int | None = option(
         None, "tokens that the draft proposes per verify over the retrieval view (default: 2; with gamma 'auto' at "
@@ -178,17 +173,16 @@ class Settings(Options):
     draft_sink: int = option(4, "first tokens that a streaming draft keeps (default 4)", whole(0, 4), type=int)
     draft_window: int = option(256, "newest tokens that a streaming draft attends to (default 256)", whole(1, 256),
                                type=int)
-    prefill_chunk_size: int | None = option(None, "tokens prefilled at a time (default: 1024, on a GPU 8192; "
-                                            "multiples of 128 are fastest there)",
-                                            whole(1, 2048), type=int)
+    prefill_chunk_size: int | None = option(
+        None, "tokens prefilled at a time (default: 1024, on a GPU 8192; multiples of 128 are fastest there)",
+        whole(1, 2048), type=int)
     piece_tokens: int | None = option(
         None, "tokens of an offloaded layer copied at a time (default: 64 MiB of them); smaller pieces take longer, "
         "and a verify of more than two a layer is not recorded as a CUDA graph", whole(1, 2048), type=int)
     reuse: bool = option(
         True, "prompts of a call share the tokens that they begin with in common, and a prompt that begins with what "
         "the last call holds computes only the rest; with --no-reuse each is computed from its beginning",
-        one_of(True, False),
-        flag="--no-reuse", action="store_false")
+        one_of(True, False), flag="--no-reuse", action="store_false")
     keep_logits: bool = option(False, "keep the logits of the last round, for tests", flag=None)
     auto: bool = option(False, "resolved from gamma", flag=None)
     ngram: bool = option(False, "resolved from draft and gamma", flag=None)
@@ -248,14 +242,12 @@ class Settings(Options):
         ngram = self.ngram or self.draft == "ngram"
         drafts = self.retrieval or ngram or has_model or callable(self.draft)
         if self.draft_cache is not None and not self.retrieval and not has_model and self.draft_cache in MEMORIES:
-            raise UserError(f"draft_cache ({self.draft_cache!r}) has no effect, and neither a retrieval level nor a "
-                            "draft model reads it; leave out draft_cache, or retrieval=False (--draft-cache, "
-                            "--no-retrieval)")
+            raise UserError(f"draft_cache ({self.draft_cache!r}) has no effect without a retrieval level and a draft "
+                            "model; leave out draft_cache, or retrieval=False (--draft-cache, --no-retrieval)")
         grows = self.coupled and cuda and drafts and max_batch_size <= 2  # where rows cost next to nothing
         # Beside fewer than 8 drafted and pending tokens, leaves would take more than they bring.
         beside = grows and not self.tree_size and 2 * query_group * 8 <= QUERIES
-        leaves = beside * 1 if self.leaves is None else self.leaves
-        block = self.block_size
+        leaves, block = int(beside) if self.leaves is None else self.leaves, self.block_size
         if block is None:
             each = (1 + leaves) * query_group
             block = self._usual_block(cuda, offload, max_batch_size, each, shared) if drafts else 1
@@ -298,28 +290,27 @@ class Settings(Options):
         beside = self.leaves or self.leaves_inner
         kinds, whose = (VIEWS, "with") if self.retrieval else (MEMORIES, "without")
         rules = (
-            (block > interval, f"block_size ({block}) must be between 1 and flush_interval ({interval}); "
-             f"try {min(8, interval)}"),
+            (block > interval,
+             f"block_size ({block}) must be between 1 and flush_interval ({interval}); try {min(8, interval)}"),
             (drafts and block == 1, "block_size (1) leaves no room for a drafted token beside the pending one; use at "
              "least 2, or draft=False and retrieval=False (--draft none --no-retrieval)"),
-            (drafts and self.gamma > most, f"gamma ({self.gamma}) must be between 1 and block_size - 1 ({most}); try "
-             f"--gamma {most}, or a larger --block-size"),
-            (drafts and self.gamma_inner > most, f"gamma_inner ({self.gamma_inner}) must be between 1 and block_size "
-             f"- 1 ({most}); try {min(2, most)}"),
+            (drafts and self.gamma > most,
+             f"gamma ({self.gamma}) must be between 1 and block_size - 1 ({most}); try --gamma {most}"),
+            (drafts and self.gamma_inner > most,
+             f"gamma_inner ({self.gamma_inner}) must be between 1 and block_size - 1 ({most}); try {min(2, most)}"),
             (beside and rows > MOST_ROWS, f"leaves ({self.leaves}) and leaves_inner ({self.leaves_inner}) make blocks "
              f"of {rows} rows, and {MOST_ROWS} are the most; try 1 and 3"),
             ((beside or size) and not self.coupled, f"leaves ({self.leaves}), leaves_inner ({self.leaves_inner}) and "
-             f"tree_size ({size}) need sampling 'coupled', and it is 'rejection'; add --sampling coupled, or leave "
-             "them out"),
+             f"tree_size ({size}) need sampling 'coupled', and it is 'rejection'; add --sampling coupled"),
             (size and not self.retrieval, f"tree_size ({size}) needs a retrieval level, which grows the tree; leave "
              "out one of tree_size and retrieval=False (--tree-size, --no-retrieval)"),
-            (size and self.leaves, f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; leave out "
-             "one of them"),
+            (size and self.leaves,
+             f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; leave out one of them"),
             (size > MOST_ROWS, f"tree_size ({size}) must be at most {MOST_ROWS}; try {MOST_ROWS}"),
             (0 < size < 2 * block, f"tree_size ({size}) must be at least twice block_size ({block}), so that branches "
              f"have room beside the chain; try a block_size of {max(size // 8, 4)}"),
-            (cache not in kinds, f"draft_cache ({cache!r}) {whose} a retrieval level must be one of "
-             f"{', '.join(kinds)}"),
+            (cache not in kinds,
+             f"draft_cache ({cache!r}) {whose} a retrieval level must be one of {', '.join(kinds)}"),
             (self.retrieval and offload and cache == "snapkv", "draft_cache 'snapkv' chooses from a cache on the "
              "device; use 'retrieval' or 'streaming' with offload"))
         for is_broken, told in rules:
@@ -403,8 +394,8 @@ class Placement(Options):
                                  flag=None)
     offload: bool | str = option(
         False, "keep the KV cache in host memory. It is pinned, and streamed through the device; 'auto': only the "
-        "layers that do not fit the device", one_of(True, False, "auto"), nargs="?",
-        const=True, choices=["auto"], metavar="auto")
+        "layers that do not fit the device", one_of(True, False, "auto"), nargs="?", const=True, choices=["auto"],
+        metavar="auto")
     num_resident_layers: int | None = option(None, "so many layers of an offloaded cache stay on the device (alias "
                                              "--on-chip)", whole(0, 4), type=int)
     resident_memory: int | str | None = option(
@@ -574,11 +565,8 @@ def names_of(*classes: type) -> frozenset[str]:
 
 
 def split(options: dict, *classes: type, what: str, known: Iterable[str] = ()) -> tuple[list, dict]:
-    """An instance of each class, made of its options; and the options that belong to none of them.
-
-    Args:
-        what: an option is, for the message. known: names of all that may be meant. Others raise UserError.
-    """
+    """An instance of each class, made of its options; and the options that belong to none of them, but are `known`.
+    Raises UserError for others. what: an option is, for the message."""
     known = names_of(*classes) | set(known)
     for name in options:
         if name in names_of(Settings, Placement) - known:

@@ -215,7 +215,7 @@ def seeds_of(items, first: int | None, group, samples: int = 1) -> list[int]:
 def document_of(engine, args, request: Request) -> tuple[Prefix | None, int]:
     """What is asked about, None: nothing: opened, or prefilled; saved where that is wanted. And how many of its tokens
     --keep dropped."""
-    begun, dropped, path = time.perf_counter(), 0, args.save_prefix
+    begun, dropped = time.perf_counter(), 0
     if args.prefix is not None:
         book = engine.open(args.prefix)
         if args.chat and book.messages is None:
@@ -227,10 +227,10 @@ def document_of(engine, args, request: Request) -> tuple[Prefix | None, int]:
         book, dropped = prefilled(engine, args, request)
     wrap(f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, there after "
          f"{time.perf_counter() - begun:.1f} s; {book.num_shared:,} of them are shared by all questions")
-    if path is not None:
+    if args.save_prefix is not None:
         if not args.save_every or args.prefix is not None:
-            book.save(path)
-        say(f"{path} has {len(book):,} tokens, {book.num_read:,} of them from before")
+            book.save(args.save_prefix)
+        say(f"{args.save_prefix} has {len(book):,} tokens, {book.num_read:,} of them from before")
     say("")
     return book, dropped
 
@@ -279,9 +279,9 @@ def wants_colours(file) -> bool:
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[str], dict]:
-    """--compare: a table, and the same as JSON has it. Speed, beside the fastest autoregression, which takes steps of
-    one row: the same distribution as the padded steps whose bits are promised, and faster on a CPU. And whether tokens
-    with and without speculation are equal: greedy ones, and where levels share their draws, drawn ones.
+    """--compare: lines, and the same as JSON has it. Speed, beside the fastest autoregression, which takes steps of one
+    row: the same distribution as the padded steps whose bits are promised, and faster on a CPU. And whether tokens with
+    and without speculation are equal: greedy ones, and where levels share their draws, drawn ones.
 
     Args:
         sampling: that the run drew by, with its seed. stats: of the run.
@@ -290,11 +290,10 @@ def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[s
     ways = {"speculation": {"speculate": not args.no_speculation},
             "autoregression": {"speculate": False, "one_row": True}}
     # They take turns, so that a machine that becomes busy hits both. In the first turn steps are prepared.
-    turns = [[engine.generate(ids, **sampling, **count, **how).stats.tbt for how in ways.values()]
-             for _ in range(1 + TURNS)]
-    lines, report = ["too few tokens to compare; ask for 64"], {}
-    if all(map(all, turns[1:])):
-        lines, report = speeds(dict(zip(ways, zip(*turns[1:], strict=True), strict=True)), stats)
+    turns = [{way: engine.generate(ids, **sampling, **count, **how).stats.tbt for way, how in ways.items()}
+             for _ in range(1 + TURNS)][1:]
+    times = {way: [turn[way] for turn in turns] for way in ways}
+    lines, report = speeds(times, stats) if all(map(all, times.values())) else (["too few tokens; ask for 64"], {})
     both = {"greedy": {"temperature": 0.0}} | ({"drawn": sampling} if engine.settings.coupled else {})
     for name, one in both.items():
         on, off = (engine.generate(ids, speculate=speculates, **one, **count).tokens for speculates in (True, False))
@@ -305,7 +304,7 @@ def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[s
     return lines, report
 
 
-def speeds(times: dict[str, tuple[float, ...]], stats) -> tuple[list[str], dict]:
+def speeds(times: dict[str, list[float]], stats) -> tuple[list[str], dict]:
     """Lines and JSON about the whole run and a token: medians, and the least and the most of a token in brackets.
 
     Args:
@@ -314,7 +313,7 @@ def speeds(times: dict[str, tuple[float, ...]], stats) -> tuple[list[str], dict]
     lines, report = [], {}
     for name, way in times.items():
         run = stats.load + stats.ttft + max(stats.new_tokens - 1, 0) * median(way)
-        report[name] = {"tbt": median(way), "tbt_of_turns": list(way), "run": run}
+        report[name] = {"tbt": median(way), "tbt_of_turns": way, "run": run}
         lines.append(f"{name:<15}{1e3 * median(way):7.1f} ms a token ({1e3 * min(way):.1f} to {1e3 * max(way):.1f}); "
                      f"whole run {run:.1f} s")
     first, second = report.values()
