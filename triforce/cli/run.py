@@ -287,7 +287,7 @@ def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[s
         sampling: that the run drew by, with its seed. stats: of the run.
     """
     count = {"max_new_tokens": min(COMPARED_TOKENS, args.max_new_tokens), "ignore_eos": True}
-    ways = {"speculation": {"speculate": not args.no_speculation},
+    ways = {"no speculation" if args.no_speculation else "speculation": {"speculate": not args.no_speculation},
             "autoregression": {"speculate": False, "one_row": True}}
     # They take turns, so that a machine that becomes busy hits both. In the first turn steps are prepared.
     turns = [{way: engine.generate(ids, **sampling, **count, **how).stats.tbt for way, how in ways.items()}
