@@ -109,7 +109,7 @@ def test_commands_and_their_modules(capsys, monkeypatch):
             status, text = said(program, command, "--help")
             assert status == 0 and f"usage: triforce {command}" in text
     for command in ("download", "convert"):
-        assert said(f"triforce.hf.{command}")[0] == 2
+        assert f"triforce {command}" in said(f"triforce.hf.{command}")[0]
 
 
 @pytest.mark.parametrize("argv,text", [
