@@ -144,7 +144,7 @@ def _choice_bytes(target: ModelConfig, draft: ModelConfig | None, settings: Sett
     of all; of one of several rows, what is scored is copied, too."""
     of_tokens = settings.draft_cache == "snapkv"
     chooser = target if settings.retrieval or not of_tokens else draft
-    if chooser is None or not (settings.scores_chunks or of_tokens):
+    if chooser is None or not (settings.scored_chunk_size or of_tokens):
         return 0
     if chooser is draft:
         base, own = 0, own + base

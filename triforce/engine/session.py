@@ -28,7 +28,7 @@ class Call:
     ids: list[list[int]]
     prefix: Prefix | None
     max_new_tokens: int
-    sampling: Sampling
+    sampling: Sampling  # lists of a value for each prompt
     eos_ids: tuple[int, ...]
     stops: list[str]
     plan: DraftPlan | None  # what all rounds follow; None: chosen
@@ -46,7 +46,8 @@ class Call:
             self.on_prefill((start + share * (stop - start)) / len(self.ids))
 
         rows = slice(start, stop)
-        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=self.sampling.part(rows),
+        sampling = Sampling(**{name: column[rows] for name, column in vars(self.sampling).items()})
+        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=sampling,
                        on_prefill=self.on_prefill and on_prefill,
                        on_decode=self.on_decode and (lambda count: self.on_decode(num_tokens + count)))
 
