@@ -27,7 +27,7 @@ from ..model import Transformer
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
 from . import memory
-from .memory import MemoryPlan, Sizes, total
+from .memory import VIEWS, MemoryPlan, Sizes, total
 from .prompt_cache import Prefix, common_length
 from .prompt_cache_file import PrefixReader
 
@@ -128,6 +128,8 @@ class Buffers:
         def fits(count: int) -> bool:
             settings = self.settings_for(count, shared=True)
             sizes = self._sizes(settings, count, base, needed, max(map(len, ids)))
+            if self.given.budget is None:  # with the smallest view
+                sizes = replace(sizes, budget=min(sizes.budget, VIEWS[0]))
             document = () if is_held else self._plan_document(sizes).parts
             return free is None or total((*document, *self._plan(settings, sizes).parts)) <= free
 
@@ -307,6 +309,10 @@ class Buffers:
         if not base and self.placement.offload:
             least = self._plan(settings, replace(sizes, resident_layers=0))
             sizes = replace(sizes, resident_layers=self._resident(batch, sizes.capacity, least))
+        elif base and self.given.budget is None and (free := self._free()) is not None:
+            budget = memory.view_within(lambda view: self._plan(settings, replace(sizes, budget=view)).parts,
+                                        sizes.budget, free)
+            sizes = replace(sizes, budget=agreed(self.target.group, budget))
         self._check(self._plan(settings, sizes), sizes)
         if base:
             self.pack(shared.store)

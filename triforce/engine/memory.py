@@ -6,7 +6,7 @@
 import functools
 import resource
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,9 @@ from ..model import ModelConfig, Transformer
 from ..runtime import free_memory
 from ..runtime.graphs import SPARE, Compiler, unreserved
 
+# Tokens of a view where memory decides: few sizes, since each is compiled for. With smaller ones more rows would fit,
+# and hardly draft.
+VIEWS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 OF_DOCUMENT = ("KV cache", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")  # a prefill's parts
 
 
@@ -191,6 +194,12 @@ def row_capacity(needed: int, settings: Settings, max_seq_len: int | None, batch
     own = -(-(needed - base) // interval) * interval
     capacity = base + (max(1 << (own - 1).bit_length(), 1024) if batch == 1 else own)
     return max(min(capacity, (limit + settings.block_size) // interval * interval), needed)
+
+
+def view_within(parts_of: Callable[[int], Collection[Part]], budget: int, free: int) -> int:
+    """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a batch with such a view."""
+    views = [budget, *(view for view in reversed(VIEWS) if view < budget)]
+    return next((view for view in views if total(parts_of(view)) <= free), views[-1])
 
 
 def resident_layers(place: Placement, num_layers: int, layer: int, beside: Collection[Part], free: int | None,

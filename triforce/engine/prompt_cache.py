@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -22,6 +23,9 @@ from .prompt_cache_file import Layout, PrefixReader
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+log = logging.getLogger("triforce")
+JOINTS = 16  # tokens: a template may join a question to the last ones of a document in another way
 
 OF_PROMPT = {"messages": list, "chat_template": str, "chat_template_kwargs": dict, "rendered_at": str}
 OF_DOCUMENT = {**OF_PROMPT, "part_of": int}
@@ -47,6 +51,7 @@ class Prefix:
         self.num_read = 0  # tokens of it that a prefill found in a file
         self.part_of: int | None = None  # tokens of the document whose prefill goes on, where these are a part of it
         self._meter: NgramMeter | None = None
+        self._has_warned = False  # that it does not serve its questions
         self.tell()
 
     def tell(self, messages: list[dict] | None = None, chat_template: str | None = None,
@@ -132,7 +137,14 @@ class Prefix:
             raise UserError("the prefix was made of messages, and this is no text, or messages that do not begin with "
                             "those of the prefix; give the question as text, or add messages to prefix.messages")
         variables = self.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
-        return self.engine.encode_prompt(question, self.chat_template, variables, self.rendered_at)
+        ids = self.engine.encode_prompt(question, self.chat_template, variables, self.rendered_at)
+        shared = min(common_length(ids, self.tokens), self.num_shared)
+        if shared + JOINTS < self.num_shared and not self._has_warned:
+            self._has_warned = True
+            log.warning("%s of the document's %s tokens are computed anew with each question, since this chat template "
+                        "with these chat_template_kwargs gives others from token %s on; make the document anew with "
+                        "them", f"{len(self) - shared:,}", f"{len(self):,}", f"{shared:,}")
+        return ids
 
 def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
     """The sizes of a file. length: tokens that have keys and values."""

@@ -76,6 +76,8 @@ class Session:
         state, started = self.state, time.perf_counter()
         emitted = state.round()
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
+        if not any(emitted[row] for row in running):
+            raise RuntimeError("a round emitted nothing; this engine is in use by another thread, or has a bug")
         told, last = [[]] * len(emitted), state.last_round
         if self.call.logprobs is not None:
             told = of_round(state.hierarchy.outer, [len(tokens) for tokens in emitted], self.call.logprobs)
