@@ -140,7 +140,7 @@ def _float8_bytes(config: ModelConfig, chunk: int, block: int, itemsize: int) ->
     if config.float8 is None:
         return 0
     sizes = [work_bytes(linear_shape(config, layer), chunk, itemsize) for layer in LAYERS]
-    if config.float8.holds("output"):
+    if "output" not in config.float8.wide:
         sizes.append(work_bytes(linear_shape(config, "output"), block, itemsize))
     return max(sizes)
 

@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 from ..errors import UserError
-from ..fp8 import Float8
 from ..model import ModelConfig, RopeScaling
 from .files import FLAG, REQUIRED, TEXT, Fields, guarded, number, several, shown, whole
+from .quantization import float8_from_hf
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
@@ -62,10 +62,11 @@ def config_from_hf(hf: dict) -> ModelConfig:
                       for key in ("dtype", "torch_dtype")}),
     )
     _check_shapes(config, fields)
-    quantization = fields.part("quantization_config").values
+    quantization = fields.part("quantization_config")
+    if not quantization.values:
+        return config
     with guarded("quantization_config has a field of the wrong kind"):
-        float8 = Float8.from_hf(quantization, config.n_layer, config.tie_word_embeddings) if quantization else None
-    return replace(config, float8=float8)
+        return replace(config, float8=float8_from_hf(quantization, config.n_layer, config.tie_word_embeddings))
 
 
 def refuse(fields: Fields, keys: tuple[str, ...]) -> None:

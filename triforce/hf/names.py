@@ -1,14 +1,14 @@
 """Which tensor of a Hugging Face checkpoint goes where in the model, and which part of it a rank gets."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..fp8 import FP8, LAYERS, quantize, scale_unit
-from ..model import ModelConfig, Transformer
-from ..parallel import Group, join, shard_config
+from ..fp8 import FP8, LAYERS, quantize, scale_columns
+from ..model import ModelConfig
+from ..parallel import Group
 
 FUSED = {fused: parts for fused, parts in LAYERS.values() if len(parts) > 1}  # what Phi-3 and GLM store as one
 SCALE = ".scale"  # ends our name of a weight's scales
@@ -22,14 +22,14 @@ class Place:
     """Where one tensor of a checkpoint goes: rows `start` to `start + shape[0]` of a parameter of `Transformer`.
 
     order: of the tensor's rows within a head, which one stands where in the parameter. None: all as they are.
-    unit: of scales, the rows and columns of the weight that share one.
+    columns: of scales, the columns of the weight that share one.
     """
 
     parameter: str
     start: int
     shape: tuple[int, ...]
     order: tuple[int, ...] | None = None
-    unit: tuple[int, int] = (1, 1)
+    columns: int = 1
 
 
 def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
@@ -45,10 +45,9 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
         table[f"{theirs}.weight"] = Place(f"{ours}{kind}.weight", start, (rows, columns), ordered)
         if bias:
             table[f"{theirs}.bias"] = Place(f"{ours}{kind}.bias", start, (rows,), ordered)
-        if config.float8 is not None and config.float8.holds(ours + kind):
-            unit = scale_unit(config, kind, shards)
-            table[theirs + SCALE] = Place(f"{ours}{kind}{SCALE}", start // unit[0],
-                                          (rows // unit[0], columns // unit[1]), ordered, unit)
+        if config.float8 is not None and ours + kind not in config.float8.wide:
+            together = scale_columns(config, kind, shards)
+            table[theirs + SCALE] = Place(f"{ours}{kind}{SCALE}", start, (rows, columns // together), ordered, together)
 
     if not config.tie_word_embeddings:
         linear("lm_head", "", "output", 0, config.vocab_rows, dim)
@@ -102,7 +101,7 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelCo
         names = apart if fused in name and all(part in table for part in apart) else names
     place, sizes = table.get(names[0]), [table[part].shape[0] for part in names if part in table]
     if place is not None and name.endswith(SCALE):
-        spread = config.float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
+        spread = config.float8.spread(tensor, (sum(sizes), place.shape[1]), place.columns)
         tensor = tensor if spread is None else spread
     if len(names) > 1 and tensor.shape[:1] == (sum(sizes),):
         return dict(zip(names, tensor.split(sizes), strict=True))
@@ -144,18 +143,3 @@ def fill(parameter: Tensor, place: Place, tensor: Tensor) -> None:
     else:
         rows[: len(tensor)].copy_(tensor)
     rows[len(tensor) :].zero_()
-
-
-def shard(model: Transformer, group: Group) -> Transformer:
-    """A rank's share of a whole model, by the same rules by which a checkpoint is read. The whole one is left alone."""
-    local = Transformer.empty(shard_config(model.config, group), model.device, model.dtype)
-    whole, parts = dict(model.named_parameters()), dict(local.named_parameters())
-    theirs, ours, finer = places(model.config), places(local.config), places(model.config, group.size)
-    with torch.no_grad():
-        for name, place in theirs.items():
-            tensor = whole[place.parameter][place.start : place.start + place.shape[0]]
-            for dim, (size, wanted) in enumerate(zip(place.shape, finer[name].shape, strict=True)):
-                tensor = tensor.repeat_interleave(wanted // size, dim) if wanted > size else tensor
-            to = replace(ours[name], order=None)  # it is in order already
-            fill(parts[to.parameter], to, cut(name, tensor, to.shape, group))
-    return join(local, group)
