@@ -97,10 +97,10 @@ def machine(tmp_path, monkeypatch):
     return has
 
 
-def group(folder: str, granted, used: int, prefix: str = "", limit: str = "max", current: str = "current") -> dict:
+def group(folder: str, granted, used: int, limit: str = "max") -> dict:
     """Files of a control group that holds 3 GiB of page cache."""
-    stat = f"anon 5\n{prefix}inactive_file {2 * GIB}\n{prefix}active_file {GIB}\nshmem 7\n"
-    return {f"{folder}/memory.{limit}": f"{granted}\n", f"{folder}/memory.{current}": f"{used * GIB}\n",
+    stat = f"anon 5\ninactive_file {2 * GIB}\nactive_file {GIB}\nshmem 7\n"
+    return {f"{folder}/memory.{limit}": f"{granted}\n", f"{folder}/memory.current": f"{used * GIB}\n",
             f"{folder}/memory.stat": stat}
 
 
@@ -121,18 +121,6 @@ def test_the_least_of_all_nested_groups_applies(machine, limit):
     assert machine(**group(f"{top}/slice", 9 * GIB, 7, limit=limit)) == 5 * GIB
     assert machine(**group(f"{top}/slice/service/pod", 6 * GIB, 5, limit=limit)) == 4 * GIB
     assert machine(**group(f"{top}/slice/other", GIB, 1, limit=limit)) == 4 * GIB  # this process is not in it
-
-
-def test_groups_of_version_1(machine):
-    def of(folder, granted, used):
-        return group(folder, granted, used, "total_", "limit_in_bytes", "usage_in_bytes")
-
-    top = "sys/fs/cgroup/memory"
-    here = {"proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n1:name=systemd:/docker/abc\n0::/\n"}
-    assert machine(**of(top, 9223372036854771712, 6), **here) == 64 * GIB
-    assert machine(**of(f"{top}/docker", 30 * GIB, 6)) == 27 * GIB
-    assert machine(**of(f"{top}/docker/abc", 8 * GIB, 6)) == 5 * GIB
-    assert machine(**of(f"{top}/x", GIB, 1)) == 5 * GIB
 
 
 @pytest.mark.parametrize("limit, pages", [(resource.RLIMIT_AS, 300), (resource.RLIMIT_DATA, 50)])

@@ -13,7 +13,7 @@ rows over 32,768 tokens 57.6 -> 38.0 ms, 4 rows 44.3 -> 21.9; 1 and 2 rows gain 
 Shapes: B batch, M rows of a block, K KV heads, R rows of queries, S keys, D head_dim, F ffn_dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -141,53 +141,44 @@ class PackedPrefix:
 # -- how many rows a step has ------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def row_unit(target: nn.Module, batch: int, rows: int, compiled: bool) -> int:
     """Padded steps have the least multiple of it that is enough, and at most `rows`, for each sequence of a batch.
 
-    On a GPU rows cost next to nothing: all padded steps have all rows.
+    On a GPU rows cost next to nothing: all padded steps have all rows. On a CPU it is tried whether the first rows of a
+    block get the same bits in blocks of fewer, by multiples of CPU_ROWS.
 
     Args:
         compiled: functions of a step are compiled, for all rows.
     """
     if target.device.type != "cpu" or target.group is not None or compiled or rows <= CPU_ROWS:
         return rows
-    return CPU_ROWS if is_even(list(_functions(target, batch, rows)), rows) else rows
+    x = torch.randn(batch, rows, target.config.dim, generator=torch.Generator().manual_seed(0)).to(target.dtype)
+    is_even = all(torch.equal(function(x[:, :count].clone()), whole[:, :count]) for function in _functions(target)
+                  for whole in [function(x)] for count in COUNTS if count < rows)
+    return CPU_ROWS if is_even else rows
 
 
-@torch.inference_mode()
-def is_even(functions: list[tuple], rows: int) -> bool:
-    """Whether the first rows of blocks of `rows` get the same bits in blocks of fewer, by multiples of CPU_ROWS."""
-    return all(torch.equal(function(x.narrow(dim, 0, count).clone()), whole.narrow(out_dim, 0, count))
-               for function, x, dim, out_dim in functions
-               for whole in [function(x)] for count in COUNTS if count < rows)
-
-
-def _functions(target: nn.Module, batch: int, rows: int) -> Iterator[tuple]:
-    """What a step is made of: functions, each of random numbers x, and in which dimension of x and of its result the
-    rows of a block are. In layers of each kind, and in all ways to attend."""
+def _functions(target: nn.Module) -> list[Callable[[Tensor], Tensor]]:
+    """What a step is made of: functions of hidden states [B, M, dim], each [B, M, ...]. In layers of each kind, and in
+    all ways to attend."""
     config = target.config
     layers = list({str([type(part) for part in layer.modules()]): layer for layer in target.layers}.values())
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(target.dtype)
-
-    x, heads = random(batch, rows, config.dim), random(batch, config.n_head, rows, config.head_dim)
-    keys, values = (random(1, config.n_kv_head, KEYS, config.head_dim) for _ in range(2))
-    of_all = [partial(attention.dense, k=keys, v=values)]  # over a prefix that the batch shares
+    k, v = torch.randn(2, 1, config.n_kv_head, KEYS, config.head_dim,
+                       generator=torch.Generator().manual_seed(1)).to(target.dtype)
+    of_all = [partial(attention.dense, k=k, v=v)]  # over a prefix that the batch shares
     if packs(target.device, target.dtype):
-        of_all.append(PackedPrefix(keys[0], values[0]).dense)
+        of_all.append(PackedPrefix(k[0], v[0]).dense)
 
-    def attend(heads: Tensor) -> Tensor:
+    def attend(x: Tensor) -> Tensor:
+        heads = layers[0].attention.project(x)[:, : config.n_head]
         q = attention.fold(heads, config.n_kv_head)  # [B, K, G * M, D]
-        k, v = (one.expand(len(q), -1, -1, -1) for one in (keys, values))
-        over = (q, k, v, torch.zeros(len(q), 1, q.shape[2], KEYS))
+        kv = [one.expand(len(q), -1, -1, -1) for one in (k, v)]
+        bias = torch.zeros(len(q), 1, q.shape[2], KEYS)
         # Of a tail, of what is ragged in a batch, and of a prefix.
-        states = [attention.masked(*over, True), attention.masked(*over), attention.dense(q, k, v)]
+        states = [attention.masked(q, *kv, bias, True), attention.masked(q, *kv, bias), attention.dense(q, *kv)]
         return layers[0].attention.output(states + [attention.of_batch(one, q) for one in of_all], target.dtype)
 
-    yield lambda x: target.output(target.norm(x)), x, 1, 1
-    yield attend, heads, 2, 1
-    for layer in layers:
-        yield lambda x, layer=layer: x + layer.mlp(layer.mlp_norm(x)), x, 1, 1
-        yield layer.attention.project, x, 1, 2
+    return [lambda x: target.output(target.norm(x)), attend,
+            *(lambda x, layer=layer: x + layer.mlp(layer.mlp_norm(x)) for layer in layers),
+            *(lambda x, layer=layer: layer.attention.project(x).transpose(1, 2) for layer in layers)]

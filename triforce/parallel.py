@@ -7,11 +7,10 @@ function of seed and position: so no token is ever sent. What is measured rather
 agreed on.
 """
 
-import contextlib
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -79,12 +78,6 @@ class Group:
         """For calls that are no part of compiled code. They stay on the stream of the thread; the calls that the
         compiler understands use a stream of NCCL's."""
         return _resolve(self.name)
-
-    def common(self, names: set[str]) -> set[str]:
-        """The names that all ranks have. Waits for all of them."""
-        boxes: list = [None] * dist.get_world_size()
-        dist.all_gather_object(boxes, names)
-        return set.intersection(*boxes)
 
     def agree(self, value):
         """Rank 0's value, on every rank. Waits for all of them."""
@@ -166,47 +159,36 @@ def subgroup(group: Group, ranks: list[int]) -> Group | None:
     return Group(ranks.index(group.rank), len(ranks), made.group_name) if group.rank in ranks else None
 
 
-@contextlib.contextmanager
-def together(group: Group | None) -> Iterator[Callable[[Callable], list]]:
-    """For work that may take or fail on each rank as it will: files, free memory. Gives a function that runs it on
-    every rank.
+def together(group: Group | None, work: Callable) -> list:
+    """For work that may take or fail on each rank as it will: files, free memory. Every rank calls it.
 
-    The function returns the results of all ranks, in their order, and waits for them however long they take. If the
-    work fails on one rank, all raise: that one its error, the others a UserError or RuntimeError with the same text.
+    Returns the results of all ranks, in their order, and waits for them however long they take. If the work fails on
+    one rank, all raise: that one its error, the others a UserError or RuntimeError with the same text.
     """
-    waiting = None if group is None else dist.new_group(backend="gloo", timeout=timedelta(days=1))
-
-    def do(work: Callable) -> list:
-        if group is None:
-            return [work()]
-        result = error = None
-        try:
-            result = work()
-        except Exception as found:
-            error = found
-        boxes: list = [None] * dist.get_world_size(waiting)
-        failure = None if error is None else (isinstance(error, UserError), f"{error}" or type(error).__name__)
-        dist.all_gather_object(boxes, (result, failure), group=waiting)
-        if error is not None:
-            raise error
-        for rank, (_, failure) in enumerate(boxes):
-            if failure is not None:
-                is_users, text = failure
-                raise UserError(text) if is_users else RuntimeError(f"rank {rank} failed: {text}")
-        return [result for result, _ in boxes]
-
+    if group is None:
+        return [work()]
+    waiting = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    result = error = failure = None
     try:
-        yield do
-    finally:
-        if waiting is not None:
-            dist.destroy_process_group(waiting)
+        result = work()
+    except Exception as found:
+        error, failure = found, (isinstance(found, UserError), str(found) or type(found).__name__)
+    boxes: list = [None] * dist.get_world_size(waiting)
+    dist.all_gather_object(boxes, (result, failure), group=waiting)
+    dist.destroy_process_group(waiting)
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(boxes):
+        if failure is not None:
+            is_users, text = failure
+            raise UserError(text) if is_users else RuntimeError(f"rank {rank} failed: {text}")
+    return [result for result, _ in boxes]
 
 
 def read_first(group: Group | None, read: Callable):
     """What `read()` gives on rank 0, on every rank: for input that is rank 0's alone, and may be long in coming. If it
     raises there, every rank does."""
-    with together(group) as do:
-        return do(lambda: read() if group is None or group.rank == 0 else None)[0]
+    return together(group, lambda: read() if group is None or group.rank == 0 else None)[0]
 
 
 class ShardedEmbedding(nn.Embedding):

@@ -429,8 +429,7 @@ class Buffers:
                 memory.check(plan.parts, self.device, of_no_use)
                 memory.check([plan.host], torch.device("cpu"), of_no_use)
 
-        with together(self.target.group) as do:  # one GPU may have less memory free than another
-            do(check)
+        together(self.target.group, check)  # one GPU may have less memory free than another
         if resident is not None:
             log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", resident, self.target.config.n_layer,
                      self.device, plan.host.bytes / 2**30)

@@ -57,8 +57,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     if place.draft_dtype:
         check_copy(config, device)
         parts += (memory.Part("fp8 copy for drafting", copy_bytes(local), ("no --draft-dtype",)),)
-    with together(group) as do:  # one GPU may have less memory free than another
-        do(lambda: memory.check(parts, device))
+    together(group, lambda: memory.check(parts, device))  # one GPU may have less memory free than another
     stream = ComputeStream(device)
     warming = warm_up.begin(local, draft_config, resolved, dtype, stream, memory.total(parts))
     if place.compile:  # which takes seconds to import, and to read weights hardly needs Python

@@ -10,10 +10,7 @@ from ..errors import UserError
 ALLOCATOR, GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 ANSWER, TOKEN = 4096, 128  # bytes of an answer and its statistics, and of each token and its text
-# Of a control group, by version: where groups are mounted, the names of limits and of what is used, and the prefix of
-# counts in memory.stat that cover the groups below. Above memory.high Linux slows a group down until it hardly moves.
-VERSIONS = {"": ("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ""),
-            "memory": ("sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")}
+GROUPS = "sys/fs/cgroup"  # where control groups are mounted (version 2)
 # Limits of a process, and columns of /proc/self/statm that count against them, in pages: all of it; data and stack.
 LIMITS = ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5))
 
@@ -44,22 +41,20 @@ def _of_groups(root: Path) -> Iterator[int]:
     """Of each group that this process is in, and of all above it: a limit holds for what lies below. In a container
     the path may be that of the machine, of which only the end is mounted: what is not there is skipped."""
     for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        for name in VERSIONS.keys() & set(controllers.split(",")):
-            mounted, *names = VERSIONS[name]
-            group = root / mounted / path.lstrip("/")
+        if line.startswith("0::"):
+            group = root / GROUPS / line[3:].lstrip("/")
             for folder in (group, *group.parents):
-                if folder.is_relative_to(root / mounted):
-                    yield from _of_group(folder, *names)
+                if folder.is_relative_to(root / GROUPS):
+                    yield from _of_group(folder)
 
 
-def _of_group(folder: Path, limits: tuple[str, ...], used: str, prefix: str) -> Iterator[int]:
-    """The page cache that a group holds can be had back."""
-    files = (f"{prefix}inactive_file", f"{prefix}active_file")
+def _of_group(folder: Path) -> Iterator[int]:
+    """The page cache that a group holds can be had back. Above memory.high Linux slows a group down until it hardly
+    moves."""
     counts = [line.split() for line in _lines(folder / "memory.stat")]
-    cached = sum(int(count[1]) for count in counts if count[0] in files)
-    for limit in limits:
-        for granted, taken in zip(_lines(folder / limit), _lines(folder / used), strict=False):
+    cached = sum(int(count[1]) for count in counts if count[0] in ("inactive_file", "active_file"))
+    for limit in ("memory.max", "memory.high"):
+        for granted, taken in zip(_lines(folder / limit), _lines(folder / "memory.current"), strict=False):
             if granted.isdigit():
                 yield int(granted) - int(taken) + cached
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -52,48 +53,34 @@ class ProcessLock:
         self._lock.release()
 
 
+def _precision(backend) -> tuple:
+    return partial(getattr, backend, "fp32_precision"), partial(setattr, backend, "fp32_precision"), "ieee"
+
+
 class _OfTheProcess:
     """Settings that all threads share. The first thread within changes them, and the last one changes them back."""
 
-    USUAL = torch.float32, 0, "ieee", "ieee"  # see `_read`
+    # What reads one, what writes it, and PyTorch's default. Products of float32 may be made of less by two backends.
+    SETTINGS = ((torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+                (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
+                _precision(torch.backends.cuda.matmul), _precision(torch.backends.mkldnn.matmul))
 
     def __init__(self):
-        self._lock, self._within, self._before = ProcessLock(), 0, self.USUAL
+        self._lock, self._within, self._undo = ProcessLock(), 0, contextlib.ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._within == 0:
-                self._before = self._read()
-                self._write(self._before, self.USUAL)
             self._within += 1
+            for read, write, usual in self.SETTINGS if self._within == 1 else ():
+                if (before := read()) not in (usual, "none"):  # what is not set is the default
+                    write(usual)
+                    self._undo.callback(write, before)
 
     def __exit__(self, *error) -> None:
         with self._lock:
             self._within -= 1
             if self._within == 0:
-                self._write(self.USUAL, self._before)
-
-    @staticmethod
-    def _read() -> tuple:
-        precisions = [backend.fp32_precision for backend in _backends()]
-        return (torch.get_default_dtype(), torch.get_deterministic_debug_mode(),
-                *("ieee" if precision == "none" else precision for precision in precisions))
-
-    @staticmethod
-    def _write(before: tuple, after: tuple) -> None:
-        """Touches nothing that stays the same."""
-        if before[0] != after[0]:
-            torch.set_default_dtype(after[0])
-        if before[1] != after[1]:
-            torch.set_deterministic_debug_mode(after[1])
-        for backend, old, new in zip(_backends(), before[2:], after[2:], strict=True):
-            if old != new:
-                backend.fp32_precision = new
-
-
-def _backends() -> tuple:
-    """Where products of float32 may be made of less."""
-    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+                self._undo.close()
 
 
 _of_the_process = _OfTheProcess()

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,10 +39,7 @@ class ComputeStream:
         if here in _locks:
             self.cuda, self.lock = here, _locks[here]
             return
-        try:
-            self.cuda = unused.pop()
-        except IndexError:
-            self.cuda = torch.cuda.Stream(device)
+        self.cuda = unused.pop() if unused else torch.cuda.Stream(device)
         weakref.finalize(self, unused.append, self.cuda)
         self.cuda.wait_stream(here)  # where weights may still be made
 
@@ -84,21 +82,10 @@ def use_one_stream(device: torch.device) -> None:
     torch.cuda.set_stream(stream)
 
 
-def use_device(device: torch.device | str | None) -> None:
-    """Makes it this thread's: a new thread begins with the first GPU, whichever its process uses."""
-    device = torch.device(device or "cpu")
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-
-
 def like_this_thread(device: torch.device | str | None) -> Callable[[], None]:
-    """What a new thread calls first, to use this thread's GPU, and its stream. Threads begin with the default one."""
+    """What a new thread calls first, to use this thread's GPU, and its stream. It begins with the first GPU, whichever
+    its process uses, and with the default stream."""
     device = torch.device(device or "cpu")
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def begin() -> None:
-        use_device(device)
-        if stream is not None:
-            torch.cuda.set_stream(stream)
-
-    return begin
+    if device.type != "cuda":
+        return lambda: None
+    return partial(torch.cuda.set_stream, torch.cuda.current_stream(device))
