@@ -1,8 +1,6 @@
 """What a host program does around an engine: settings of PyTorch, threads, forks, pickles."""
 
 import contextlib
-import copy
-import pickle
 import subprocess
 import sys
 import threading
@@ -13,10 +11,8 @@ from conftest import make_engine, random_pair, random_prompt, slow
 
 import triforce
 from triforce.decode.batch import DecodeBatch
-from triforce.errors import UserError
 from triforce.model import Transformer
-from triforce.runtime import host
-from triforce.runtime.host import ProcessLock, own_settings
+from triforce.runtime.host import own_settings
 
 TEXT = "It was the best of times, it was the worst of times. " * 6
 BACKENDS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
@@ -192,33 +188,3 @@ def test_a_forked_process_is_told_instead_of_hanging():
     assert told.pop("close") == "returned None" and told.pop("parent") == "True"
     assert told.keys() == {"next", "generate", "release", "logits", "load", "api"}
     assert all("UserError: process" in text and "was forked from process" in text for text in told.values()), told
-
-
-def test_a_forked_process_has_locks_of_its_own(monkeypatch):
-    lock = ProcessLock()
-    thread = threading.Thread(target=lock.__enter__)  # which never lets go of it
-    thread.start()
-    thread.join()
-    monkeypatch.setattr(host.os, "getpid", lambda: -1)
-    entered = threading.Event()
-
-    def enter() -> None:
-        with lock, lock:
-            entered.set()
-
-    threading.Thread(target=enter, daemon=True).start()
-    assert entered.wait(10)
-
-
-def test_what_cannot_be_pickled_says_what_to_do():
-    engine = make_engine(*random_pair(), tokenizer=triforce.load("tiny", device="cpu").tokenizer)
-    prompt = random_prompt(40)
-    stream = engine.stream(prompt, 4)
-    for one, what in ((engine, "load one in each process"), (engine.prefill(prompt), "save it"),
-                      (engine.chat(), "save it"), (stream, "result")):
-        for function in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(UserError, match=what):
-                function(one)
-    list(stream)
-    out = engine.generate(prompt, 4)
-    assert pickle.loads(pickle.dumps(out)).tokens == out.tokens

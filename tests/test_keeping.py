@@ -1,8 +1,6 @@
 """A prefill that is kept in a file while it is done: broken off and gone on with, it is the one of one go."""
 
-import copy
 import os
-import pickle
 import shutil
 from dataclasses import asdict
 from datetime import datetime
@@ -227,11 +225,3 @@ def test_the_command_line_says_how_much_of_a_document_serves(tmp_path, capsys):
     for more, shared in (([], book.num_shared), (["--chat-template-kwargs", '{"style": "Brief: "}'], 0)):
         assert cli.main([*flags, *more]) == 0
         assert f"; {shared:,} of them are shared" in " ".join(capsys.readouterr().err.split())
-
-
-def test_neither_documents_nor_conversations_are_pickled(pair):
-    engine = make_engine(*pair, **SETTINGS)
-    book = engine.prefill(DOCUMENT)
-    for made, one in ((pickle.dumps, book), (copy.deepcopy, book), (pickle.dumps, object.__new__(conversation.Chat))):
-        with pytest.raises(UserError, match="cannot be pickled or copied"):
-            made(one)

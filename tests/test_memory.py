@@ -141,9 +141,8 @@ def test_what_a_gpu_has_left_of_this_process_s_share(monkeypatch, device):
     assert memory.available(torch.device(device)) == {"cuda": 50 - 15, "cuda:1": 60 + 20 - 15}[device]
 
 
-def test_more_answers_than_there_is_memory_for_are_refused_at_once(monkeypatch, tiny_engine):
-    monkeypatch.setattr(free_memory, "of_host", lambda: 8 * GIB)
-    told = r"100,000,000 answers of up to 4 tokens take 429.15 GiB .* and 8.00 GiB are free; ask for at most 1,864,135 "
+def test_more_answers_than_a_call_has_are_refused_at_once(tiny_engine):
+    told = "100,000,000 answers are more than 1,000,000; ask for fewer at a time"
     with pytest.raises(UserError, match=told):
         tiny_engine.generate("Once", 4, num_samples=100_000_000)
     with pytest.raises(UserError, match=told):

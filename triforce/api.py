@@ -1,14 +1,15 @@
 """`triforce.generate`: everything in one call, for a notebook. The engine is kept for the next call."""
 
 import gc
+import threading
 
 from .config import Placement, Sampling, Settings, names_of, split
 from .engine.engine import Engine, check_call, generate_options
 from .engine.loading import load
-from .runtime.host import ProcessLock
+from .runtime.host import check_process
 
 _kept: dict[str, Engine] = {}  # at most one engine, under the description of how it was loaded
-_lock = ProcessLock()  # or else each of several threads would load one
+_lock = threading.RLock()  # or else each of several threads would load one
 
 
 def generate(prompt, checkpoint="tiny", **options):
@@ -31,6 +32,7 @@ def generate(prompt, checkpoint="tiny", **options):
     names = names_of(Settings, Placement) | {"group"}
     loading = {name: options.pop(name) for name in names & options.keys()}
     key = repr((str(checkpoint), sorted((name, str(value)) for name, value in loading.items())))
+    check_process()  # who forked may have held the lock
     with _lock:
         if key not in _kept:
             unload()

@@ -7,6 +7,7 @@
     chat.undo()
 """
 
+import threading
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import TooLong, UserError
 from ..parallel import agreed
-from ..runtime.host import ProcessLock, not_pickled
 from .output import Generation
 from .prompt_cache import Prefix, asked, check_prefix
 
@@ -28,8 +28,6 @@ class Chat:
     Attributes:
         turns: (what the user said, the Generation that answered) so far.
     """
-
-    __reduce__ = not_pickled("a conversation", "save it, and open the file as a prefix")
 
     def __init__(self, engine: "Engine", prefix: Prefix | None = None, *, system: str | None = None,
                  chat_template: str | None = None, **options):
@@ -53,7 +51,7 @@ class Chat:
             self.uses_template, self.rendered_at = prefix.messages is not None, prefix.rendered_at
         self.turns: list[tuple[str, Generation]] = []
         self._open: Turn | None = None
-        self._lock = ProcessLock()  # held while a piece comes, and by `send` for all of its answer
+        self._lock = threading.RLock()  # held while a piece comes, and by `send` for all of its answer
 
     def __repr__(self) -> str:
         about = "" if self.prefix is None else f" about a document of {len(self.prefix):,} tokens"

@@ -44,8 +44,7 @@ from ..hf.tokenizer import Tokenizer, is_messages
 from ..model import Transformer
 from ..parallel import agreed
 from ..render import Bar, in_notebook, notebook_bars
-from ..runtime.free_memory import check_answers
-from ..runtime.host import belongs_here, check_process, is_forked, not_pickled, own_settings
+from ..runtime.host import belongs_here, check_process, is_forked, own_settings
 from ..runtime.streams import ComputeStream
 from ..runtime.threads import Threads
 from . import finite, memory, prompt_cache_file
@@ -58,6 +57,7 @@ from .prompt_cache_path import check_target, holds_something
 from .session import Call, Session, Stream
 
 log = logging.getLogger("triforce")
+MAX_ANSWERS = 1_000_000  # of one call: each holds some KiB of the host, beside its tokens
 OF_PROMPT = ("messages", "chat_template", "chat_template_kwargs", "rendered_at")  # of a `Prefix`: what it was made of
 
 
@@ -72,8 +72,6 @@ class Engine:
         compute_stream: that the weights were read on. None: one of its own.
         defaults: sampling values of the checkpoint, which stand for those of `Sampling` that a call does not give.
     """
-
-    __reduce__ = not_pickled("an engine", "load one in each process that needs it")
 
     @own_settings()
     def __init__(self, target: Transformer, tokenizer: Tokenizer | None, draft: Transformer | None = None, *,
@@ -431,7 +429,9 @@ class Engine:
             check_prefix(prefix, self, chat_template)
             if keep is not None:
                 raise UserError("keep says which part of a prompt is left; a prefix is kept whole: drop one of them")
-        check_answers(len(prompts) * count, max_new_tokens)
+        if len(prompts) * count > MAX_ANSWERS:
+            raise UserError(f"{len(prompts) * count:,} answers are more than {MAX_ANSWERS:,}; ask for fewer at a time "
+                            "(--num-samples, or prompts)")
         ids, dropped = self._encoded(prompts, max_new_tokens, prefix, keep, chat_template, chat_template_kwargs)
         ids, dropped = ([one for one in each for _ in range(count)] for each in (ids, dropped))
         sampling = sampling.repeated(len(prompts), count)

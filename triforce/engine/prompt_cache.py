@@ -16,7 +16,6 @@ from ..decode.drafters.ngram import NgramMeter
 from ..errors import UserError
 from ..hf.tokenizer import is_messages
 from ..parallel import agreed, together
-from ..runtime.host import not_pickled
 from . import prompt_cache_file
 from .prompt_cache_file import Layout, PrefixReader
 
@@ -46,8 +45,6 @@ class Prefix:
         rendered_at: the local time (ISO 8601) that a chat template was told when the messages became tokens, and is
             told again with each question: templates name the day. None: it was made of text.
     """
-
-    __reduce__ = not_pickled("a prefix", "save it, and open the file with the other engine")
 
     def __init__(self, engine: "Engine", tokens: list[int], store: PrefixStore | None):
         self.engine, self.tokens, self.store = engine, tokens, store

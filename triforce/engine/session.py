@@ -12,7 +12,6 @@ from ..config import Sampling
 from ..decode.plan import DraftPlan
 from ..errors import UserError
 from ..render import characters, spans
-from ..runtime.host import not_pickled
 from . import memory
 from .levels import levels_of
 from .logprobs import of_round
@@ -138,8 +137,6 @@ class Stream:
     is, with the finish_reason "interrupted"; None before the first piece was asked for. `spans` is the newest piece as
     (text, level) pairs: which level proposed what of it, see levels.py.
     """
-
-    __reduce__ = not_pickled("a stream", "its result can be: stream.result")
 
     def __init__(self, pieces: Iterator[tuple[int, str]], sessions: list[Session], call: Call):
         self._pieces, self._sessions, self._is_cancelled = pieces, sessions, call.is_cancelled

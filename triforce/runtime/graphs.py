@@ -6,7 +6,6 @@ of a step. The fixed kernels see the lengths that change, or read them on the de
 the context grows.
 """
 
-import contextlib
 import functools
 import gc
 import os
@@ -35,7 +34,7 @@ SPARE = 3 * 2**28
 OPTIONS = {"emulate_precision_casts": True, "shape_padding": False, "deterministic": True,
            "triton.autotune_pointwise": False}
 SHAPES = 256  # for which one function may be compiled, by all engines of a process
-_recording = threading.Lock()
+_recording = threading.Lock()  # one thread at a time: whoever is done lets Python collect garbage again
 
 
 def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:
@@ -65,27 +64,6 @@ def unreserved(device: torch.device) -> int:
     index = torch.cuda.current_device() if device.index is None else device.index  # "cuda" has none
     granted = int(torch.cuda.get_per_process_memory_fraction(index) * total)
     return min(free, granted - torch.cuda.memory_reserved(device))
-
-
-def make_room(device: torch.device) -> None:
-    """Before a recording. What a graph holds comes from a pool of its own, and while it is recorded the allocator gives
-    back nothing that it keeps for others, as after a prefill."""
-    if unreserved(device) < SPARE:
-        torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def garbage_waits():
-    """Within, Python collects no garbage: what an engine that is gone has left, its graphs above all, cannot be freed
-    while another step is recorded. One thread at a time: whoever is done lets Python collect again."""
-    with _recording:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
 
 
 def cache_folder() -> Path:
@@ -220,16 +198,26 @@ class Graphed:
 
 
 def recorded(function: Callable, args, compiler: Compiler) -> torch.cuda.CUDAGraph:
-    """A call of a function as a graph."""
-    make_room(compiler.device)  # torch.cuda.graph() would empty the allocator's cache each time
+    """A call of a function as a graph. Meanwhile Python collects no garbage: what an engine that is gone has left, its
+    graphs above all, cannot be freed while another step is recorded."""
+    # What a graph holds comes from a pool of its own, and while it is recorded the allocator gives back nothing that it
+    # keeps for others, as after a prefill. torch.cuda.graph() would empty the allocator's cache each time.
+    if unreserved(compiler.device) < SPARE:
+        torch.cuda.empty_cache()
     graph, stream = torch.cuda.CUDAGraph(), compiler.recorder
     stream.wait_stream(torch.cuda.current_stream())
-    with garbage_waits(), torch.cuda.stream(stream):
-        graph.capture_begin(pool=compiler.pool, capture_error_mode="thread_local")
+    with _recording, torch.cuda.stream(stream):
+        collects = gc.isenabled()
+        gc.disable()
         try:
-            function(*args)
+            graph.capture_begin(pool=compiler.pool, capture_error_mode="thread_local")
+            try:
+                function(*args)
+            finally:
+                graph.capture_end()
         finally:
-            graph.capture_end()
+            if collects:
+                gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
     return graph
 

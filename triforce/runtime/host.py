@@ -10,7 +10,6 @@ engines compute in the process that made the first of them, and in none that was
 import contextlib
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -38,21 +37,6 @@ def check_process() -> None:
                         "none of its threads; load engines in processes that are started with the method \"spawn\"")
 
 
-class ProcessLock:
-    """A lock that one thread may take several times. In a forked child it is a new one: who held it is not there."""
-
-    def __init__(self):
-        self._lock, self._process = threading.RLock(), os.getpid()
-
-    def __enter__(self) -> None:
-        if os.getpid() != self._process:
-            self._lock, self._process = threading.RLock(), os.getpid()
-        self._lock.acquire()
-
-    def __exit__(self, *error) -> None:
-        self._lock.release()
-
-
 def _precision(backend) -> tuple:
     return partial(getattr, backend, "fp32_precision"), partial(setattr, backend, "fp32_precision"), "ieee"
 
@@ -66,7 +50,7 @@ class _OfTheProcess:
                 _precision(torch.backends.cuda.matmul), _precision(torch.backends.mkldnn.matmul))
 
     def __init__(self):
-        self._lock, self._within, self._undo = ProcessLock(), 0, contextlib.ExitStack()
+        self._lock, self._within, self._undo = threading.RLock(), 0, contextlib.ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
@@ -100,11 +84,3 @@ def own_settings():
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         yield
-
-
-def not_pickled(what: str, instead: str) -> Callable:
-    """A `__reduce__` for what holds memory of a device, locks and threads."""
-    def __reduce__(self):  # noqa: N807
-        raise UserError(f"{what} cannot be pickled or copied; {instead}")
-
-    return __reduce__
