@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from triforce.errors import UserError
 from triforce.hf.checkpoint import load_model, parse_dtype
-from triforce.hf.folders import TINY, tiny_draft
+from triforce.hf.folders import TINY
 from triforce.hf.names import cut, fill, places
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group, join, shard_config
@@ -200,9 +200,9 @@ def main() -> None:
     how = {"device": "cuda" if torch.cuda.is_available() else "cpu", "vocab_size": SHAPES[args.shape].vocab_size}
     try:
         how["dtype"] = parse_dtype(args.dtype)
-        for name, small, shape in (("target", TINY / "target", args.shape), ("draft", tiny_draft(), args.draft_shape)):
+        for name, shape in (("target", args.shape), ("draft", args.draft_shape)):
             positions = args.positions if name == "target" else 0
-            folder = save(small, SHAPES[shape], args.out / name, positions=positions, **how)
+            folder = save(TINY / name, SHAPES[shape], args.out / name, positions=positions, **how)
             print(f"{folder} holds {shape} in {args.dtype}", flush=True)
     except (UserError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None

@@ -18,7 +18,7 @@ from ..parallel import Group, shard_config, share, subgroup, together
 from ..runtime.host import check_process, own_settings
 from ..runtime.streams import ComputeStream
 from . import memory, warm_up
-from .engine import Engine, log
+from .engine import Engine
 
 
 @takes(Settings, Placement)
@@ -80,8 +80,6 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
                         settings=settings, placement=place, eos_ids=ckpt.eos_token_ids(folder), folder=folder,
                         compute_stream=stream, defaults=ckpt.generation_defaults(folder))
     engine.warming = warming
-    for name, value in ckpt.ignored_defaults(folder).items():
-        log.info("%s of generation_config.json (%s) is not applied: there is no such option here", name, value)
     return engine
 
 

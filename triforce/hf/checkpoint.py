@@ -1,7 +1,6 @@
 """Hugging Face folders in: reads a checkpoint's config and end tokens, and loads its weights into the model.
 
-It knows nothing of caches, sampling or text, and it never uses the network: `download.py` does. Which family a folder
-is comes from its config.json, never from its name.
+Which family a folder is comes from its config.json, never from its name.
 """
 
 import zipfile
@@ -28,9 +27,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SAMPLING = {"temperature": number(0, 100), "top_p": number(1e-6, 1), "top_k": whole(0, 2**31 - 1),
             "min_p": number(0, 1 - 1e-6)}
-# Of generation_config.json, what would change the text, unless its value is one that changes nothing.
-NOT_SUPPORTED = ("repetition_penalty", "no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff", "num_beams",
-                 "min_length", "min_new_tokens", "bad_words_ids", "suppress_tokens", "sequence_bias", "guidance_scale")
 READERS = 4  # threads: one reads a mapped file at a third of what a disk or the page cache gives
 
 
@@ -76,12 +72,6 @@ def generation_defaults(folder: str | Path) -> dict[str, float | int]:
         found = {name: fields.get(name, kind, None) for name, kind in SAMPLING.items()}
         sampled = fields.get("do_sample", FLAG, True)
     return {name: value for name, value in found.items() if sampled and value is not None}
-
-
-def ignored_defaults(folder: str | Path) -> dict:
-    """What generation_config.json sets of a distribution or a search that this library does not have."""
-    found = read_optional_json(Path(folder) / "generation_config.json")
-    return {name: found[name] for name in NOT_SUPPORTED if found.get(name) not in (None, 0, 1, [], {})}
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:

@@ -55,10 +55,10 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
         if dtype is not None:
             spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
             write_json(work / "config.json", {**config, **dict.fromkeys(spelled, str(dtype).removeprefix("torch."))})
-        written = [path for path in work.rglob("*") if path.is_file()]
-        for path in sorted(written, key=lambda path: path.name in (SINGLE, INDEX)):
-            (folder / path.relative_to(work)).parent.mkdir(exist_ok=True)
-            os.replace(path, folder / path.relative_to(work))
+        for path in sorted(filter(Path.is_file, work.rglob("*")), key=lambda path: path.name in (SINGLE, INDEX)):
+            final = folder / path.relative_to(work)
+            final.parent.mkdir(exist_ok=True)
+            os.replace(path, final)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write to {folder} ({error}); make room, or choose another --out-dir") from None
     finally:

@@ -23,6 +23,7 @@ WEIGHTS = {r"model\.safetensors": None, r"model-\d+-of-\d+\.safetensors": "model
 TEXTS = re.compile(r"tokenizer\.model|[^/]*\.json|(additional_chat_templates/)?[^/]*\.jinja|merges\.txt|vocab\.txt"
                    r"|LICENSE[^/]*|USE_POLICY[^/]*")
 AGAIN = "run the same command again: files that are whole are not fetched twice"
+REFUSED = (401, 403, 404)  # by the hub's status
 ACCESS = ("check the spelling, --revision too; if it is private or gated, accept its terms on its model page, and give "
           "a token that may see it with HF_TOKEN")
 
@@ -82,17 +83,11 @@ def download(repo_id: str, out_dir: str | Path | None = None, revision: str | No
     except UserError:
         raise
     except Exception as error:  # the client's errors come from several libraries and change with its version
-        raise explain(error, repo_id, folder) from error
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = re.sub(r"Bearer .*|hf_\w+", "...", one_line(error))  # without a token
+        mend = f"check the network, and the room on the disk of {folder}; then {AGAIN}"
+        raise UserError(f"cannot download {repo_id}: {reason}; {mend if status not in REFUSED else ACCESS}") from error
     return folder
-
-
-def explain(error: Exception, repo_id: str, folder: Path) -> UserError:
-    """A failed download in one line: what the client says of it, without a token, and the remedy."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    mend = f"check the network, and the room on the disk of {folder}; then {AGAIN}"
-    remedy = ACCESS if status in (401, 403, 404) else mend
-    reason = re.sub(r"Bearer .*|hf_\w+", "...", one_line(error))
-    return UserError(f"cannot download {repo_id}: {reason}; {remedy}")
 
 
 def main(argv: list[str] | None = None) -> int:

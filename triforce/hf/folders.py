@@ -62,17 +62,12 @@ def find_cached(repo_id: str) -> Path | None:
     return folder if (folder / "config.json").exists() else None
 
 
-def tiny_draft() -> Path:
-    """The embedded draft model, trained for the embedded target."""
-    return TINY / "draft"
-
-
 def find_draft(checkpoint: str | Path, draft) -> Path | None:
     """The folder of the draft model, if one is to draft."""
     if draft == "ngram" or draft is False or callable(draft):
         return None
     if draft is None or draft is True:
-        return tiny_draft() if checkpoint == "tiny" else None
+        return TINY / "draft" if checkpoint == "tiny" else None
     return resolve(draft)
 
 

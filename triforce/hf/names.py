@@ -33,8 +33,7 @@ class Place:
 
 
 def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
-    """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter. shards:
-    ranks, between whose shares no block of weights that share a scale is to be cut."""
+    """Hugging Face's tensor names -> places in `Transformer`'s parameters. shards: see `fp8.scale_columns`."""
     dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     order = rotary_order(config)
     table = {EMBEDDING: Place("embedding.weight", 0, (config.vocab_rows, dim)),
@@ -55,9 +54,8 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
         theirs, ours = f"model.layers.{i}.", f"layers.{i}."
         table[theirs + "input_layernorm.weight"] = Place(ours + "attention_norm.weight", 0, (dim,))
         table[theirs + "post_attention_layernorm.weight"] = Place(ours + "mlp_norm.weight", 0, (dim,))
-        for name in ("q_norm", "k_norm") if config.qk_norm else ():
-            norm = Place(f"{ours}attention.{name}.weight", 0, (config.head_dim,), order)
-            table[f"{theirs}self_attn.{name}.weight"] = norm
+        for norm in ("q_norm.weight", "k_norm.weight") if config.qk_norm else ():
+            table[f"{theirs}self_attn.{norm}"] = Place(f"{ours}attention.{norm}", 0, (config.head_dim,), order)
         linear(theirs + "self_attn.q_proj", ours, "attention.qkv", 0, q, dim, config.qkv_bias)
         linear(theirs + "self_attn.k_proj", ours, "attention.qkv", q, kv, dim, config.qkv_bias)
         linear(theirs + "self_attn.v_proj", ours, "attention.qkv", q + kv, kv, dim, config.qkv_bias)
@@ -84,14 +82,12 @@ def rotary_order(config: ModelConfig) -> tuple[int, ...] | None:
 
 def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelConfig,
              stored: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart, scales
-    are spread over the blocks of the table, and an output layer that has no place of its own is the embedding. None of
-    a tensor that only repeats the config or another of those stored: old checkpoints store RoPE's, tied ones the output
-    layer beside the embedding. What does not fit the table stays as it is."""
-    # An input_scale is one for all inputs ever: inputs are scaled row by row, or not at all.
+    """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart, and
+    scales are spread over the blocks of the table. What does not fit the table stays as it is."""
+    # Old checkpoints store RoPE's frequencies. An input_scale is one for all inputs ever: they are scaled row by row.
     if ".rotary_emb." in name or (config.float8 is not None and name.endswith(".input_scale")):
         return {}
-    if name == OUTPUT and OUTPUT not in table:
+    if name == OUTPUT and OUTPUT not in table:  # a tied one, perhaps beside the embedding
         return {} if EMBEDDING in stored else {EMBEDDING: tensor}
     for ending in SCALES if config.float8 is not None else ():
         name = name.removesuffix(ending) + SCALE if name.endswith(ending) else name
@@ -109,8 +105,7 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelCo
 
 
 def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
-    """This rank's part of a checkpoint's tensor, of this shape: the dimension in which it differs is the one that is
-    split; the last rank's may be shorter."""
+    """This rank's part of a tensor, of this shape, split in the dimension that differs. The last may be shorter."""
     for dim, (whole, part) in enumerate(zip(tensor.shape, shape, strict=True)):
         if whole != part:
             start = min(group.rank * part, whole)
@@ -121,8 +116,7 @@ def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tens
 
 
 def put(parameters: dict[str, Tensor], parts: dict[str, Place], name: str, tensor: Tensor, group: Group | None) -> None:
-    """Writes a checkpoint's tensor to its place, rounded to fp8 if that place is: as a whole, so that ranks have the
-    scales that one has."""
+    """Writes a tensor to its place, rounded to fp8 if that is: as a whole, so that ranks have the scales of one."""
     parameter, found = parameters[parts[name].parameter], {name: tensor}
     if parameter.dtype == FP8 != tensor.dtype:
         found[name], found[scale_of(name)] = quantize(tensor, parameter.device)

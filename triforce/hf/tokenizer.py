@@ -1,6 +1,6 @@
 """Text in and out: `Tokenizer` encodes and decodes as the checkpoint's own tokenizer does, and streams valid text.
 
-It knows nothing of the model: only ids and strings. How a folder's files become an encoder is in `vocabulary.py`.
+How a folder's files become an encoder is in `vocabulary.py`.
 """
 
 import codecs
@@ -66,8 +66,8 @@ class Tokenizer:
         if token is None or i in self.special_ids:
             return b""
         if self._byte_of_char:
-            known = all(char in self._byte_of_char for char in token)  # or it is an added token, spelled as it is
-            return bytes(self._byte_of_char[char] for char in token) if known else token.encode()
+            of_char = [self._byte_of_char.get(char) for char in token]
+            return token.encode() if None in of_char else bytes(of_char)  # an added token is spelled as it is
         byte = BYTE_PIECE.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
@@ -115,15 +115,11 @@ class Tokenizer:
 
 def is_messages(prompt) -> bool:
     """Whether it is a conversation, {"role", "content"} by {"role", "content"}, rather than text or ids."""
-    return (isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)) and len(prompt) > 0
-            and all(isinstance(item, dict) for item in prompt))
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(item, dict) for item in prompt)
 
 
 class TextStream:
-    """Ids in, text out as soon as it is valid: never half of a character, nothing ever taken back.
-
-    The cost of a token does not depend on how many went before.
-    """
+    """Ids in, text out as soon as it is valid: never half of a character, nothing ever taken back."""
 
     def __init__(self, tokenizer: Tokenizer, continues: bool = False):
         self.tokenizer = tokenizer
