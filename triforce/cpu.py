@@ -1,14 +1,12 @@
 """What only a CPU needs: layers whose rows have the same bits wherever in a block they lie, and oneDNN's packed layout.
 
 Bits: PyTorch's loops on a CPU take whole vectors, and share long tensors out to threads. What is left over is rounded
-in another way, so that a row's bits would depend on its place. The layers here compute rows evenly. How many rows a
-step has matters, too: products of 4, 8, 12, ... rows sum up a row in the same order. That is the way of the libraries
-that multiply, and no promise of theirs, so `row_unit` tries it with the model's own weights.
+in another way, so that a row's bits would depend on its place. The layers here compute rows evenly. Products of 4, 8,
+12, ... rows sum up a row in the same order, which no library promises: `row_unit` tries it with the model's weights.
 
 Packed: oneDNN multiplies few rows by a large matrix 2 to 4 times faster once that is in its own blocked layout. So
-large weights are packed, and the prompt's part of a prefix is kept a second time, packed. PyTorch's fused attention is
-bound by memory for one row of queries and by arithmetic for more. Measured on two cores, 4 heads of 64, 8 layers: 8
-rows over 32,768 tokens 57.6 -> 38.0 ms, 4 rows 44.3 -> 21.9; 1 and 2 rows gain nothing.
+large weights are packed, and the prompt's part of a prefix is kept a second time, packed. On two cores, 4 heads of 64,
+8 layers: 8 rows over 32,768 tokens 57.6 -> 38.0 ms, 4 rows 44.3 -> 21.9; 1 and 2 rows gain nothing.
 
 Shapes: B batch, M rows of a block, K KV heads, R rows of queries, S keys, D head_dim, F ffn_dim.
 """
@@ -59,7 +57,7 @@ class Linear(nn.Linear):
     packed_bytes = 0  # of weights that nobody shares
 
     def pack(self, rows: int, is_shared: bool = False) -> None:
-        """Packs the weight, for blocks of about so many rows; other numbers work too."""
+        """For blocks of about so many rows."""
         self.packed = pack(self.weight.detach(), rows)
         self.packed_bytes = 0 if is_shared else self.weight.nbytes
         self.weight = None
@@ -75,8 +73,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    """For few rows in float32 in four operations. PyTorch has no fused one for a CPU, and a step of few rows of a small
-    model takes as long as its number of operations."""
+    """For few rows in float32 in four operations: PyTorch has no fused one for a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32 or x.shape[1] > 64:
@@ -107,8 +104,7 @@ def adapt(model: nn.Module) -> None:
 
 
 def pack_weights(model: nn.Module, rows: int) -> None:
-    """Packs every large linear layer, for blocks of about so many rows, where that is possible. A weight that nobody
-    shares is freed."""
+    """Packs every large linear layer, where that is possible. A weight that nobody shares is freed."""
     if not packs(model.device, model.dtype):
         return
     for module in model.modules():

@@ -1,10 +1,9 @@
 """Tensor parallelism: one model over several processes, each with its share of the heads, of the MLP and of the words.
 
-Knows nothing of caches or of speculation. Attention's and the MLP's first projections are split by rows, their last
-ones by columns, so that each block needs two all-reduces; embedding and output are split by vocabulary (Megatron-LM,
-arXiv 1909.08053). Every rank then has the same logits, to the bit, and draws from them with the same noise, which is a
-function of seed and position: so no token is ever sent. What is measured rather than computed, such as step times, is
-agreed on.
+Attention's and the MLP's first projections are split by rows, their last ones by columns, so that each block needs two
+all-reduces; embedding and output are split by vocabulary (Megatron-LM, arXiv 1909.08053). Every rank then has the same
+logits, to the bit, and draws from them with the same noise, a function of seed and position: so no token is ever sent.
+What is measured rather than computed, such as step times, is agreed on.
 """
 
 import gc
@@ -61,9 +60,8 @@ class Group:
         """[N, ...] -> [size * N, ...], in the order of the ranks."""
         if is_compiling():
             return collectives.wait_tensor(_gather(x, 0, self.name))
-        processes = self._processes
-        parts = x.new_empty(processes.size() * len(x), *x.shape[1:])
-        _gather_into(parts, x.contiguous(), group=processes)
+        parts = x.new_empty(self.size * len(x), *x.shape[1:])
+        _gather_into(parts, x.contiguous(), group=self._processes)
         return parts
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -75,8 +73,7 @@ class Group:
 
     @property
     def _processes(self) -> "dist.ProcessGroup":
-        """For calls that are no part of compiled code. They stay on the stream of the thread; the calls that the
-        compiler understands use a stream of NCCL's."""
+        """For calls that stay on the stream of the thread; those that the compiler understands use one of NCCL's."""
         return _resolve(self.name)
 
     def agree(self, value):
@@ -99,8 +96,7 @@ def _one_shot(x: Tensor, buffer: Tensor, name: str) -> Tensor:
 
 @torch.library.custom_op("triforce::one_shot_all_reduce", mutates_args=())
 def one_shot_all_reduce(x: Tensor, buffer: Tensor, name: str) -> Tensor:
-    """The same as an operator of its own, so that compiled code leaves the buffer where it is. Only there: the first
-    call of such an operator imports the compiler, for 2.7 s."""
+    """So that compiled code leaves the buffer where it is. Elsewhere the first call would import the compiler."""
     return _one_shot(x, buffer, name)
 
 
@@ -135,8 +131,7 @@ def from_environment(device: str | None = None) -> tuple[Group | None, str | Non
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UserError(f"WORLD_SIZE ({size}) is set, but not {', '.join(missing)}; start with torchrun, or unset it")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     local = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         count = torch.cuda.device_count()
@@ -186,8 +181,7 @@ def together(group: Group | None, work: Callable) -> list:
 
 
 def read_first(group: Group | None, read: Callable):
-    """What `read()` gives on rank 0, on every rank: for input that is rank 0's alone, and may be long in coming. If it
-    raises there, every rank does."""
+    """What `read()` gives on rank 0, on every rank: for input that is rank 0's alone, and may be long in coming."""
     return together(group, lambda: read() if group is None or group.rank == 0 else None)[0]
 
 

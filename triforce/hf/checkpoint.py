@@ -64,8 +64,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def generation_defaults(folder: str | Path) -> dict[str, float | int]:
-    """What generation_config.json says of temperature, top_p, top_k and min_p: the values that are set. Empty where
-    `do_sample` is false, or there is no such file."""
+    """What generation_config.json sets of temperature, top_p, top_k and min_p; nothing where `do_sample` is false."""
     path = Path(folder) / "generation_config.json"
     fields = Fields(read_optional_json(path))
     with about(path):
@@ -75,8 +74,7 @@ def generation_defaults(folder: str | Path) -> dict[str, float | int]:
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one weight file by name, mapped from the file: its bytes are read as they are used, and dropping
-    the tensors unmaps them."""
+    """The tensors of one weight file by name, mapped from the file: its bytes are read as they are used."""
     check_file(path)
     with guarded(f"{path} is truncated, damaged, or holds more than tensors"):
         if path.suffix == ".safetensors":
@@ -134,16 +132,14 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
             raise UserError(f"tensor {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, but config.json implies "
                             f"{kind} of shape {table[name].shape}; the two do not belong together")
         if name not in missing:
-            raise UserError(f"tensor {name} is there twice, perhaps under two names; remove one, or download the "
-                            "checkpoint again")
+            raise UserError(f"tensor {name} is there twice, perhaps under two names; remove one")
         missing.difference_update({name, scale_of(name)} if made else {name})
 
     def read(name: str, tensor: Tensor) -> None:
         if tensor.dtype == FP8 and has_nan(tensor):  # which a CPU would take for 480
             raise UserError(f"tensor {name} holds nan; it is damaged: download it again")
         if name.endswith(SCALE) and not bool((tensor.isfinite() & (tensor >= 0)).all()):
-            raise UserError(f"tensor {name} holds scales that are negative or not finite; it is damaged: download it "
-                            "again")
+            raise UserError(f"tensor {name} holds scales that are negative or not finite: download it again")
         put(parameters, parts, name, tensor, group)
 
     for path in files:

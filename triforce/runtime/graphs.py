@@ -1,9 +1,8 @@
-"""Steps as CUDA graphs, and `torch.compile` of what lies between their kernels. Knows nothing of models or caches.
+"""Steps as CUDA graphs, and `torch.compile` of what lies between their kernels.
 
 A step is one pass over all layers. A GPU records it as one CUDA graph, whose replay costs the host microseconds. The
-functions between two fixed kernels may be compiled: half a layer, the same for all layers, or the sampling at the end
-of a step. The fixed kernels see the lengths that change, or read them on the device: so nothing is compiled anew when
-the context grows.
+functions between two fixed kernels may be compiled. The fixed kernels see the lengths that change, or read them on the
+device: so nothing is compiled anew when the context grows.
 """
 
 import functools
@@ -24,17 +23,14 @@ from torch.compiler import is_compiling
 from ..errors import UserError
 
 KEPT_GRAPHS = 32  # per step; one for each extent of a view, for each way to draft, and for other settings of the rows
-# Bytes of a GPU that recorded steps and libraries take besides all planned parts: on an H200 0.2 to 0.8 GiB of one row
-# or 8.
-SPARE = 3 * 2**28
-# Fused kernels keep intermediate results in float32 unless told to round as the code does that is not compiled. Which
-# ones are fused depends on what else is in a function, and bits must not. Nor may they depend on which of two kernels
-# won a race on one machine, or one rank. So each kernel has one configuration. Products of few rows are not to be
-# padded to eight: the kernel that pads costs more than is gained.
+SPARE = 3 * 2**28  # bytes of a GPU that recorded steps and libraries take besides all planned parts
+# Fused kernels keep intermediate results in float32 unless told to round as the code does that is not compiled. Bits
+# depend neither on what else is fused, nor on which of two kernels won a race: each kernel has one configuration.
+# Products of few rows are not padded to eight: the kernel that pads costs more than is gained.
 OPTIONS = {"emulate_precision_casts": True, "shape_padding": False, "deterministic": True,
            "triton.autotune_pointwise": False}
 SHAPES = 256  # for which one function may be compiled, by all engines of a process
-_recording = threading.Lock()  # one thread at a time: whoever is done lets Python collect garbage again
+_recording = threading.Lock()  # whoever is done lets Python collect garbage again
 
 
 def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:
@@ -67,12 +63,8 @@ def unreserved(device: torch.device) -> int:
 
 
 def cache_folder() -> Path:
-    """The folder that keeps compiled kernels: $TRIFORCE_CACHE, or `triforce` in the user's cache. It is made, and is
-    the user's alone.
-
-    Raises:
-        UserError: others may write to it, and what it holds is run; or it cannot be made.
-    """
+    """The folder that keeps compiled kernels: $TRIFORCE_CACHE, or `triforce` in the user's cache. It is made. Raises
+    UserError if it cannot be, or if others may write to it: what it holds is run."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "triforce"
     path = Path(os.environ.get("TRIFORCE_CACHE") or usual).expanduser()
     remedy = "set TRIFORCE_CACHE to a folder of your own"
@@ -223,6 +215,6 @@ def recorded(function: Callable, args, compiler: Compiler) -> torch.cuda.CUDAGra
 
 
 def preparations(step: Callable, *args) -> Iterator[Callable[[], None]]:
-    """What records a call of a step beforehand: one function, or none where the step is no graph."""
+    """What records a call of a step beforehand; nothing where the step is no graph."""
     if isinstance(step, Graphed):
         yield partial(step.prepare, *args)

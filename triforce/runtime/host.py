@@ -1,7 +1,7 @@
 """What the program around an engine sets for its own work, and how it multiplies.
 
-Settings of PyTorch: within `own_settings` they are PyTorch's defaults, so that what the host sets changes no token. An
-engine is within it only while it computes: between two pieces of a stream, the host finds what it set.
+An engine is within `own_settings` only while it computes: what the host sets changes no token, and between two pieces
+of a stream the host finds what it set.
 
 A forked child has its parent's memory and none of its threads: who waits for one of PyTorch's waits for good. So
 engines compute in the process that made the first of them, and in none that was forked from it.

@@ -20,9 +20,8 @@ _locks: dict[torch.cuda.Stream, threading.RLock] = {}  # by the streams of `use_
 
 
 class ComputeStream:
-    """A stream of a GPU, its owner's alone until Python has collected the owner: two engines may record steps at once.
-    Then another owner gets it, since cuBLAS takes 32 MiB for each stream that it is called on, and never gives them
-    back. All owners that a thread makes after `use_one_stream` have the stream of that thread.
+    """A stream of a GPU, its owner's alone until Python has collected the owner. Then another owner gets it: cuBLAS
+    takes 32 MiB for each stream, for good. Owners that a thread makes after `use_one_stream` have its stream.
 
     Attributes:
         cuda: the stream; None on a CPU.
@@ -45,8 +44,7 @@ class ComputeStream:
 
     @contextlib.contextmanager
     def used(self):
-        """Within, this thread works on the stream. To the stream that it worked on before, all of that happens at this
-        place."""
+        """Within, this thread works on the stream; for the one that it worked on before, all that happens here."""
         if self.cuda is None or (before := torch.cuda.current_stream(self.device)) == self.cuda:
             yield
             return
@@ -64,8 +62,7 @@ class ComputeStream:
             yield
 
     def hand_out(self, x: Tensor) -> Tensor:
-        """A tensor that was made on the stream, for the one that this thread works on: the memory is kept from new
-        tensors until that is done with it."""
+        """A tensor made on the stream, for the one of this thread: its memory is kept until that is done with it."""
         if self.cuda is not None:
             x.record_stream(torch.cuda.current_stream(self.device))
         return x

@@ -1,12 +1,11 @@
 """How many threads PyTorch works with, on a CPU that other programs use, too.
 
-PyTorch's threads wait for each other by spinning, after each of the hundreds of loops of a step. As long as each has a
-core of its own, that is the fastest way. As soon as one shares its core with another program, all of them wait for it.
-So there are to be as many threads as the others leave cores: /proc/stat says how much they took lately.
+PyTorch's threads wait for each other by spinning, after each of the hundreds of loops of a step. As soon as one shares
+its core with another program, all of them wait for it. So there are to be as many threads as the others leave cores:
+/proc/stat says how much they took lately. Where it is not there, nothing is changed.
 
-Where it is not there, nothing is changed. In float32 the number of threads changes no bits (tests/test_threads.py), as
-long as keys are attended to in multiples of EVEN: of other numbers, products may be split over the threads. In half
-precision some CPUs split them, so there the number stays what it is.
+In float32 the number of threads changes no bits (tests/test_threads.py), as long as keys are attended to in multiples
+of EVEN: of other numbers, as in half precision on some CPUs, products may be split over the threads.
 """
 
 import contextlib
