@@ -1,6 +1,5 @@
 """The memory plan: its parts for batches, what it says when they do not fit, and what there is to be had."""
 
-import resource
 import subprocess
 import sys
 
@@ -84,10 +83,8 @@ GIB = 2**30
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
+def machine(tmp_path):
     """A machine with 64 GiB free: writes files of it, and says what a process has there."""
-    monkeypatch.setattr("resource.getrlimit", lambda limit: (resource.RLIM_INFINITY,) * 2)
-
     def has(**files) -> int | None:
         for name, text in ({"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {64 * 2**20} kB\n"} | files).items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -121,13 +118,6 @@ def test_the_least_of_all_nested_groups_applies(machine, limit):
     assert machine(**group(f"{top}/slice", 9 * GIB, 7, limit=limit)) == 5 * GIB
     assert machine(**group(f"{top}/slice/service/pod", 6 * GIB, 5, limit=limit)) == 4 * GIB
     assert machine(**group(f"{top}/slice/other", GIB, 1, limit=limit)) == 4 * GIB  # this process is not in it
-
-
-@pytest.mark.parametrize("limit, pages", [(resource.RLIMIT_AS, 300), (resource.RLIMIT_DATA, 50)])
-def test_limits_of_a_process(machine, monkeypatch, limit, pages):
-    granted = {limit: GIB}
-    monkeypatch.setattr("resource.getrlimit", lambda one: (granted.get(one, resource.RLIM_INFINITY),) * 2)
-    assert machine(**{"proc/self/statm": "300 200 10 1 0 50 0\n"}) == GIB - pages * resource.getpagesize()
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])

@@ -117,8 +117,7 @@ class ScaledLinear(nn.Module):
         return self.scale.shape[1] == 1 and not any(size % 16 for size in self.weight.shape)
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """x [R, K] -> [R, N], both in fp8. The scales of rows and channels multiply the product: itself it takes one
-        scale a tensor at full speed."""
+        """x [R, K] -> [R, N], both in fp8. Scales multiply the product: itself it is fast with one scale a tensor."""
         scale = row_scales(x)
         rows = (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
         y = torch._scaled_mm(rows, self.weight.t(), scale_a=self.one, scale_b=self.one, out_dtype=torch.float32)

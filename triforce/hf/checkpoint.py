@@ -115,22 +115,22 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     config = as_stored(folder, config)
     local = shard_config(config, group)
     table, parts = places(config, local.num_shards), places(local)
-    stored = {name: tensor.dtype for path in files for name, tensor in open_tensors(path).items()}
-    wide = [torch.bfloat16] if FP8 in stored.values() else [dtype for dtype in stored.values() if _is_wide(dtype)]
+    stored = {name: tensor for path in files for name, tensor in open_tensors(path).items()}
+    dtypes = [tensor.dtype for tensor in stored.values()]
+    wide = [torch.bfloat16] if FP8 in dtypes else [dtype for dtype in dtypes if _is_wide(dtype)]
     model = Transformer.empty(local, device, parse_dtype(dtype or config.dtype or [*wide, torch.bfloat16][0]))
     parameters, missing = dict(model.named_parameters()), set(table)
 
     def check(name: str, tensor: Tensor) -> None:
         if name not in table:
-            raise UserError(f"tensor {name} has no place in the {config.architecture} of config.json; the two do not "
-                            "belong together")
+            raise UserError(f"tensor {name} has no place in the {config.architecture} that config.json describes")
         in_fp8 = parameters[parts[name].parameter].dtype == FP8
         made = in_fp8 and config.float8.made  # rounded as it is read
         of_kind = tensor.dtype == FP8 if in_fp8 and not made else _is_wide(tensor.dtype)
         if not of_kind or tensor.shape != table[name].shape:
             kind = "fp8" if in_fp8 and not made else "wider floating-point numbers"
             raise UserError(f"tensor {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, but config.json implies "
-                            f"{kind} of shape {table[name].shape}; the two do not belong together")
+                            f"{kind} of shape {table[name].shape}; download both again")
         if name not in missing:
             raise UserError(f"tensor {name} is there twice, perhaps under two names; remove one")
         missing.difference_update({name, scale_of(name)} if made else {name})
@@ -142,16 +142,14 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
             raise UserError(f"tensor {name} holds scales that are negative or not finite: download it again")
         put(parameters, parts, name, tensor, group)
 
-    for path in files:
-        work = [one for name, tensor in open_tensors(path).items()
-                for one in separate(name, tensor, table, config, stored).items()]
-        with about(path), ThreadPoolExecutor(READERS, initializer=like_this_thread(device)) as readers:
-            for name, tensor in work:
-                check(name, tensor)
-            list(readers.map(read, *zip(*work, strict=True)))
-    if missing:
-        raise UserError(f"{len(missing)} of {len(table)} tensors are missing from {folder} ({files[0].name} and its "
-                        f"shards), one is {min(missing)}; download it again")
+    work = [one for name, tensor in stored.items() for one in separate(name, tensor, table, config, stored).items()]
+    with about(folder), ThreadPoolExecutor(READERS, initializer=like_this_thread(device)) as readers:
+        for name, tensor in work:
+            check(name, tensor)
+        if missing:
+            raise UserError(f"{len(missing)} of {len(table)} tensors are missing, one is {min(missing)}; download it "
+                            "again")
+        list(readers.map(read, *zip(*work, strict=True)))
     model = widen(model) if weights == "wide" else model
     return model if group is None else join(model, group)
 

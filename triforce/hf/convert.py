@@ -1,7 +1,6 @@
 """Rewrites a checkpoint as safetensors of a chosen dtype, in the same Hugging Face layout and under the same names.
 
-It knows nothing of the model: tensors go through as they are named. Each weight file becomes one of safetensors, and
-memory holds one at a time.
+Each weight file becomes one of safetensors, and memory holds one at a time.
 """
 
 import argparse

@@ -1,14 +1,12 @@
 """Fetches what this library needs of a Hugging Face repository: config, tokenizer and one set of weights.
 
-It knows nothing of the model. Of the weights it takes safetensors where they exist, else .bin; everything else that a
-repository may hold (original/, .pth, .gguf, .onnx, other precisions, code) stays where it is.
+Of the weights it takes safetensors where they exist, else .bin; what else a repository may hold stays where it is.
 """
 
 import argparse
 import glob
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Iterable
@@ -67,11 +65,6 @@ def download(repo_id: str, out_dir: str | Path | None = None, revision: str | No
         folder.mkdir(parents=True, exist_ok=True)
         for part in (folder / ".cache/huggingface/download").rglob("*.incomplete"):
             part.unlink(missing_ok=True)  # of an interrupted client, which never goes on with it
-        present = sum((folder / file).stat().st_size for file in files if (folder / file).exists())
-        missing, free = sum(sizes[file] for file in files) - present, shutil.disk_usage(folder).free
-        if missing > free:
-            raise UserError(f"{repo_id} needs {missing / 1e9:.1f} GB more, and {folder} has {free / 1e9:.1f} GB free; "
-                            "make room, or choose another disk with --out-dir")
         (folder / UNFINISHED).write_text(repo_id + "\n", encoding="utf-8")
         # The client takes names for patterns.
         api.snapshot_download(repo_id, revision=about.sha or revision, local_dir=folder,

@@ -1,6 +1,5 @@
-"""What the host still gives this process: the least of what the machine, control groups and its limits have left."""
+"""What the host still gives this process: the least of what the machine and control groups have left."""
 
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,16 +7,11 @@ from pathlib import Path
 ALLOCATOR, GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 GROUPS = "sys/fs/cgroup"  # where control groups are mounted (version 2)
-# Limits of a process, and columns of /proc/self/statm that count against them, in pages: all of it; data and stack.
-LIMITS = ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5))
 
 
 def of_host(root: Path = Path("/")) -> int | None:
     """Bytes; None where the system does not say. root: of the file system that it is asked in."""
     free = [int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
-    for pages in _lines(root / "proc/self/statm")[:1]:
-        limits = ((resource.getrlimit(limit)[0], int(pages.split()[column])) for limit, column in LIMITS)
-        free += [most - used * resource.getpagesize() for most, used in limits if most != resource.RLIM_INFINITY]
     free += _of_groups(root)
     return max(min(free), 0) if free else None
 
