@@ -147,8 +147,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         for name, tensor in work:
             check(name, tensor)
         if missing:
-            raise UserError(f"{len(missing)} of {len(table)} tensors are missing, one is {min(missing)}; download it "
-                            "again")
+            raise UserError(f"{len(missing)} of {len(table)} tensors are missing, as {min(missing)} is; download again")
         list(readers.map(read, *zip(*work, strict=True)))
     model = widen(model) if weights == "wide" else model
     return model if group is None else join(model, group)

@@ -38,8 +38,7 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
     config = read_json(source / "config.json")
     dtype = None if dtype is None else parse_dtype(dtype)
     if dtype is not None and config.get("quantization_config"):
-        raise UserError(f"{source} is quantized, and no dtype can be given to weights without their scales; leave out "
-                        "--dtype")
+        raise UserError(f"{source} is quantized, and no dtype can be given to weights in fp8; leave out --dtype")
     files = find_weights(source)
     if any(folder.glob("model*.safetensors*")):
         raise UserError(f"{folder} holds safetensors already; choose another --out-dir")
@@ -101,8 +100,7 @@ def copy_texts(source: Path, work: Path) -> None:
         if not TEXTS.fullmatch(str(name)) or name.name.endswith(".index.json"):
             continue
         if not path.resolve().is_relative_to(home):
-            raise UserError(f"{path} is a link to {path.resolve()}, outside of the checkpoint; put the file itself in "
-                            "its place, or remove it")
+            raise UserError(f"{path} is a link to {path.resolve()}, outside of the checkpoint; remove it, or copy it")
         check_file(path)
         (work / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, work / name)

@@ -80,15 +80,14 @@ class Tokenizer:
             template: Jinja text; None takes the folder's own.
             variables: what the template reads besides the messages, such as {"enable_thinking": False}.
         """
-        if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
+        if not is_messages(messages) or not all("role" in message for message in messages):
             raise UserError('messages must be a list of {"role": ..., "content": ...}, at least one')
         if variables is not None and not isinstance(variables, dict):
             raise UserError(f"chat_template_kwargs ({variables!r}) must be a dict; try {{\"enable_thinking\": False}}")
         variables = {"tools": None, "documents": None, **(variables or {})}
         template = self.chat_template(variables["tools"]) if template is None else template
         if template is None:
-            raise UserError(f"{self.folder} has no chat template for these messages; give one (chat_template, or "
-                            "--chat-template FILE), or a plain prompt")
+            raise UserError(f"{self.folder} has no chat template; give one (--chat-template FILE), or a plain prompt")
         text = render(template, messages, {**self.special_tokens, **variables})
         return self.encode(text, bos=False)  # a template spells its own bos
 
