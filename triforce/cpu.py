@@ -47,9 +47,6 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
 class Linear(nn.Linear):
     """Rows come in few numbers: oneDNN makes code for each number and keeps it, 0.2 MB of it."""
 
@@ -132,9 +129,6 @@ class PackedPrefix:
             outs.append(multiply(scores, values).div_(total))
             lses.append((top + total.log_()).squeeze(-1))
         return torch.stack(outs)[None, :, :num_rows], torch.stack(lses)[None, :, :num_rows]
-
-
-# -- how many rows a step has ------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

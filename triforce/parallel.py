@@ -231,11 +231,11 @@ def shard_config(config: ModelConfig, group: Group | None) -> ModelConfig:
     """
     if group is None:
         return config
-    for name, count in (("KV heads", config.n_kv_head), ("heads", config.n_head), ("MLP rows", config.ffn_dim)):
+    counts = {"KV heads": config.n_kv_head, "heads": config.n_head, "MLP rows": config.ffn_dim}
+    for name, count in counts.items():
         if count % group.size:
-            fits = [n for n in range(1, config.n_kv_head + 1)
-                    if not (config.n_kv_head % n or config.n_head % n or config.ffn_dim % n)]
+            fits = [str(n) for n in range(1, config.n_kv_head + 1) if not any(one % n for one in counts.values())]
             raise UserError(f"{group.size} ranks cannot share {count} {name} evenly; use --nproc-per-node "
-                            f"{' or '.join(map(str, fits))}")
+                            f"{' or '.join(fits)}")
     return replace(config, n_head=config.n_head // group.size, n_kv_head=config.n_kv_head // group.size,
                    ffn_dim=config.ffn_dim // group.size, num_shards=group.size)

@@ -153,11 +153,9 @@ def _scaling(rope: Fields, fields: Fields) -> RopeScaling | None:
 
 
 def _attention_factor(rope: Fields, factor: float, original: int, kind: str) -> float:
-    given = rope.get("attention_factor", POSITIVE, None)
+    given = rope.get("attention_factor", POSITIVE, 1.0 if factor <= 1 else None)
     if given is not None:
         return given
-    if factor <= 1:
-        return 1.0
     if kind == "longrope":  # arXiv 2402.13753, as Phi-3 has it
         return math.sqrt(1 + math.log(factor) / math.log(original)) if original > 1 else 1.0
     # YaRN's temperature (arXiv 2309.00071, eq. 22), with DeepSeek's two-sided form where both mscales are given.
@@ -175,7 +173,7 @@ def _check_shapes(config: ModelConfig, fields: Fields) -> None:
         raise UserError(f"partial_rotary_factor {config.rotary_factor} is not supported for {config.architecture}, but "
                         f"for {' and '.join(PARTIAL)}")
     if config.head_dim % 2 or config.rotary_dim % 2 or not config.rotary_dim:
-        raise UserError(f"head_dim {config.head_dim} and its rotated part {config.rotary_dim} must be even and positive")
+        raise UserError(f"head_dim {config.head_dim} and its rotated part {config.rotary_dim} must be even, not 0")
     short, long, pairs = len(scaling.short_factor), len(scaling.long_factor), config.rotary_dim // 2
     if scaling.kind == "longrope" and not short == long == pairs:
         raise UserError(f"short_factor has {short} numbers and long_factor {long}, but {pairs} pairs of a head are "

@@ -35,11 +35,10 @@ def resolve(checkpoint: str | Path) -> Path:
         raise UserError(f"no such folder: {checkpoint}; give a folder with config.json and weights, a repository id "
                         "(owner/name) or 'tiny'")
     local = Path("checkpoints") / checkpoint
-    found = finished(local) if local.is_dir() else find_cached(checkpoint)
-    if found is None:
-        raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
-                        f"download it: triforce download --repo-id {checkpoint}")
-    return found
+    if found := finished(local) if local.is_dir() else find_cached(checkpoint):
+        return found
+    raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
+                    f"download it: triforce download --repo-id {checkpoint}")
 
 
 def finished(folder: Path) -> Path:

@@ -67,8 +67,7 @@ def llama_pipeline(vocab: dict[str, int], merges: list[tuple], config: dict) -> 
 
 
 def merges_of(vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges of a sentencepiece BPE vocabulary, which stores none: a piece is made of any two others, and pieces
-    are listed in the order in which training merged them."""
+    """The merges of a sentencepiece vocabulary, which lists pieces in the order in which training merged them."""
     lengths = sorted({len(piece) for piece in vocab})  # a piece of many characters is cut where a half may be known
     return [(piece[:i], piece[i:]) for piece in vocab for i in lengths
             if i < len(piece) and piece[:i] in vocab and piece[i:] in vocab]

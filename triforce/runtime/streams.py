@@ -62,7 +62,7 @@ class ComputeStream:
             yield
 
     def hand_out(self, x: Tensor) -> Tensor:
-        """A tensor made on the stream, for the one of this thread: its memory is kept until that is done with it."""
+        """A tensor of the stream, for that of this thread: its memory is kept until that is done with it."""
         if self.cuda is not None:
             x.record_stream(torch.cuda.current_stream(self.device))
         return x
