@@ -75,15 +75,17 @@ def test_questions_from_standard_input(folder, monkeypatch, capsys):
     ('"a?"\n{"question": "b?", "seed": 1}\n42', [("a?", None), ("b?", 1), ("42", None)]),
     ("[INST] Who? [/INST]\n[1] Who?", [("[INST] Who? [/INST]", None), ("[1] Who?", None)]),
     ('"Who\u2028is it?"\n"He" is who?', [("Who\u2028is it?", None), ('"He" is who?', None)]),
-    ("", "no question"), ('a?\n{"x": 1}', "line 2 of --questions"), ('{"question": ""}', "line 1 of --questions")])
+    ("", "no question"), ('a?\n{"x": 1}', "line 2 of --questions"), ('{"question": ""}', "line 1 of --questions"),
+    ('["a?", "b?"]', "is one list of JSON"), ('[\n {"question": "a?"},\n]', "line 2 of --questions"),
+    ('a?\n{"question": "b?", "sed": 1}', "line 2 .* has the field 'sed', and there are question, seed")])
 def test_files_of_questions(text, questions, tmp_path):
     (path := tmp_path / "q").write_text(text)
-    args = SimpleNamespace(questions=str(path))
+    flags = "--questions", str(path), "question"
     if isinstance(questions, list):
-        assert [(item["question"], item.get("seed")) for item in request.questions_of(args)] == questions
+        assert [(item["question"], item.get("seed")) for item in request.read_items(*flags)] == questions
         return
     with pytest.raises(UserError, match=questions):
-        request.questions_of(args)
+        request.read_items(*flags)
 
 
 def test_a_saved_chat_is_asked_with_chat(folder, capsys):

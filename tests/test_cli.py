@@ -109,14 +109,14 @@ def test_commands_and_their_modules(capsys, monkeypatch):
             status, text = said(program, command, "--help")
             assert status == 0 and f"usage: triforce {command}" in text
     for command in ("download", "convert"):
-        assert said(f"triforce.hf.{command}")[0] == 2
+        assert f"triforce {command}" in said(f"triforce.hf.{command}")[0]
 
 
 @pytest.mark.parametrize("argv,text", [
     (["--temprature", "1"], "--temprature is not a known flag or command; did you mean --temperature?"),
     (["--frobnicate"], "--frobnicate is not a known flag or command; triforce --help-all lists all"),
     (["--prompt", "Once", "upon"], "a text goes behind --prompt, in quotes"), (["plna"], "did you mean plan?"),
-    (["--gamma", "x"], "'x' is neither a number of tokens nor 'auto'"),
+    (["--gamma", "x"], "gamma ('x') must be a whole number, at least 1, or 'auto'; try 6"),
     (["--logit-bias", "5:2"], "argument --logit-bias: '5:2' must be ID=BIAS, such as 5=-100 or 5=-inf"),
     (["--logit-bias", "5=inf"], "logit_bias of token 5 (inf) must be a number"),
     (["--max-new-tokens"], "expected one argument; see triforce --help"),
@@ -141,7 +141,7 @@ def test_commands_and_their_modules(capsys, monkeypatch):
     (["--interactive", "--save-prefix", "talk.prefix"], "save the conversation with /save"),
     (["--prefix", "tests", "--question", "Who?"], "is a folder"), (["--prefix", ""], "'' is no name of a file"),
     (["--prefix", "no-such.prefix"], "give the name of a file that was saved"),
-    (["--prefix", "a" * 300], "File name too long"), (["--prompt", "x", "--save-prefix", "a" * 300], "too long"),
+    (["--prefix", "a" * 300], "there is no a"),
     *(([*flags, "-"], "name the document's file") for flags in (["--questions"], ["--interactive", "--prompt-file"])),
 ])
 def test_mistakes_are_told_in_one_line_before_a_model_is_loaded(argv, text, tmp_path, capsys, monkeypatch):
@@ -289,7 +289,10 @@ def test_a_file_of_prompts(tmp_path, capsys):
     ('"a"\n\n"' + "b c " * 70_000 + '"', "line 3 of"), ('{"prompt": "a", "seed": [1]}', "seed"),
     ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "no prompt, or two"),
     ('"a"\n{"prompt": "b", "seed": 99999999999999999999}', "line 2 of --prompts"),
-    ('{"prompt": "a", "question": 5}', "holds no question")], ids=lambda text: text[:20])
+    ('{"prompt": "a", "question": 5}', "holds no question"), ('["a", "b"]', "is one list of JSON"),
+    ('{"prompt": "a",\n "seed": 1}', "is one dict of JSON"),
+    ('{"prompt": "a", "sed": 1}', "has the field 'sed', and there are prompt, messages, question, seed")],
+    ids=lambda text: text[:20])
 def test_what_is_no_prompt_is_named_by_its_line(text, words, tmp_path, capsys):
     (file := tmp_path / "prompts.jsonl").write_text(text)
     assert cli.main(["--prompts", str(file), "--device", "cpu"]) == 2

@@ -136,14 +136,13 @@ def test_the_comparison(engine, capsys, monkeypatch, coupled, differs):
     assert (verdict in shown.err) == coupled
 
 
-def test_the_table_of_a_comparison():
-    """The whole run first: what both have in common, and then the tokens of each; with the least and the most."""
+def test_the_speeds_of_a_comparison():
+    """The whole run has what both ways have in common, and then the tokens of each."""
     stats = Stats(100, new_tokens=101, load=2.0, ttft=8.0)
-    lines, report = run.table([(0.2, 0.1, 0.3), (0.4, 0.4, 0.5)], stats, ["speculation", "autoregression"])
+    lines, report = run.speeds({"speculation": [0.2, 0.1, 0.3], "autoregression": [0.4, 0.4, 0.5]}, stats)
     assert report["speedup"] == pytest.approx(2) and report["speedup_of_run"] == pytest.approx(50 / 30)
-    assert "whole run, 101 tokens" in lines[1] and "30.0 s (20.0 to 40.0)" in lines[1]
-    assert "50.0 s (50.0 to 60.0)" in lines[1] and "200.0 ms (100.0 to 300.0)" in lines[2]
-    assert "2.00x" in lines[4] and all(len(line) <= 80 for line in lines)
+    assert "200.0 ms a token (100.0 to 300.0); whole run 30.0 s" in lines[0] and "whole run 50.0 s" in lines[1]
+    assert "2.00x a token, 1.67x the whole run of 101 tokens" in lines[2] and all(len(line) <= 80 for line in lines)
 
 
 def test_too_few_tokens_to_compare(pair):

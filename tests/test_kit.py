@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,8 +71,8 @@ def test_an_8b_on_24_gib_keeps_the_layers_that_fit(llama_8b, capsys):
     # One layer more would not leave what is to be left (with views as they are before any is cut).
     assert kept + layer / 2 > min(0.95 * free, free - SPARE)
     assert cli.main(["plan", *flags]) == 0
-    page = capsys.readouterr().out
-    assert "| 6 of 32 |" in page and "fits with --offload auto; without it 31.58 GiB" in page and " 6,400 |" in page
+    page = " ".join(capsys.readouterr().out.split())
+    assert "| 6 of 32 |" in page and "fits with --offload auto; without it 31.51 GiB" in page and " 6,400 |" in page
     kept = planned(capsys, *flags[:4], "--memory", "80GiB")[1]["parts"]["KV cache"]
     status, told = planned(capsys, *flags, "--gpus", "2")
     assert status == 0 and not told["offload"] and 2 * told["parts"]["KV cache"] == kept
@@ -109,7 +108,7 @@ def test_what_this_machine_has_is_the_default(capsys, monkeypatch):
 @pytest.mark.parametrize("argv,text", [
     (["plan", "--memory", "2q"], "--memory ('2q') must be a number of bytes or a size such as '20GiB'"),
     (["plan", "--memory", "2GiB", "--device", "tpu"], "device 'tpu' is unknown; use 'cpu', 'cuda' or 'cuda:1'"),
-    (["plan", "--gpus", "0"], "--gpus (0) must be a whole number, at least 1"),
+    (["plan", "--gpus", "0"], "--gpus: '0' must be a whole number, at least 1"),
     (["plan", "--device", "cpu", "--gpus", "3"], "--gpus (3) is more than the 1"),
     (["plan", "--prompt-len", "200000"], "a prompt of 200000 tokens and 256 new ones exceed the 131072"),
     (["plan", "--memroy", "2GiB"], "--memroy is not a known flag"),
@@ -158,14 +157,14 @@ def test_the_embedded_pair_passes_every_check(brief, capsys, tmp_path):
     for length in (200, 700):
         times = records[f"times, {length}"]
         assert times["prefill"] > 0 and times["on_ms"] > 0 and times["off_ms"] > 0 and times["new_tokens"] == 12
-    assert "**All is well**" in page and "- greedy, retrieval view: ok. identical: 16 tokens" in page
+    assert "**All is well**" in page and "- greedy, retrieval view: ok. 16 tokens, " in page
 
 
 @pytest.mark.parametrize("flags,lengths", [([], [512, 1000]), (["--quick"], [1000]), (["--new", "400"], [512, 1000]),
                                            (["--lengths", "3000", "200"], [200, 3000])])
 def test_lengths_are_as_long_as_they_fit(flags, lengths, monkeypatch):
     monkeypatch.setitem(check.LENGTHS, "cpu", (512, 1000, 2048, 4096))
-    monkeypatch.setattr(check.plan, "need", lambda job, _: SimpleNamespace(fits=lambda _: job.prompt_len <= 1000))
+    monkeypatch.setattr(check.plan, "need", lambda job, _: {"fits": job.prompt_len <= 1000})
     assert check.lengths_of(*check.read(flags), 4096, CPU) == lengths
     assert check.lengths_of(*check.read([]), 300, CPU) == [204]
 
@@ -176,7 +175,7 @@ def test_a_check_without_transformers_says_what_it_skipped(brief, capsys, tmp_pa
     status, told, page = checked(capsys, tmp_path, "--lengths", "200", "--quick", "--new", "8", "--prompt-file",
                                  str(tmp_path / "text"))
     assert told["begun_anew"] > 10 and f"begins anew {told['begun_anew']} times" in page
-    assert status == 0 and "- logits: -.  pip install transformers" in page
+    assert status == 0 and "- logits: -.  transformers failed: " in page and "pip install transformers" in page
     assert [one["name"] for one in told["records"] if "why" in one] == ["logits"]
 
 
@@ -271,7 +270,7 @@ def test_inexact_output_is_a_failure(brief, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("argv,text", [
-    (["--lengths", "0"], "--lengths (0) must be a whole number, at least 1"),
+    (["--lengths", "0"], "--lengths: '0' must be a whole number, at least 1"),
     (["--lengths", "131000"], "--lengths 131000 and 96 new tokens exceed the 131072"),
     (["--far", "200000"], "--far (200000) must lie between 0 and the 131072"),
     (["--reference", "/no/such"], "no such folder"),

@@ -19,8 +19,8 @@ def tiny():
 @pytest.mark.parametrize("call,message", [
     (lambda engine: engine.chat("a document"), "prefix must be what this engine's `prefill` or `open` returned"),
     (lambda engine: engine.generate("x", budget=64), "budget is no option of generate; give it to triforce.load"),
-    (lambda engine: triforce.generate("x", max_length=9), "max_length is no option: max_new_tokens counts"),
-    (lambda engine: engine.chat(streamer=4), "streamer is no option of a turn: iterate over Engine.stream"),
+    (lambda engine: triforce.generate("x", max_length=9), "max_length is not a known option"),
+    (lambda engine: engine.chat(streamer=4), "streamer is not a known option of a turn"),
     (lambda engine: engine.chat(system=5), "system .5. must be a text"),
     (lambda engine: engine.stream("a", 3, num_samples=4), "stream gives one answer to one prompt"),
     (lambda engine: engine.chat().send("x", num_samples=4), "num_samples is no option of a turn.*drop it"),

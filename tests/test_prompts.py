@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import prompts  # noqa: E402
 from prompts import SUMMARY, prompts_of, read_books  # noqa: E402
 
-from triforce.cli.request import read_prompts  # noqa: E402
+from triforce.cli.request import read_items  # noqa: E402
 from triforce.errors import UserError  # noqa: E402
 from triforce.hf.folders import TINY  # noqa: E402
 from triforce.hf.tokenizer import Tokenizer  # noqa: E402
@@ -60,7 +60,7 @@ def test_the_lines_are_prompts_of_the_command(tmp_path, monkeypatch):
         prompts.main()
 
     run("50")
-    [read] = read_prompts(str(tmp_path / "out.jsonl"))
+    [read] = read_items("--prompts", str(tmp_path / "out.jsonl"), "prompt")
     assert BOOK.startswith(read["prompt"])
     with pytest.raises(SystemExit, match="fewer --tokens"):
         run("10000")

@@ -28,7 +28,7 @@ def generate(prompt, checkpoint="tiny", **options):
                                  known=generate_options() | {"group"})
     check_call(**rest)
     columns = [value for value in vars(sampling).values() if isinstance(value, (list, tuple))]
-    sampling.columns(len(columns[0]) if columns else 1)
+    sampling.rows(len(columns[0]) if columns else 1)
     names = names_of(Settings, Placement) | {"group"}
     loading = {name: options.pop(name) for name in names & options.keys()}
     key = repr((str(checkpoint), sorted((name, str(value)) for name, value in loading.items())))

@@ -1,22 +1,18 @@
 """Every option that a user can set, each written down once: its name, default, check and help.
 
 `Settings` say how a hierarchy is built, `Placement` where and how it runs, `Sampling` from which distribution it draws.
-`load`, `Engine.generate`, the command line's flags and their help are made from these fields. A field of None is
-decided by `resolve`, once, when the model and the device are known.
-
-The command line reads its flags by this before it imports PyTorch, which takes seconds. So neither this module nor
-`tree.py` imports it at its top.
+`load`, `Engine.generate`, the command line's flags and their help are made from these fields. The command line reads
+its flags by this before it imports PyTorch, which takes seconds: neither this module nor `tree.py` imports it at once.
 """
 
 import dataclasses
-import functools
 import inspect
 import math
-import operator
 import re
 import textwrap
-from argparse import Action, ArgumentError, ArgumentTypeError, BooleanOptionalAction
+from argparse import Action, ArgumentError, BooleanOptionalAction
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,8 +26,6 @@ if TYPE_CHECKING:
 MOST_ROWS = 512  # of a block with leaves, or of a tree
 QUERIES = 64  # of a KV head, that a GPU's attention takes at a time; and rows that weights are read once for
 CPU_ROWS = 4  # a CPU gives a row the same bits in blocks of any multiple of so many rows, see cpu.py
-TREE_ROWS = 8  # of a tree, for each row that a step which grows it drafts after
-RULES = ("rejection", "coupled")  # how drafted tokens are checked
 MEMORIES = ("streaming", "snapkv", "full")  # what a draft model keeps
 Check = Callable[[str, object], None]  # (name, value); raises UserError
 
@@ -43,7 +37,7 @@ class ViewKind(NamedTuple):
     renews: bool  # again and again; or once, by the prompt's last queries
 
 
-# Of the retrieval level's view; more of them in kv/views.py.
+# Of the retrieval level's view; more of them in cache/views.py.
 VIEWS = {"retrieval": ViewKind("chunk", renews=True), "snapkv": ViewKind("token", renews=False),
          "streaming": ViewKind(None, renews=False)}
 
@@ -53,11 +47,8 @@ def option(default, help: str, check: Check | None = None, *, flag: str | None =
     """A field.
 
     Args:
-        help: of the command line and of docstrings.
-        check: of a value that is not None.
+        check: of a value that is not None. argparse: more for `add_argument`.
         flag: on the command line; "": the field's name; None: there is none.
-        more: metadata.
-        argparse: more for `add_argument`.
     """
     return dataclasses.field(default=default, metadata={"help": help, "check": check, "flag": flag,
                                                         "argparse": argparse, **(more or {})})
@@ -67,28 +58,26 @@ def is_whole(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def whole(at_least: int, usual: int) -> Check:
+def must(be: str, holds: Callable[[object], bool]) -> Check:
+    """A check. be: what a value must be, for the message."""
+
     def check(name: str, value) -> None:
-        if not is_whole(value) or value < at_least:
-            raise UserError(f"{name} ({value!r}) must be a whole number, at least {at_least}; try {usual}")
+        if not holds(value):
+            raise UserError(f"{name} ({value!r}) must be {be}")
 
     return check
+
+
+def whole(at_least: int, usual: int | str) -> Check:
+    return must(f"a whole number, at least {at_least}; try {usual}", lambda x: is_whole(x) and x >= at_least)
 
 
 def number(in_range: Callable[[float], bool], wanted: str) -> Check:
-    def check(name: str, value) -> None:
-        if not isinstance(value, (int, float)) or not in_range(value):
-            raise UserError(f"{name} ({value!r}) must be {wanted}")
-
-    return check
+    return must(wanted, lambda x: isinstance(x, (int, float)) and in_range(x))
 
 
-def one_of(*values, wanted: str) -> Check:
-    def check(name: str, value) -> None:
-        if value not in values:
-            raise UserError(f"{name} ({value!r}) must be {wanted}")
-
-    return check
+def one_of(*values) -> Check:
+    return must(" or ".join(map(repr, values)), lambda x: x in values)
 
 
 def as_numbers(value):
@@ -100,32 +89,12 @@ def as_numbers(value):
     return [as_numbers(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _gamma(value: str) -> int | str:
-    try:
-        return value if value == "auto" else int(value)
-    except ValueError:
-        raise ArgumentTypeError(f"{value!r} is neither a number of tokens nor 'auto'") from None
-
-
-def _budget(value: str) -> int | float:
-    try:
-        return float(value) if "." in value or "e" in value else int(value)
-    except ValueError:
-        raise ArgumentTypeError(f"{value!r} is neither a number of tokens nor a fraction") from None
-
-
-def _check_gamma(name: str, value) -> None:
-    if isinstance(value, str) and value != "auto":
-        raise UserError(f"{name} ({value!r}) must be a whole number, at least 1, or 'auto'")
-    if value != "auto":
-        whole(1, 6)(name, value)
-
-
-def _check_budget(name: str, value) -> None:
-    if not isinstance(value, (int, float)):
-        raise UserError(f"{name} ({value!r}) must be a number of tokens, or a fraction of the prompt; try 4096 or 0.1")
-    if isinstance(value, float) and not 0 < value <= 1:
-        raise UserError(f"{name} ({value}) as a fraction of the prompt must be above 0 and at most 1; try 0.1")
+def _number_or_text(value: str) -> int | float | str:
+    """Of the command line. Whether it is what it must be, the field's check says."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value)
+    return value
 
 
 class Options:
@@ -150,17 +119,19 @@ class Settings(Options):
         "n-grams may draft, too")
     retrieval: bool = option(
         True, "a middle level checks drafts over a part of the cache; with --no-retrieval the full cache checks them "
-        "directly", one_of(True, False, wanted="True or False"),
-        flag="--no-retrieval", action="store_false")
+        "directly", one_of(True, False), flag="--no-retrieval", action="store_false")
     budget: int | float | None = option(
         None, "tokens that drafts read, or a share of the prompt: 0.1. Default: 1/32 of the prompt, in steps "
         "of 256, between 1024 and 4096; with offload 1/16, up to 8192; twice as much where several prompts share most "
-        "of their tokens", _check_budget, type=_budget)
+        "of their tokens",
+        must("a number of tokens, or a fraction of the prompt above 0 and at most 1; try 4096 or 0.1",
+             lambda x: isinstance(x, int) or isinstance(x, float) and 0 < x <= 1), type=_number_or_text)
     gamma: int | str = option(
         "auto", "tokens drafted for a check by the full cache, or 'auto'. At most block_size - 1. 'auto', the default: "
         "gamma and drafting levels are chosen for each round, by step times and acceptance. The output's distribution "
-        "is the same. Times vary, so a seed repeats a text only with a number, or coupled sampling", _check_gamma,
-        type=_gamma)
+        "is the same. Times vary, so a seed repeats a text only with a number, or coupled sampling",
+        must("a whole number, at least 1, or 'auto'; try 6", lambda x: x == "auto" or is_whole(x) and x > 0),
+        type=_number_or_text)
     gamma_inner: int | None = option(
         None, "tokens that the draft proposes per verify over the retrieval view (default: 2; with gamma 'auto' at "
         "most 4, on a CPU 3)", whole(1, 2), type=int)
@@ -168,7 +139,7 @@ class Settings(Options):
         "rejection", "how drawn tokens are drafted and checked: rejection (default), speculative sampling, which "
         "accepts the most tokens; coupled, all levels share their noise, so that a seed gives the text of "
         "speculate=False, whatever drafts, with gamma 'auto' too",
-        one_of(*RULES, wanted="'rejection' or 'coupled'"), choices=RULES)
+        one_of("rejection", "coupled"), choices=("rejection", "coupled"))
     leaves: int | None = option(
         None, "with coupled sampling: so many runners-up are checked beside each drafted token, in rows of their own "
         "(default: 1 on a GPU, for a batch of at most 2, where at most 4 query heads share a KV head; else 0)",
@@ -202,17 +173,16 @@ class Settings(Options):
     draft_sink: int = option(4, "first tokens that a streaming draft keeps (default 4)", whole(0, 4), type=int)
     draft_window: int = option(256, "newest tokens that a streaming draft attends to (default 256)", whole(1, 256),
                                type=int)
-    prefill_chunk_size: int | None = option(None, "tokens prefilled at a time (default: 1024, on a GPU 8192; "
-                                            "multiples of 128 are fastest there)",
-                                            whole(1, 2048), type=int)
+    prefill_chunk_size: int | None = option(
+        None, "tokens prefilled at a time (default: 1024, on a GPU 8192; multiples of 128 are fastest there)",
+        whole(1, 2048), type=int)
     piece_tokens: int | None = option(
         None, "tokens of an offloaded layer copied at a time (default: 64 MiB of them); smaller pieces take longer, "
         "and a verify of more than two a layer is not recorded as a CUDA graph", whole(1, 2048), type=int)
     reuse: bool = option(
         True, "prompts of a call share the tokens that they begin with in common, and a prompt that begins with what "
         "the last call holds computes only the rest; with --no-reuse each is computed from its beginning",
-        one_of(True, False, wanted="True or False"),
-        flag="--no-reuse", action="store_false")
+        one_of(True, False), flag="--no-reuse", action="store_false")
     keep_logits: bool = option(False, "keep the logits of the last round, for tests", flag=None)
     auto: bool = option(False, "resolved from gamma", flag=None)
     ngram: bool = option(False, "resolved from draft and gamma", flag=None)
@@ -232,7 +202,7 @@ class Settings(Options):
     @property
     def tree_width(self) -> int:
         """Rows that a step which grows a tree drafts after."""
-        return max(self.tree_size // TREE_ROWS, 4)
+        return max(self.tree_size // 8, 4)
 
     @property
     def runners_up(self) -> int:
@@ -245,13 +215,9 @@ class Settings(Options):
         return TokenTree(1 + self.gamma_inner, self.leaves_inner)
 
     @property
-    def scores_chunks(self) -> bool:
-        return self.retrieval and VIEWS[self.draft_cache].unit == "chunk"
-
-    @property
     def scored_chunk_size(self) -> int:
         """Tokens whose mean key is kept; 0: none is."""
-        return self.chunk_size if self.scores_chunks else 0
+        return self.chunk_size if self.retrieval and VIEWS[self.draft_cache].unit == "chunk" else 0
 
     @property
     def draft_attends_to(self) -> str:
@@ -265,28 +231,23 @@ class Settings(Options):
 
     def resolve(self, device: "torch.device | str" = "cpu", *, has_model: bool = True, offload: bool | str = False,
                 max_batch_size: int = 1, query_group: int = 1, shared: bool = False) -> "Settings":
-        """With every field decided.
+        """With every field decided. Raises UserError where they do not fit each other.
 
         Args:
             has_model: whether a draft model drafts (a drafter of the user's own is told by `draft`).
             query_group: query heads of the target that share a KV head.
             shared: the rows of a batch have a prefix in common, which is read once for all of them.
-
-        Raises:
-            UserError: fields do not fit each other.
         """
         cuda, auto = str(device).startswith("cuda"), self.auto or self.gamma == "auto"
         ngram = self.ngram or self.draft == "ngram"
         drafts = self.retrieval or ngram or has_model or callable(self.draft)
         if self.draft_cache is not None and not self.retrieval and not has_model and self.draft_cache in MEMORIES:
-            raise UserError(f"draft_cache ({self.draft_cache!r}) has no effect, and neither a retrieval level nor a "
-                            "draft model reads it; leave out draft_cache, or retrieval=False (--draft-cache, "
-                            "--no-retrieval)")
+            raise UserError(f"draft_cache ({self.draft_cache!r}) has no effect without a retrieval level and a draft "
+                            "model; leave out draft_cache, or retrieval=False (--draft-cache, --no-retrieval)")
         grows = self.coupled and cuda and drafts and max_batch_size <= 2  # where rows cost next to nothing
         # Beside fewer than 8 drafted and pending tokens, leaves would take more than they bring.
         beside = grows and not self.tree_size and 2 * query_group * 8 <= QUERIES
-        leaves = beside * 1 if self.leaves is None else self.leaves
-        block = self.block_size
+        leaves, block = int(beside) if self.leaves is None else self.leaves, self.block_size
         if block is None:
             each = (1 + leaves) * query_group
             block = self._usual_block(cuda, offload, max_batch_size, each, shared) if drafts else 1
@@ -308,9 +269,8 @@ class Settings(Options):
 
     def _usual_block(self, cuda: bool, offload: bool | str, max_batch_size: int, each: int, shared: bool) -> int:
         """On a GPU weights are read once for the rows of all prompts, and up to 64 rows cost little more than one. So
-        do keys, for up to 64 queries of a KV head, of which each drafted token has so many. Over a shared prefix it is
-        the queries of all prompts that count, and the kernel takes 128 of them at a time: so many are the aim, but of 4
-        rows up to 256, and of 2 any number."""
+        do keys, for up to 64 queries of a KV head: `each` drafted token has so many. Over a shared prefix the queries
+        of all prompts count, and the kernel takes 128 at a time: the aim, but of 4 rows up to 256, and of 2 any."""
         if not cuda:
             return 8
         if offload:
@@ -325,61 +285,40 @@ class Settings(Options):
 
     def _check_fit(self, drafts: bool, offload: bool | str) -> None:
         """Of fields that are decided: do they fit each other?"""
-        block, interval = self.block_size, self.flush_interval
-        if block > interval:
-            raise UserError(f"block_size ({block}) must be between 1 and flush_interval ({interval}); "
-                            f"try {min(8, interval)}")
-        if drafts and block == 1:
-            raise UserError("block_size (1) leaves no room for a drafted token beside the pending one; use at least 2, "
-                            "or draft=False and retrieval=False (--draft none --no-retrieval)")
-        if drafts and self.gamma > block - 1:
-            remedy = f"--gamma {block - 1}"
-            if self.gamma < interval:
-                remedy += f" or --block-size {self.gamma + 1}"
-            raise UserError(f"gamma ({self.gamma}) must be between 1 and block_size - 1 ({block - 1}); try {remedy}")
-        if drafts and self.gamma_inner > block - 1:
-            raise UserError(f"gamma_inner ({self.gamma_inner}) must be between 1 and block_size - 1 ({block - 1}); "
-                            f"try {min(2, block - 1)}")
-        rows = max(self.tree.rows, self.inner_tree.rows)
-        if rows > MOST_ROWS and (self.leaves or self.leaves_inner):
-            raise UserError(f"leaves ({self.leaves}) and leaves_inner ({self.leaves_inner}) make blocks of {rows} "
-                            f"rows, and {MOST_ROWS} are the most; try 1 and 3")
-        if (self.leaves or self.leaves_inner) and not self.coupled:
-            raise UserError(f"leaves ({self.leaves}) and leaves_inner ({self.leaves_inner}) need sampling 'coupled', "
-                            "and it is 'rejection'; add --sampling coupled, or leave them out")
-        self._check_tree()
+        block, interval, size, cache = self.block_size, self.flush_interval, self.tree_size, self.draft_cache
+        rows, most = max(self.tree.rows, self.inner_tree.rows), block - 1
+        beside = self.leaves or self.leaves_inner
         kinds, whose = (VIEWS, "with") if self.retrieval else (MEMORIES, "without")
-        if self.draft_cache not in kinds:
-            raise UserError(f"draft_cache ({self.draft_cache!r}) {whose} a retrieval level must be one of "
-                            f"{', '.join(kinds)}" + (" (it is for a draft without one: --no-retrieval)"
-                                                     if self.draft_cache in MEMORIES else ""))
-        if self.retrieval and offload and VIEWS[self.draft_cache].unit == "token":
-            others = " or ".join(repr(name) for name, kind in VIEWS.items() if kind.unit != "token")
-            raise UserError(f"draft_cache {self.draft_cache!r} chooses from a cache on the device; use {others} with "
-                            "offload")
+        rules = (
+            (block > interval,
+             f"block_size ({block}) must be between 1 and flush_interval ({interval}); try {min(8, interval)}"),
+            (drafts and block == 1, "block_size (1) leaves no room for a drafted token beside the pending one; use at "
+             "least 2, or draft=False and retrieval=False (--draft none --no-retrieval)"),
+            (drafts and self.gamma > most,
+             f"gamma ({self.gamma}) must be between 1 and block_size - 1 ({most}); try --gamma {most}"),
+            (drafts and self.gamma_inner > most,
+             f"gamma_inner ({self.gamma_inner}) must be between 1 and block_size - 1 ({most}); try {min(2, most)}"),
+            (beside and rows > MOST_ROWS, f"leaves ({self.leaves}) and leaves_inner ({self.leaves_inner}) make blocks "
+             f"of {rows} rows, and {MOST_ROWS} are the most; try 1 and 3"),
+            ((beside or size) and not self.coupled, f"leaves ({self.leaves}), leaves_inner ({self.leaves_inner}) and "
+             f"tree_size ({size}) need sampling 'coupled', and it is 'rejection'; add --sampling coupled"),
+            (size and not self.retrieval, f"tree_size ({size}) needs a retrieval level, which grows the tree; leave "
+             "out one of tree_size and retrieval=False (--tree-size, --no-retrieval)"),
+            (size and self.leaves,
+             f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; leave out one of them"),
+            (size > MOST_ROWS, f"tree_size ({size}) must be at most {MOST_ROWS}; try {MOST_ROWS}"),
+            (0 < size < 2 * block, f"tree_size ({size}) must be at least twice block_size ({block}), so that branches "
+             f"have room beside the chain; try a block_size of {max(size // 8, 4)}"),
+            (cache not in kinds,
+             f"draft_cache ({cache!r}) {whose} a retrieval level must be one of {', '.join(kinds)}"),
+            (self.retrieval and offload and cache == "snapkv", "draft_cache 'snapkv' chooses from a cache on the "
+             "device; use 'retrieval' or 'streaming' with offload"))
+        for is_broken, told in rules:
+            if is_broken:
+                raise UserError(told)
         if self.has_view:
             budget = self.budget if isinstance(self.budget, int) else interval + 2 * self.chunk_size
             split_view(budget, self.chunk_size, interval, self.recent)
-
-    def _check_tree(self) -> None:
-        size, block = self.tree_size, self.block_size  # rounded up
-        if not size:
-            return
-        if not self.coupled:
-            raise UserError(f"tree_size ({size}) needs sampling 'coupled', and it is 'rejection'; add "
-                            "--sampling coupled, or leave it out")
-        if not self.retrieval:
-            raise UserError(f"tree_size ({size}) needs a retrieval level, which grows the tree; leave out one of "
-                            "tree_size and retrieval=False (--tree-size, --no-retrieval)")
-        if self.leaves:
-            raise UserError(f"tree_size ({size}) and leaves ({self.leaves}) are two kinds of trees; leave out one of "
-                            "them")
-        if size > MOST_ROWS:
-            raise UserError(f"tree_size ({size}) must be at most {MOST_ROWS}; try {MOST_ROWS}")
-        if size < 2 * block:
-            wanted = f"{min(8 * block, MOST_ROWS)}, or " if 2 * block <= MOST_ROWS else ""
-            raise UserError(f"tree_size ({size}) must be at least twice block_size ({block}), so that branches have "
-                            f"room beside the chain; try {wanted}a block_size of {max(size // 8, 4)}")
 
     def view_tokens(self, prompt_len: int, offload: bool | str = False, room: int | None = None,
                     sharing: int = 1) -> int:
@@ -409,8 +348,8 @@ class Settings(Options):
         """Tokens of the two views that a row reads: of what is its own, and of the `base` tokens that all rows share.
 
         The share `recent` of the budget is a row's own, and the rest what is shared; whatever is shorter leaves its
-        tokens to the other. Where a row can have more of its own, its view has as large a part of that rest besides as
-        its own tokens are of all. These come on top of the budget.
+        tokens to the other. Where a row can have more of its own, its view has as large a part of that rest besides,
+        on top of the budget, as its own tokens are of all.
         """
         if not base:
             return budget, 0
@@ -423,10 +362,7 @@ class Settings(Options):
 
 def split_view(budget: int, chunk_size: int, flush_interval: int, recent: float = 0.25) -> tuple[int, int]:
     """Splits a budget into (window_size, number of selected chunks): the share `recent` of it, the sink one chunk.
-
-    Raises:
-        UserError: the budget is not a multiple of chunk_size, or too small for a sink, a window and one chunk.
-    """
+    Raises UserError where it is no multiple of chunk_size, or too small for a sink, a window and one chunk."""
     if chunk_size < 1 or flush_interval % chunk_size:
         raise UserError(f"chunk_size ({chunk_size}) must divide flush_interval ({flush_interval}); try 8")
     smallest = flush_interval + 2 * chunk_size
@@ -451,15 +387,15 @@ class Placement(Options):
     compile: bool | None = option(
         None, "compile the steps before the first answer: about a minute, and some seconds once they were compiled on "
         "this machine. Default: steps run as they are, on a GPU as recorded graphs. --no-compile: as they are, and no "
-        "graphs", one_of(True, False, wanted="True or False"), action=BooleanOptionalAction)
+        "graphs", one_of(True, False), action=BooleanOptionalAction)
     max_seq_len: int | None = option(None, "most tokens of prompt and output (default: as needed)", whole(2, 4096),
                                      type=int)
     max_batch_size: int = option(1, "prompts that run side by side; more are served group by group", whole(1, 8),
                                  flag=None)
     offload: bool | str = option(
         False, "keep the KV cache in host memory. It is pinned, and streamed through the device; 'auto': only the "
-        "layers that do not fit the device", one_of(False, True, "auto", wanted="True, False or 'auto'"), nargs="?",
-        const=True, choices=["auto"], metavar="auto")
+        "layers that do not fit the device", one_of(True, False, "auto"), nargs="?", const=True, choices=["auto"],
+        metavar="auto")
     num_resident_layers: int | None = option(None, "so many layers of an offloaded cache stay on the device (alias "
                                              "--on-chip)", whole(0, 4), type=int)
     resident_memory: int | str | None = option(
@@ -467,35 +403,27 @@ class Placement(Options):
     weights: str | None = option(
         None, "'fp8': the target's linear layers are rounded to fp8 as they are read, with a scale for each output "
         "channel. They take a byte a weight, and all promises hold for the rounded model. A GPU of compute capability "
-        "8.9 or later also rounds their inputs, with a scale for each row, and multiplies in fp8; elsewhere weights "
-        "are widened as they are used. 'wide': a checkpoint's fp8 weights are widened as they are read, which takes "
-        "more memory, and less time where products are not in fp8. "
-        "Default: as the checkpoint has them", one_of("fp8", "wide", wanted="'fp8', 'wide', or left out"))
+        "8.9 or later also rounds their inputs, and multiplies in fp8. 'wide': a checkpoint's fp8 weights are widened "
+        "as they are read, which takes more memory. Default: as the checkpoint has them", one_of("fp8", "wide"))
     draft_dtype: str | None = option(
         None, "'fp8': the retrieval level drafts with a copy of the target's weights in fp8. The output stays exact. "
-        "The copy takes one more byte for each weight of the blocks' linear layers, and needs a GPU of compute "
-        "capability 8.9 or later",
-        one_of("fp8", wanted="'fp8', or left out"))
+        "The copy takes a byte for each weight, and needs a GPU of compute capability 8.9 or later", one_of("fp8"))
     draft_ranks: list[int] | None = option(
         None, "of the ranks that torchrun started, those that run the draft, rank 0 among them; several share it. "
         "Default: every rank runs the whole draft", nargs="+", type=int, metavar="RANK")
 
     def resolve(self) -> "Placement":
-        """With device, compile and resident_memory decided.
-
-        Raises:
-            UserError: fields do not fit each other, or the device is not there.
-        """
+        """With device, compile and resident_memory decided. Raises UserError where fields do not fit each other, or
+        the device is not there."""
         device = find_device(self.device)
         if not self.offload and (self.num_resident_layers is not None or self.resident_memory is not None):
             raise UserError("num_resident_layers and resident_memory (--num-resident-layers, --resident-memory) say "
                             "what stays on the device while the rest is offloaded; add offload=True (--offload)")
         if self.num_resident_layers is not None and self.resident_memory is not None:
             raise UserError("num_resident_layers and resident_memory were both given; give one")
-        size = self.resident_memory
+        size = None if self.resident_memory is None else parse_size(self.resident_memory, "resident_memory")
         compiles = False if self.compile is None and device.type == "cpu" else self.compile
-        return replace(self, device=device, compile=compiles,
-                       resident_memory=None if size is None else parse_size(size, "resident_memory"))
+        return replace(self, device=device, compile=compiles, resident_memory=size)
 
 
 def find_device(device) -> "torch.device":
@@ -505,18 +433,16 @@ def find_device(device) -> "torch.device":
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise UserError(f"device {device!r} is unknown; use 'cpu', 'cuda' or 'cuda:1'") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device {str(device)!r} is not supported; use 'cpu' or 'cuda'")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            others = f"cuda:0 to cuda:{count - 1}" if count else "a PyTorch that is built for your GPU"
-            raise UserError(f"device {device} was asked for, and PyTorch finds {count or 'no'} CUDA GPUs; use --device "
-                            f"cpu, or {others}")
-    return device
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise UserError(f"device {str(device)!r} is unknown; use 'cpu', 'cuda' or 'cuda:1'")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise UserError(f"device {found} was asked for, and PyTorch finds {count or 'no'} CUDA GPUs; use --device cpu, "
+                        "another GPU, or a PyTorch that is built for yours")
+    return found
 
 
 def parse_size(size: int | str, name: str) -> int:
@@ -554,11 +480,7 @@ def _check_bias(name: str, value) -> None:
 
 
 def check_biases(biases: list[dict[int, float]], vocab_size: int) -> None:
-    """Of each row's logit_bias, checked by itself: do they fit the vocabulary?
-
-    Raises:
-        UserError: an id is outside of it, or a row forbids all of it.
-    """
+    """Of each row's logit_bias, checked by itself: raises UserError where it does not fit the vocabulary."""
     for bias in biases:
         for token in bias:
             if not 0 <= token < vocab_size:
@@ -607,56 +529,34 @@ class Sampling:
         "distribution exactly",
         _check_bias, more={"neutral": {}, "dtype": None}, action=_AddBias, metavar="ID=BIAS")
 
-    def with_seed(self, rows: int, draw: Callable[[], int]) -> "Sampling":
-        """With a seed for each row. draw: makes one where none is given."""
-        if isinstance(as_numbers(self.seed), list):
-            return self
-        first = draw() if self.seed is None else as_numbers(self.seed)
-        if isinstance(first, float) and first.is_integer():
-            first = int(first)
-        return replace(self, seed=[first + i for i in range(rows)] if isinstance(first, int) else [first] * rows)
+    def rows(self, prompts: int, count: int = 1, draw: Callable[[], int] | None = None) -> "Sampling":
+        """With lists of a checked value for each of `count` samples of each prompt, neutral where it is None.
 
-    def repeated(self, prompts: int, count: int) -> "Sampling":
-        """For `count` samples of each of so many prompts. Of lists of one value a prompt, a seed counts up.
-
-        Raises:
-            UserError: a list has neither one value a prompt nor one a sample.
-        """
-        columns = {name: value for name, value in ((name, as_numbers(value)) for name, value in vars(self).items())
-                   if count > 1 and isinstance(value, list)}
-        for name, value in columns.items():
-            if len(value) not in (prompts, prompts * count):
-                raise UserError(f"{name} has {len(value)} values for {prompts} prompts of {count} samples; give one "
-                                f"value, one a prompt, or one a sample ({prompts * count})")
-            if len(value) == prompts:
-                counts = name == "seed"
-                columns[name] = [one + i if counts and isinstance(one, (int, float)) else one
-                                 for one in value for i in range(count)]
-        return replace(self, **columns)
-
-    def part(self, rows: slice) -> "Sampling":
-        """Of some of the prompts."""
-        return Sampling(**{name: value[rows] if isinstance(value, (list, tuple)) else value
-                           for name, value in vars(self).items()})
-
-    def columns(self, rows: int) -> dict[str, list]:
-        """By field, a checked value for each row, neutral where it is None.
+        Args:
+            draw: makes a seed where none is given. Seeds then count up among the samples that one stands for; without
+                `draw` these have the same.
 
         Raises:
             UserError: a value is out of range, of the wrong kind, or a list of the wrong length.
         """
-        columns = {}
+        columns, size = {}, prompts * count
         for field in dataclasses.fields(self):
-            value = as_numbers(getattr(self, field.name))
-            if isinstance(value, (list, tuple)) and len(value) != rows:
-                raise UserError(f"{field.name} has {len(value)} values for {rows} prompts; give one value, or one a "
-                                "prompt")
-            about, column = field.metadata, list(value) if isinstance(value, (list, tuple)) else [value] * rows
-            column = [about["neutral"] if one is None else one for one in column]
-            for one in column:
-                about["check"](field.name, one)
-            columns[field.name] = column
-        return columns
+            name, about, value = field.name, field.metadata, as_numbers(getattr(self, field.name))
+            counts = name == "seed" and draw is not None
+            if counts and value is None:
+                value = draw()
+            if isinstance(value, list) and len(value) not in (prompts, size):
+                raise UserError(f"{name} has {len(value)} values for {prompts} prompts and {size} answers; give one "
+                                "value, one a prompt, or one an answer")
+            values = value if isinstance(value, list) else [value]
+            values = [about["neutral"] if one is None else one for one in values]
+            for one in values:
+                about["check"](name, one)
+            each = size // len(values)
+            columns[name] = [int(one) + i if counts else one for one in values for i in range(each)]
+            if counts:
+                about["check"](name, max(columns[name]))
+        return Sampling(**columns)
 
 
 def names_of(*classes: type) -> frozenset[str]:
@@ -664,32 +564,15 @@ def names_of(*classes: type) -> frozenset[str]:
     return frozenset(field.name for one in classes for field in dataclasses.fields(one)) - Settings.DERIVED
 
 
-# What users of other libraries give to `generate`, and what does it here.
-ELSEWHERE = {
-    "do_sample": "temperature=0 takes the most probable token, and a temperature above 0 draws",
-    "max_length": "max_new_tokens counts the new tokens alone", "max_tokens": "it is max_new_tokens",
-    "num_return_sequences": "it is num_samples", "n": "it is num_samples", "eos_token_id": "it is stop_token_ids",
-    "stop_strings": "it is stop", "streamer": "iterate over Engine.stream",
-    "repetition_penalty": "there is none; logit_bias forbids single tokens", "num_beams": "there is no beam search",
-    "pad_token_id": "nothing is padded; leave it out", "attention_mask": "nothing is padded; leave it out"}
-
-
 def split(options: dict, *classes: type, what: str, known: Iterable[str] = ()) -> tuple[list, dict]:
-    """An instance of each class, made of its options; and the options that belong to none of them.
-
-    Args:
-        what: an option is, for the message. known: names of all that may be meant.
-
-    Raises:
-        UserError: an option is neither of a class nor known.
-    """
+    """An instance of each class, made of its options; and the options that belong to none of them, but are `known`.
+    Raises UserError for others. what: an option is, for the message."""
     known = names_of(*classes) | set(known)
     for name in options:
         if name in names_of(Settings, Placement) - known:
             raise UserError(f"{name} is no {what}; give it to triforce.load, whose engine has it for all answers")
         if name not in known:
-            raise UserError(f"{name} is no {what}: {ELSEWHERE[name]}" if name in ELSEWHERE else
-                            not_known(name, what, known))
+            raise UserError(not_known(name, what, known))
     made = [one(**{name: options[name] for name in names_of(one) & options.keys()}) for one in classes]
     return made, {name: value for name, value in options.items() if name not in names_of(*classes)}
 
@@ -698,32 +581,22 @@ def takes(*classes: type):
     """A decorator: the function's `**options` are the fields of these classes, in its signature and its docstring."""
 
     def decorate(function):
-        @functools.wraps(function)
-        def wrapped(*args, **kwargs):
-            return function(*args, **kwargs)
-
-        signature = inspect.signature(function)
+        own = inspect.signature(function)
         fields = [field for one in classes for field in dataclasses.fields(one) if field.name in names_of(one)]
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         options = [inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
                                      annotation=field.type) for field in fields]
-        rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD and p.name != "options"]
-        wrapped.__signature__ = signature.replace(parameters=[*own, *options, *rest])
+        function.__signature__ = own.replace(parameters=[*list(own.parameters.values())[:-1], *options])
         indent = re.search(r"( *)options: OPTIONS", function.__doc__)[1]
         lines = [textwrap.fill(f"{field.name}: {field.metadata['help']}.", 118, initial_indent=indent,
                                subsequent_indent=indent + "    ") for field in fields]
-        wrapped.__doc__ = function.__doc__.replace(indent + "options: OPTIONS", "\n".join(lines))
-        return wrapped
+        function.__doc__ = function.__doc__.replace(indent + "options: OPTIONS", "\n".join(lines))
+        return function
 
     return decorate
 
 
 def check_logprobs(k, vocab_size: int | None = None) -> None:
-    """Of the option: None, or how many of the most probable tokens are told, from 0 to the vocabulary.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raises UserError unless it is None, or a number of tokens from 0 to the vocabulary."""
     if k is None:
         return
     whole(0, 5)("logprobs", k)
@@ -732,15 +605,7 @@ def check_logprobs(k, vocab_size: int | None = None) -> None:
 
 
 def check_max_new_tokens(value) -> int:
-    """The whole number, at least 1, that it must be.
-
-    Raises:
-        UserError: it is not.
-    """
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise UserError(f"max_new_tokens ({value!r}) must be a whole number; try 256") from None
-    if count < 1:
-        raise UserError(f"max_new_tokens ({count}) must be at least 1; try 256")
-    return count
+    """The whole number, at least 1, that it must be. Raises UserError if it is not."""
+    value = as_numbers(value)
+    whole(1, 256)("max_new_tokens", value)
+    return value

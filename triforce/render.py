@@ -33,44 +33,38 @@ def in_notebook() -> bool:
 
 
 class Bar:
-    """A bar of tqdm, which appears with the first report. Calls report the share that is done, 0 to 1."""
+    """A bar of tqdm, which appears after a second. Calls report the share that is done, 0 to 1."""
 
     def __init__(self, what: str, total: int, unit: str = "tok"):
-        self.what, self.total, self.unit, self.bar = what, total, unit, None
-
-    def __call__(self, share: float) -> None:
-        self.count(int(share * self.total))
-
-    def count(self, done: int) -> None:
-        """done: of the total."""
-        if self.bar is None and done < self.total:
-            self.bar = self._make()
-        if self.bar is not None:
-            self.bar.update(done - self.bar.n)
-        if done >= self.total:
-            self.close()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        self.bar = None
-
-    def _make(self):
-        where = {"delay": 1.0} if in_notebook() else {"disable": None, "file": sys.stderr, "ncols": 78}
+        where = {} if in_notebook() else {"disable": None, "file": sys.stderr, "ncols": 78}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tqdm: without ipywidgets it shows text
             from tqdm.auto import tqdm
 
-            return tqdm(total=self.total, desc=self.what, unit=self.unit, leave=False, **where)
+            self.bar = tqdm(total=total, desc=what, unit=unit, leave=False, delay=1.0, **where)
+
+    def __call__(self, share: float) -> None:
+        self.count(int(share * self.bar.total))
+
+    def count(self, done: int) -> None:
+        """done: of the total."""
+        self.bar.update(done - self.bar.n)
+        if done >= self.bar.total:
+            self.close()
+
+    def close(self) -> None:
+        self.bar.close()
 
 
 @contextmanager
 def notebook_bars(options: dict, total: int) -> Iterator[None]:
     """Within, a call of `Engine.generate` with these options has bars in a notebook, unless the caller has callbacks.
     total: tokens that the call may bring."""
+    if not in_notebook() or options.get("on_prefill") or options.get("on_decode"):
+        yield
+        return
     with closing(Bar("prefill", 100, "%")) as prefill, closing(Bar("decode", total)) as decode:
-        if in_notebook() and not options.get("on_prefill") and not options.get("on_decode"):
-            options |= {"on_prefill": prefill, "on_decode": decode.count}
+        options |= {"on_prefill": prefill, "on_decode": decode.count}
         yield
 
 

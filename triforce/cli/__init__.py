@@ -1,5 +1,5 @@
 """The commands: `python generate.py`, `python -m triforce`, `triforce`. Nothing here imports PyTorch at once."""
 
-from .main import Paragraphs, Parser, main, parse
+from .main import main, parse
 
-__all__ = ["Paragraphs", "Parser", "main", "parse"]
+__all__ = ["main", "parse"]

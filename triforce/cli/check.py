@@ -3,13 +3,11 @@
 Each finding is a record; the page is made of them, and a file of JSON has the same.
 """
 
-import argparse
 import gc
-import importlib.util
 import json
 import os
-import sys
 import time
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..config import Placement, Sampling, Settings, find_device, whole
+from ..config import Placement, Sampling, Settings, find_device
 from ..decode.plan import AUTOREGRESSION, DraftPlan
-from ..engine import memory
 from ..engine.engine import Engine
 from ..engine.loading import find_dtype, load
 from ..engine.prompt_cache import first_difference
@@ -28,9 +25,10 @@ from ..errors import UserError
 from ..hf.checkpoint import read_config
 from ..hf.folders import resolve
 from ..hf.tokenizer import Tokenizer
+from ..render import say
 from ..runtime.streams import use_one_stream
 from . import plan, request
-from .main import Paragraphs, Parser, parse
+from .main import Parser, count, parse
 
 GREEDY = 64  # tokens that are compared
 LAST = 2048  # positions whose logits are compared; tokens that transformers computes at a time
@@ -46,18 +44,18 @@ OTHERS = ("prompt", "prompts", "question", "questions", "num_samples", "interact
 
 def parser() -> Parser:
     p = Parser(
-        prog="triforce check", allow_abbrev=False, formatter_class=Paragraphs,
-        description="Is all well with a checkpoint on this machine? Compares its logits with those of transformers, "
-                    "and greedy output with and without speculation; times both. Exit status: 0; 1 if a check failed; "
-                    "2 for a mistake in the command.",
-        epilog="Flags of `triforce` that load a model are known here, too: --checkpoint, --draft, --device, --dtype, "
-               "--budget, --offload, ...; and --temperature, --top-p, ... of what is timed.\n\n"
+        prog="triforce check", allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter,
+        description="Is all well with a checkpoint on this machine? Compares its logits with those\nof transformers, "
+                    "and greedy output with and without speculation; times both.\nExit status: 0; 1 if a check failed; "
+                    "2 for a mistake.",
+        epilog="Flags of `triforce` that load a model are known here, too: --checkpoint,\n--draft, --device, --dtype, "
+               "--temperature, --top-p, ...\n\n"
                "    triforce check --checkpoint JackFram/llama-68m --lengths 512 1500")
     p.add_argument("--prompt-file", metavar="FILE", help="the text to continue (default: CPython's language "
                    "reference); it is repeated where it is too short")
-    p.add_argument("--lengths", type=int, nargs="+", metavar="N", help="prompt lengths to time (default: 512 and "
+    p.add_argument("--lengths", type=count, nargs="+", metavar="N", help="prompt lengths to time (default: 512 and "
                    "2,048; on a GPU 4,096, 32,768 and 122,880, as far as they fit)")
-    p.add_argument("--new", type=int, metavar="N", default=96, help="tokens of a timed call (default 96)")
+    p.add_argument("--new", type=count, metavar="N", default=96, help="tokens of a timed call (default 96)")
     p.add_argument("--far", type=int, metavar="N", help=f"compare the last {LAST:,} logits of so many tokens; 0: none "
                    "(default: of the longest prompt)")
     p.add_argument("--reference", metavar="FOLDER", help="of transformers, if it is not the checkpoint's own: the one "
@@ -72,13 +70,11 @@ def parser() -> Parser:
 
 def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Tensor | str:
     """Its logits after the last tokens, [LAST, V] float32 on the CPU; or why there are none, with what to do."""
-    if importlib.util.find_spec("transformers") is None:
-        return "pip install transformers"
-    from transformers import AutoModelForCausalLM
-
-    model = cache = None
+    model = cache = out = None
     first = (len(tokens) - 1) % LAST + 1  # so that the last stretch is a whole one
     try:
+        from transformers import AutoModelForCausalLM
+
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
         with torch.inference_mode():
             for start in range(first - LAST, len(tokens), LAST):
@@ -86,12 +82,9 @@ def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device
                 out = model(ids, past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
             return out.logits[0].float().cpu()
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        return f"transformers cannot load {folder}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-    except (RuntimeError, MemoryError) as error:
-        if not memory.ran_out(error):
-            raise
-        return f"transformers ran out of memory at {len(tokens):,} tokens; ask for a shorter --far"
+    except Exception as error:  # whatever it is, the checks that need no transformers go on
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"transformers failed: {told}; pip install transformers, or ask for a shorter --far"
     finally:
         model = cache = out = None
         gc.collect()
@@ -99,25 +92,26 @@ def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device
             torch.cuda.empty_cache()
 
 
-def compare(engine: Engine, tokens: list[int], theirs: Tensor | None) -> dict:
-    """A record: whether all is finite, and how far the last logits are from those of transformers, beside what the
-    dtype allows."""
+def compare(engine: Engine, tokens: list[int], theirs: Tensor | str) -> dict:
+    """A record: what is not finite, or how far the last logits are from those of transformers, beside what the dtype
+    allows. theirs: as `ask_transformers` gives them."""
     target, told, last = engine.target, {"name": "logits", "tokens": len(tokens)}, min(LAST, len(tokens))
     ours = engine.logits([tokens], last=last)[0].cpu()
-    if theirs is None or not bool(ours.isfinite().all()):
-        why = {} if bool(ours.isfinite().all()) else {"why": str(engine.explain_not_finite(tokens))}
-        return told | {"name": "finite values", "passed": not why, **why}
+    if not bool(ours.isfinite().all()):
+        return {**told, "name": "finite values", "passed": False, "why": str(engine.explain_not_finite(tokens))}
+    if isinstance(theirs, str):
+        return {**told, "passed": None, "why": theirs}
     width = min(ours.shape[1], theirs.shape[1])
     ours, theirs = ours[:, :width], theirs[:, :width]
     apart = (ours - theirs).abs()
     most, mean = HALF if target.dtype.itemsize == 2 else FULL
     unit = torch.finfo(target.dtype).eps * target.config.n_layer**0.5
-    allowed, same = most * unit * float(theirs.abs().max()), float((ours.argmax(1) == theirs.argmax(1)).float().mean())
-    told |= {"max_difference": float(apart.max()), "max_allowed": allowed, "mean_difference": float(apart.mean()),
-             "mean_allowed": mean * unit * float(theirs.abs().mean()), "same_top": same}
+    told |= {"max_difference": float(apart.max()), "max_allowed": most * unit * float(theirs.abs().max()),
+             "mean_difference": float(apart.mean()), "mean_allowed": mean * unit * float(theirs.abs().mean()),
+             "same_top": float((ours.argmax(1) == theirs.argmax(1)).float().mean())}
     told["says"] = ("at most {max_difference:.1e} of {max_allowed:.1e} apart, on average {mean_difference:.1e} of "
                     "{mean_allowed:.1e}; same top {same_top:.1%}").format(**told)
-    told["passed"] = told["max_difference"] <= allowed and told["mean_difference"] <= told["mean_allowed"]
+    told["passed"] = told["max_difference"] <= told["max_allowed"] and told["mean_difference"] <= told["mean_allowed"]
     if not told["passed"]:
         position = len(tokens) - last + int((apart.amax(1) > told["max_allowed"]).float().argmax())
         told["why"] = (f"logits part from those of transformers at position {position}; download or convert the "
@@ -130,52 +124,48 @@ def compare(engine: Engine, tokens: list[int], theirs: Tensor | None) -> dict:
 def plans(engine: Engine) -> dict[str, DraftPlan]:
     """Those that the levels of this engine allow, by the way to draft. There is a DecodeBatch."""
     hierarchy, settings, gamma = engine.buffers.state.hierarchy, engine.settings, min(engine.settings.block_size - 1, 7)
-    has_view, found = "retrieval" in hierarchy.drafters, {}
-    if "model" in hierarchy.sources and has_view:
-        found["draft + view"] = DraftPlan(gamma, "model", True, min(settings.gamma_inner, 2), -(-gamma // 2))
-    if "model" in hierarchy.sources:
-        found["draft model"] = DraftPlan(gamma, "model")
-    if has_view:
-        found[f"{settings.draft_cache} view"] = DraftPlan(gamma, None, True, 0, gamma)
-    if "ngram" in hierarchy.sources:
-        found["n-grams"] = DraftPlan(gamma, "ngram")
-    return found if gamma else {}
-
-
-def run(engine: Engine, ids: list[int], plan: DraftPlan, count: int) -> tuple[list[int], int, int]:
-    """Greedy rounds of one plan: (tokens, how many were drafted, how many of these kept)."""
-    with engine.working():
-        state = engine.prepare([ids], count, plan=plan, **vars(Sampling(temperature=0.0, seed=[0])))
-    tokens, drafted, kept = [], 0, 0
-    while len(tokens) < count:
-        with engine.working():
-            tokens += state.round()[0]
-        row = state.last_round.rows[0]
-        drafted, kept = drafted + row.num_drafted, kept + row.num_accepted
-    return tokens[:count], drafted, kept
+    if not gamma:
+        return {}
+    ways = {"draft + view": DraftPlan(gamma, "model", True, min(settings.gamma_inner, 2), -(-gamma // 2)),
+            "draft model": DraftPlan(gamma, "model"),
+            f"{settings.draft_cache} view": DraftPlan(gamma, None, True, 0, gamma),
+            "n-grams": DraftPlan(gamma, "ngram")}
+    sources, has_view = {None, *hierarchy.sources}, "retrieval" in hierarchy.drafters
+    return {way: one for way, one in ways.items() if one.source in sources and (has_view or not one.retrieval)}
 
 
 def greedy_bits(engine: Engine, ids: list[int]) -> Iterator[dict]:
     """A record for each way to draft: does it say what autoregression says?"""
-    plain, _, _ = run(engine, ids, AUTOREGRESSION, GREEDY)
+    plain, _ = greedy(engine, ids, AUTOREGRESSION)
     for way, chosen in plans(engine).items():
-        tokens, drafted, kept = run(engine, ids, chosen, GREEDY)
-        differ = first_difference(plain, tokens)
-        why = {} if differ is None else {
-            "why": f"token {differ} differs from that without speculation, so output is not exact here: please report "
-                   "this file, and use --no-speculation until then"}
-        yield {"name": f"greedy, {way}", "passed": not why, "drafted": drafted, "kept": kept, **why,
-               "says": f"{'DIFFERENT' if why else 'identical'}: {GREEDY} tokens, {kept} of {drafted} drafted ones kept"}
+        tokens, rows = greedy(engine, ids, chosen)
+        drafted, kept = sum(row.num_drafted for row in rows), sum(row.num_accepted for row in rows)
+        told = {"name": f"greedy, {way}", "passed": tokens == plain, "drafted": drafted, "kept": kept,
+                "says": f"{GREEDY} tokens, {kept} of {drafted} drafted ones kept"}
+        if tokens != plain:
+            told["why"] = (f"token {first_difference(plain, tokens)} is DIFFERENT without speculation, so output is "
+                           "not exact here: please report this file, and use --no-speculation until then")
+        yield told
+
+
+def greedy(engine: Engine, ids: list[int], plan: DraftPlan) -> tuple[list[int], list]:
+    """Tokens of rounds that follow a plan, and what the rounds say of themselves."""
+    with engine.working():
+        state = engine.prepare([ids], GREEDY, plan=plan, temperature=0.0, seed=[0])
+        tokens, rows = [], []
+        while len(tokens) < GREEDY:
+            tokens += state.round()[0]
+            rows.append(state.last_round.rows[0])
+    return tokens[:GREEDY], rows
 
 
 def timed(engine: Engine, ids: list[int], new: int, sampling: Sampling) -> dict:
     """A record of calls as a user makes them. On a GPU the second one counts: the first records its steps."""
     engine.release()  # or it would go on from what it holds, and there were no prefill to time
-    calls = {"on": {}, "off": {"speculate": False, "one_row": True}}
-    drawn = vars(replace(sampling, seed=sampling.seed or 0))
-    found = {name: [engine.generate(ids, new, ignore_eos=True, **drawn, **how).stats
-                    for _ in range(2 if engine.device.type == "cuda" else 1)] for name, how in calls.items()}
-    prefill, on, off = found["on"][0].prefill, found["on"][-1], found["off"][-1]
+    drawn, turns = vars(replace(sampling, seed=sampling.seed or 0)), 2 if engine.device.type == "cuda" else 1
+    on, off = ([engine.generate(ids, new, ignore_eos=True, **drawn, **how).stats for _ in range(turns)]
+               for how in ({}, {"speculate": False, "one_row": True}))
+    prefill, on, off = on[0].prefill, on[-1], off[-1]
     return {"name": f"times, {len(ids):,}", "passed": None, "new_tokens": new, "prefill": prefill,
             "on_ms": 1e3 * on.tbt, "off_ms": 1e3 * off.tbt, "tokens_a_verify": on.block_efficiency,
             "acceptance": on.acceptance_rate, "peak_memory": on.peak_memory,
@@ -185,33 +175,17 @@ def timed(engine: Engine, ids: list[int], new: int, sampling: Sampling) -> dict:
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
-def read_ids(tokenizer: Tokenizer, path: str | None, count: int) -> tuple[list[int], int]:
-    """So many tokens of the text, and how often it is begun anew."""
-    text = request.default_document() if path is None else request.read_file("--prompt-file", path)
-    if not text.strip():
-        raise UserError(f"--prompt-file {path} holds no text; name another file")
-    ids = tokenizer.encode(text[: 16 * count])  # no tokenizer makes longer tokens on average
-    repeated = -(-count // len(ids)) - 1
-    return (ids * (repeated + 1))[:count], repeated
-
-
 def lengths_of(own, args, longest: int, device: torch.device) -> list[int]:
     """Prompt lengths, ascending. Settings that do not fit each other are found here."""
-    whole(1, 8)("--new", own.new)
     most = longest - own.new
     lengths = sorted(own.lengths or [length for length in LENGTHS[device.type] if length <= most] or [most])
-    whole(1, 2048)("--lengths", lengths[0])
-    if lengths[-1] > most:
+    if most < 1 or lengths[-1] > most:
         raise UserError(f"--lengths {lengths[-1]} and {own.new} new tokens exceed the {longest} that the model can "
-                        f"attend over; use at most {most}")
+                        f"attend over; use at most {most}, or a smaller --new")
     here = plan.machine_of(plan.parser().parse_args([]), str(device))
-
-    def fits(length: int) -> bool:
-        job = plan.job_of(argparse.Namespace(**{**vars(args), "prompt_len": length, "batch_size": 1}))
-        return plan.need(job, here).fits(here)
-
-    while not fits(lengths[-1]) and len(lengths) > 1 and own.lengths is None:
-        lengths.pop()
+    jobs = [plan.job_of(Namespace(**{**vars(args), "prompt_len": length, "batch_size": 1})) for length in lengths]
+    fitting = [job.prompt_len for job in jobs if plan.need(job, here)["fits"]]
+    lengths = lengths if own.lengths else fitting or lengths[:1]
     return lengths[-1:] if own.quick else lengths
 
 
@@ -227,30 +201,23 @@ def page(told: dict) -> str:
                       f"{told['seconds']:.0f} s."])
 
 
-def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.device, say) -> Iterator[dict]:
+def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.device) -> Iterator[dict]:
     """Records of all that is compared and timed. transformers comes first: two models need not fit side by side.
 
     Args:
-        far: tokens whose last logits are compared. prompts: to time, ascending. say: tells the user what is done.
+        far: tokens whose last logits are compared. prompts: to time, ascending.
     """
-    folder, theirs = resolve(args.checkpoint), "left out (--far 0)"
-    config = read_config(folder, weights=getattr(args, "weights", None))
+    config, theirs = read_config(resolve(args.checkpoint), weights=getattr(args, "weights", None)), "left out (--far 0)"
     if own.reference is None and config.float8 is not None:
         theirs = "transformers multiplies in fp8 in another way; name a folder of wide weights by --reference"
     elif far:
-        say(f"transformers over {len(far):,} tokens")
+        say(f"logits of {len(far):,} tokens, by transformers and here")
         dtype = find_dtype(getattr(args, "dtype", None), config.dtype, device)
         theirs = ask_transformers(resolve(own.reference or args.checkpoint), far, dtype, device)
-    if isinstance(theirs, str):
-        yield {"name": "logits", "passed": None, "why": theirs}
-        theirs = None
-    say("loading")
     engine = load(args.checkpoint, **request.given(args, Settings, Placement))
     try:
-        say(f"logits of {len(far or prompts[-1]):,} tokens")
-        record = compare(engine, far or prompts[-1], theirs)
-        yield record
-        if record["name"] == "finite values" and not record["passed"]:  # nothing else says anything then
+        yield (record := compare(engine, far or prompts[-1], theirs))
+        if record["name"] == "finite values":  # nothing else says anything then
             return
         say("greedy, with and without speculation")
         yield from greedy_bits(engine, prompts[-1])
@@ -261,18 +228,17 @@ def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.d
         yield {"name": "generation", "passed": False, "why": str(error)}
 
 
-def read(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
+def read(argv: list[str]) -> tuple[Namespace, Namespace]:
     """Flags of this command, and those of `triforce` beside them."""
     own, rest = parser().parse_known_args(argv)
     args = parse(rest)
-    other = request.first_given(args, *OTHERS)
-    if other is not None or os.environ.get("WORLD_SIZE", "1") != "1":
+    args.max_new_tokens = own.new
+    if (other := request.first_given(args, *OTHERS)) or os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"triforce check asks its own questions, in one process; drop {other or 'torchrun'}")
     if not Path(own.out).parent.is_dir():
         raise UserError(f"--out {own.out}: there is no folder {Path(own.out).parent}; make it, or name another file")
-    Sampling(**request.given(args, Sampling)).columns(1)
+    Sampling(**request.given(args, Sampling)).rows(1)
     resolve(own.reference or args.checkpoint)
-    args.max_new_tokens = own.new
     return own, args
 
 
@@ -285,13 +251,14 @@ def main(argv: list[str]) -> int:
     far = own.far if own.far is not None else min(lengths[-1], LAST) if own.quick else lengths[-1]
     if not 0 <= far <= longest:
         raise UserError(f"--far ({far}) must lie between 0 and the {longest} that the model can attend over")
-    ids, begun_anew = read_ids(Tokenizer(folder), own.prompt_file, max(lengths[-1], far))
-
-    def say(text: str) -> None:
-        print(f"[{time.perf_counter() - begun:6.1f} s] {text}", file=sys.stderr, flush=True)
-
+    text = request.read_file("--prompt-file", own.prompt_file) if own.prompt_file else request.default_document()
+    if not text.strip():
+        raise UserError(f"--prompt-file {own.prompt_file} holds no text; name another file")
+    ids = Tokenizer(folder).encode(text[: 16 * max(far, *lengths)])  # no tokenizer makes longer tokens on average
+    begun_anew = -(-max(far, *lengths) // len(ids)) - 1
+    ids *= begun_anew + 1
     say(f"at {', '.join(f'{length:,}' for length in lengths)} tokens; less with --lengths or --quick")
-    records = list(examine(own, args, ids[:far], [ids[:length] for length in lengths], device, say))
+    records = list(examine(own, args, ids[:far], [ids[:length] for length in lengths], device))
     told = {"checkpoint": str(folder), "device": str(device), "torch": torch.__version__, "triforce": __version__,
             "text": own.prompt_file, "begun_anew": begun_anew, "seconds": time.perf_counter() - begun,
             "passed": all(record["passed"] is not False for record in records), "records": records}

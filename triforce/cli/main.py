@@ -44,14 +44,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-class Paragraphs(argparse.HelpFormatter):
-    """Wraps paragraphs to the terminal's width; those that are indented stay as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        fill = super()._fill_text
-        return "\n\n".join(part if part.startswith(" ") else fill(part, width, indent) for part in text.split("\n\n"))
-
-
 class Help(argparse.Action):
     """Prints a screen: the flags of COMMON, a line each."""
 
@@ -130,19 +122,14 @@ def parser() -> Parser:
             if isinstance(flag, tuple):
                 name, how, about = flag
                 group.add_argument(f"--{name}", help=about, **how)
-            else:
-                add_options(group, flag)
+                continue
+            for field in dataclasses.fields(flag):  # one that is not given leaves no trace: the field's default holds
+                about = field.metadata
+                if about["flag"] is not None:
+                    group.add_argument(about["flag"] or "--" + field.name.replace("_", "-"), dest=field.name,
+                                       default=argparse.SUPPRESS, help=about["help"].replace("%", "%%"),
+                                       **about["argparse"])
     return p
-
-
-def add_options(group, options: type) -> None:
-    """A flag for each field that has one. A flag that is not given leaves no trace: the field's default holds."""
-    for field in dataclasses.fields(options):
-        about = field.metadata
-        if about["flag"] is not None:
-            flag = about["flag"] or "--" + field.name.replace("_", "-")
-            group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=about["help"].replace("%", "%%"),
-                               **about["argparse"])
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -4,16 +4,16 @@ The parts are those of `memory.py`, which `load` and a call check before they al
 machine that need not be this one.
 """
 
+import argparse
 import json
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size, whole
+from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size
 from ..engine import memory
 from ..engine.loading import find_dtype
 from ..engine.memory import Part, Sizes
@@ -24,7 +24,7 @@ from ..hf.folders import find_draft, resolve
 from ..model import ModelConfig
 from ..parallel import Group, shard_config
 from . import request
-from .main import Paragraphs, Parser, parse
+from .main import Parser, count, parse
 
 CUDA_ITSELF = Part("CUDA itself, about", 2**29)  # of a card's memory; what a running process finds free is without it
 
@@ -58,26 +58,8 @@ class Job:
         return (self.placement.max_seq_len or self.target.max_len) - self.max_new_tokens
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a job takes of each device."""
-
-    budget: int  # tokens of the view
-    resident: int  # layers of the KV cache on the device
-    parts: list[Part]
-    host: Part  # over all ranks
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
-
-    def fits(self, machine: Machine) -> bool:
-        return all(most is None or size <= most for size, most in ((self.bytes, machine.memory),
-                                                                   (self.host.bytes, machine.host)))
-
-
-def need(job: Job, machine: Machine) -> Need:
-    """What the job takes, as `load` and a call plan it.
+def need(job: Job, machine: Machine) -> dict:
+    """What the job takes of each device, as `load` and a call plan it; as JSON has it.
 
     Raises:
         UserError: settings do not fit each other, or so many ranks cannot share the model.
@@ -91,7 +73,7 @@ def need(job: Job, machine: Machine) -> Need:
     parts += memory.weight_parts(target, job.draft, dtype)
     if place.draft_dtype:
         parts.append(Part("fp8 copy for drafting", copy_bytes(target), ("no --draft-dtype",)))
-    free = None if machine.memory is None else machine.memory - sum(part.bytes for part in parts)
+    free = None if machine.memory is None else machine.memory - memory.total(parts)
     needed = memory.needed_tokens(job.prompt_len + job.max_new_tokens, settings, longest)
     capacity = memory.row_capacity(needed, settings, longest, job.rows, 0, target.max_len)
     budget = settings.view_tokens(job.prompt_len, place.offload, capacity, 1)
@@ -105,36 +87,39 @@ def need(job: Job, machine: Machine) -> Need:
     if place.offload:
         layer = memory.layer_bytes(target, job.rows, capacity, dtype)
         resident = memory.resident_layers(place, target.n_layer, layer, planned(0).parts, free, device)
-    plan, layers = planned(resident), target.n_layer if resident is None else resident
-    host = plan.host
-    parts += [*plan.parts, *[host] * (device.type == "cpu" and host.bytes > 0)]  # a CPU's is the same memory
-    return Need(budget, layers, parts, replace(host, bytes=host.bytes * machine.ranks))
+    plan = planned(resident)
+    parts += [*plan.parts, *[plan.host] * (device.type == "cpu" and plan.host.bytes > 0)]  # a CPU's is the same memory
+    size, host = memory.total(parts), plan.host.bytes * machine.ranks  # of a device; of all ranks
+    fits = all(most is None or used <= most for used, most in ((size, machine.memory), (host, machine.host)))
+    return {
+        "fits": fits, "offload": place.offload, "dtype": str(dtype).removeprefix("torch."), "budget": budget,
+        "resident_layers": target.n_layer if resident is None else resident, "layers": target.n_layer, "bytes": size,
+        "host_bytes": host, "parts": {part.name: part.bytes for part in parts},
+        "remedies": {part.name: part.remedies for part in parts}}
 
 
 def longest_prompt(job: Job, machine: Machine) -> int:
     """The most tokens of a prompt that fit: all that the model can attend over, or a multiple of 1,024. 0: none."""
-    def fits(length: int) -> bool:
-        return need(replace(job, prompt_len=length), machine).fits(machine)
-
-    thousands = range(1024, job.room + 1, 1024)
-    return job.room if fits(job.room) else 1024 * bisect_left(thousands, True, key=lambda length: not fits(length))
+    lengths = [0, *range(1024, job.room, 1024), job.room]
+    fits = bisect_left(lengths, True, 1, key=lambda length: not need(replace(job, prompt_len=length), machine)["fits"])
+    return lengths[fits - 1]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 def parser() -> Parser:
     p = Parser(
-        prog="triforce plan", allow_abbrev=False, formatter_class=Paragraphs,
-        description="What a checkpoint and a prompt take of a machine's memory, part by part, and whether they fit. "
-                    "Reads config.json alone. Exit status: 0; 1 if it does not fit; 2 for a mistake in the command.",
-        epilog="Every flag of `triforce` that changes what is needed is known here, too: --checkpoint, --draft, "
-               "--prompt-len, --max-new-tokens, --dtype, --budget, --offload, ...\n\n"
+        prog="triforce plan", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="What a checkpoint and a prompt take of a machine's memory, and whether\nthey fit. "
+                    "Reads config.json alone. Exit status: 0; 1 if it does not fit; 2 for\na mistake.",
+        epilog="Every flag of `triforce` that changes what is needed is known here, too:\n--checkpoint, --draft, "
+               "--prompt-len, --dtype, --budget, --offload, ...\n\n"
                "    triforce plan --checkpoint FOLDER --prompt-len 100000 --memory 24GiB")
     p.add_argument("--memory", metavar="SIZE", help="of one GPU, which need not be here, such as 24GiB; with --device "
                    "cpu of the machine (default: what this machine's device has free)")
     p.add_argument("--host-memory", metavar="SIZE", help="of the host (default: what this machine has free)")
-    p.add_argument("--gpus", type=int, default=1, metavar="N", help="so many share the model, as under torchrun")
-    p.add_argument("--batch-size", type=int, metavar="N", help="so many prompts side by side (default 1)")
+    p.add_argument("--gpus", type=count, default=1, metavar="N", help="so many share the model, as under torchrun")
+    p.add_argument("--batch-size", type=count, metavar="N", help="so many prompts side by side (default 1)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
     return p
 
@@ -145,9 +130,9 @@ def machine_of(own, device: str | None) -> Machine:
         device, size = torch.device(device or "cuda"), parse_size(own.memory, "--memory")
     else:
         device = find_device(device)
-        size, count = memory.available(device), torch.cuda.device_count() if device.type == "cuda" else 1
-        if own.gpus > count:
-            raise UserError(f"--gpus ({own.gpus}) is more than the {count} that this machine has; say with --memory "
+        size, found = memory.available(device), torch.cuda.device_count() if device.type == "cuda" else 1
+        if own.gpus > found:
+            raise UserError(f"--gpus ({own.gpus}) is more than the {found} that this machine has; say with --memory "
                             "how much one of them has, to plan for another machine")
     if device.type == "cpu":  # ranks have the same memory, and so have layers that are offloaded
         return Machine(device, size and size // own.gpus, None, own.gpus, is_here=not own.memory)
@@ -161,14 +146,16 @@ def job_of(args, rows: int | None = None) -> Job:
     placement = Placement(**request.given(args, Placement), max_batch_size=args.batch_size)
     placement = replace(placement, device="cpu").resolve()  # a plan's device need not be here
     target = read_config(resolve(args.checkpoint), weights=placement.weights)
+    folder = find_draft(args.checkpoint, settings.draft)
     if placement.draft_dtype:
         check_copy(target)
-    folder = find_draft(args.checkpoint, settings.draft)
-    draft = None if folder is None else read_config(folder)
     if (placement.num_resident_layers or 0) > target.n_layer:
         raise UserError(f"--num-resident-layers ({placement.num_resident_layers}) is more than the model's "
                         f"{target.n_layer} layers")
-    job = Job(target, draft, settings, placement, 0, check_max_new_tokens(args.max_new_tokens))
+    if args.prompts is not None and rows is None:
+        rows = min(len(request.read_items("--prompts", args.prompts, "prompt")), args.batch_size)
+    job = Job(target, folder and read_config(folder), settings, placement, 0,
+              check_max_new_tokens(args.max_new_tokens), rows or 1)
     text = request.first_given(args, "prompt", "prompt_file", "prompts", "prefix")
     if text is not None and args.prompt_len is None:
         raise UserError(f"a plan reads no text, and {text} names one; say how many tokens it has with --prompt-len")
@@ -176,9 +163,7 @@ def job_of(args, rows: int | None = None) -> Job:
     if length > job.room and (args.keep is None or job.room < 1):
         raise UserError(f"a prompt of {length} tokens and {job.max_new_tokens} new ones exceed the "
                         f"{job.room + job.max_new_tokens} that the model or --max-seq-len allows; use fewer, or --keep")
-    if args.prompts is not None and rows is None:
-        rows = min(len(request.read_prompts(args.prompts)), args.batch_size)
-    return replace(job, prompt_len=min(length, job.room), rows=rows or 1)
+    return replace(job, prompt_len=min(length, job.room))
 
 
 def record(job: Job, machine: Machine) -> dict:
@@ -187,24 +172,18 @@ def record(job: Job, machine: Machine) -> dict:
     if machine.device.type == "cuda" and not job.placement.offload:
         ways.append(replace(job, placement=replace(job.placement, offload="auto")))
     needs = [need(way, machine) for way in ways]
-    found, job = next((pair for pair in zip(needs, ways, strict=True) if pair[0].fits(machine)), (needs[-1], ways[-1]))
     return {
-        "name": "plan", "fits": found.fits(machine), "device": str(machine.device), "memory": machine.memory,
-        "host_memory": machine.host, "gpus": machine.ranks, "is_here": machine.is_here, "prompt_len": job.prompt_len,
-        "max_new_tokens": job.max_new_tokens, "rows": job.rows, "offload": job.placement.offload,
-        "dtype": str(find_dtype(job.placement.dtype, job.target.dtype, machine.device)).removeprefix("torch."),
-        "budget": found.budget, "resident_layers": found.resident, "layers": job.target.n_layer,
-        "bytes": found.bytes, "host_bytes": found.host.bytes, "on_chip_bytes": needs[0].bytes,
-        "longest_prompt": max(longest_prompt(way, machine) for way in ways),
-        "parts": {part.name: part.bytes for part in found.parts},
-        "remedies": {part.name: part.remedies for part in found.parts},
-    }
+        "name": "plan", **next((one for one in needs if one["fits"]), needs[-1]), "device": str(machine.device),
+        "memory": machine.memory, "host_memory": machine.host, "gpus": machine.ranks, "is_here": machine.is_here,
+        "prompt_len": job.prompt_len, "max_new_tokens": job.max_new_tokens, "rows": job.rows,
+        "on_chip_bytes": needs[0]["bytes"], "longest_prompt": max(longest_prompt(way, machine) for way in ways)}
 
 
 def page(told: dict) -> str:
     """A record as a page of Markdown."""
     noun = "GPU" if told["device"].startswith("cuda") else "CPU"
-    rows = [*((name, gib(size)) for name, size in told["parts"].items()), ("all", gib(told["bytes"])),
+    rows = [("part", noun), ("-" * 34, "-" * 10 + ":"),
+            *((name, gib(size)) for name, size in told["parts"].items()), ("all", gib(told["bytes"])),
             (f"{'free on' if told['is_here'] else 'memory of'} one {noun}", gib(told["memory"]))]
     if noun == "GPU":
         rows += [("in host memory", gib(told["host_bytes"])), ("free on the host", gib(told["host_memory"]))]
@@ -221,15 +200,8 @@ def page(told: dict) -> str:
         largest = sorted(told["parts"], key=told["parts"].get)[:-4:-1]
         verdict += ". Smaller, by a shorter --prompt-len, more --gpus, or of the largest parts:" + "".join(
             f"\n- {name}: {', '.join(told['remedies'][name])}" for name in largest if told["remedies"][name])
-    return "\n\n".join([f"GiB, for {what}:", table(["part", ""], rows), verdict])
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown whose columns line up: the first is a name and stands left, the others are figures and stand right."""
-    widths = [max(2, *(len(row[i]) for row in (head, *rows))) for i in range(len(head))]
-    rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    lined = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, rule, *rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lined)
+    table = "\n".join(f"| {name:<34} | {figure:>11} |" for name, figure in rows)
+    return f"GiB, for {what}:\n\n{table}\n\n{verdict}"
 
 
 def gib(size: int | None) -> str:
@@ -238,9 +210,6 @@ def gib(size: int | None) -> str:
 
 def main(argv: list[str]) -> int:
     own, rest = parser().parse_known_args(argv)
-    for name, value in (("--gpus", own.gpus), ("--batch-size", own.batch_size)):
-        if value is not None:
-            whole(1, 1)(name, value)
     args = parse(rest + ([] if own.batch_size is None else ["--batch-size", str(own.batch_size)]))
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, names_of, whole
+from ..config import Placement, Sampling, Settings, check_logprobs, check_max_new_tokens, is_whole, names_of
 from ..engine.prompt_cache_path import check_source, check_target
 from ..errors import UserError
 from ..hf.folders import find_draft, resolve
@@ -33,6 +33,8 @@ CLASHES = {
 # A flag, and those of which it needs one.
 NEEDS = {"logprobs": "json prompts", "save_every": "save_prefix", "chat_template": "chat system prompts",
          "chat_template_kwargs": "chat system prompts prefix"}
+# Fields of a line of a file of --prompts and of --questions.
+FIELDS = {"prompt": ("prompt", "messages", "question", "seed"), "question": ("question", "seed")}
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,6 @@ def first_given(args, *names: str) -> str | None:
     return next((f"--{name.replace('_', '-')}" for name in found), None)
 
 
-def about_a_document(args) -> bool:
-    """Whether the flags ask for more than one answer about a document, or for its file."""
-    return first_given(args, "questions", "interactive", "prefix", "save_prefix", "num_samples", "system") is not None
-
-
 def read_request(args, no_flags: bool = False) -> Request:
     """Reads the files and standard input that the flags name. no_flags: were given; a pipe that brings nothing, as
     schedulers leave them, is then no mistake. Raises UserError for whatever is one."""
@@ -72,10 +69,10 @@ def read_request(args, no_flags: bool = False) -> Request:
     if args.chat_template is not None:
         chat["chat_template"] = read_file("--chat-template", args.chat_template)
     if args.prompts is not None:
-        return Request(prompts=read_prompts(args.prompts), chat=chat)
-    questions = questions_of(args)
-    if args.question is not None:
-        questions.insert(0, {"question": args.question, "name": "--question"})
+        return Request(prompts=read_items("--prompts", args.prompts, "prompt"), chat=chat)
+    questions = [] if args.question is None else [{"question": args.question, "name": "--question"}]
+    if args.questions is not None:
+        questions += read_items("--questions", args.questions, "question")
     if args.prefix is not None or asks_alone and args.prompt_len is None:
         return Request(questions=questions, chat=chat)
     document = None if asks_alone else read_document(args)
@@ -92,7 +89,7 @@ def check_values(args) -> None:
     find_draft(args.checkpoint, getattr(args, "draft", None))
     Settings(**given(args, Settings))
     Placement(**given(args, Placement))
-    Sampling(**given(args, Sampling)).columns(1)
+    Sampling(**given(args, Sampling)).rows(1)
     check_max_new_tokens(args.max_new_tokens)
     check_logprobs(args.logprobs)
     if args.save_prefix is not None:
@@ -134,9 +131,9 @@ def read_document(args) -> str | None:
     """The text of --prompt, of --prompt-file, or of a pipe or file behind standard input; None where there is none."""
     if args.prompt is not None:
         return args.prompt
-    if args.prompt_file is None and not _is_piped():
-        return None
     if args.prompt_file is None:
+        if not _is_piped():
+            return None
         say("reading the prompt from standard input ...")
     return read_file("--prompt-file", args.prompt_file or "-")
 
@@ -164,19 +161,22 @@ def read_file(flag: str, path: str) -> str:
     return io.StringIO(text, newline=None).read()
 
 
-def read_prompts(path: str) -> list[dict]:
-    return read_items("--prompts", path, "prompt")
-
-
-def questions_of(args) -> list[dict]:
-    return [] if args.questions is None else read_items("--questions", args.questions, "question")
+def from_json(text: str):
+    """What it holds; None where it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def read_items(flag: str, path: str, main: str) -> list[dict]:
     """What a file has a line for: objects in JSON, or strings, which stand for their field `main`. A line of questions
     may be plain text. Each object gets the "name" that it has in errors."""
-    lines = enumerate(read_file(flag, path).split("\n"), 1)
-    items = [as_item(line.strip(), main, f"line {number} of {flag} {path}") for number, line in lines if line.strip()]
+    text = read_file(flag, path).strip()
+    if isinstance(whole := from_json(text), list) or isinstance(whole, dict) and "\n" in text:
+        raise UserError(f"{flag} {path} is one {type(whole).__name__} of JSON; write each {main} on a line of its own")
+    items = [as_item(line.strip(), main, f"line {number} of {flag} {path}")
+             for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not items:
         raise UserError(f"{flag} {path} holds no {main}; write one a line")
     return items
@@ -184,13 +184,12 @@ def read_items(flag: str, path: str, main: str) -> list[dict]:
 
 def as_item(line: str, main: str, name: str) -> dict:
     """See `read_items`."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        value = None
-    if main == "question" and not isinstance(value, (str, dict)):
+    value, known = from_json(line), FIELDS[main]
+    if main == "question" and not isinstance(value, (str, dict)) and not line.startswith('{"'):
         value = line
     fields = value if isinstance(value, dict) else {main: value}
+    if unknown := [field for field in fields if field not in known]:
+        raise UserError(f"{name} has the field {unknown[0]!r}, and there are {', '.join(known)}; mend it, or drop it")
     item = {**{field: one for field, one in fields.items() if one is not None}, "name": name}
     text, question = item.get("prompt"), item.get("question", "" if main == "prompt" else None)
     if main == "prompt" and is_messages(item.get("messages")) == (isinstance(text, str) and text != ""):
@@ -198,9 +197,7 @@ def as_item(line: str, main: str, name: str) -> dict:
                         '{"messages": [...]}')
     if not isinstance(question, str) or main == "question" and not question.strip():
         raise UserError(f'{name} holds no question; write each as text, or as {{"question": "...", "seed": 1}}')
-    try:
-        whole(0, 1)("seed", seed := item.get("seed", 0))
-        Sampling(seed=seed).columns(1)
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from None
+    seed = item.get("seed", 0)
+    if not is_whole(seed) or not 0 <= seed < 2**63:
+        raise UserError(f"{name}: seed ({seed!r}) must be a whole number from 0, below 2**63; try 1")
     return item

@@ -21,7 +21,7 @@ from ..errors import TooLong, UserError
 from ..parallel import agreed
 from ..render import Bar, as_ansi, draw, legend, say
 from .interactive import converse
-from .request import DEFAULT_PROMPT_LEN, Request, about_a_document, given
+from .request import DEFAULT_PROMPT_LEN, Request, first_given, given
 
 COMPARED_TOKENS = 64  # are timed, and checked
 TURNS = 4  # of each way
@@ -40,7 +40,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
     loaded = time.perf_counter() - args.begun
     if request.prompts is not None:
         items = [encoded(engine, args, request, item) for item in request.prompts]
-    elif about_a_document(args):
+    elif first_given(args, "questions", "interactive", "prefix", "save_prefix", "num_samples", "system"):
         engine.stream([0], **options)  # checks, and computes nothing until it is iterated over
         book, dropped = document_of(engine, args, request)
         if book is not None:
@@ -88,19 +88,19 @@ def answer_one(engine, args, item: dict, options: dict, loaded: float, wants_com
     if args.show_levels:
         draw(f"\n{legend(result.levels, wants_colours(sys.stderr))}\n", sys.stderr)
     say(f"\n{result.stats}")
-    is_whole, differs = result.finish_reason != "interrupted", False
+    is_whole = result.finish_reason != "interrupted"
     if wants_comparison and is_whole:
         say("\ncomparing with autoregression ...")
         sampling = {**given(args, Sampling), "seed": result.stats.seed}
         lines, report["compare"] = compare(engine, item["prompt"], args, sampling, result.stats)
-        differs = any(report["compare"].get(f"{name}_first_difference") is not None for name in ("greedy", "drawn"))
         say("\n" + "\n".join(lines))
     say("\n" + result.stats.NOTES)
     if args.json:
         print(as_json(report), flush=True)
     if not is_whole:
         raise KeyboardInterrupt
-    return int(differs)
+    return int(any(report.get("compare", {}).get(f"{name}_first_difference") is not None
+                   for name in ("greedy", "drawn")))
 
 
 def show(stream, args) -> None:
@@ -197,7 +197,7 @@ def fitted(engine, args, request: Request, text: str, question: str | None) -> t
     try:
         engine.check_len(len(whole), args.max_new_tokens)
     except TooLong as error:
-        fits = left - (len(whole) - room)
+        fits = left + room - len(whole)
         raise TooLong(f"{error}" + f" (the text: --prompt-len {fits}, or --keep)" * (fits > 0)) from None
     if left < len(ids):
         wrap(f"note: {len(ids) - left:,} of the text's {len(ids):,} tokens were dropped, so that prompt and output fit "
@@ -215,7 +215,7 @@ def seeds_of(items, first: int | None, group, samples: int = 1) -> list[int]:
 def document_of(engine, args, request: Request) -> tuple[Prefix | None, int]:
     """What is asked about, None: nothing: opened, or prefilled; saved where that is wanted. And how many of its tokens
     --keep dropped."""
-    begun, dropped, path = time.perf_counter(), 0, args.save_prefix
+    begun, dropped = time.perf_counter(), 0
     if args.prefix is not None:
         book = engine.open(args.prefix)
         if args.chat and book.messages is None:
@@ -227,10 +227,10 @@ def document_of(engine, args, request: Request) -> tuple[Prefix | None, int]:
         book, dropped = prefilled(engine, args, request)
     wrap(f"{args.checkpoint} on {engine.device}: a document of {len(book):,} tokens, there after "
          f"{time.perf_counter() - begun:.1f} s; {book.num_shared:,} of them are shared by all questions")
-    if path is not None:
+    if args.save_prefix is not None:
         if not args.save_every or args.prefix is not None:
-            book.save(path)
-        say(f"{path} has {len(book):,} tokens, {book.num_read:,} of them from before")
+            book.save(args.save_prefix)
+        say(f"{args.save_prefix} has {len(book):,} tokens, {book.num_read:,} of them from before")
     say("")
     return book, dropped
 
@@ -243,11 +243,9 @@ def prefilled(engine, args, request: Request) -> tuple[Prefix, int]:
         document, ids, dropped = fitted(engine, args, request, request.document, longest["question"])
     except TooLong as error:
         raise UserError(f"{longest['name']}: {error}") from None
-    path, options = args.save_prefix, {}
-    if args.save_every:
-        options = {"keep": path, "keep_every": args.save_every}
-    elif path is not None:  # or the prefill looks
-        check_room(path, engine, len(ids))
+    options = {"keep": args.save_prefix, "keep_every": args.save_every} if args.save_every else {}
+    if args.save_prefix is not None and not options:  # or the prefill looks
+        check_room(args.save_prefix, engine, len(ids))
     if isinstance(document, str):
         document, options = messages_of(args, document), {**options, **request.chat}
     with closing(Bar("prefill", len(ids))) as bar:
@@ -281,9 +279,9 @@ def wants_colours(file) -> bool:
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[str], dict]:
-    """--compare: a table, and the same as JSON has it. Speed, beside the fastest autoregression, which takes steps of
-    one row: the same distribution as the padded steps whose bits are promised, and faster on a CPU. And whether tokens
-    with and without speculation are equal: greedy ones, and where levels share their draws, drawn ones.
+    """--compare: lines, and the same as JSON has it. Speed, beside the fastest autoregression, which takes steps of one
+    row: the same distribution as the padded steps whose bits are promised, and faster on a CPU. And whether tokens with
+    and without speculation are equal: greedy ones, and where levels share their draws, drawn ones.
 
     Args:
         sampling: that the run drew by, with its seed. stats: of the run.
@@ -292,11 +290,10 @@ def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[s
     ways = {"no speculation" if args.no_speculation else "speculation": {"speculate": not args.no_speculation},
             "autoregression": {"speculate": False, "one_row": True}}
     # They take turns, so that a machine that becomes busy hits both. In the first turn steps are prepared.
-    turns = [[engine.generate(ids, **sampling, **count, **how).stats.tbt for how in ways.values()]
-             for _ in range(1 + TURNS)]
-    lines, report = ["too few tokens to compare; ask for 64"], {}
-    if all(map(all, turns[1:])):
-        lines, report = table(list(zip(*turns[1:], strict=True)), stats, list(ways))
+    turns = [{way: engine.generate(ids, **sampling, **count, **how).stats.tbt for way, how in ways.items()}
+             for _ in range(1 + TURNS)][1:]
+    times = {way: [turn[way] for turn in turns] for way in ways}
+    lines, report = speeds(times, stats) if all(map(all, times.values())) else (["too few tokens; ask for 64"], {})
     both = {"greedy": {"temperature": 0.0}} | ({"drawn": sampling} if engine.settings.coupled else {})
     for name, one in both.items():
         on, off = (engine.generate(ids, speculate=speculates, **one, **count).tokens for speculates in (True, False))
@@ -307,22 +304,19 @@ def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[s
     return lines, report
 
 
-def table(times: list[tuple[float, ...]], stats, names: list[str]) -> tuple[list[str], dict]:
-    """The whole run, and a token: medians, and the least and the most in brackets. times: seconds a token, of the turns
-    of both ways. stats: of a run by the first, which began as one by the second would."""
-    runs = [[stats.load + stats.ttft + max(stats.new_tokens - 1, 0) * one for one in of_way] for of_way in times]
-    gain, of_run = (median(second) / median(first) for first, second in (times, runs))
-    rows = [("", *names),
-            (f"whole run, {stats.new_tokens:,} tokens", *(spread(run, 1, "s") for run in runs)),
-            ("time per token", *(spread(of_way, 1e3, "ms") for of_way in times)),
-            ("speed-up of the whole run", f"{of_run:.2f}x", ""),
-            ("speed-up per token", f"{gain:.2f}x", "")]
-    report = {name: {"tbt": median(of_way), "tbt_of_turns": list(of_way), "run": median(run)} for name, of_way, run in
-              zip(("speculation", "autoregression"), times, runs, strict=True)}
-    return ([f"{title:<26}{one:>26}{other:>27}".rstrip() for title, one, other in rows],
-            {**report, "speedup": gain, "speedup_of_run": of_run})
+def speeds(times: dict[str, list[float]], stats) -> tuple[list[str], dict]:
+    """Lines and JSON about the whole run and a token: medians, and the least and the most of a token in brackets.
 
-
-def spread(values, scale: float, unit: str) -> str:
-    least, middle, most = (scale * one for one in (min(values), median(values), max(values)))
-    return f"{middle:.1f} {unit} ({least:.1f} to {most:.1f})"
+    Args:
+        times: seconds a token, of the turns of each way. stats: of a run, which began as the other way's would.
+    """
+    lines, report = [], {}
+    for name, way in times.items():
+        run = stats.load + stats.ttft + max(stats.new_tokens - 1, 0) * median(way)
+        report[name] = {"tbt": median(way), "tbt_of_turns": way, "run": run}
+        lines.append(f"{name:<15}{1e3 * median(way):7.1f} ms a token ({1e3 * min(way):.1f} to {1e3 * max(way):.1f}); "
+                     f"whole run {run:.1f} s")
+    first, second = report.values()
+    gain, of_run = second["tbt"] / first["tbt"], second["run"] / first["run"]
+    lines.append(f"speed-up {gain:.2f}x a token, {of_run:.2f}x the whole run of {stats.new_tokens:,} tokens")
+    return lines, {**report, "speedup": gain, "speedup_of_run": of_run}

@@ -66,7 +66,7 @@ class SamplingParams:
         Args:
             specialize: skip whatever no row needs, in code that is not compiled.
         """
-        columns = Sampling(**values).columns(len(self.seed))
+        columns = vars(Sampling(**values).rows(len(self.seed)))
         biases = columns.pop("logit_bias")
         self._set_bias(biases)
         # Below this a float32 logit divided by the temperature overflows.

@@ -434,9 +434,8 @@ class Engine:
                             "(--num-samples, or prompts)")
         ids, dropped = self._encoded(prompts, max_new_tokens, prefix, keep, chat_template, chat_template_kwargs)
         ids, dropped = ([one for one in each for _ in range(count)] for each in (ids, dropped))
-        sampling = sampling.repeated(len(prompts), count)
-        sampling = sampling.with_seed(len(ids), lambda: agreed(self.target.group, random.getrandbits(32)))
-        check_biases(sampling.columns(len(ids))["logit_bias"], self.vocab_size)
+        sampling = sampling.rows(len(prompts), count, lambda: agreed(self.target.group, random.getrandbits(32)))
+        check_biases(sampling.logit_bias, self.vocab_size)
         return Call(ids=ids, prefix=prefix, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops,
                     eos_ids=(*ends, *(() if ignore_eos else self.eos_ids)),
                     plan=None if speculate else ONE_ROW if one_row else AUTOREGRESSION, on_prefill=on_prefill,

@@ -158,7 +158,7 @@ def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, own: int,
                   dtype: torch.dtype) -> int:
     """Scores of all chunks by the newest queries, as products and twice in float32, some layers at a time: of what all
     rows share, by the queries of all; and of one of several rows, whose mean keys are copied, too."""
-    if not settings.scores_chunks:
+    if not settings.scored_chunk_size:
         return 0
 
     def of(tokens: int, queries: int, copied: bool) -> int:

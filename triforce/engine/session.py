@@ -26,7 +26,7 @@ class Call:
     ids: list[list[int]]
     prefix: Prefix | None
     max_new_tokens: int
-    sampling: Sampling
+    sampling: Sampling  # lists of a value for each prompt
     eos_ids: tuple[int, ...]
     stops: list[str]
     plan: DraftPlan | None  # what all rounds follow; None: chosen
@@ -47,7 +47,8 @@ class Call:
         tell_prefill, tell_decode = self.on_prefill, self.on_decode
         on_prefill = tell_prefill and (lambda share: tell_prefill((start + share * (stop - start)) / total))
         on_decode = tell_decode and (lambda count: tell_decode(num_tokens + count))
-        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=self.sampling.part(rows),
+        sampling = Sampling(**{name: column[rows] for name, column in vars(self.sampling).items()})
+        return replace(self, ids=self.ids[rows], dropped=self.dropped[rows], sampling=sampling,
                        on_prefill=on_prefill, on_decode=on_decode)
 
 

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -121,3 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = convert(args.checkpoint_dir, args.out_dir, args.dtype)
     print(f"{folder} holds safetensors. Next:\n\n    triforce --checkpoint {folder}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit("this module is no command: run `triforce convert`")
