@@ -664,9 +664,9 @@ def write_folder(folder, c, tokenizer_file, model):
     """With the configurations of the embedded pair, but for the sizes."""
     from safetensors.torch import save_file
 
-    from triforce.hf.folders import TINY, tiny_draft
+    from triforce.hf.folders import TINY
 
-    shutil.copytree(TINY / "target" if folder.name == "target" else tiny_draft(), folder)
+    shutil.copytree(TINY / "target" if folder.name == "target" else TINY / "draft", folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"head_dim": c.dim // c.n_head, "hidden_size": c.dim, "intermediate_size": c.ffn,
                "max_position_embeddings": c.max_len, "num_attention_heads": c.n_head, "num_hidden_layers": c.n_layer,

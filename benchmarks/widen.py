@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 
 from triforce.errors import UserError
 from triforce.hf.checkpoint import load_model, parse_dtype
-from triforce.hf.folders import TINY, tiny_draft
-from triforce.hf.names import places, shard
+from triforce.hf.folders import TINY
+from triforce.hf.names import cut, fill, places
 from triforce.model import ModelConfig, Transformer
-from triforce.parallel import Group
+from triforce.parallel import Group, join, shard_config
 
 SHAPES = {
     "llama-2-7b": ModelConfig(32000, 4096, 32, 32, 32, 128, 11008),
@@ -64,6 +64,21 @@ def widen(small: Transformer, shape: ModelConfig, *, vocab_size: int | None = No
             whole.layers.append(part.layers[0])
     whole.config = replace(whole.config, n_layer=shape.n_layer)
     return whole
+
+
+def shard(model: Transformer, group: Group) -> Transformer:
+    """A rank's share of a whole model, by the same rules by which a checkpoint is read. The whole one is left alone."""
+    local = Transformer.empty(shard_config(model.config, group), model.device, model.dtype)
+    whole, parts = dict(model.named_parameters()), dict(local.named_parameters())
+    theirs, ours, finer = places(model.config), places(local.config), places(model.config, group.size)
+    with torch.no_grad():
+        for name, place in theirs.items():
+            tensor = whole[place.parameter][place.start : place.start + place.shape[0]]
+            for dim, (size, wanted) in enumerate(zip(place.shape, finer[name].shape, strict=True)):
+                tensor = tensor.repeat_interleave(wanted // size, dim) if wanted > size else tensor
+            to = replace(ours[name], order=None)  # it is in order already
+            fill(parts[to.parameter], to, cut(name, tensor, to.shape, group))
+    return join(local, group)
 
 
 def _fitted(a: ModelConfig, shape: ModelConfig, vocab_size: int | None, positions: int) -> ModelConfig:
@@ -185,9 +200,9 @@ def main() -> None:
     how = {"device": "cuda" if torch.cuda.is_available() else "cpu", "vocab_size": SHAPES[args.shape].vocab_size}
     try:
         how["dtype"] = parse_dtype(args.dtype)
-        for name, small, shape in (("target", TINY / "target", args.shape), ("draft", tiny_draft(), args.draft_shape)):
+        for name, shape in (("target", args.shape), ("draft", args.draft_shape)):
             positions = args.positions if name == "target" else 0
-            folder = save(small, SHAPES[shape], args.out / name, positions=positions, **how)
+            folder = save(TINY / name, SHAPES[shape], args.out / name, positions=positions, **how)
             print(f"{folder} holds {shape} in {args.dtype}", flush=True)
     except (UserError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None

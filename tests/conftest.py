@@ -5,8 +5,10 @@ import gc
 import hashlib
 import os
 import signal
+import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -27,6 +29,7 @@ from triforce.model import ModelConfig, Transformer
 from triforce.runtime.graphs import Compiler
 
 VOCAB = 64
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))  # what tests share with these
 
 # Models this small gain nothing from threads, and wait for them where other work has the cores. The variable is for the
 # processes that tests start; test_rows.py asks for more.

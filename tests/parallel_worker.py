@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
 import float8_folders  # noqa: E402
 from conftest import VOCAB, make_engine, random_pair, random_prompt  # noqa: E402
+from widen import shard  # noqa: E402
 
 import triforce  # noqa: E402
 from triforce import cli  # noqa: E402
@@ -32,7 +33,6 @@ from triforce.engine import memory  # noqa: E402
 from triforce.engine.engine import Engine  # noqa: E402
 from triforce.hf.checkpoint import load_model  # noqa: E402
 from triforce.hf.folders import TINY  # noqa: E402
-from triforce.hf.names import shard  # noqa: E402
 from triforce.model import ModelConfig, Transformer  # noqa: E402
 from triforce.parallel import from_environment, subgroup  # noqa: E402
 from triforce.runtime import host  # noqa: E402

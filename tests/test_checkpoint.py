@@ -281,7 +281,7 @@ def test_eos_token_ids(folder):
 def test_resolve(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert resolve("tiny") == folders.TINY / "target" and folders.tiny_draft() == folders.TINY / "draft"
+    assert resolve("tiny") == folders.TINY / "target"
     assert resolve(folder) == resolve(str(folder)) == resolve("checkpoint").resolve() == folder
     for absent in ("./nowhere", "nowhere", "a/b/c", "../owner/name", tmp_path / "nowhere", folder / "config.json",
                    "x" * 300, "~no such user/x", "a\0b", ""):

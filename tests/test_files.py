@@ -5,7 +5,7 @@ import os
 import pytest
 
 from triforce.errors import UserError
-from triforce.hf.checkpoint import generation_defaults, ignored_defaults
+from triforce.hf.checkpoint import generation_defaults
 from triforce.hf.files import FLAG, LFS, TEXT, Fields, number, read_json, several, whole
 
 
@@ -57,8 +57,3 @@ def test_sampling_values_of_a_checkpoint(tmp_path, text, found):
             generation_defaults(tmp_path)
     else:
         assert generation_defaults(tmp_path) == found
-
-
-def test_sampling_values_that_are_not_supported(tmp_path):
-    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05, "num_beams": 1, "typical_p": null}')
-    assert ignored_defaults(tmp_path) == {"repetition_penalty": 1.05}

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from safetensors.torch import load_file, save_file
+from widen import shard
 
 from triforce.hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
 from triforce.hf.folders import TINY
-from triforce.hf.names import shard
 from triforce.hf.tokenizer import Tokenizer
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group

@@ -110,8 +110,8 @@ RANKS = """
 import sys
 sys.path.insert(0, "tests")
 from conftest import make_engine, random_pair, random_prompt
+from widen import shard
 from triforce.errors import UserError
-from triforce.hf.names import shard
 from triforce.parallel import from_environment, leave
 group, _ = from_environment("cpu")
 engine = make_engine(shard(random_pair()[0], group), None, gamma=2, flush_interval=16, chunk_size=4)

@@ -11,6 +11,7 @@ from families import build, config_json
 from float8_folders import BLOCKS, COMPRESSED, GROUP, LAYOUTS, compressed, save
 from reference import dense_logits
 from safetensors.torch import load_file, save_file
+from widen import shard
 
 import triforce
 from triforce import fp8
@@ -22,7 +23,6 @@ from triforce.fp8 import FP8, ScaledLinear
 from triforce.hf.checkpoint import load_model, read_config
 from triforce.hf.convert import convert
 from triforce.hf.fingerprint import weights_fingerprint
-from triforce.hf.names import shard
 from triforce.parallel import Group
 
 LARGE = {"hidden_size": 320, "intermediate_size": 448, "head_dim": 80}  # blocks of 128 end in the midst of all of these
@@ -108,7 +108,7 @@ def test_any_checkpoint_is_rounded_as_it_is_read(family, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_number_of_e4m3_is_widened_exactly(dtype):
-    layer = ScaledLinear(254, 3, False, (1, 254)).requires_grad_(False)
+    layer = ScaledLinear(254, 3, False, 254).requires_grad_(False)
     numbers = torch.tensor([bits for bits in range(256) if bits % 128 != 127], dtype=torch.uint8).view(FP8)
     layer.weight.copy_(numbers.expand(3, 254))
     layer.scale.copy_(torch.tensor([[1.0], [0.0123], [3e-7]]))
@@ -153,12 +153,12 @@ def test_bits_with_and_without_speculation(layout, rule, in_fp8, tmp_path, monke
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.parametrize("unit", [(1, 256), (64, 128)])
-def test_a_row_knows_nothing_of_its_neighbours(unit, in_fp8, monkeypatch):
+@pytest.mark.parametrize("together", [256, 128])
+def test_a_row_knows_nothing_of_its_neighbours(together, in_fp8, monkeypatch):
     """Its bits are the same wherever it stands in a block, and whatever stands beside it."""
     monkeypatch.setattr(fp8, "multiplies", lambda device: in_fp8)
     for dtype in (torch.float32, torch.bfloat16):
-        layer = random_layer(256, 704, unit, dtype)
+        layer = random_layer(256, 704, together, dtype)
         for rows in (4, 8, 16, 36):
             x = torch.randn(1, 1, 256).to(dtype).expand(1, rows, 256).contiguous()
             y = layer(x)
@@ -167,9 +167,9 @@ def test_a_row_knows_nothing_of_its_neighbours(unit, in_fp8, monkeypatch):
             assert torch.equal(layer(x)[:, 0], y[:, 0])
 
 
-def random_layer(columns, rows, unit, dtype):
+def random_layer(columns, rows, together, dtype):
     """With scales that differ by two orders of magnitude."""
-    layer = ScaledLinear(columns, rows, True, unit).requires_grad_(False)
+    layer = ScaledLinear(columns, rows, True, together).requires_grad_(False)
     layer.weight.copy_((100 * torch.randn(rows, columns)).clamp(-448, 448))
     layer.scale.copy_(torch.logspace(-4, -2, layer.scale.numel()).view(layer.scale.shape))
     layer.bias.data = torch.randn(rows).to(dtype)
@@ -180,7 +180,7 @@ def random_layer(columns, rows, unit, dtype):
 def test_products_in_fp8(dtype, monkeypatch):
     """Each output channel by its own scale, near what the widened weight gives; by parts as in one go."""
     torch.manual_seed(0)
-    layer, x = random_layer(64, 96, (1, 64), dtype), torch.randn(2, 7, 64).to(dtype)
+    layer, x = random_layer(64, 96, 64, dtype), torch.randn(2, 7, 64).to(dtype)
     x[0, 3] *= 100
     expected = (layer(x) - layer.bias).float()
     monkeypatch.setattr(fp8, "multiplies", lambda device: True)
@@ -192,8 +192,8 @@ def test_products_in_fp8(dtype, monkeypatch):
     assert (apart.norm(dim=0) / like.norm(dim=0)).max() < 0.12  # of each channel
     monkeypatch.setattr(fp8, "STEP", 4)
     assert torch.equal(layer(x), found)
-    for odd in (random_layer(64, 96, (32, 64), dtype), random_layer(72, 96, (1, 72), dtype),
-                random_layer(64, 40, (1, 64), dtype)):
+    for odd in (random_layer(64, 96, 32, dtype), random_layer(72, 96, 72, dtype),
+                random_layer(64, 40, 64, dtype)):
         assert not odd.fits_products  # they are widened
         odd(torch.randn(1, 2, odd.weight.shape[1]).to(dtype))
 
@@ -231,15 +231,15 @@ def group_with(**fields) -> dict:
     *(({**COMPRESSED, **more}, words) for more, words in (
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme {'num_bits': 8}"),
         ({"format": "pack-quantized"}, "format 'pack-quantized'"),
-        ({"transform_config": {"a": 1}}, "transform_config {'a': 1}"), ({"ignore": [3]}, "ignore 3"),
+        ({"transform_config": {"a": 1}}, "transform_config {'a': 1}"), ({"ignore": [3]}, r"ignore is \[3\]"),
         ({"config_groups": {"a": GROUP, "b": GROUP}}, r"config_groups \['a', 'b'\]"),
         ({"ignore": ["model.layers.1.self_attn.k_proj"]},
-         "leaves model.layers.1.self_attn.k_proj as it is, but not model.layers.1.self_attn.q_proj, "))),
+         "leaves model.layers.1.self_attn.k_proj as it is, but not all of self_attn.q_proj, "))),
     (compressed("group"), "strategy 'group'"), (compressed("channel", num_bits=4), "num_bits 4"),
     (group_with(output_activations={"num_bits": 8}), "output_activations {'num_bits': 8}"),
     *(({**BLOCKS, "weight_block_size": wrong}, "weight_block_size")
-      for wrong in (128, [128.0, 128.0], {"a": 1, "b": 2}, [128], [0, 128], [True, True])),
-    ({**BLOCKS, "modules_to_not_convert": ["re:["]}, r"modules_to_not_convert 're:\['")])
+      for wrong in (128, [128.5, 128.0], {"a": 1, "b": 2}, [128], [0, 128], [True, True])),
+    ({**BLOCKS, "modules_to_not_convert": ["re:["]}, "quantization_config has a field of the wrong kind")])
 def test_what_is_no_fp8_is_refused_by_its_key(blocks, quantization, words):
     edit(blocks, quantization)
     with pytest.raises(UserError, match=f"config.json.* {words}") as caught:

@@ -6,9 +6,10 @@
 import pytest
 import torch
 from families import build, config_json, save
+from widen import shard
 
 from triforce.hf.checkpoint import load_model
-from triforce.hf.names import cut, shard
+from triforce.hf.names import cut
 from triforce.model import ModelConfig, Transformer
 from triforce.parallel import Group
 

@@ -1,8 +1,8 @@
 """On a CPU: threads for the cores that other programs leave, and the same bits whatever their number."""
 
 import itertools
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,28 +24,32 @@ def four():
     torch.set_num_threads(before)
 
 
-class World:
-    """A clock, and work of others, that pass by hand."""
+@pytest.fixture
+def world(monkeypatch):
+    """Four cores, a clock, and work of others, that pass by hand."""
+    world = SimpleNamespace(now=0.0, taken=0.0)
 
-    now = taken = 0.0
+    def pass_by(seconds: float, others: float) -> None:
+        world.now, world.taken = world.now + seconds, world.taken + seconds * others
 
-    def pass_by(self, seconds: float, others: float) -> None:
-        self.now, self.taken = self.now + seconds, self.taken + seconds * others
+    world.pass_by = pass_by
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: world.now))
+    monkeypatch.setattr(threads, "taken_by_others", lambda: world.taken)
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda pid: range(4))
+    return world
 
-    def threads(self, device=CPU, cores: int = 4) -> Threads:
-        return Threads(device, lambda: self.taken, lambda: self.now, cores)
 
-
-def test_as_many_threads_as_others_leave_cores(four):
-    world = World()
-    chosen, seen = world.threads(), []
+def test_as_many_threads_as_others_leave_cores(four, world):
+    chosen, seen = Threads(CPU), []
     for others in (0.0, 0.4, 0.9, 2.2, 7.0, -0.1):
         world.pass_by(1.0, others)
         with chosen.working():
             seen.append(torch.get_num_threads())
         assert torch.get_num_threads() == 4
     assert seen == [4, 4, 3, 2, 1, 4]
-    torch.set_num_threads(2)  # the most that there are to be
+    torch.set_num_threads(2)
+    chosen = Threads(CPU)  # two are the most that there are to be
+    world.pass_by(1.0, 0.0)
     with chosen.working():
         assert torch.get_num_threads() == 2
 
@@ -62,14 +66,13 @@ def test_what_others_take(monkeypatch, tmp_path):
     assert threads.taken_by_others() == pytest.approx((525 + 6) / 100 - 1.5)
 
 
-def test_generations_and_prefills_have_threads_for_free_cores(four):
-    engine, world, seen = triforce.load("tiny", device="cpu", gamma=3), World(), []
+def test_generations_and_prefills_have_threads_for_free_cores(four, world):
+    engine, seen = triforce.load("tiny", device="cpu", gamma=3), []
 
     def look(*_):
         seen.append(torch.get_num_threads())
         world.pass_by(1.0, 2.0)
 
-    engine.threads = world.threads()
     world.pass_by(1.0, 2.0)
     engine.generate("Once upon a time there was", 4, temperature=0.0, on_prefill=look)
     rounds, in_prefill = engine.buffers.state.hierarchy.round, len(seen)
@@ -104,40 +107,27 @@ def test_the_number_of_threads_changes_no_bits(options):
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
-def test_a_thread_that_began_meanwhile_has_the_usual_number(four):
+def test_a_thread_that_began_meanwhile_has_the_usual_number(four, world):
     """PyTorch gives a new thread the number that was set last, by whichever thread."""
-    world, begun, go = World(), threading.Event(), threading.Event()
-    chosen = world.threads()
-    world.pass_by(1.0, 3.0)
+    chosen = Threads(CPU)
 
-    def other() -> list[int]:
-        torch.get_num_threads()
-        begun.set()
-        go.wait()
-        got = [torch.get_num_threads()]
-        world.pass_by(1.0, 0.0)
+    def other() -> int:
         with chosen.working():
-            got.append(torch.get_num_threads())
-        return [*got, torch.get_num_threads()]
+            return torch.get_num_threads()
 
     with ThreadPoolExecutor(1) as one:
+        world.pass_by(1.0, 3.0)
         with chosen.working():
-            assert torch.get_num_threads() == 1
-            found = one.submit(other)
-            begun.wait()
-        go.set()
-        assert found.result() == [1, 4, 4] and torch.get_num_threads() == 4
-    torch.set_num_threads(1)  # by the user, in a thread that knows what it does
-    with chosen.working():
-        assert torch.get_num_threads() == 1
+            assert torch.get_num_threads() == one.submit(torch.get_num_threads).result() == 1
+        world.pass_by(1.0, 0.0)
+        assert one.submit(other).result() == torch.get_num_threads() == 4
 
 
 @pytest.mark.parametrize("interval,dtype,expected", [(64, torch.float32, 1), (100, torch.float32, 4),
                                                      (64, torch.bfloat16, 4)])
-def test_with_odd_flush_intervals_nothing_is_chosen(four, interval, dtype, expected):
+def test_with_odd_flush_intervals_nothing_is_chosen(four, world, interval, dtype, expected):
     """Nor in half precision."""
-    world = World()
-    chosen = Threads(CPU, lambda: world.taken, lambda: world.now, 4, interval, dtype)
+    chosen = Threads(CPU, interval, dtype)
     world.pass_by(1.0, 3.0)
     with chosen.working():
         assert torch.get_num_threads() == expected

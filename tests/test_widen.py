@@ -16,7 +16,7 @@ from widen import PADDING_LOGIT, SHAPES, save, widen  # noqa: E402
 
 import triforce  # noqa: E402
 from triforce.hf.checkpoint import load_model  # noqa: E402
-from triforce.hf.folders import TINY, tiny_draft  # noqa: E402
+from triforce.hf.folders import TINY  # noqa: E402
 
 
 @pytest.mark.parametrize("part,shape", [
@@ -24,7 +24,7 @@ from triforce.hf.folders import TINY, tiny_draft  # noqa: E402
                        ffn_dim=704)),
     ("draft", replace(SHAPES["llama-68m"], vocab_size=5000, dim=256, n_head=4, n_kv_head=4, ffn_dim=1024))])
 def test_logits_agree(part, shape):
-    small = load_model(TINY / "target" if part == "target" else tiny_draft(), "cpu", torch.float32)
+    small = load_model(TINY / "target" if part == "target" else TINY / "draft", "cpu", torch.float32)
     big = widen(small, shape, dtype=torch.float32)
     tokens = torch.randint(0, 4096, (2, 60), generator=torch.Generator().manual_seed(0))
     expected, found = dense_logits(small, tokens), dense_logits(big, tokens)
@@ -39,7 +39,7 @@ def test_folders_of_a_widened_pair_are_loaded_and_say_what_the_small_pair_says(t
     shape = replace(SHAPES["llama-2-7b"], vocab_size=4500, dim=384, n_layer=9, n_head=8, n_kv_head=8, ffn_dim=800)
     draft = replace(SHAPES["llama-68m"], dim=256, n_head=4, n_kv_head=4, ffn_dim=1024)
     target, drafts = (save(small, to, tmp_path / name, vocab_size=4500, dtype=torch.float16) for small, to, name in
-                      ((TINY / "target", shape, "target"), (tiny_draft(), draft, "draft")))
+                      ((TINY / "target", shape, "target"), (TINY / "draft", draft, "draft")))
     engine = triforce.load(target, draft=drafts, device="cpu", dtype="float32", gamma=6)
     assert engine.target.config.n_layer == 9 and engine.draft.config.dim == 256
     ids = [engine.encode_prompt("It was the best of times, it was the worst of times. " * 5)]

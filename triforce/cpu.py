@@ -1,19 +1,17 @@
 """What only a CPU needs: layers whose rows have the same bits wherever in a block they lie, and oneDNN's packed layout.
 
 Bits: PyTorch's loops on a CPU take whole vectors, and share long tensors out to threads. What is left over is rounded
-in another way, so that a row's bits would depend on its place. The layers here compute rows evenly. How many rows a
-step has matters, too: products of 4, 8, 12, ... rows sum up a row in the same order. That is the way of the libraries
-that multiply, and no promise of theirs, so `row_unit` tries it with the model's own weights.
+in another way, so that a row's bits would depend on its place. The layers here compute rows evenly. Products of 4, 8,
+12, ... rows sum up a row in the same order, which no library promises: `row_unit` tries it with the model's weights.
 
 Packed: oneDNN multiplies few rows by a large matrix 2 to 4 times faster once that is in its own blocked layout. So
-large weights are packed, and the prompt's part of a prefix is kept a second time, packed. PyTorch's fused attention is
-bound by memory for one row of queries and by arithmetic for more. Measured on two cores, 4 heads of 64, 8 layers: 8
-rows over 32,768 tokens 57.6 -> 38.0 ms, 4 rows 44.3 -> 21.9; 1 and 2 rows gain nothing.
+large weights are packed, and the prompt's part of a prefix is kept a second time, packed. On two cores, 4 heads of 64,
+8 layers: 8 rows over 32,768 tokens 57.6 -> 38.0 ms, 4 rows 44.3 -> 21.9; 1 and 2 rows gain nothing.
 
 Shapes: B batch, M rows of a block, K KV heads, R rows of queries, S keys, D head_dim, F ffn_dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -49,9 +47,6 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
 class Linear(nn.Linear):
     """Rows come in few numbers: oneDNN makes code for each number and keeps it, 0.2 MB of it."""
 
@@ -59,7 +54,7 @@ class Linear(nn.Linear):
     packed_bytes = 0  # of weights that nobody shares
 
     def pack(self, rows: int, is_shared: bool = False) -> None:
-        """Packs the weight, for blocks of about so many rows; other numbers work too."""
+        """For blocks of about so many rows."""
         self.packed = pack(self.weight.detach(), rows)
         self.packed_bytes = 0 if is_shared else self.weight.nbytes
         self.weight = None
@@ -75,8 +70,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    """For few rows in float32 in four operations. PyTorch has no fused one for a CPU, and a step of few rows of a small
-    model takes as long as its number of operations."""
+    """For few rows in float32 in four operations: PyTorch has no fused one for a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32 or x.shape[1] > 64:
@@ -107,8 +101,7 @@ def adapt(model: nn.Module) -> None:
 
 
 def pack_weights(model: nn.Module, rows: int) -> None:
-    """Packs every large linear layer, for blocks of about so many rows, where that is possible. A weight that nobody
-    shares is freed."""
+    """Packs every large linear layer, where that is possible. A weight that nobody shares is freed."""
     if not packs(model.device, model.dtype):
         return
     for module in model.modules():
@@ -138,56 +131,44 @@ class PackedPrefix:
         return torch.stack(outs)[None, :, :num_rows], torch.stack(lses)[None, :, :num_rows]
 
 
-# -- how many rows a step has ------------------------------------------------------------------------------------------
-
-
+@torch.inference_mode()
 def row_unit(target: nn.Module, batch: int, rows: int, compiled: bool) -> int:
     """Padded steps have the least multiple of it that is enough, and at most `rows`, for each sequence of a batch.
 
-    On a GPU rows cost next to nothing: all padded steps have all rows.
+    On a GPU rows cost next to nothing: all padded steps have all rows. On a CPU it is tried whether the first rows of a
+    block get the same bits in blocks of fewer, by multiples of CPU_ROWS.
 
     Args:
         compiled: functions of a step are compiled, for all rows.
     """
     if target.device.type != "cpu" or target.group is not None or compiled or rows <= CPU_ROWS:
         return rows
-    return CPU_ROWS if is_even(list(_functions(target, batch, rows)), rows) else rows
+    x = torch.randn(batch, rows, target.config.dim, generator=torch.Generator().manual_seed(0)).to(target.dtype)
+    is_even = all(torch.equal(function(x[:, :count].clone()), whole[:, :count]) for function in _functions(target)
+                  for whole in [function(x)] for count in COUNTS if count < rows)
+    return CPU_ROWS if is_even else rows
 
 
-@torch.inference_mode()
-def is_even(functions: list[tuple], rows: int) -> bool:
-    """Whether the first rows of blocks of `rows` get the same bits in blocks of fewer, by multiples of CPU_ROWS."""
-    return all(torch.equal(function(x.narrow(dim, 0, count).clone()), whole.narrow(out_dim, 0, count))
-               for function, x, dim, out_dim in functions
-               for whole in [function(x)] for count in COUNTS if count < rows)
-
-
-def _functions(target: nn.Module, batch: int, rows: int) -> Iterator[tuple]:
-    """What a step is made of: functions, each of random numbers x, and in which dimension of x and of its result the
-    rows of a block are. In layers of each kind, and in all ways to attend."""
+def _functions(target: nn.Module) -> list[Callable[[Tensor], Tensor]]:
+    """What a step is made of: functions of hidden states [B, M, dim], each [B, M, ...]. In layers of each kind, and in
+    all ways to attend."""
     config = target.config
     layers = list({str([type(part) for part in layer.modules()]): layer for layer in target.layers}.values())
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(target.dtype)
-
-    x, heads = random(batch, rows, config.dim), random(batch, config.n_head, rows, config.head_dim)
-    keys, values = (random(1, config.n_kv_head, KEYS, config.head_dim) for _ in range(2))
-    of_all = [partial(attention.dense, k=keys, v=values)]  # over a prefix that the batch shares
+    k, v = torch.randn(2, 1, config.n_kv_head, KEYS, config.head_dim,
+                       generator=torch.Generator().manual_seed(1)).to(target.dtype)
+    of_all = [partial(attention.dense, k=k, v=v)]  # over a prefix that the batch shares
     if packs(target.device, target.dtype):
-        of_all.append(PackedPrefix(keys[0], values[0]).dense)
+        of_all.append(PackedPrefix(k[0], v[0]).dense)
 
-    def attend(heads: Tensor) -> Tensor:
+    def attend(x: Tensor) -> Tensor:
+        heads = layers[0].attention.project(x)[:, : config.n_head]
         q = attention.fold(heads, config.n_kv_head)  # [B, K, G * M, D]
-        k, v = (one.expand(len(q), -1, -1, -1) for one in (keys, values))
-        over = (q, k, v, torch.zeros(len(q), 1, q.shape[2], KEYS))
+        kv = [one.expand(len(q), -1, -1, -1) for one in (k, v)]
+        bias = torch.zeros(len(q), 1, q.shape[2], KEYS)
         # Of a tail, of what is ragged in a batch, and of a prefix.
-        states = [attention.masked(*over, True), attention.masked(*over), attention.dense(q, k, v)]
+        states = [attention.masked(q, *kv, bias, True), attention.masked(q, *kv, bias), attention.dense(q, *kv)]
         return layers[0].attention.output(states + [attention.of_batch(one, q) for one in of_all], target.dtype)
 
-    yield lambda x: target.output(target.norm(x)), x, 1, 1
-    yield attend, heads, 2, 1
-    for layer in layers:
-        yield lambda x, layer=layer: x + layer.mlp(layer.mlp_norm(x)), x, 1, 1
-        yield layer.attention.project, x, 1, 2
+    return [lambda x: target.output(target.norm(x)), attend,
+            *(lambda x, layer=layer: x + layer.mlp(layer.mlp_norm(x)) for layer in layers),
+            *(lambda x, layer=layer: layer.attention.project(x).transpose(1, 2) for layer in layers)]

@@ -1,13 +1,12 @@
-"""Weights in fp8: what config.json says of them, the layers that keep them, and how a model gets such layers.
+"""Weights in fp8: the layers that keep them, and how a model gets such layers.
 
-A weight is e4m3 times a scale, which a block of rows and columns shares. Where the device multiplies in fp8 and a row
+A weight is e4m3 times a scale, which some columns of a row share. Where the device multiplies in fp8 and a row
 has one scale, the product is taken in fp8, with activations scaled row by row. Elsewhere the weight is widened to the
 activations' dtype as it is used.
 """
 
 import functools
 import math
-import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,119 +35,19 @@ class Float8:
     wide: tuple[str, ...] = ("output",)  # linear layers that are not in fp8, by the names of `Transformer`
     made: bool = False  # the checkpoint's weights are wider, and rounded as they are read
 
-    @property
-    def scaled(self) -> str:
-        """What has a scale of its own."""
-        return {(0, 0): "tensor", (1, 0): "channel"}.get((self.rows, self.columns),
-                                                         f"block of {self.rows} x {self.columns}")
-
-    def holds(self, layer: str) -> bool:
-        return layer not in self.wide
-
-    def unit(self, rows: int, columns: int) -> tuple[int, int]:
-        """Rows and columns that share a scale where a matrix may be cut at multiples of these."""
-        return math.gcd(self.rows or 1, rows), math.gcd(self.columns, columns)
-
-    def spread(self, scale: Tensor, shape: tuple[int, int], unit: tuple[int, int]) -> Tensor | None:
-        """A checkpoint's scales, in float32, for blocks of `unit`: [shape]. None: they are not as many as implied,
-        or no floating-point numbers."""
+    def spread(self, scale: Tensor, shape: tuple[int, int], columns: int) -> Tensor | None:
+        """A checkpoint's scales, in float32, a row and so many columns of a weight each: [shape]. None: they are not
+        as many as implied, or no floating-point numbers."""
         blocks = [torch.arange(count) * size // step if step else torch.zeros(count, dtype=torch.long)
-                  for count, size, step in zip(shape, unit, (self.rows, self.columns), strict=True)]
+                  for count, size, step in zip(shape, (1, columns), (self.rows, self.columns), strict=True)]
         implied = [int(block[-1]) + 1 for block in blocks]
         fits = scale.numel() == math.prod(implied) and (scale.dim() != 2 or list(scale.shape) == implied)
         if not (fits and scale.is_floating_point()):
             return None
         return scale.reshape(implied)[blocks[0]][:, blocks[1]].float()
 
-    @classmethod
-    def from_hf(cls, given: dict, n_layer: int, tied: bool) -> "Float8":
-        """Reads the quantization_config of a config.json.
-
-        Raises:
-            UserError: it says anything else than fp8 with a scale a tensor, a channel or a block; or that a part of a
-                layer is in fp8.
-        """
-        expect(given, quant_method=("fp8", "compressed-tensors"), kv_cache_scheme=(None,))
-        if given["quant_method"] == "fp8":
-            expect(given, fmt=("e4m3", None), activation_scheme=("dynamic", "static", None))
-            rows, columns = _block(given, "weight_block_size") if given.get("weight_block_size") else (0, 0)
-        else:
-            expect(given, format=("float-quantized", "naive-quantized", None), transform_config=({}, None))
-            expect(given.get("sparsity_config") or {}, format=("dense", None))
-            groups = given.get("config_groups") or {}
-            if len(groups) != 1:
-                refuse("config_groups", sorted(groups))
-            (group,) = groups.values()
-            expect(group, targets=(["Linear"],), output_activations=(None,))
-            weights, inputs = group["weights"], group.get("input_activations")
-            expect(weights, num_bits=(8,), type=("float",), strategy=("tensor", "channel", "block"),
-                   symmetric=(True, None), dynamic=(False, None))
-            if inputs is not None:
-                expect(inputs, num_bits=(8,), type=("float",))
-            whole = {"tensor": (0, 0), "channel": (1, 0)}.get(weights["strategy"])
-            rows, columns = whole or _block(weights, "block_structure")
-        names = ("ignore", "ignored_layers", "modules_to_not_convert")
-        patterns = [pattern for name in names for pattern in _patterns(given, name)]
-        wide = [layer for layer, fused, parts in _layers(n_layer) if _ignored(layer, fused, parts, patterns)]
-        # What writes "fp8" leaves the output layer as it is, whatever it lists.
-        if tied or given["quant_method"] == "fp8" or _names("lm_head", patterns):
-            wide.append("output")
-        return cls(rows, columns, tuple(wide))
-
 
 MADE = Float8(1, 0, made=True)  # a scale an output channel
-
-
-def refuse(key: str, value) -> None:
-    raise UserError(f"quantization_config has {key} {value!r}, which is not supported; supported are weights in fp8 "
-                    "(e4m3) with a scale a tensor, a channel or a block: use such a checkpoint, or this model's in "
-                    "bf16 or fp16")
-
-
-def expect(given: dict, **allowed: tuple) -> None:
-    """Raises UserError for a key whose value is not allowed; what is absent counts as None."""
-    for key, values in allowed.items():
-        if given.get(key) not in values:
-            refuse(key, given.get(key))
-
-
-def _block(given: dict, key: str) -> tuple[int, int]:
-    sizes = given.get(key)
-    if not (isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
-        refuse(key, sizes)
-    return tuple(sizes)
-
-
-def _patterns(given: dict, key: str) -> list[str]:
-    """A list of layers; one name stands for itself."""
-    found = given.get(key) or []
-    found = [found] if isinstance(found, str) else found
-    for pattern in found:
-        try:
-            re.compile(pattern.removeprefix("re:"))
-        except (re.error, AttributeError):
-            refuse(key, pattern)
-    return found
-
-
-def _layers(n_layer: int) -> list[tuple[str, str, list[str]]]:
-    return [(f"layers.{i}.{ours}", f"model.layers.{i}.{fused}", [f"model.layers.{i}.{part}" for part in parts])
-            for i in range(n_layer) for ours, (fused, parts) in LAYERS.items()]
-
-
-def _names(layer: str, patterns: list[str]) -> bool:
-    """Whether a checkpoint's list names a layer: by a regular expression, its name, or some parts of that."""
-    return any(re.match(pattern[3:], layer) if pattern.startswith("re:") else f".{pattern}." in f".{layer}."
-               for pattern in patterns)
-
-
-def _ignored(layer: str, fused: str, parts: list[str], patterns: list[str]) -> bool:
-    named = [part for part in parts if _names(part, patterns)]
-    if named and len(named) < len(parts):
-        rest = [part for part in parts if part not in named]
-        raise UserError(f"quantization_config leaves {', '.join(named)} as it is, but not {', '.join(rest)}, and the "
-                        "two are multiplied as one; use a checkpoint that treats them alike")
-    return bool(named) or _names(fused, patterns)
 
 
 def has_nan(weight: Tensor) -> bool:
@@ -181,16 +80,16 @@ def multiplies(device: torch.device) -> bool:
 
 
 class ScaledLinear(nn.Module):
-    """nn.Linear whose weight is kept in fp8: weight [N, K] e4m3, scale [N / rows, K / columns] float32.
+    """nn.Linear whose weight is kept in fp8: weight [N, K] e4m3, scale [N, K / columns] float32.
 
     Args:
-        unit: the rows and columns that share a scale. They divide the weight's.
+        columns: of a row that share a scale. They divide K.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, unit: tuple[int, int]):
+    def __init__(self, in_features: int, out_features: int, bias: bool, columns: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=FP8), requires_grad=False)
-        scales = torch.empty(out_features // unit[0], in_features // unit[1], dtype=torch.float32)
+        scales = torch.empty(out_features, in_features // columns, dtype=torch.float32)
         self.scale = nn.Parameter(scales, requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.register_buffer("one", torch.ones(()), persistent=False)
@@ -198,7 +97,7 @@ class ScaledLinear(nn.Module):
     @classmethod
     def of(cls, linear: nn.Linear) -> "ScaledLinear":
         """A linear layer, rounded, with a scale for each output channel. They share the bias."""
-        layer = cls(linear.in_features, linear.out_features, False, (1, linear.in_features))
+        layer = cls(linear.in_features, linear.out_features, False, linear.in_features)
         quantized = quantize(linear.weight.detach(), linear.weight.device)
         layer.weight, layer.scale = (nn.Parameter(x, requires_grad=False) for x in quantized)
         layer.bias, layer.one = linear.bias, torch.ones((), device=linear.weight.device)
@@ -215,11 +114,10 @@ class ScaledLinear(nn.Module):
     @property
     def fits_products(self) -> bool:
         """A row has one scale, and the sizes are those that products in fp8 are to be had of."""
-        return self.scale.shape == (len(self.weight), 1) and not any(size % 16 for size in self.weight.shape)
+        return self.scale.shape[1] == 1 and not any(size % 16 for size in self.weight.shape)
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """x [R, K] -> [R, N], both in fp8. The scales of rows and channels multiply the product: itself it takes one
-        scale a tensor at full speed."""
+        """x [R, K] -> [R, N], both in fp8. Scales multiply the product: itself it is fast with one scale a tensor."""
         scale = row_scales(x)
         rows = (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
         y = torch._scaled_mm(rows, self.weight.t(), scale_a=self.one, scale_b=self.one, out_dtype=torch.float32)
@@ -227,14 +125,14 @@ class ScaledLinear(nn.Module):
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         """The weight as the scales make it, rounded once: [N, K]."""
-        weight, scale, (rows, columns) = self.weight, self.scale, self.scale.shape
+        weight, scale = self.weight, self.scale
         if weight.device.type == "cpu":
             # PyTorch converts e4m3 number by number there, which takes ten times as long. Shifted, the bits of e4m3 are
             # those of its 256th part in float16; nan would not be, and no weight is.
             bits = weight.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
             weight, scale = bits.view(torch.float16), scale * 256
         weight = weight.to(dtype)
-        weight.view(rows, -1, columns, weight.shape[1] // columns).mul_(scale[:, None, :, None])
+        weight.view(*scale.shape, -1).mul_(scale[..., None])
         return weight
 
 
@@ -246,15 +144,11 @@ def linear_shape(config, layer: str) -> tuple[int, int]:
             "output": (config.vocab_rows, config.dim)}[layer]
 
 
-def scale_unit(config, layer: str, shards: int = 1) -> tuple[int, int]:
-    """Rows and columns of a linear layer that share a scale: as many as in the checkpoint, or fewer where a block of
-    these would be cut, by the parts that a layer is made of or by the shares of so many ranks."""
-    q, kv, ffn = (size // shards for size in (config.n_head * config.head_dim, config.n_kv_head * config.head_dim,
-                                              config.ffn_dim))
-    as_stored = config.rotary_dim == config.head_dim and not config.rotary_interleaved
-    cuts = {"attention.qkv": (math.gcd(q, kv) if as_stored else 1, config.dim), "attention.out": (config.dim, q),
-            "mlp.gate_up": (ffn, config.dim), "mlp.down": (config.dim, ffn), "output": (1, config.dim)}
-    return config.float8.unit(*cuts[layer])
+def scale_columns(config, layer: str, shards: int = 1) -> int:
+    """Columns of a linear layer that share a scale: as many as in the checkpoint, or fewer where the share of one of so
+    many ranks ends within a block."""
+    _, columns = linear_shape(config, layer)
+    return math.gcd(config.float8.columns, columns // shards if layer in ("attention.out", "mlp.down") else columns)
 
 
 def put_in(model: nn.Module) -> None:
@@ -262,10 +156,10 @@ def put_in(model: nn.Module) -> None:
     config = model.config
     for name in [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
         layer = ".".join(name.split(".")[-2:])  # the same in every block
-        if config.float8.holds(name):
+        if name not in config.float8.wide:
             rows, columns = linear_shape(config, layer)
             bias = model.get_submodule(name).bias is not None
-            model.set_submodule(name, ScaledLinear(columns, rows, bias, scale_unit(config, layer)))
+            model.set_submodule(name, ScaledLinear(columns, rows, bias, scale_columns(config, layer)))
 
 
 def place(model: nn.Module, device) -> None:
@@ -310,13 +204,10 @@ def check_copy(config, device: torch.device | None = None) -> None:
     so. device: None: of any that does."""
     if config.float8 is not None:
         raise UserError("draft_dtype 'fp8' copies wider weights, and this target's are fp8 already; leave it out")
-    if device is None or multiplies(device):
-        return
-    if device.type != "cuda":
-        raise UserError(f"draft_dtype 'fp8' needs a CUDA GPU, and the model is on {device}; leave it out")
-    major, minor = torch.cuda.get_device_capability(device)
-    raise UserError(f"draft_dtype 'fp8' needs compute capability 8.9 or later, and this GPU has {major}.{minor}; leave "
-                    "it out")
+    if device is not None and not multiplies(device):
+        found = torch.cuda.get_device_properties(device).name if device.type == "cuda" else f"a {device.type}"
+        raise UserError(f"draft_dtype 'fp8' needs a CUDA GPU of compute capability 8.9 or later, and this is {found}; "
+                        "leave it out")
 
 
 def copy_bytes(config) -> int:

@@ -1,17 +1,15 @@
 """Tensor parallelism: one model over several processes, each with its share of the heads, of the MLP and of the words.
 
-Knows nothing of caches or of speculation. Attention's and the MLP's first projections are split by rows, their last
-ones by columns, so that each block needs two all-reduces; embedding and output are split by vocabulary (Megatron-LM,
-arXiv 1909.08053). Every rank then has the same logits, to the bit, and draws from them with the same noise, which is a
-function of seed and position: so no token is ever sent. What is measured rather than computed, such as step times, is
-agreed on.
+Attention's and the MLP's first projections are split by rows, their last ones by columns, so that each block needs two
+all-reduces; embedding and output are split by vocabulary (Megatron-LM, arXiv 1909.08053). Every rank then has the same
+logits, to the bit, and draws from them with the same noise, a function of seed and position: so no token is ever sent.
+What is measured rather than computed, such as step times, is agreed on.
 """
 
-import contextlib
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -62,9 +60,8 @@ class Group:
         """[N, ...] -> [size * N, ...], in the order of the ranks."""
         if is_compiling():
             return collectives.wait_tensor(_gather(x, 0, self.name))
-        processes = self._processes
-        parts = x.new_empty(processes.size() * len(x), *x.shape[1:])
-        _gather_into(parts, x.contiguous(), group=processes)
+        parts = x.new_empty(self.size * len(x), *x.shape[1:])
+        _gather_into(parts, x.contiguous(), group=self._processes)
         return parts
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -76,15 +73,8 @@ class Group:
 
     @property
     def _processes(self) -> "dist.ProcessGroup":
-        """For calls that are no part of compiled code. They stay on the stream of the thread; the calls that the
-        compiler understands use a stream of NCCL's."""
+        """For calls that stay on the stream of the thread; those that the compiler understands use one of NCCL's."""
         return _resolve(self.name)
-
-    def common(self, names: set[str]) -> set[str]:
-        """The names that all ranks have. Waits for all of them."""
-        boxes: list = [None] * dist.get_world_size()
-        dist.all_gather_object(boxes, names)
-        return set.intersection(*boxes)
 
     def agree(self, value):
         """Rank 0's value, on every rank. Waits for all of them."""
@@ -106,8 +96,7 @@ def _one_shot(x: Tensor, buffer: Tensor, name: str) -> Tensor:
 
 @torch.library.custom_op("triforce::one_shot_all_reduce", mutates_args=())
 def one_shot_all_reduce(x: Tensor, buffer: Tensor, name: str) -> Tensor:
-    """The same as an operator of its own, so that compiled code leaves the buffer where it is. Only there: the first
-    call of such an operator imports the compiler, for 2.7 s."""
+    """So that compiled code leaves the buffer where it is. Elsewhere the first call would import the compiler."""
     return _one_shot(x, buffer, name)
 
 
@@ -142,8 +131,7 @@ def from_environment(device: str | None = None) -> tuple[Group | None, str | Non
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UserError(f"WORLD_SIZE ({size}) is set, but not {', '.join(missing)}; start with torchrun, or unset it")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     local = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         count = torch.cuda.device_count()
@@ -166,47 +154,35 @@ def subgroup(group: Group, ranks: list[int]) -> Group | None:
     return Group(ranks.index(group.rank), len(ranks), made.group_name) if group.rank in ranks else None
 
 
-@contextlib.contextmanager
-def together(group: Group | None) -> Iterator[Callable[[Callable], list]]:
-    """For work that may take or fail on each rank as it will: files, free memory. Gives a function that runs it on
-    every rank.
+def together(group: Group | None, work: Callable) -> list:
+    """For work that may take or fail on each rank as it will: files, free memory. Every rank calls it.
 
-    The function returns the results of all ranks, in their order, and waits for them however long they take. If the
-    work fails on one rank, all raise: that one its error, the others a UserError or RuntimeError with the same text.
+    Returns the results of all ranks, in their order, and waits for them however long they take. If the work fails on
+    one rank, all raise: that one its error, the others a UserError or RuntimeError with the same text.
     """
-    waiting = None if group is None else dist.new_group(backend="gloo", timeout=timedelta(days=1))
-
-    def do(work: Callable) -> list:
-        if group is None:
-            return [work()]
-        result = error = None
-        try:
-            result = work()
-        except Exception as found:
-            error = found
-        boxes: list = [None] * dist.get_world_size(waiting)
-        failure = None if error is None else (isinstance(error, UserError), f"{error}" or type(error).__name__)
-        dist.all_gather_object(boxes, (result, failure), group=waiting)
-        if error is not None:
-            raise error
-        for rank, (_, failure) in enumerate(boxes):
-            if failure is not None:
-                is_users, text = failure
-                raise UserError(text) if is_users else RuntimeError(f"rank {rank} failed: {text}")
-        return [result for result, _ in boxes]
-
+    if group is None:
+        return [work()]
+    waiting = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    result = error = failure = None
     try:
-        yield do
-    finally:
-        if waiting is not None:
-            dist.destroy_process_group(waiting)
+        result = work()
+    except Exception as found:
+        error, failure = found, (isinstance(found, UserError), str(found) or type(found).__name__)
+    boxes: list = [None] * dist.get_world_size(waiting)
+    dist.all_gather_object(boxes, (result, failure), group=waiting)
+    dist.destroy_process_group(waiting)
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(boxes):
+        if failure is not None:
+            is_users, text = failure
+            raise UserError(text) if is_users else RuntimeError(f"rank {rank} failed: {text}")
+    return [result for result, _ in boxes]
 
 
 def read_first(group: Group | None, read: Callable):
-    """What `read()` gives on rank 0, on every rank: for input that is rank 0's alone, and may be long in coming. If it
-    raises there, every rank does."""
-    with together(group) as do:
-        return do(lambda: read() if group is None or group.rank == 0 else None)[0]
+    """What `read()` gives on rank 0, on every rank: for input that is rank 0's alone, and may be long in coming."""
+    return together(group, lambda: read() if group is None or group.rank == 0 else None)[0]
 
 
 class ShardedEmbedding(nn.Embedding):
@@ -255,11 +231,11 @@ def shard_config(config: ModelConfig, group: Group | None) -> ModelConfig:
     """
     if group is None:
         return config
-    for name, count in (("KV heads", config.n_kv_head), ("heads", config.n_head), ("MLP rows", config.ffn_dim)):
+    counts = {"KV heads": config.n_kv_head, "heads": config.n_head, "MLP rows": config.ffn_dim}
+    for name, count in counts.items():
         if count % group.size:
-            fits = [n for n in range(1, config.n_kv_head + 1)
-                    if not (config.n_kv_head % n or config.n_head % n or config.ffn_dim % n)]
+            fits = [str(n) for n in range(1, config.n_kv_head + 1) if not any(one % n for one in counts.values())]
             raise UserError(f"{group.size} ranks cannot share {count} {name} evenly; use --nproc-per-node "
-                            f"{' or '.join(map(str, fits))}")
+                            f"{' or '.join(fits)}")
     return replace(config, n_head=config.n_head // group.size, n_kv_head=config.n_kv_head // group.size,
                    ffn_dim=config.ffn_dim // group.size, num_shards=group.size)

@@ -17,7 +17,6 @@ from ..errors import UserError
 from ..hf.folders import find_draft, resolve
 from ..hf.tokenizer import is_messages
 from ..render import say
-from ..runtime.free_memory import check_answers
 
 DEFAULT_PROMPT_LEN = 16_384
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -93,7 +92,6 @@ def check_values(args) -> None:
     Sampling(**given(args, Sampling)).rows(1)
     check_max_new_tokens(args.max_new_tokens)
     check_logprobs(args.logprobs)
-    check_answers(args.num_samples or 1, args.max_new_tokens)
     if args.save_prefix is not None:
         check_target(args.save_prefix)  # before hours of work
     if args.prefix is not None:

@@ -375,9 +375,8 @@ class Buffers:
         if self.device.type == "cpu":  # the same memory, wherever a layer lies
             of_no_use += ["--offload", "--num-resident-layers"]
             checks = [((plan.host, *plan.parts), self.device)]
-        with together(self.target.group) as do:  # one GPU may have less memory free than another
-            for parts, device in checks:
-                do(functools.partial(memory.check, parts, device, of_no_use))
+        for parts, device in checks:  # one GPU may have less memory free than another
+            together(self.target.group, functools.partial(memory.check, parts, device, of_no_use))
         if sizes.resident_layers is not None:
             log.info("KV cache: %d of %d layers on %s, %.2f GiB in host memory", sizes.resident_layers,
                      self.target.config.n_layer, self.device, plan.host.bytes / 2**30)

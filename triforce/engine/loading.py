@@ -18,7 +18,7 @@ from ..parallel import Group, shard_config, share, subgroup, together
 from ..runtime.host import check_process, own_settings
 from ..runtime.streams import ComputeStream
 from . import memory, warm_up
-from .engine import Engine, log
+from .engine import Engine
 
 
 @takes(Settings, Placement)
@@ -57,8 +57,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     if place.draft_dtype:
         check_copy(config, device)
         parts += (memory.Part("fp8 copy for drafting", copy_bytes(local), ("no --draft-dtype",)),)
-    with together(group) as do:  # one GPU may have less memory free than another
-        do(lambda: memory.check(parts, device))
+    together(group, lambda: memory.check(parts, device))  # one GPU may have less memory free than another
     stream = ComputeStream(device)
     warming = warm_up.begin(local, draft_config, resolved, dtype, stream, memory.total(parts))
     if place.compile:  # which takes seconds to import, and to read weights hardly needs Python
@@ -80,8 +79,6 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
                         eos_ids=ckpt.eos_token_ids(folder), folder=folder, compute_stream=stream,
                         defaults=ckpt.generation_defaults(folder))
     engine.warming = warming
-    for name, value in ckpt.ignored_defaults(folder).items():
-        log.info("%s of generation_config.json (%s) is not applied: there is no such option here", name, value)
     return engine
 
 

@@ -157,8 +157,8 @@ def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
     """Raises UserError if a document of so many tokens cannot be written there. Every rank calls this."""
     group = engine.target.group
     room = prompt_cache_file.beside(path, layout_of(engine, num_tokens, num_tokens).header("")[2])
-    with together(group) as do, contextlib.ExitStack() as stack:
-        do(lambda: stack.enter_context(room) if group is None or group.rank == 0 else None)
+    with contextlib.ExitStack() as stack:
+        together(group, lambda: stack.enter_context(room) if group is None or group.rank == 0 else None)
 
 
 @contextlib.contextmanager

@@ -120,10 +120,10 @@ def write(path: str | Path, layout: Layout, about: dict, tokens: list[int],
             os.fsync(opened.fileno())  # what other ranks wrote, too
         os.replace(file, os.path.realpath(as_path(path)))
 
-    with together(group) as do, contextlib.ExitStack() as stack:
-        file, header, starts = do(begin)[0]
-        parts = do(put_heads)
-        do(lambda: finish() if first else None)
+    with contextlib.ExitStack() as stack:
+        file, header, starts = together(group, begin)[0]
+        parts = together(group, put_heads)
+        together(group, lambda: finish() if first else None)
 
 
 @contextlib.contextmanager
@@ -233,8 +233,7 @@ class PrefixReader:
             with ThreadPoolExecutor(THREADS, initializer=like_this_thread(device)) as threads:
                 list(threads.map(lambda task: self._read(*task), tasks))
 
-        with together(group) as do:
-            do(fill)
+        together(group, fill)
 
     def __enter__(self) -> "PrefixReader":
         return self

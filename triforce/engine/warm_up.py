@@ -15,7 +15,7 @@ from ..config import Sampling, Settings
 from ..decode.batch import DecodeBatch
 from ..model import ModelConfig, Transformer
 from ..runtime.graphs import SPARE, Compiler
-from ..runtime.streams import ComputeStream, use_device
+from ..runtime.streams import ComputeStream, like_this_thread
 from . import memory
 
 log = logging.getLogger("triforce")
@@ -30,11 +30,12 @@ def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dt
     device = stream.device
     if device.type != "cuda" or target.float8 or draft and draft.float8:  # other kernels multiply by weights in fp8
         return None
+    use_this_gpu = like_this_thread(device)
     free = (memory.available(device) or 0) - weight_bytes - SPARE
 
     def quietly() -> None:
         try:
-            use_device(device)
+            use_this_gpu()
             with stream.used():
                 warm_up(target, draft, settings, dtype, device, free)
         except Exception as error:  # nothing depends on it; what is the matter, the answer will say

@@ -1,7 +1,6 @@
 """Hugging Face folders in: reads a checkpoint's config and end tokens, and loads its weights into the model.
 
-It knows nothing of caches, sampling or text, and it never uses the network: `download.py` does. Which family a folder
-is comes from its config.json, never from its name.
+Which family a folder is comes from its config.json, never from its name.
 """
 
 import zipfile
@@ -28,9 +27,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
           "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SAMPLING = {"temperature": number(0, 100), "top_p": number(1e-6, 1), "top_k": whole(0, 2**31 - 1),
             "min_p": number(0, 1 - 1e-6)}
-# Of generation_config.json, what would change the text, unless its value is one that changes nothing.
-NOT_SUPPORTED = ("repetition_penalty", "no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff", "num_beams",
-                 "min_length", "min_new_tokens", "bad_words_ids", "suppress_tokens", "sequence_bias", "guidance_scale")
 READERS = 4  # threads: one reads a mapped file at a third of what a disk or the page cache gives
 
 
@@ -68,8 +64,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def generation_defaults(folder: str | Path) -> dict[str, float | int]:
-    """What generation_config.json says of temperature, top_p, top_k and min_p: the values that are set. Empty where
-    `do_sample` is false, or there is no such file."""
+    """What generation_config.json sets of temperature, top_p, top_k and min_p; nothing where `do_sample` is false."""
     path = Path(folder) / "generation_config.json"
     fields = Fields(read_optional_json(path))
     with about(path):
@@ -78,15 +73,8 @@ def generation_defaults(folder: str | Path) -> dict[str, float | int]:
     return {name: value for name, value in found.items() if sampled and value is not None}
 
 
-def ignored_defaults(folder: str | Path) -> dict:
-    """What generation_config.json sets of a distribution or a search that this library does not have."""
-    found = read_optional_json(Path(folder) / "generation_config.json")
-    return {name: found[name] for name in NOT_SUPPORTED if found.get(name) not in (None, 0, 1, [], {})}
-
-
 def open_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one weight file by name, mapped from the file: its bytes are read as they are used, and dropping
-    the tensors unmaps them."""
+    """The tensors of one weight file by name, mapped from the file: its bytes are read as they are used."""
     check_file(path)
     with guarded(f"{path} is truncated, damaged, or holds more than tensors"):
         if path.suffix == ".safetensors":
@@ -127,45 +115,40 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     config = as_stored(folder, config)
     local = shard_config(config, group)
     table, parts = places(config, local.num_shards), places(local)
-    stored = {name: tensor.dtype for path in files for name, tensor in open_tensors(path).items()}
-    wide = [torch.bfloat16] if FP8 in stored.values() else [dtype for dtype in stored.values() if _is_wide(dtype)]
+    stored = [pair for path in files for pair in open_tensors(path).items()]
+    dtypes = [tensor.dtype for _, tensor in stored]
+    wide = [torch.bfloat16] if FP8 in dtypes else [dtype for dtype in dtypes if _is_wide(dtype)]
     model = Transformer.empty(local, device, parse_dtype(dtype or config.dtype or [*wide, torch.bfloat16][0]))
     parameters, missing = dict(model.named_parameters()), set(table)
 
     def check(name: str, tensor: Tensor) -> None:
         if name not in table:
-            raise UserError(f"tensor {name} has no place in the {config.architecture} of config.json; the two do not "
-                            "belong together")
+            raise UserError(f"tensor {name} has no place in the {config.architecture} that config.json describes")
         in_fp8 = parameters[parts[name].parameter].dtype == FP8
         made = in_fp8 and config.float8.made  # rounded as it is read
         of_kind = tensor.dtype == FP8 if in_fp8 and not made else _is_wide(tensor.dtype)
         if not of_kind or tensor.shape != table[name].shape:
             kind = "fp8" if in_fp8 and not made else "wider floating-point numbers"
             raise UserError(f"tensor {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, but config.json implies "
-                            f"{kind} of shape {table[name].shape}; the two do not belong together")
+                            f"{kind} of shape {table[name].shape}; download both again")
         if name not in missing:
-            raise UserError(f"tensor {name} is there twice, perhaps under two names; remove one, or download the "
-                            "checkpoint again")
+            raise UserError(f"tensor {name} is there twice, perhaps under two names; remove one")
         missing.difference_update({name, scale_of(name)} if made else {name})
 
     def read(name: str, tensor: Tensor) -> None:
         if tensor.dtype == FP8 and has_nan(tensor):  # which a CPU would take for 480
             raise UserError(f"tensor {name} holds nan; it is damaged: download it again")
         if name.endswith(SCALE) and not bool((tensor.isfinite() & (tensor >= 0)).all()):
-            raise UserError(f"tensor {name} holds scales that are negative or not finite; it is damaged: download it "
-                            "again")
+            raise UserError(f"tensor {name} holds scales that are negative or not finite: download it again")
         put(parameters, parts, name, tensor, group)
 
-    for path in files:
-        work = [one for name, tensor in open_tensors(path).items()
-                for one in separate(name, tensor, table, config, stored).items()]
-        with about(path), ThreadPoolExecutor(READERS, initializer=like_this_thread(device)) as readers:
-            for name, tensor in work:
-                check(name, tensor)
-            list(readers.map(read, *zip(*work, strict=True)))
-    if missing:
-        raise UserError(f"{len(missing)} of {len(table)} tensors are missing from {folder} ({files[0].name} and its "
-                        f"shards), one is {min(missing)}; download it again")
+    work = [one for name, tensor in stored for one in separate(name, tensor, table, config, dict(stored)).items()]
+    with about(folder), ThreadPoolExecutor(READERS, initializer=like_this_thread(device)) as readers:
+        for name, tensor in work:
+            check(name, tensor)
+        if missing:
+            raise UserError(f"{len(missing)} of {len(table)} tensors are missing, as {min(missing)} is; download again")
+        list(readers.map(read, *zip(*work, strict=True)))
     model = widen(model) if weights == "wide" else model
     return model if group is None else join(model, group)
 

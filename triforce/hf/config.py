@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 from ..errors import UserError
-from ..fp8 import Float8
 from ..model import ModelConfig, RopeScaling
 from .files import FLAG, REQUIRED, TEXT, Fields, guarded, number, several, shown, whole
+from .quantization import float8_from_hf
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
                  "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
@@ -62,17 +62,17 @@ def config_from_hf(hf: dict) -> ModelConfig:
                       for key in ("dtype", "torch_dtype")}),
     )
     _check_shapes(config, fields)
-    quantization = fields.part("quantization_config").values
+    quantization = fields.part("quantization_config")
+    if not quantization.values:
+        return config
     with guarded("quantization_config has a field of the wrong kind"):
-        float8 = Float8.from_hf(quantization, config.n_layer, config.tie_word_embeddings) if quantization else None
-    return replace(config, float8=float8)
+        return replace(config, float8=float8_from_hf(quantization, config.n_layer, config.tie_word_embeddings))
 
 
 def refuse(fields: Fields, keys: tuple[str, ...]) -> None:
     for key in keys:
         if fields.values.get(key):
-            raise UserError(f"{key} {shown(fields.values[key])} is not supported; choose a dense model with plain "
-                            "attention, whose layers rotate alike")
+            raise UserError(f"{key} {shown(fields.values[key])} is not supported; choose a dense model without it")
 
 
 def agreed(spellings: dict):
@@ -102,8 +102,7 @@ def _window(fields: Fields, architecture: str) -> int | None:
     window, types = fields.get("sliding_window", whole(0, 2**31), 0) or None, fields.get("layer_types", TEXTS, ())
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose a model whose layers all have "
-                        "full or sliding attention")
+        raise UserError(f"layer_types {shown(sorted(unknown))} are not supported; choose full or sliding attention")
     qwen = architecture.startswith("Qwen")
     if qwen and not fields.get("use_sliding_window", FLAG, False):
         return None
@@ -154,11 +153,9 @@ def _scaling(rope: Fields, fields: Fields) -> RopeScaling | None:
 
 
 def _attention_factor(rope: Fields, factor: float, original: int, kind: str) -> float:
-    given = rope.get("attention_factor", POSITIVE, None)
+    given = rope.get("attention_factor", POSITIVE, 1.0 if factor <= 1 else None)
     if given is not None:
         return given
-    if factor <= 1:
-        return 1.0
     if kind == "longrope":  # arXiv 2402.13753, as Phi-3 has it
         return math.sqrt(1 + math.log(factor) / math.log(original)) if original > 1 else 1.0
     # YaRN's temperature (arXiv 2309.00071, eq. 22), with DeepSeek's two-sided form where both mscales are given.
@@ -169,16 +166,15 @@ def _attention_factor(rope: Fields, factor: float, original: int, kind: str) -> 
 
 def _check_shapes(config: ModelConfig, fields: Fields) -> None:
     """Raises UserError for sizes that do not fit each other."""
+    scaling = config.rope_scaling
     fields.expect("num_attention_heads", config.n_head % config.n_kv_head == 0,
                   f"a multiple of num_key_value_heads, {config.n_kv_head}")
     if config.rotary_factor != 1.0 and config.architecture not in PARTIAL:
         raise UserError(f"partial_rotary_factor {config.rotary_factor} is not supported for {config.architecture}, but "
                         f"for {' and '.join(PARTIAL)}")
     if config.head_dim % 2 or config.rotary_dim % 2 or not config.rotary_dim:
-        raise UserError(f"of {config.head_dim} dimensions of a head (head_dim) {config.rotary_dim} are rotated, and "
-                        "both must be even; download config.json again")
-    factors, pairs = config.rope_scaling, config.rotary_dim // 2
-    if factors.kind == "longrope" and not len(factors.short_factor) == len(factors.long_factor) == pairs:
-        raise UserError(f"short_factor has {len(factors.short_factor)} numbers and long_factor "
-                        f"{len(factors.long_factor)}, but {pairs} pairs of a head are rotated; download config.json "
-                        "again")
+        raise UserError(f"head_dim {config.head_dim} and its rotated part {config.rotary_dim} must be even, not 0")
+    short, long, pairs = len(scaling.short_factor), len(scaling.long_factor), config.rotary_dim // 2
+    if scaling.kind == "longrope" and not short == long == pairs:
+        raise UserError(f"short_factor has {short} numbers and long_factor {long}, but {pairs} pairs of a head are "
+                        "rotated; download it again")

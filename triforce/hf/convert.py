@@ -1,7 +1,6 @@
 """Rewrites a checkpoint as safetensors of a chosen dtype, in the same Hugging Face layout and under the same names.
 
-It knows nothing of the model: tensors go through as they are named. Each weight file becomes one of safetensors, and
-memory holds one at a time.
+Each weight file becomes one of safetensors, and memory holds one at a time.
 """
 
 import argparse
@@ -40,8 +39,7 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
     config = read_json(source / "config.json")
     dtype = None if dtype is None else parse_dtype(dtype)
     if dtype is not None and config.get("quantization_config"):
-        raise UserError(f"{source} is quantized, and no dtype can be given to weights without their scales; leave out "
-                        "--dtype")
+        raise UserError(f"{source} is quantized, and no dtype can be given to weights in fp8; leave out --dtype")
     files = find_weights(source)
     if any(folder.glob("model*.safetensors*")):
         raise UserError(f"{folder} holds safetensors already; choose another --out-dir")
@@ -56,10 +54,10 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
         if dtype is not None:
             spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
             write_json(work / "config.json", {**config, **dict.fromkeys(spelled, str(dtype).removeprefix("torch."))})
-        written = [path for path in work.rglob("*") if path.is_file()]
-        for path in sorted(written, key=lambda path: path.name in (SINGLE, INDEX)):
-            (folder / path.relative_to(work)).parent.mkdir(exist_ok=True)
-            os.replace(path, folder / path.relative_to(work))
+        for path in sorted(filter(Path.is_file, work.rglob("*")), key=lambda path: path.name in (SINGLE, INDEX)):
+            final = folder / path.relative_to(work)
+            final.parent.mkdir(exist_ok=True)
+            os.replace(path, final)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write to {folder} ({error}); make room, or choose another --out-dir") from None
     finally:
@@ -103,8 +101,7 @@ def copy_texts(source: Path, work: Path) -> None:
         if not TEXTS.fullmatch(str(name)) or name.name.endswith(".index.json"):
             continue
         if not path.resolve().is_relative_to(home):
-            raise UserError(f"{path} is a link to {path.resolve()}, outside of the checkpoint; put the file itself in "
-                            "its place, or remove it")
+            raise UserError(f"{path} is a link to {path.resolve()}, outside of the checkpoint; remove it, or copy it")
         check_file(path)
         (work / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, work / name)

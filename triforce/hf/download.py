@@ -1,14 +1,12 @@
 """Fetches what this library needs of a Hugging Face repository: config, tokenizer and one set of weights.
 
-It knows nothing of the model. Of the weights it takes safetensors where they exist, else .bin; everything else that a
-repository may hold (original/, .pth, .gguf, .onnx, other precisions, code) stays where it is.
+Of the weights it takes safetensors where they exist, else .bin; what else a repository may hold stays where it is.
 """
 
 import argparse
 import glob
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Iterable
@@ -23,6 +21,7 @@ WEIGHTS = {r"model\.safetensors": None, r"model-\d+-of-\d+\.safetensors": "model
 TEXTS = re.compile(r"tokenizer\.model|[^/]*\.json|(additional_chat_templates/)?[^/]*\.jinja|merges\.txt|vocab\.txt"
                    r"|LICENSE[^/]*|USE_POLICY[^/]*")
 AGAIN = "run the same command again: files that are whole are not fetched twice"
+REFUSED = (401, 403, 404)  # by the hub's status
 ACCESS = ("check the spelling, --revision too; if it is private or gated, accept its terms on its model page, and give "
           "a token that may see it with HF_TOKEN")
 
@@ -66,11 +65,6 @@ def download(repo_id: str, out_dir: str | Path | None = None, revision: str | No
         folder.mkdir(parents=True, exist_ok=True)
         for part in (folder / ".cache/huggingface/download").rglob("*.incomplete"):
             part.unlink(missing_ok=True)  # of an interrupted client, which never goes on with it
-        present = sum((folder / file).stat().st_size for file in files if (folder / file).exists())
-        missing, free = sum(sizes[file] for file in files) - present, shutil.disk_usage(folder).free
-        if missing > free:
-            raise UserError(f"{repo_id} needs {missing / 1e9:.1f} GB more, and {folder} has {free / 1e9:.1f} GB free; "
-                            "make room, or choose another disk with --out-dir")
         (folder / UNFINISHED).write_text(repo_id + "\n", encoding="utf-8")
         # The client takes names for patterns.
         api.snapshot_download(repo_id, revision=about.sha or revision, local_dir=folder,
@@ -82,17 +76,11 @@ def download(repo_id: str, out_dir: str | Path | None = None, revision: str | No
     except UserError:
         raise
     except Exception as error:  # the client's errors come from several libraries and change with its version
-        raise explain(error, repo_id, folder) from error
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = re.sub(r"Bearer .*|hf_\w+", "...", one_line(error))  # without a token
+        mend = f"check the network, and the room on the disk of {folder}; then {AGAIN}"
+        raise UserError(f"cannot download {repo_id}: {reason}; {mend if status not in REFUSED else ACCESS}") from error
     return folder
-
-
-def explain(error: Exception, repo_id: str, folder: Path) -> UserError:
-    """A failed download in one line: what the client says of it, without a token, and the remedy."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    mend = f"check the network, and the room on the disk of {folder}; then {AGAIN}"
-    remedy = ACCESS if status in (401, 403, 404) else mend
-    reason = re.sub(r"Bearer .*|hf_\w+", "...", one_line(error))
-    return UserError(f"cannot download {repo_id}: {reason}; {remedy}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -28,8 +28,7 @@ def check_file(path: Path, largest: float = math.inf) -> None:
             raise UserError(f"{path} is no regular file of at most {largest} bytes; download it again")
         with open(path, "rb") as file:
             if file.read(len(LFS)) == LFS:
-                raise UserError(f"{path} is a pointer of Git LFS, not the file itself; run git lfs pull, or download "
-                                "the checkpoint again")
+                raise UserError(f"{path} is a pointer of Git LFS, not the file itself; run git lfs pull")
 
 
 def read_text(path: Path) -> str:

@@ -57,8 +57,8 @@ def weights_fingerprint(model: Transformer) -> str:
     """Of a model in memory: its config, and a sample of each weight. It differs from its folder's fingerprint, and with
     the dtype and the number of ranks that share the model; each of them calls this. A weight that exists in a packed
     form alone is left out."""
-    with together(model.group) as do:
-        return _combine(model.config, do(lambda: [(name, _digest(one)) for name, one in model.named_parameters()]))
+    samples = together(model.group, lambda: [(name, _digest(one)) for name, one in model.named_parameters()])
+    return _combine(model.config, samples)
 
 
 def _combine(config: ModelConfig, samples: list) -> str:

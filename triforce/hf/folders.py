@@ -35,11 +35,10 @@ def resolve(checkpoint: str | Path) -> Path:
         raise UserError(f"no such folder: {checkpoint}; give a folder with config.json and weights, a repository id "
                         "(owner/name) or 'tiny'")
     local = Path("checkpoints") / checkpoint
-    found = finished(local) if local.is_dir() else find_cached(checkpoint)
-    if found is None:
-        raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
-                        f"download it: triforce download --repo-id {checkpoint}")
-    return found
+    if found := finished(local) if local.is_dir() else find_cached(checkpoint):
+        return found
+    raise UserError(f"{checkpoint} is neither a folder, nor under checkpoints/, nor in the Hugging Face cache; "
+                    f"download it: triforce download --repo-id {checkpoint}")
 
 
 def finished(folder: Path) -> Path:
@@ -62,17 +61,12 @@ def find_cached(repo_id: str) -> Path | None:
     return folder if (folder / "config.json").exists() else None
 
 
-def tiny_draft() -> Path:
-    """The embedded draft model, trained for the embedded target."""
-    return TINY / "draft"
-
-
 def find_draft(checkpoint: str | Path, draft) -> Path | None:
     """The folder of the draft model, if one is to draft."""
     if draft == "ngram" or draft is False or callable(draft):
         return None
     if draft is None or draft is True:
-        return tiny_draft() if checkpoint == "tiny" else None
+        return TINY / "draft" if checkpoint == "tiny" else None
     return resolve(draft)
 
 

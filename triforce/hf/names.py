@@ -1,14 +1,14 @@
 """Which tensor of a Hugging Face checkpoint goes where in the model, and which part of it a rank gets."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..fp8 import FP8, LAYERS, quantize, scale_unit
-from ..model import ModelConfig, Transformer
-from ..parallel import Group, join, shard_config
+from ..fp8 import FP8, LAYERS, quantize, scale_columns
+from ..model import ModelConfig
+from ..parallel import Group
 
 FUSED = {fused: parts for fused, parts in LAYERS.values() if len(parts) > 1}  # what Phi-3 and GLM store as one
 SCALE = ".scale"  # ends our name of a weight's scales
@@ -22,19 +22,18 @@ class Place:
     """Where one tensor of a checkpoint goes: rows `start` to `start + shape[0]` of a parameter of `Transformer`.
 
     order: of the tensor's rows within a head, which one stands where in the parameter. None: all as they are.
-    unit: of scales, the rows and columns of the weight that share one.
+    columns: of scales, the columns of the weight that share one.
     """
 
     parameter: str
     start: int
     shape: tuple[int, ...]
     order: tuple[int, ...] | None = None
-    unit: tuple[int, int] = (1, 1)
+    columns: int = 1
 
 
 def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
-    """Hugging Face's tensor names -> places in `Transformer`'s parameters. Fused projections share a parameter. shards:
-    ranks, between whose shares no block of weights that share a scale is to be cut."""
+    """Hugging Face's tensor names -> places in `Transformer`'s parameters. shards: see `fp8.scale_columns`."""
     dim, ffn, q, kv = config.dim, config.ffn_dim, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     order = rotary_order(config)
     table = {EMBEDDING: Place("embedding.weight", 0, (config.vocab_rows, dim)),
@@ -45,10 +44,9 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
         table[f"{theirs}.weight"] = Place(f"{ours}{kind}.weight", start, (rows, columns), ordered)
         if bias:
             table[f"{theirs}.bias"] = Place(f"{ours}{kind}.bias", start, (rows,), ordered)
-        if config.float8 is not None and config.float8.holds(ours + kind):
-            unit = scale_unit(config, kind, shards)
-            table[theirs + SCALE] = Place(f"{ours}{kind}{SCALE}", start // unit[0],
-                                          (rows // unit[0], columns // unit[1]), ordered, unit)
+        if config.float8 is not None and ours + kind not in config.float8.wide:
+            together = scale_columns(config, kind, shards)
+            table[theirs + SCALE] = Place(f"{ours}{kind}{SCALE}", start, (rows, columns // together), ordered, together)
 
     if not config.tie_word_embeddings:
         linear("lm_head", "", "output", 0, config.vocab_rows, dim)
@@ -56,9 +54,8 @@ def places(config: ModelConfig, shards: int = 1) -> dict[str, Place]:
         theirs, ours = f"model.layers.{i}.", f"layers.{i}."
         table[theirs + "input_layernorm.weight"] = Place(ours + "attention_norm.weight", 0, (dim,))
         table[theirs + "post_attention_layernorm.weight"] = Place(ours + "mlp_norm.weight", 0, (dim,))
-        for name in ("q_norm", "k_norm") if config.qk_norm else ():
-            norm = Place(f"{ours}attention.{name}.weight", 0, (config.head_dim,), order)
-            table[f"{theirs}self_attn.{name}.weight"] = norm
+        for norm in ("q_norm.weight", "k_norm.weight") if config.qk_norm else ():
+            table[f"{theirs}self_attn.{norm}"] = Place(f"{ours}attention.{norm}", 0, (config.head_dim,), order)
         linear(theirs + "self_attn.q_proj", ours, "attention.qkv", 0, q, dim, config.qkv_bias)
         linear(theirs + "self_attn.k_proj", ours, "attention.qkv", q, kv, dim, config.qkv_bias)
         linear(theirs + "self_attn.v_proj", ours, "attention.qkv", q + kv, kv, dim, config.qkv_bias)
@@ -85,14 +82,12 @@ def rotary_order(config: ModelConfig) -> tuple[int, ...] | None:
 
 def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelConfig,
              stored: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart, scales
-    are spread over the blocks of the table, and an output layer that has no place of its own is the embedding. None of
-    a tensor that only repeats the config or another of those stored: old checkpoints store RoPE's, tied ones the output
-    layer beside the embedding. What does not fit the table stays as it is."""
-    # An input_scale is one for all inputs ever: inputs are scaled row by row, or not at all.
+    """Tensors by the names of `places`: one that holds several of these, one below the other, is taken apart, and
+    scales are spread over the blocks of the table. What does not fit the table stays as it is."""
+    # Old checkpoints store RoPE's frequencies. An input_scale is one for all inputs ever: they are scaled row by row.
     if ".rotary_emb." in name or (config.float8 is not None and name.endswith(".input_scale")):
         return {}
-    if name == OUTPUT and OUTPUT not in table:
+    if name == OUTPUT and OUTPUT not in table:  # a tied one, perhaps beside the embedding
         return {} if EMBEDDING in stored else {EMBEDDING: tensor}
     for ending in SCALES if config.float8 is not None else ():
         name = name.removesuffix(ending) + SCALE if name.endswith(ending) else name
@@ -102,7 +97,7 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelCo
         names = apart if fused in name and all(part in table for part in apart) else names
     place, sizes = table.get(names[0]), [table[part].shape[0] for part in names if part in table]
     if place is not None and name.endswith(SCALE):
-        spread = config.float8.spread(tensor, (sum(sizes), place.shape[1]), place.unit)
+        spread = config.float8.spread(tensor, (sum(sizes), place.shape[1]), place.columns)
         tensor = tensor if spread is None else spread
     if len(names) > 1 and tensor.shape[:1] == (sum(sizes),):
         return dict(zip(names, tensor.split(sizes), strict=True))
@@ -110,8 +105,7 @@ def separate(name: str, tensor: Tensor, table: dict[str, Place], config: ModelCo
 
 
 def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tensor:
-    """This rank's part of a checkpoint's tensor, of this shape: the dimension in which it differs is the one that is
-    split; the last rank's may be shorter."""
+    """This rank's part of a tensor, of this shape, split in the dimension that differs. The last may be shorter."""
     for dim, (whole, part) in enumerate(zip(tensor.shape, shape, strict=True)):
         if whole != part:
             start = min(group.rank * part, whole)
@@ -122,8 +116,7 @@ def cut(name: str, tensor: Tensor, shape: tuple[int, ...], group: Group) -> Tens
 
 
 def put(parameters: dict[str, Tensor], parts: dict[str, Place], name: str, tensor: Tensor, group: Group | None) -> None:
-    """Writes a checkpoint's tensor to its place, rounded to fp8 if that place is: as a whole, so that ranks have the
-    scales that one has."""
+    """Writes a tensor to its place, rounded to fp8 if that is: as a whole, so that ranks have the scales of one."""
     parameter, found = parameters[parts[name].parameter], {name: tensor}
     if parameter.dtype == FP8 != tensor.dtype:
         found[name], found[scale_of(name)] = quantize(tensor, parameter.device)
@@ -144,18 +137,3 @@ def fill(parameter: Tensor, place: Place, tensor: Tensor) -> None:
     else:
         rows[: len(tensor)].copy_(tensor)
     rows[len(tensor) :].zero_()
-
-
-def shard(model: Transformer, group: Group) -> Transformer:
-    """A rank's share of a whole model, by the same rules by which a checkpoint is read. The whole one is left alone."""
-    local = Transformer.empty(shard_config(model.config, group), model.device, model.dtype)
-    whole, parts = dict(model.named_parameters()), dict(local.named_parameters())
-    theirs, ours, finer = places(model.config), places(local.config), places(model.config, group.size)
-    with torch.no_grad():
-        for name, place in theirs.items():
-            tensor = whole[place.parameter][place.start : place.start + place.shape[0]]
-            for dim, (size, wanted) in enumerate(zip(place.shape, finer[name].shape, strict=True)):
-                tensor = tensor.repeat_interleave(wanted // size, dim) if wanted > size else tensor
-            to = replace(ours[name], order=None)  # it is in order already
-            fill(parts[to.parameter], to, cut(name, tensor, to.shape, group))
-    return join(local, group)

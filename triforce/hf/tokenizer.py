@@ -1,6 +1,6 @@
 """Text in and out: `Tokenizer` encodes and decodes as the checkpoint's own tokenizer does, and streams valid text.
 
-It knows nothing of the model: only ids and strings. How a folder's files become an encoder is in `vocabulary.py`.
+How a folder's files become an encoder is in `vocabulary.py`.
 """
 
 import codecs
@@ -66,8 +66,8 @@ class Tokenizer:
         if token is None or i in self.special_ids:
             return b""
         if self._byte_of_char:
-            known = all(char in self._byte_of_char for char in token)  # or it is an added token, spelled as it is
-            return bytes(self._byte_of_char[char] for char in token) if known else token.encode()
+            of_char = [self._byte_of_char.get(char) for char in token]
+            return token.encode() if None in of_char else bytes(of_char)  # an added token is spelled as it is
         byte = BYTE_PIECE.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
@@ -80,15 +80,14 @@ class Tokenizer:
             template: Jinja text; None takes the folder's own.
             variables: what the template reads besides the messages, such as {"enable_thinking": False}.
         """
-        if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
+        if not is_messages(messages) or not all("role" in message for message in messages):
             raise UserError('messages must be a list of {"role": ..., "content": ...}, at least one')
         if variables is not None and not isinstance(variables, dict):
             raise UserError(f"chat_template_kwargs ({variables!r}) must be a dict; try {{\"enable_thinking\": False}}")
         variables = {"tools": None, "documents": None, **(variables or {})}
         template = self.chat_template(variables["tools"]) if template is None else template
         if template is None:
-            raise UserError(f"{self.folder} has no chat template for these messages; give one (chat_template, or "
-                            "--chat-template FILE), or a plain prompt")
+            raise UserError(f"{self.folder} has no chat template; give one (--chat-template FILE), or a plain prompt")
         text = render(template, messages, {**self.special_tokens, **variables})
         return self.encode(text, bos=False)  # a template spells its own bos
 
@@ -115,15 +114,11 @@ class Tokenizer:
 
 def is_messages(prompt) -> bool:
     """Whether it is a conversation, {"role", "content"} by {"role", "content"}, rather than text or ids."""
-    return (isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)) and len(prompt) > 0
-            and all(isinstance(item, dict) for item in prompt))
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(item, dict) for item in prompt)
 
 
 class TextStream:
-    """Ids in, text out as soon as it is valid: never half of a character, nothing ever taken back.
-
-    The cost of a token does not depend on how many went before.
-    """
+    """Ids in, text out as soon as it is valid: never half of a character, nothing ever taken back."""
 
     def __init__(self, tokenizer: Tokenizer, continues: bool = False):
         self.tokenizer = tokenizer

@@ -22,14 +22,13 @@ def build_backend(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
     config = read_optional_json(folder / "tokenizer_config.json")
     json_path, model_path = folder / "tokenizer.json", folder / "tokenizer.model"
     if json_path.exists():
-        content = read_json(json_path)
-        backend, as_llama = Tokenizer.from_file(str(json_path)), is_rebuilt(content, config, folder)
-        if as_llama:
+        content, defaults = read_json(json_path), {}
+        backend = Tokenizer.from_file(str(json_path))
+        if is_rebuilt(content, config, folder):
             merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge)
                       for merge in content["model"]["merges"]]
             rebuilt = llama_pipeline(content["model"]["vocab"], merges, config)
-            rebuilt.post_processor, backend = backend.post_processor, rebuilt
-        defaults = LLAMA_DEFAULTS if as_llama else {}
+            rebuilt.post_processor, backend, defaults = backend.post_processor, rebuilt, LLAMA_DEFAULTS
         special = add_tokens(backend, folder, config, content.get("added_tokens", []), [], defaults)
     elif model_path.exists():
         vocab, extra = read_sentencepiece(model_path)
@@ -68,8 +67,7 @@ def llama_pipeline(vocab: dict[str, int], merges: list[tuple], config: dict) -> 
 
 
 def merges_of(vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges of a sentencepiece BPE vocabulary, which stores none: a piece is made of any two others, and pieces
-    are listed in the order in which training merged them."""
+    """The merges of a sentencepiece vocabulary, which lists pieces in the order in which training merged them."""
     lengths = sorted({len(piece) for piece in vocab})  # a piece of many characters is cut where a half may be known
     return [(piece[:i], piece[i:]) for piece in vocab for i in lengths
             if i < len(piece) and piece[:i] in vocab and piece[i:] in vocab]
@@ -124,8 +122,7 @@ def added_token(token: str | dict) -> AddedToken:
 
 
 def surround(backend: Tokenizer, special: dict[str, str], config: dict) -> None:
-    """Makes encoding put bos before and eos after a text, where the config asks for it; tokenizer.json says so itself.
-    """
+    """Makes encoding put bos before and eos after a text, where the config asks for it."""
     around = [special.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in ("bos", "eos")]
     ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around) if token]
     single = " $A:0 ".join(f"{token}:0" if token else "" for token in around).strip()

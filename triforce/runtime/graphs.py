@@ -1,12 +1,10 @@
-"""Steps as CUDA graphs, and `torch.compile` of what lies between their kernels. Knows nothing of models or caches.
+"""Steps as CUDA graphs, and `torch.compile` of what lies between their kernels.
 
 A step is one pass over all layers. A GPU records it as one CUDA graph, whose replay costs the host microseconds. The
-functions between two fixed kernels may be compiled: half a layer, the same for all layers, or the sampling at the end
-of a step. The fixed kernels see the lengths that change, or read them on the device: so nothing is compiled anew when
-the context grows.
+functions between two fixed kernels may be compiled. The fixed kernels see the lengths that change, or read them on the
+device: so nothing is compiled anew when the context grows.
 """
 
-import contextlib
 import functools
 import gc
 import os
@@ -25,17 +23,14 @@ from torch.compiler import is_compiling
 from ..errors import UserError
 
 KEPT_GRAPHS = 32  # per step; one for each extent of a view, for each way to draft, and for other settings of the rows
-# Bytes of a GPU that recorded steps and libraries take besides all planned parts: on an H200 0.2 to 0.8 GiB of one row
-# or 8.
-SPARE = 3 * 2**28
-# Fused kernels keep intermediate results in float32 unless told to round as the code does that is not compiled. Which
-# ones are fused depends on what else is in a function, and bits must not. Nor may they depend on which of two kernels
-# won a race on one machine, or one rank. So each kernel has one configuration. Products of few rows are not to be
-# padded to eight: the kernel that pads costs more than is gained.
+SPARE = 3 * 2**28  # bytes of a GPU that recorded steps and libraries take besides all planned parts
+# Fused kernels keep intermediate results in float32 unless told to round as the code does that is not compiled. Bits
+# depend neither on what else is fused, nor on which of two kernels won a race: each kernel has one configuration.
+# Products of few rows are not padded to eight: the kernel that pads costs more than is gained.
 OPTIONS = {"emulate_precision_casts": True, "shape_padding": False, "deterministic": True,
            "triton.autotune_pointwise": False}
 SHAPES = 256  # for which one function may be compiled, by all engines of a process
-_recording = threading.Lock()
+_recording = threading.Lock()  # whoever is done lets Python collect garbage again
 
 
 def put(x: Tensor, index: Tensor, value: Tensor, batch_dim: int = 0, dim: int = 1) -> None:
@@ -67,34 +62,9 @@ def unreserved(device: torch.device) -> int:
     return min(free, granted - torch.cuda.memory_reserved(device))
 
 
-def make_room(device: torch.device) -> None:
-    """Before a recording. What a graph holds comes from a pool of its own, and while it is recorded the allocator gives
-    back nothing that it keeps for others, as after a prefill."""
-    if unreserved(device) < SPARE:
-        torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def garbage_waits():
-    """Within, Python collects no garbage: what an engine that is gone has left, its graphs above all, cannot be freed
-    while another step is recorded. One thread at a time: whoever is done lets Python collect again."""
-    with _recording:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
-
-
 def cache_folder() -> Path:
-    """The folder that keeps compiled kernels: $TRIFORCE_CACHE, or `triforce` in the user's cache. It is made, and is
-    the user's alone.
-
-    Raises:
-        UserError: others may write to it, and what it holds is run; or it cannot be made.
-    """
+    """The folder that keeps compiled kernels: $TRIFORCE_CACHE, or `triforce` in the user's cache. It is made. Raises
+    UserError if it cannot be, or if others may write to it: what it holds is run."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "triforce"
     path = Path(os.environ.get("TRIFORCE_CACHE") or usual).expanduser()
     remedy = "set TRIFORCE_CACHE to a folder of your own"
@@ -220,21 +190,31 @@ class Graphed:
 
 
 def recorded(function: Callable, args, compiler: Compiler) -> torch.cuda.CUDAGraph:
-    """A call of a function as a graph."""
-    make_room(compiler.device)  # torch.cuda.graph() would empty the allocator's cache each time
+    """A call of a function as a graph. Meanwhile Python collects no garbage: what an engine that is gone has left, its
+    graphs above all, cannot be freed while another step is recorded."""
+    # What a graph holds comes from a pool of its own, and while it is recorded the allocator gives back nothing that it
+    # keeps for others, as after a prefill. torch.cuda.graph() would empty the allocator's cache each time.
+    if unreserved(compiler.device) < SPARE:
+        torch.cuda.empty_cache()
     graph, stream = torch.cuda.CUDAGraph(), compiler.recorder
     stream.wait_stream(torch.cuda.current_stream())
-    with garbage_waits(), torch.cuda.stream(stream):
-        graph.capture_begin(pool=compiler.pool, capture_error_mode="thread_local")
+    with _recording, torch.cuda.stream(stream):
+        collects = gc.isenabled()
+        gc.disable()
         try:
-            function(*args)
+            graph.capture_begin(pool=compiler.pool, capture_error_mode="thread_local")
+            try:
+                function(*args)
+            finally:
+                graph.capture_end()
         finally:
-            graph.capture_end()
+            if collects:
+                gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
     return graph
 
 
 def preparations(step: Callable, *args) -> Iterator[Callable[[], None]]:
-    """What records a call of a step beforehand: one function, or none where the step is no graph."""
+    """What records a call of a step beforehand; nothing where the step is no graph."""
     if isinstance(step, Graphed):
         yield partial(step.prepare, *args)

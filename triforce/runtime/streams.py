@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,9 +20,8 @@ _locks: dict[torch.cuda.Stream, threading.RLock] = {}  # by the streams of `use_
 
 
 class ComputeStream:
-    """A stream of a GPU, its owner's alone until Python has collected the owner: two engines may record steps at once.
-    Then another owner gets it, since cuBLAS takes 32 MiB for each stream that it is called on, and never gives them
-    back. All owners that a thread makes after `use_one_stream` have the stream of that thread.
+    """A stream of a GPU, its owner's alone until Python has collected the owner. Then another owner gets it: cuBLAS
+    takes 32 MiB for each stream, for good. Owners that a thread makes after `use_one_stream` have its stream.
 
     Attributes:
         cuda: the stream; None on a CPU.
@@ -38,17 +38,13 @@ class ComputeStream:
         if here in _locks:
             self.cuda, self.lock = here, _locks[here]
             return
-        try:
-            self.cuda = unused.pop()
-        except IndexError:
-            self.cuda = torch.cuda.Stream(device)
+        self.cuda = unused.pop() if unused else torch.cuda.Stream(device)
         weakref.finalize(self, unused.append, self.cuda)
         self.cuda.wait_stream(here)  # where weights may still be made
 
     @contextlib.contextmanager
     def used(self):
-        """Within, this thread works on the stream. To the stream that it worked on before, all of that happens at this
-        place."""
+        """Within, this thread works on the stream; for the one that it worked on before, all that happens here."""
         if self.cuda is None or (before := torch.cuda.current_stream(self.device)) == self.cuda:
             yield
             return
@@ -66,8 +62,7 @@ class ComputeStream:
             yield
 
     def hand_out(self, x: Tensor) -> Tensor:
-        """A tensor that was made on the stream, for the one that this thread works on: the memory is kept from new
-        tensors until that is done with it."""
+        """A tensor of the stream, for that of this thread: its memory is kept until that is done with it."""
         if self.cuda is not None:
             x.record_stream(torch.cuda.current_stream(self.device))
         return x
@@ -84,21 +79,10 @@ def use_one_stream(device: torch.device) -> None:
     torch.cuda.set_stream(stream)
 
 
-def use_device(device: torch.device | str | None) -> None:
-    """Makes it this thread's: a new thread begins with the first GPU, whichever its process uses."""
-    device = torch.device(device or "cpu")
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-
-
 def like_this_thread(device: torch.device | str | None) -> Callable[[], None]:
-    """What a new thread calls first, to use this thread's GPU, and its stream. Threads begin with the default one."""
+    """What a new thread calls first, to use this thread's GPU, and its stream. It begins with the first GPU, whichever
+    its process uses, and with the default stream."""
     device = torch.device(device or "cpu")
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def begin() -> None:
-        use_device(device)
-        if stream is not None:
-            torch.cuda.set_stream(stream)
-
-    return begin
+    if device.type != "cuda":
+        return lambda: None
+    return partial(torch.cuda.set_stream, torch.cuda.current_stream(device))
