@@ -37,9 +37,7 @@ HALF = TILE // 2  # of which it computes less: of many KV heads that counts
 MANY = 512  # rows, in whole tiles: cuDNN takes most of a second to plan for a number that fills no tiles
 FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
 AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and a softmax, one after the other
-FEW_ELEMENTS = 2**18  # of heads: for more, a GPU spends its time on reading and writing them
 FEW_ROWS = 512  # of a state. More are a prefill's: joined at once, its states would take three times their memory again
-PLANNED = 2**30  # scores (rows times keys) of a layer, from which on a plan of cuDNN's pays that is used once
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
 HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
@@ -69,8 +67,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> State:
     """Attention of every row over every key.
 
     Args:
-        q: [B, K, R, D]. k, v: [B, K, S, D]; any strides as long as D is contiguous. S may be 0.
+        q: [B, K, R, D]. k, v: [B, K, S, D], or [1, K, S, D] that all sequences share, which are read once for all; any
+            strides as long as D is contiguous. S may be 0.
     """
+    if len(k) < len(q):
+        return of_batch(lambda q: dense(q, k, v), q)
     if k.shape[2] == 0:  # the fused kernels answer +inf, or end the process, on no keys
         return torch.zeros_like(q), torch.full(q.shape[:-1], float("-inf"), dtype=_wide(q.dtype), device=q.device)
     if q.device.type == "cpu" and k.shape[2] < FEWEST:
@@ -79,7 +80,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> State:
     if kernel is _flash_cuda and len(q) > 1 and k.shape[2] >= LONG:
         count = sequences_a_call(len(q), k.shape[1], q.shape[2], q.device)
         if count < len(q):
-            return as_batch([kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)])
+            states = [kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)]
+            return tuple(torch.cat(parts) for parts in zip(*states, strict=True))
     return kernel(q, k, v, False)
 
 
@@ -118,41 +120,27 @@ def sequences_a_call(batch: int, n_kv_head: int, rows: int, device: torch.device
     return batch if batch * each < 1.6 * processors else max(processors // each, 1)
 
 
-def as_batch(states: list[State]) -> State:
-    """The states of consecutive sequences as those of one batch."""
-    out, lse = zip(*states, strict=True)
-    return torch.cat(out), torch.cat(lse)
-
-
-def shared(q: Tensor, k: Tensor, v: Tensor, once: bool = False) -> State:
-    """`dense` of all sequences of a batch over keys that they share, which are read once for all: a state, or one of
-    parts of the keys.
+def shared(q: Tensor, k: Tensor, v: Tensor) -> State:
+    """`dense` of all sequences [B, K, R, D] over keys that they share [1, K, S, D]: a state, or one of parts.
 
     cuDNN's kernel does not split long keys. It is given them in parts, as many as a GPU's processors can work on side
     by side. So it reads at full bandwidth and computes at full speed, whatever the number of rows: over 122,880 keys
     of 8 KV heads 0.34 ms for 256 rows and 0.52 for 512, where the flash kernel takes 0.51 and 0.82. But each number of
-    rows is planned for, 40 to 80 ms (on an H200).
-
-    Args:
-        q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
-        once: so many rows are met in one pass over the layers, as in a prefill, and not again.
+    rows is planned for, 40 to 80 ms (on an H200): a prefill, which meets it once, takes `dense`.
     """
     rows, (heads, length) = len(q) * q.shape[2], k.shape[1:3]
     few = heads <= FEW[0] and rows <= FEW[1]
-    pays = length >= LONG and not few and not (once and heads * rows * length < PLANNED)
-    plans = pays and _has_cudnn(q)
-    count = parts_of_keys(heads, rows, length) if plans else 1
-    if not plans or once and count == 1:
-        return of_batch(lambda q: dense(q, k, v), q)
+    if length < LONG or few or not _has_cudnn(q):
+        return dense(q, k, v)
+    count = parts_of_keys(heads, rows, length)
 
     def over_parts(q: Tensor) -> State:
         parts = [x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (k, v)]  # [P, K, S / P, D]
         out, lse = _cudnn(q.expand(count, -1, -1, -1), *parts, False)
         return out[:, :, :rows], lse[:, :, :rows]
 
-    # In a round, one plan serves all numbers of rows that are filled up to the same one.
-    filled = HALF if rows <= HALF else -(-rows // TILE) * TILE
-    return of_batch(over_parts, q, rows if once else filled)
+    # One plan serves all numbers of rows that are filled up to the same one.
+    return of_batch(over_parts, q, HALF if rows <= HALF else -(-rows // TILE) * TILE)
 
 
 def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128) -> int:
@@ -441,19 +429,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
         out: where to, of the shape and dtype of x. None: a new tensor.
     """
     if x.is_cuda and not is_compiling():
-        if out is None and x.numel() <= FEW_ELEMENTS:
-            return _in_five_kernels(x, cos, sin)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        return _in_three_kernels(x, cos, sin, out)
+        return _in_three_kernels(x, cos, sin, x.new_empty(x.shape) if out is None else out)
     y = (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
     return y if out is None else out.copy_(y)
-
-
-def _in_five_kernels(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` with the same bits. For few elements that is faster than three kernels that convert."""
-    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-    first, second = wide.chunk(2, -1)
-    return torch.addcmul(wide * cos, torch.cat([second, first], -1), sin).to(x.dtype)
 
 
 def _in_three_kernels(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:

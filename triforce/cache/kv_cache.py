@@ -9,8 +9,6 @@ what the full level verifies, the others see.
 Shapes: B batch, K KV heads, T tail slots, M rows of a block, C chunks, D head_dim.
 """
 
-from itertools import groupby
-
 import torch
 from torch import Tensor
 
@@ -89,8 +87,7 @@ class KVCache(Store):
         self.tail = Tail(config, batch, slots, aligned(budget) if joins else 0, device, dtype)
         # What views are chosen by: the queries of the block that was last verified.
         rows = (batch, config.n_head, block_size, config.head_dim)
-        self.all_queries = torch.zeros(config.n_layer, *rows, device=device, dtype=dtype)
-        self.queries = list(self.all_queries)  # by layer
+        self.queries = list(torch.zeros(config.n_layer, *rows, device=device, dtype=dtype))  # by layer
         # [B, M], 1 for the rows whose tokens were kept
         self.query_weight = torch.zeros(batch, block_size, dtype=torch.float32, device=device)
         self.newest = block_size if newest is None else newest
@@ -101,15 +98,7 @@ class KVCache(Store):
         return self.prefix.lens
 
     def tensors(self) -> list[Tensor]:
-        return [*self.prefix.tensors(), *self.tail.tensors(), self.all_queries, self.query_weight]
-
-    def newest_queries(self, queries: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """What a row's view is chosen by, of its queries [..., M, D] and their weights [M]: [..., m, D] and [m]. Of a
-        tree, those of the tokens that were kept, and as many others, of weight 0, as are missing."""
-        if len(weight) == self.newest:
-            return queries, weight
-        kept = weight.topk(self.newest).indices
-        return queries.index_select(-2, kept), weight[kept]
+        return [*self.prefix.tensors(), *self.tail.tensors(), *self.queries, self.query_weight]
 
     def whole(self, length: int) -> int:
         """Of so many tokens, those that lie in the prefix: whole flush intervals."""
@@ -131,16 +120,14 @@ class KVCache(Store):
         self.prefix.truncate(row, whole)
 
     def truncate_layer(self, i: int, rows: range, lengths: list[int]) -> None:
-        """The same for one layer of some rows that a prefill has just written, while it is at hand; scores its chunks.
-        Rows that move the same way move together, the shorter ones with what pads them."""
+        """The same for one layer of some rows that a prefill has just written, while it is at hand; scores its
+        chunks."""
         base, layer = self.prefix.base, self.prefix.working_layer(i, rows)  # K, V
-        for whole, some in groupby(range(len(rows)), lambda n: self.whole(lengths[n])):
-            some = list(some)
-            here, stop = slice(some[0], some[-1] + 1), max(lengths[n] for n in some)
-            for x, tail in zip(layer, self.tail.kv[i][:, rows.start : rows.stop], strict=True):
-                tail[here, :, : stop - whole] = x[here, :, whole - base : stop - base]
-            for n in some:
-                self.prefix.score(i, rows[n], base, layer[0][n, :, : whole - base])
+        for n, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            whole = self.whole(length)
+            for x, tail in zip(layer, self.tail.kv[i], strict=True):
+                tail[row, :, : length - whole] = x[n, :, whole - base : length - base]
+            self.prefix.score(i, row, base, layer[0][n, :, : whole - base])
 
     def spill_tail(self, row: int) -> None:
         """Copies the tail behind the prefix, so that a prefill can go on from there."""

@@ -11,13 +11,15 @@ copy. On a CPU, where host memory is the device's, a piece is a view and nothing
 Shapes: B batch, K KV heads, S capacity, P tokens of a piece, D head_dim.
 """
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import islice
 
 import torch
 from torch import Tensor
 
+from .. import attention
 from ..errors import UserError
 from ..model import ModelConfig
 
@@ -30,16 +32,11 @@ STAGING_BUFFERS = 3, 8  # at least, and at most
 FEW_PIECES = 2
 
 
-def piece_tokens(bytes_per_token: int, interval: int, capacity: int, wanted: int | None = None) -> int:
-    """Tokens of a piece: as many as wanted, else the most whole flush intervals that PIECE_BYTES hold, at least one."""
-    return min(wanted or max(PIECE_BYTES // (bytes_per_token * interval), 1) * interval, capacity)
-
-
 class Offload:
     """K and V of layers `num_resident` and up.
 
     Args:
-        piece: tokens of a piece. None: as many as make PIECE_BYTES.
+        piece: tokens of a piece. None: the most whole flush intervals that PIECE_BYTES hold, at least one.
         runs_on: the device that it is meant for, if it is not the one that it is allocated on.
 
     Raises:
@@ -52,7 +49,7 @@ class Offload:
         self.layers = range(num_resident, config.n_layer)
         token = (config.n_kv_head, config.head_dim)
         bytes_per_token = batch * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
-        self.piece = piece_tokens(bytes_per_token, interval, capacity, piece)
+        self.piece = min(piece or max(PIECE_BYTES // (bytes_per_token * interval), 1) * interval, capacity)
         self.on_cuda = self.device.type == "cuda"
         self.host: dict[int, Tensor] = {}  # by layer: K and V, [2, B, S, K, D]
         self._pinned: list[Tensor] = []
@@ -163,24 +160,31 @@ class Passage:
 
     Args:
         ahead: it is that of a step, whose first pieces are copied by `Offload.run_ahead`.
+        on_piece: called with (layer, start, piece [2, B, P, K, D]) for each that has been attended to.
     """
 
-    def __init__(self, offload: Offload, ahead: bool = False):
-        self.offload, self._count, buffers = offload, 0, len(offload.staging)
+    def __init__(self, offload: Offload, ahead: bool = False, on_piece: Callable | None = None):
+        self.offload, self.on_piece, self._count, buffers = offload, on_piece, 0, len(offload.staging)
         self._ahead = buffers if ahead else 0
         self._free: list[torch.cuda.Event | None] = [None] * buffers  # by buffer: its last reader has been enqueued
 
-    def pieces(self, i: int, length: int) -> Iterator[tuple[int, Tensor]]:
-        """(number, [2, B, P, K, D]) of the pieces of layer i that hold tokens before `length`.
+    def attend(self, i: int, length: int, attend: Callable[[int, Tensor, Tensor], list]) -> attention.State:
+        """The state over layer i's tokens before `length`.
 
-        What a piece holds at `length` and beyond is undefined. It is the caller's until the next one is asked for.
+        Args:
+            attend: gives the states over K and V [B, K, n, D] of the tokens from `start` on.
         """
-        size = self.offload.piece
-        for number, start in enumerate(range(0, length, size)):
+        size, merged = self.offload.piece, []
+        for start in range(0, length, size):
             if self.offload.on_cuda:
-                yield number, self._fetch(i, start, length)
+                piece = self._fetch(i, start, length)
             else:
-                yield number, self.offload.host[i][:, :, start : start + size]
+                piece = self.offload.host[i][:, :, start : start + size]
+            states = attend(start, *piece[:, :, : length - start].transpose(2, 3))
+            merged = [functools.reduce(attention.merge, merged + states)]
+            if self.on_piece is not None:
+                self.on_piece(i, start, piece)
+        return merged[0]
 
     def _fetch(self, i: int, start: int, length: int) -> Tensor:
         """Enqueues a copy, if that was not done before the step, and has the compute stream wait for it."""

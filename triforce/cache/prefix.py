@@ -14,7 +14,6 @@ from torch import Tensor
 from .. import attention
 from ..cpu import MIN_TOKENS, PackedPrefix
 from ..model import ModelConfig
-from ..runtime.graphs import staged
 from .offload import Offload
 from .store import Extent, View
 
@@ -47,10 +46,9 @@ class PrefixStore(View):
         self.streams = offload if shared is None else shared.offload
         self.length_on_device = length_on_device and offload is None
         self.places = attention.places(self.k[0]) if self.k else None
-        self.starts = torch.zeros(batch, dtype=torch.int32, device=device)  # what `extent` says of them, on the device
         chunks = (batch, config.n_kv_head, slots // chunk_size if chunk_size else 0, config.head_dim)
-        self.all_chunk_keys = torch.zeros(config.n_layer, *chunks, device=device, dtype=dtype)
-        self.chunk_keys = list(self.all_chunk_keys)  # by layer [B, K, C, D]: the mean key of every chunk
+        # By layer [B, K, C, D]: the mean key of every chunk.
+        self.chunk_keys = list(torch.zeros(config.n_layer, *chunks, device=device, dtype=dtype))
         self.own_len = torch.zeros(batch, dtype=torch.int32, device=device)  # [B], `len` without the base; see `close`
         for row in range(batch):
             self.truncate(row, self.base)
@@ -64,7 +62,7 @@ class PrefixStore(View):
 
     def tensors(self) -> list[Tensor]:
         host = [] if self.offload is None else self.offload.host.values()
-        return [*super().tensors(), *host, self.all_chunk_keys]
+        return [*super().tensors(), *host, *self.chunk_keys]
 
     def part(self, length: int) -> "PrefixStore":
         """The same storage, seen as one row of `length` tokens, for others to share."""
@@ -151,27 +149,18 @@ class PrefixStore(View):
 
     def open(self, ends: list[int]) -> None:
         """The prompts are in, and no row will outgrow its end: decides what of a batch is masked."""
-        self._batch_extent, own = None, self.own_lens
-        if len(own) == 1 and (self.length_on_device or self.shared is None):
-            return
-        dense, longest, starts = min(own), max(ends) - self.base, ()
-        # The pieces of what streams past are those of all rows.
-        if not self.length_on_device and self.offload is None and max(own) > dense:
-            grown = max(end - length for end, length in zip(ends, self.lens, strict=True))
-            room = self.capacity - max(self.lens)  # what is read has to lie there, even if it is masked
-            longest, starts = dense + min(grown, room), tuple(own)
-            self.starts.copy_(staged(own, self.starts.device), non_blocking=True)
-        self._batch_extent = Extent(dense, longest, starts)
+        self._batch_extent = None
+        if len(ends) > 1 or self.shared is not None and not self.length_on_device:
+            self._batch_extent = Extent(min(self.own_lens), max(ends) - self.base)
 
     @property
     def extent(self) -> Extent:
         """It counts from `base` on."""
-        own = self.own_lens
-        dense, longest, starts = self._batch_extent or Extent(min(own), max(own))
+        grown = max(self.own_lens)
+        dense, longest = self._batch_extent or Extent(min(self.own_lens), grown)
         if self.length_on_device:
             bound = min(-(-longest // STRIDE) * STRIDE, self.capacity - self.base)
             return Extent(bound if dense else 0, bound)
         if self._batch_extent is not None:
-            grown = max(length - start for length, start in zip(own, starts or [dense] * len(own), strict=True))
-            longest = min(longest, dense + max(-(-grown // GROWTH), 1) * GROWTH)
-        return Extent(dense, longest, starts)
+            longest = min(longest, dense + max(-(-(grown - dense) // GROWTH), 1) * GROWTH)
+        return Extent(dense, longest)

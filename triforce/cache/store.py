@@ -33,9 +33,6 @@ class Extent(NamedTuple):
 
     dense: int = 0  # positions that every row sees
     longest: int = 0  # positions that some row sees; those from `dense` on are masked per row
-    # Per row, where its masked positions begin: those between `dense` and there are attended to row by row. Empty: at
-    # `dense`, for all rows.
-    starts: tuple[int, ...] = ()
 
 
 class Store:

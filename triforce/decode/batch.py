@@ -236,26 +236,17 @@ class DecodeBatch:
         cache, view, offload = self.cache, self.hierarchy.view, self.cache.prefix.offload
         for row, stop in zip(rows, stops, strict=True):
             cache.prefix.truncate(row, cache.whole(stop))
-            if view is not None:
-                view.fit(row)
-
-        def on_layer(i: int) -> None:
-            cache.truncate_layer(i, rows, stops)
-            for row in rows if view is not None and offload is not None else ():
-                view.rebuild_layer(i, row)
-
         end = max(stops)
         blocks = prefill_blocks(cache, rows, start, end, self.settings.prefill_chunk_size, lengths=stops,
-                                keep_queries=True, on_layer=on_layer)
+                                keep_queries=True, on_layer=partial(cache.truncate_layer, rows=rows, lengths=stops))
         try:
             self.target.prefill(self.tape.tokens[rows.start : rows.stop, start:end], blocks, on_progress,
                                 cache_only=True)
         finally:
             if offload is not None:
                 offload.close_work()
-        if view is not None and offload is None:
-            for row in rows:
-                view.open(row)
+        for row in rows if view is not None else ():
+            view.open(row)
 
     def _seat(self, row: int, length: int) -> None:
         """Tail and view of a row as after a prefill of `length` tokens, which lie in the prefix."""

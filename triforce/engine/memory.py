@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..cache.prefix import PrefixStore
-from ..cache.views import common_queries, scored_together
+from ..cache.views import common_queries
 from ..config import Placement, Settings
 from ..decode.batch import DecodeBatch
 from ..errors import UserError
@@ -156,8 +156,8 @@ def _probs_bytes(config: ModelConfig, settings: Settings, batch: int, levels: in
 
 def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, own: int, base: int,
                   dtype: torch.dtype) -> int:
-    """Scores of all chunks by the newest queries, as products and twice in float32, some layers at a time: of what all
-    rows share, by the queries of all; and of one of several rows, whose mean keys are copied, too."""
+    """Scores of all chunks by the newest queries, as products and twice in float32, a layer at a time: of what all rows
+    share, by the queries of all; and of one of several rows, whose mean keys are copied, too."""
     if not settings.scores_chunks:
         return 0
 
@@ -165,7 +165,7 @@ def _choice_bytes(config: ModelConfig, settings: Settings, batch: int, own: int,
         chunks = tokens // settings.chunk_size
         layer = config.n_head * queries * chunks
         keys = config.n_kv_head * config.head_dim * chunks * dtype.itemsize if copied else 0
-        return (layer * (dtype.itemsize + 8) + keys) * scored_together(layer, config.n_layer)
+        return layer * (dtype.itemsize + 8) + keys
 
     return max(of(base, batch * common_queries(settings.block_size, batch), False),
                of(own, settings.block_size, batch > 1))

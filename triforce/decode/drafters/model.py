@@ -99,11 +99,11 @@ class ModelDrafter(Drafter):
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
 
-    def _step(self, dense: int, longest: int, starts: tuple, rows: int, probs: Tensor | None) -> None:
+    def _step(self, dense: int, longest: int, rows: int, probs: Tensor | None) -> None:
         """Takes in the tape up to `head`, then draws the token at head + 1."""
         compiled = self.compiler
         tokens = compiled(ModelDrafter._begin)(self, rows)
-        kv = self.memory.block(self.length, rows, Extent(dense, longest, starts), compiled)
+        kv = self.memory.block(self.length, rows, Extent(dense, longest), compiled)
         hidden = self.model(tokens, kv)  # [B, rows, dim]
         compiled(ModelDrafter._finish)(self, hidden, probs)
 
