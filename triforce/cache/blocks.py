@@ -29,12 +29,8 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
     """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T]; and of
     a tree whose rows see their paths apart, the slots of these [B, M, P] and their bias [B, 1, 1, M, P]; or None.
 
-    Values have angles, too, of 0: all heads of a token are turned in one go.
-
-    Args:
-        tree: what has a `Layout`.
-        view_len, room: of a view that lies before the tail, [B], and its capacity. None, 0: there is none.
-        dtype: of the bias over slots.
+    Values have angles, too, of 0: all heads of a token are turned in one go. tree: what has a `Layout`. view_len [B],
+    room: length and capacity of a view that lies before the tail; None, 0: there is none. dtype: of the bias.
     """
     layout, first = tree.layout(start.device), start - prefix_len  # the pending token's slot
     rows, positions = tree.rows, start[:, None] + layout.depths  # [B, M]
@@ -122,8 +118,8 @@ class TargetBlock:
         return k, v
 
     def read(self, q: Tensor) -> list:
-        """What the queries see in the view: states over what all rows share, over its dense part and over its ragged
-        part, where there are such. The ragged part comes last: where it weighs nothing, no bits depend on it."""
+        """States over what all rows share, over the view's dense part and over its ragged part, where there are such.
+        The ragged part comes last: where it weighs nothing, no bits depend on it."""
         view, i, longest = self.view, self.i, self.extent.longest
         if i >= len(view.k):
             return [self.passage.attend(i, longest, partial(self._attend, q))]
@@ -155,10 +151,8 @@ def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None,
                 attend: Callable = attention.shared) -> attention.State:
     """The state of queries [B, K, R, D] over layer i of what all rows have before a view, perhaps one of parts.
 
-    Args:
-        passage: of what streams past, if anything does.
-        attend: a prefill's is `attention.dense`, whose kernel may depend on the number of rows. In a round on a CPU it
-            may not: rows that end would change the bits of the others.
+    A prefill attends by `attention.dense`, whose kernel may depend on the number of rows. In a round on a CPU it may
+    not: rows that end would change the bits of the others. passage: of what streams past, if anything does.
     """
     shared, base = view.shared, view.base
     if i < len(shared.k):
@@ -177,12 +171,11 @@ class PrefillBlock:
     rows: range  # of the batch, with the same positions
     start: int
     stop: int
-    begin: int  # of the whole prefill that this chunk is a part of
-    end: int
+    is_first: bool  # of the chunks of a prefill
     lengths: list[int]  # where the tokens of each row end; what comes after is padding
     keep_queries: bool
     passage: Passage | None  # of all chunks together, where a shared prefix streams past
-    on_layer: Callable[[int], None] | None  # called with each layer's number when the last chunk's K and V are written
+    on_layer: Callable[[int], None] | None  # called with each layer's number when K and V are written
 
     def __post_init__(self):
         place = torch.arange(self.start, self.stop, device=self.cache.prefix.len.device)
@@ -192,8 +185,8 @@ class PrefillBlock:
     def layer(self, i: int) -> "PrefillBlock":
         layer, prefix = copy.copy(self), self.cache.prefix
         layer.i, layer.offload = i, prefix.offload if i >= prefix.num_resident else None
-        if layer.offload is not None and self.start == self.begin:
-            layer.offload.open_work(i, self.rows.start, self.begin, self.end)
+        if layer.offload is not None and self.is_first:
+            layer.offload.open_work(i, self.rows.start, self.start)
         kv = prefix.working_layer(i, self.rows)  # K, V [B, K, S, D], from position `base` on
         start, stop = self.start - prefix.base, self.stop - prefix.base
         layer.before = [x[:, :, :start] for x in kv]
@@ -217,7 +210,7 @@ class PrefillBlock:
                 newest = length - self.start
                 count = min(self.cache.newest, newest)
                 self.cache.queries[self.i][row][:, :count] = mine[:, newest - count : newest]
-        if self.on_layer is not None and self.stop == self.end:
+        if self.on_layer is not None:
             self.on_layer(self.i)
 
     def read(self, q: Tensor) -> list:
@@ -241,10 +234,9 @@ def prefill_blocks(cache: KVCache, rows: range, start: int, stop: int, size: int
     """Chunks of at most `size` of the tokens [start, stop) of some rows: what `Transformer.prefill` takes.
 
     Args:
-        lengths: where the tokens of each row end; rows that end differently are prefilled in one chunk. None: at
-            `stop`.
+        lengths: where the tokens of each row end; rows that end differently are one chunk. None: at `stop`.
         keep_queries: of the last tokens, for a view to choose by.
-        on_layer: see `PrefillBlock`.
+        on_layer: called with each layer's number when all K and V are written.
     """
     lengths, passage = lengths or [stop] * len(rows), None
     edges = [*range(start, stop, size), stop]
@@ -261,5 +253,6 @@ def prefill_blocks(cache: KVCache, rows: range, start: int, stop: int, size: int
             cache.query_weight[row] = place < min(length - edges[-2], cache.newest)
     if cache.prefix.streams is not None:
         passage = Passage(cache.prefix.streams)
-    return [(a - start, b - start, PrefillBlock(cache, rows, a, b, start, stop, lengths, keep_queries and b == stop,
-                                                passage, on_layer)) for a, b in itertools.pairwise(edges)]
+    return [(a - start, b - start, PrefillBlock(cache, rows, a, b, a == start, lengths, keep_queries and b == stop,
+                                                passage, on_layer if b == stop else None))
+            for a, b in itertools.pairwise(edges)]

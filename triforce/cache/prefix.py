@@ -24,10 +24,9 @@ STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kern
 class PrefixStore(View):
     """The first layers lie on the device, in `k` and `v`, the others, if any, in `offload`.
 
-    A batch's rows flush at different times, and a row's bits must not depend on when its neighbours do. Where a kernel
-    reads each row's length on the device, its bound is what no row will outgrow. Elsewhere what is not masked stays
-    what it was when the batch began, and the masked part grows in steps of GROWTH, each a state of its own: a row that
-    has not come that far adds exactly nothing there.
+    A row's bits must not depend on when its neighbours flush. Where a kernel reads each row's length on the device, its
+    bound is what no row will outgrow. Elsewhere what is not masked stays what it was when the batch began, and the
+    masked part grows in steps of GROWTH, each a state of its own: a row that has not come that far adds nothing there.
 
     Args:
         capacity: tokens of a row, those of the shared prefix among them.
@@ -43,6 +42,7 @@ class PrefixStore(View):
         slots = capacity - self.base
         super().__init__(config, batch, slots, device, dtype, num_layers=offload and offload.num_resident)
         self.offload, self.capacity, self.chunk_size = offload, capacity, chunk_size
+        self.num_resident = len(self.k)  # layers on the device: the first so many
         self.streams = offload if shared is None else shared.offload
         self.length_on_device = length_on_device and offload is None
         self.places = attention.places(self.k[0]) if self.k else None
@@ -52,13 +52,6 @@ class PrefixStore(View):
         self.own_len = torch.zeros(batch, dtype=torch.int32, device=device)  # [B], `len` without the base; see `close`
         for row in range(batch):
             self.truncate(row, self.base)
-
-    @classmethod
-    def blank(cls, config: ModelConfig, length: int, device, dtype) -> "PrefixStore":
-        """One row of so many tokens, to be shared where nothing is computed: by plans of memory."""
-        store = cls(config, 1, length, device, dtype)
-        store.truncate(0, length)
-        return store
 
     def tensors(self) -> list[Tensor]:
         host = [] if self.offload is None else self.offload.host.values()
@@ -76,8 +69,7 @@ class PrefixStore(View):
         self.own_len[row].fill_(length - self.base)
 
     def close(self, row: int) -> None:
-        """Nobody looks at what a row says, until it is truncated: where a kernel reads lengths on the device, it reads
-        no more than one key of it. That one needs no mask."""
+        """Nobody looks at what a row says, until it is truncated: a kernel that reads lengths reads one key of it."""
         if self.length_on_device:
             self.own_len[row].clamp_(max=1)
 
@@ -86,16 +78,10 @@ class PrefixStore(View):
         """`lens` without the base."""
         return [length - self.base for length in self.lens]
 
-    @property
-    def num_resident(self) -> int:
-        """Layers on the device: the first so many."""
-        return len(self.k)
-
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
         if start < self.base:
-            parts = [self.shared.load(i, 0, start, min(stop, self.base))]
-            parts += [self.load(i, row, self.base, stop)] if stop > self.base else []
-            return torch.cat(parts, 2)
+            common = self.shared.load(i, 0, start, min(stop, self.base))
+            return common if stop <= self.base else torch.cat([common, self.load(i, row, self.base, stop)], 2)
         if i < self.num_resident:
             return super().load(i, row, start - self.base, stop - self.base)
         return self.offload.load(i, row, start, stop)
@@ -107,12 +93,16 @@ class PrefixStore(View):
             self.offload.store(i, row, start, kv)
 
     def score(self, i: int, row: int, start: int, k: Tensor) -> None:
-        """Keeps the mean keys of the chunks in k [K, n, D], which begin at `start`. Both are multiples of
-        chunk_size."""
+        """Keeps the mean keys of the chunks in k [K, n, D], which begin at `start`: whole chunks."""
         if self.chunk_size and k.shape[1]:
             means = k.unflatten(1, (-1, self.chunk_size)).mean(2)  # [K, C, D]
             first = (start - self.base) // self.chunk_size
             self.chunk_keys[i][row, :, first : first + means.shape[1]] = means
+
+    def score_layer(self, i: int, rows: range, start: int, stops: list[int]) -> None:
+        """`score` of tokens [start, stop) of some rows, in a layer that a prefill has just written."""
+        for row, k, stop in zip(rows, self.working_layer(i, rows)[0], stops, strict=True):
+            self.score(i, row, start, k[:, start - self.base : stop - self.base])
 
     def layer(self, i: int, row: int) -> tuple[Tensor, Tensor]:
         """K and V of layer i as they lie, from `base` on: [K, S, D] each, on the device or on the host."""
@@ -122,8 +112,7 @@ class PrefixStore(View):
         return k, v
 
     def whole_layer(self, i: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of the first `length` tokens of row 0 in layer i, those of the shared prefix among them: [K, S, D]
-        each, where they lie, or, of two parts, where the first lies."""
+        """K and V of the first `length` tokens of row 0 [K, S, D], where they lie, or where what is shared lies."""
         own = [x[:, : length - self.base] for x in self.layer(i, 0)]
         if self.shared is None:
             return tuple(own)
@@ -131,8 +120,8 @@ class PrefixStore(View):
         return tuple(torch.cat([first, rest.to(first.device)], 1) for first, rest in zip(shared, own, strict=True))
 
     def working_layer(self, i: int, rows: range) -> tuple[Tensor, Tensor]:
-        """Layer i as a prefill of these rows writes and reads it, from `base` on: K, V, each [B, K, at least as far as
-        it came, D]. Of an offloaded layer there is one row at a time."""
+        """Layer i as a prefill of these rows writes and reads it, from `base` on: K, V [B, K, S, D] each. Where it is
+        offloaded, there is one row at a time."""
         if i < self.num_resident:
             here = slice(rows.start, rows.stop)
             return self.k[i][here], self.v[i][here]

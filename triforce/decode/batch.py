@@ -233,20 +233,19 @@ class DecodeBatch:
 
     def _compute(self, rows: range, start: int, stops: list[int], on_progress) -> None:
         """K/V of the tokens from `start` to each row's stop, layer by layer, and the views of these rows."""
-        cache, view, offload = self.cache, self.hierarchy.view, self.cache.prefix.offload
-        for row, stop in zip(rows, stops, strict=True):
-            cache.prefix.truncate(row, cache.whole(stop))
-        end = max(stops)
+        cache, prefix, end = self.cache, self.cache.prefix, max(stops)
+        wholes = [cache.whole(stop) for stop in stops]
+        on_layer = partial(prefix.score_layer, rows=rows, start=prefix.base, stops=wholes)
         blocks = prefill_blocks(cache, rows, start, end, self.settings.prefill_chunk_size, lengths=stops,
-                                keep_queries=True, on_layer=partial(cache.truncate_layer, rows=rows, lengths=stops))
+                                keep_queries=True, on_layer=on_layer)
         try:
             self.target.prefill(self.tape.tokens[rows.start : rows.stop, start:end], blocks, on_progress,
                                 cache_only=True)
         finally:
-            if offload is not None:
-                offload.close_work()
-        for row in rows if view is not None else ():
-            view.open(row)
+            if prefix.offload is not None:
+                prefix.offload.close_work()
+        for row, stop in zip(rows, stops, strict=True):
+            self._seat(row, stop)
 
     def _seat(self, row: int, length: int) -> None:
         """Tail and view of a row as after a prefill of `length` tokens, which lie in the prefix."""

@@ -63,10 +63,13 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     """
     batch, base = sizes.batch, sizes.shared
     models = [None if config is None else _meta_model(config, dtype) for config in (target, draft)]
+    shared = PrefixStore(target, 1, base, "meta", dtype) if base else None
+    if shared is not None:
+        shared.truncate(0, base)
     state = DecodeBatch(*models, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
                   vocab_size=sizes.vocab_size, compiler=Compiler(torch.device("cpu")), runs_on=device,
                   num_resident_layers=sizes.resident_layers,
-                  shared=PrefixStore.blank(target, base, "meta", dtype) if base else None)
+                  shared=shared)
     view, prefix, own = state.hierarchy.view, state.cache.prefix, state.capacity - base
     kept = f"KV cache of {prefix.num_resident} resident layers" if prefix.offload else "KV cache"
     parts = [

@@ -1,7 +1,5 @@
 """A draft model on some of the ranks that share a target. One broadcast a proposal tells the others what it drafted."""
 
-from collections.abc import Callable, Iterator
-
 import torch
 from torch import Tensor
 
@@ -30,7 +28,7 @@ class SharedDrafter(Drafter):
         # What is settled is the business of this rank's own drafter, and of nobody where there is none.
         self.prefill, self.open, self.rewind = own.prefill, own.open, own.rewind
         self.catch_up, self.leave_out, self.commit = own.catch_up, own.leave_out, own.commit
-        self.depart, self.flush = own.depart, own.flush
+        self.depart, self.flush, self.preparations = own.depart, own.flush, own.preparations
 
     def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         if self.runs_here:
@@ -45,6 +43,3 @@ class SharedDrafter(Drafter):
         if probs is not None:
             probs[:, :count] = self.group.broadcast(probs[:, :count].contiguous(), self.source)
         return self.num_drafted
-
-    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
-        yield from self.own.preparations(plan, probs)
