@@ -1,9 +1,7 @@
 """convert_hf_checkpoint.py: the same tensors under the same names, in the dtype asked for, whatever the layout."""
 
 import json
-import runpy
 import shutil
-import sys
 
 import pytest
 import torch
@@ -60,18 +58,6 @@ def test_the_command_converts_in_place(tmp_path, capsys):
     assert main(command) == 0 and "triforce --checkpoint" in capsys.readouterr().out
     assert {name: (source / name).read_bytes() for name in before} == before
     assert main(command) == 2 and "choose another --out-dir" in capsys.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("command", ["download", "convert"])
-def test_a_module_runs_as_its_command_does(command, monkeypatch):
-    """So what it prints goes through the filter of control characters."""
-    ran = []
-    monkeypatch.setattr("triforce.start.main", ran.append)
-    monkeypatch.setattr(sys, "argv", ["module", "--flag"])
-    with pytest.raises(SystemExit):
-        runpy.run_module(f"triforce.hf.{command}", run_name="__main__")
-    assert ran == [[command, "--flag"]]
 
 
 def test_shared_and_cut_tensors(tmp_path):

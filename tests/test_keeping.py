@@ -176,7 +176,7 @@ class Days:
         clock = type("Clock", (datetime,), {"now": lambda *_: self.now})
         for module in (engine, conversation):
             monkeypatch.setattr(module, "datetime", clock)
-        monkeypatch.setattr("triforce.hf.tokenizer.datetime", clock)
+        monkeypatch.setattr("triforce.hf.chat_template.datetime", clock)
 
 
 @pytest.fixture

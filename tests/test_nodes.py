@@ -17,14 +17,22 @@ from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import ACCEPTED
 from triforce.decode.verifier import RowRound
 from triforce.engine.levels import levels_of
-from triforce.tree import Chances, Shape, TokenTree, best_tree, chances_of, likeliest, shape_for
+from triforce.tree import SHARES, Shape, TokenTree, best_tree, likeliest, shape_for
 
 
-def kept(shape: Shape, chances: Chances) -> float:
+def followers_in(shape: Shape) -> list[list[int]]:
+    """Of each row, those that follow it."""
+    found = [[] for _ in range(shape.rows)]
+    for row in range(1, shape.rows):
+        found[shape.follows(row)].append(row)
+    return found
+
+
+def kept(shape: Shape, chances: tuple[float, ...]) -> float:
     """Expected tokens of a round: one, and the chance of each row's path."""
     paths = [1.0]
     for row in range(1, shape.rows):
-        paths.append(paths[shape.follows(row)] * chances.of(shape.rank(row)))
+        paths.append(paths[shape.follows(row)] * chances[shape.rank(row)])
     return sum(paths)
 
 
@@ -61,7 +69,7 @@ def all_trees(spine: int, rows: int, length: int, depth: int, width: int):
                 yield shape
 
 
-@pytest.mark.parametrize("chances", [Chances(0.9, (0.05, 0.02)), Chances(0.5, (0.3, 0.1)), Chances(0.35, (0.33, 0.3))])
+@pytest.mark.parametrize("chances", [(0.9, 0.05, 0.02), (0.5, 0.3, 0.1), (0.35, 0.33, 0.3)])
 @pytest.mark.parametrize("length,depth,width", [(4, 9, 4), (2, 9, 4), (4, 3, 4), (4, 9, 1)])
 def test_the_best_tree_is_found(chances, length, depth, width):
     for spine, rows in ((1, 4), (2, 6), (3, 7)):
@@ -79,19 +87,19 @@ def test_the_best_tree_is_found(chances, length, depth, width):
 
 
 def test_a_large_tree_keeps_its_limits():
-    shape, tokens = likeliest(Chances(0.92, (0.05, 0.01, 0.005)), 40, 8, rows=512, depth=44, width=32)
+    shape, tokens = likeliest((0.92, 0.05, 0.01, 0.005), 40, 8, rows=512, depth=44, width=32)
     at = places(shape)
     assert shape.rows == 512 and max(depth for depth, _ in at) <= 44 and max(distance for _, distance in at) == 8
-    drafting = [at[row][1] for row, followers in enumerate(shape.followers) if followers and at[row][1]]
+    drafting = [at[row][1] for row, followers in enumerate(followers_in(shape)) if followers and at[row][1]]
     assert max(map(drafting.count, range(1, 9))) == 32
-    assert max(map(len, shape.followers)) == 4 and tokens > 1.3 * sum(0.92**row for row in range(41))
-    assert likeliest(Chances(0.92, (0.0, 0.0, 0.0)), 40, 8, rows=512, depth=44, width=32)[0] == Shape(40)
+    assert max(map(len, followers_in(shape))) == 4 and tokens > 1.3 * sum(0.92**row for row in range(41))
+    assert likeliest((0.92, 0.0, 0.0, 0.0), 40, 8, rows=512, depth=44, width=32)[0] == Shape(40)
 
 
 def random_shape(dice: Random, nodes: Nodes) -> Shape:
     first = dice.random()
     others = sorted((dice.random() * (1 - first) for _ in range(3)), reverse=True)
-    return likeliest(Chances(first, tuple(others)), dice.randint(1, nodes.tree.spine - 1), dice.randint(1, 4),
+    return likeliest((first, *others), dice.randint(1, nodes.tree.spine - 1), dice.randint(1, 4),
                      rows=dice.randint(8, nodes.rows), depth=nodes.tree.spine - 1, width=nodes.width)[0]
 
 
@@ -102,7 +110,7 @@ def walk(shape: Shape, tokens: list[int], num_drafted: int, drawn: list[int]) ->
         here = rows[-1]
         if here <= shape.spine and here >= num_drafted:  # the spine ends here
             return rows
-        follows = [row for row in shape.followers[here] if tokens[row] == drawn[here]]
+        follows = [row for row in followers_in(shape)[here] if tokens[row] == drawn[here]]
         if not follows:
             return rows
         rows.append(follows[0])
@@ -181,7 +189,7 @@ def settled(verify: float, first: float, others: tuple[float, ...], growth: floa
             shape = plan.shape or Shape(plan.gamma)
             while True:
                 drawn = dice.choices(range(5), [first, *others, 1 - first - sum(others)])[0]
-                follows = [row for row in shape.followers[row[-1]] if shape.rank(row) == drawn]
+                follows = [row for row in followers_in(shape)[row[-1]] if shape.rank(row) == drawn]
                 if not follows:
                     break
                 row += follows
@@ -205,8 +213,8 @@ def test_shapes_come_from_one_table():
     """Of chances that are near each other they are the same; more is hoped of branches where more of them is kept."""
     one, other = (best_tree(kept, beside, 16, 8, 47, 128, 16) for kept, beside in ((0.901, 0.42), (0.909, 0.38)))
     assert one is other and one == shape_for(45, 2, 16, 8, 47, 128, 16)
-    known = chances_of(0.9, 0.4)
-    assert known.first + sum(known.others) == pytest.approx(0.94)
+    known = (0.9, *(0.1 * 0.4 * share for share in SHARES))
+    assert sum(known) == pytest.approx(0.94)
     shape, more = one
     assert more == pytest.approx(kept(shape, known) / sum(0.9**row for row in range(17)))
     assert 1 < more < best_tree(0.9, 0.8, 16, 8, 47, 128, 16)[1]

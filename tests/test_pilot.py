@@ -20,7 +20,7 @@ def test_a_round_is_learned_from_and_the_next_one_chosen_while_the_device_works(
     monkeypatch.setattr(outer.outbox, "read", lambda: (order.append("read"), read())[1])
     monkeypatch.setattr(Pilot, "think", lambda self: (order.append("think"), think(self))[1])
     for _ in range(6):
-        [chosen, *_] = state.pilot._planned or [DraftPlan(padded=state.pilot.padding.plain)]
+        chosen = state.pilot._next or DraftPlan(padded=state.pilot.padding.plain)
         state.round()
         assert state.last_round.plan is chosen or state.last_round.plan == AUTOREGRESSION
     assert order == ["check", "think", "read"] * 6

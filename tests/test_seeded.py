@@ -13,7 +13,7 @@ from conftest import bits, bits_of_rows, hashes_of, make_engine, make_state, ran
 
 from triforce.decode.controller import Controller, Costs
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
-from triforce.tree import Chances, likeliest
+from triforce.tree import likeliest
 
 CONTEXT, NEW = 500, 64  # flushes after 12 and 44 tokens
 SEED = 1  # one with rejections at every depth
@@ -161,7 +161,7 @@ def test_a_seed_says_the_same_on_trees_and_chains(models, plain, law):
         plan = dice.choice(dice.choice(ways))
         if not plan.retrieval:
             return plan
-        chances = Chances(dice.random(), tuple(sorted((dice.random() / 2 for _ in range(3)), reverse=True)))
+        chances = (dice.random(), *sorted((dice.random() / 2 for _ in range(3)), reverse=True))
         branches = dice.randint(1, 6)
         shape, _ = likeliest(chances, plan.gamma, branches, rows=dice.randint(20, 64), depth=15, width=8)
         return replace(plan, branches=branches, shape=shape)

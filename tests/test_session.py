@@ -21,7 +21,7 @@ class Timed:
         self.now, self.rows = 0.0, []
         drafting = copy.deepcopy(target)
         clock, prefill = SimpleNamespace(perf_counter=lambda: self.now), Transformer.prefill
-        for module in ("session", "hierarchy"):
+        for module in ("engine.session", "decode.hierarchy"):
             monkeypatch.setattr(f"triforce.{module}.time", clock)
 
         def prefilled(model, *args, **more):

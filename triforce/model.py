@@ -50,7 +50,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = RopeScaling()
-    rotary_factor: float = 1.0  # of a head's dimensions, the first so many are rotated
+    rotary_factor: float = 1.0  # share of a head's dimensions, the first ones, that are rotated
     rotary_interleaved: bool = False  # in the checkpoint, the two that a pair turns stand side by side
     max_position_embeddings: int = 2048
     sliding_window: int | None = None
@@ -62,7 +62,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     architecture: str = "LlamaForCausalLM"
     dtype: str | None = None
-    num_shards: int = 1  # heads, KV heads and ffn_dim are those of one of so many ranks; see parallel.py
+    num_shards: int = 1  # ranks; heads, KV heads and ffn_dim are those of one of them, see parallel.py
     # Linear layers in fp8. Not in the repr, by which models are known: one without such layers is known as ever.
     float8: Float8 | None = field(default=None, repr=False)
 
@@ -81,9 +81,9 @@ class ModelConfig:
         return names[self.max_len]
 
     def within(self, max_seq_len: int | None) -> "ModelConfig":
-        """For sequences of at most so many positions. LongRoPE has other frequencies within its original window than
-        for longer ones. Keys are kept rotated, so one of the two serves a model for good: the longer ones', unless no
-        sequence leaves the original window."""
+        """For sequences of at most max_seq_len positions. LongRoPE has other frequencies within its original window
+        than for longer ones. Keys are kept rotated, so one of the two serves a model for good: the longer ones', unless
+        no sequence leaves the original window."""
         original = self.rope_scaling.original_max_position_embeddings
         if self.rope_scaling.kind != "longrope" or max_seq_len is None or max_seq_len > original:
             return self

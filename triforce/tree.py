@@ -61,7 +61,7 @@ class TokenTree(NamedTuple):
         return self.num_leaves > 0 or self.size > 0
 
     def cut(self, rows: int) -> "TokenTree":
-        """With so many rows on its spine. A tree of any shape has all its rows, or is a chain."""
+        """With this number of rows on its spine. A tree of any shape has all its rows, or is a chain."""
         return self if rows == self.spine else TokenTree(rows, self.leaves)
 
     def depths(self, device) -> "Tensor":
@@ -122,29 +122,11 @@ class Shape(NamedTuple):
         """The row that a row follows."""
         return row - 1 if row <= self.spine else self.parents[row - self.spine - 1]
 
-    @property
-    def followers(self) -> list[list[int]]:
-        """Of each row, those that follow it."""
-        followers: list[list[int]] = [[] for _ in range(self.rows)]
-        for row in range(1, self.rows):
-            followers[self.follows(row)].append(row)
-        return followers
-
     def rank(self, row: int) -> int:
         return 0 if row <= self.spine else self.ranks[row - self.spine - 1]
 
 
-class Chances(NamedTuple):
-    """How likely what follows a kept row is kept, too, by its rank."""
-
-    first: float  # the draft's first choice, rank 0
-    others: tuple[float, ...]  # ranks 1, 2, ...
-
-    def of(self, rank: int) -> float:
-        return self.others[rank - 1] if rank else self.first
-
-
-def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: int,
+def likeliest(chances: tuple[float, ...], spine: int, length: int, *, rows: int, depth: int,
               width: int) -> tuple[Shape, float]:
     """The tree of which the most tokens are kept, and how many that is, the one of the level that checks included.
 
@@ -153,18 +135,19 @@ def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: in
     is likelier than its beginning.
 
     Args:
+        chances: how likely what follows a kept row is kept, too: the draft's first choice, the next best one, ...
         spine: drafted rows of the spine.
         length: rows of a branch, from where it leaves the spine, at most: its first is known, and each further one
             takes a step of drafting.
         rows: of all, at most, with the pending token's. depth: how far behind that a row may stand.
         width: rows that a step can draft after, at most.
     """
-    kept = [chances.first**row for row in range(spine + 1)]  # the chance of each row's path
+    kept = [chances[0]**row for row in range(spine + 1)]  # the chance of each row's path
     depths = list(range(spine + 1))
     distances, followers = [0] * len(depths), [0] * len(depths)  # from the spine; how many rows follow each
     parents, ranks = [], []
     drafting = [0] * (length + 1)  # rows of each distance that a step drafts after
-    waiting = [(-kept[row] * chances.of(1), row, 1) for row in range(spine)]  # (chance, what it follows, rank)
+    waiting = [(-kept[row] * chances[1], row, 1) for row in range(spine)]  # (chance, what it follows, rank)
     heapq.heapify(waiting)
     while waiting and len(kept) < rows:
         chance, parent, rank = heapq.heappop(waiting)
@@ -180,25 +163,25 @@ def likeliest(chances: Chances, spine: int, length: int, *, rows: int, depth: in
         distances.append(at)
         followers.append(0)
         followers[parent] += 1
-        heapq.heappush(waiting, (chance * chances.of(0), row, 0))
-        if rank < len(chances.others):
-            heapq.heappush(waiting, (-kept[parent] * chances.of(rank + 1), parent, rank + 1))
+        heapq.heappush(waiting, (chance * chances[0], row, 0))
+        if rank + 1 < len(chances):
+            heapq.heappush(waiting, (-kept[parent] * chances[rank + 1], parent, rank + 1))
     return Shape(spine, tuple(parents), tuple(ranks)), sum(kept)
-
-
-def chances_of(kept: float, beside: float) -> Chances:
-    """kept: the chance of the draft's first choice. beside: where that is not kept, of one of the next best."""
-    return Chances(kept, tuple(round((1 - kept) * beside * share, 4) for share in SHARES))
 
 
 @lru_cache(maxsize=4096)
 def shape_for(kept: int, beside: int, spine: int, length: int, depth: int, rows: int,
               width: int) -> tuple[Shape, float]:
-    """The table of shapes: by chances in steps of 0.02 and of 0.2, the length of the spine and of branches. The tree,
-    and how many times as many tokens are kept of it as of its spine. Other arguments: see `likeliest`."""
-    known = chances_of(kept / 50, beside / 5)
-    shape, tokens = likeliest(known, spine, length, rows=rows, depth=depth, width=width)
-    return shape, tokens / sum(known.first**row for row in range(spine + 1))
+    """The table of shapes: the tree, and how many times as many tokens are kept of it as of its spine.
+
+    Args:
+        kept: the chance of the draft's first choice, in steps of 0.02. beside: where that is not kept, of one of the
+            next best, in steps of 0.2. Others: see `likeliest`.
+    """
+    first = kept / 50
+    others = (round((1 - first) * beside / 5 * share, 4) for share in SHARES)
+    shape, tokens = likeliest((first, *others), spine, length, rows=rows, depth=depth, width=width)
+    return shape, tokens / sum(first**row for row in range(spine + 1))
 
 
 def best_tree(kept: float, beside: float, *more: int) -> tuple[Shape, float]:

@@ -20,16 +20,17 @@ from .nodes import Nodes
 
 
 class Verdict(NamedTuple):
-    tokens: Tensor  # [B, n + 1]: the accepted tokens, then the recovered or bonus token; the rest is meaningless
-    num_accepted: Tensor  # [B]: how many drafted tokens were kept; tokens[:, :num_accepted + 1] are the target's own
-
-
-class TreeVerdict(NamedTuple):
-    tokens: Tensor  # [B, S]: the accepted ones of the spine, then those of a leaf or a branch, then what the target
-    # drew after them; the rest is meaningless
+    tokens: Tensor  # [B, n + 1]: the accepted ones of the spine, then those of a leaf or a branch, then what the level
+    # that checks drew after them (recovered or bonus); the rest is meaningless
     num_accepted: Tensor  # [B], of the spine
     beside: Tensor  # [B]: how many were accepted after those, beside the spine; of leaves, 1 at most
-    rows: Tensor  # [B, S]: the rows of the block that `tokens` were drawn from
+    rows: Tensor  # [B, n + 1]: the rows of the block that `tokens` were drawn from
+
+
+def of_chain(tokens: Tensor, num_accepted: Tensor) -> Verdict:
+    """Where no tokens stand beside the spine."""
+    rows = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+    return Verdict(tokens, num_accepted, torch.zeros_like(num_accepted), rows)
 
 
 def is_accepted(draft_prob: Tensor, target_prob: Tensor, u: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def verify_chain(tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor
     """
     if tokens.shape[1] == 0:
         last = sampling.sample(target_probs[:, 0], sample_u[:, 0])
-        return Verdict(last[:, None], torch.zeros_like(num_drafted))
+        return of_chain(last[:, None], torch.zeros_like(num_drafted))
     target_prob = target_probs[:, :-1].gather(2, tokens[..., None]).squeeze(2)  # [B, n]
     if draft_probs is None:
         draft_probs = torch.zeros_like(target_probs[:, :-1]).scatter(2, tokens[..., None], 1.0)
@@ -76,7 +77,7 @@ def verify_chain(tokens: Tensor, draft_probs: Tensor | None, num_drafted: Tensor
     rejected = (num_accepted < num_drafted)[:, None]
     last_probs = torch.where(rejected, residual(last_probs, against), last_probs)
     last = sampling.sample(last_probs, sample_u.gather(1, stop.squeeze(2)).squeeze(1))  # recovered or bonus token
-    return Verdict(torch.cat([tokens, last[:, None]], 1).scatter(1, stop.squeeze(2), last[:, None]), num_accepted)
+    return of_chain(torch.cat([tokens, last[:, None]], 1).scatter(1, stop.squeeze(2), last[:, None]), num_accepted)
 
 
 def match_chain(tokens: Tensor, num_drafted: Tensor, drawn: Tensor) -> Verdict:
@@ -88,10 +89,10 @@ def match_chain(tokens: Tensor, num_drafted: Tensor, drawn: Tensor) -> Verdict:
         drawn: [B, n + 1], the target's own tokens, each after the drafted ones before it.
     """
     drafted = torch.arange(tokens.shape[1], device=tokens.device) < num_drafted[:, None]
-    return Verdict(drawn, ((tokens == drawn[:, :-1]) & drafted).long().cumprod(1).sum(1))
+    return of_chain(drawn, ((tokens == drawn[:, :-1]) & drafted).long().cumprod(1).sum(1))
 
 
-def match_tree(tree: TokenTree, tokens: Tensor, num_drafted: Tensor, drawn: Tensor) -> TreeVerdict:
+def match_tree(tree: TokenTree, tokens: Tensor, num_drafted: Tensor, drawn: Tensor) -> Verdict:
     """`match_chain` of a tree's spine; where a leaf is what the target draws instead, it is kept, too.
 
     Args:
@@ -99,20 +100,19 @@ def match_tree(tree: TokenTree, tokens: Tensor, num_drafted: Tensor, drawn: Tens
         num_drafted: [B], of the spine.
     """
     chain = match_chain(tokens[:, 1 : tree.spine], num_drafted, drawn[:, : tree.spine])
-    stop = chain.num_accepted[:, None]  # [B, 1]
-    order = torch.arange(tree.spine, device=tokens.device).expand(len(tokens), -1)
     if not tree.num_leaves:
-        return TreeVerdict(chain.tokens, chain.num_accepted, torch.zeros_like(num_drafted), order)
+        return chain
+    stop, order = chain.num_accepted[:, None], chain.rows  # [B, 1], [B, S]
     at = stop.clamp(max=tree.spine - 2)
     leaves = tree.leaves_of(tokens).gather(1, at[..., None].expand(-1, 1, tree.leaves)).squeeze(1)  # [B, k]
     same = leaves == drawn.gather(1, stop)
     found = same.any(1) & (chain.num_accepted < num_drafted)
     row = tree.spine + at * tree.leaves + same.long().argmax(1, keepdim=True)
     order = torch.where((order == stop + 1) & found[:, None], row, order)
-    return TreeVerdict(drawn.gather(1, order), chain.num_accepted, found.long(), order)
+    return Verdict(drawn.gather(1, order), chain.num_accepted, found.long(), order)
 
 
-def match_nodes(nodes: Nodes, num_drafted: Tensor, drawn: Tensor) -> TreeVerdict:
+def match_nodes(nodes: Nodes, num_drafted: Tensor, drawn: Tensor) -> Verdict:
     """`match_chain` of a tree of any shape: the longest path of which each token is what the target draws before it.
 
     Args:
@@ -130,4 +130,4 @@ def match_nodes(nodes: Nodes, num_drafted: Tensor, drawn: Tensor) -> TreeVerdict
     depth, off = nodes.depths[last], nodes.distances[last]
     back = depth[:, None] - ahead  # [B, P]: how far before the last one
     rows = torch.where(back >= 0, paths[last].gather(1, back.clamp(min=0)), ahead)
-    return TreeVerdict(drawn.gather(1, rows), depth - off, off, rows)
+    return Verdict(drawn.gather(1, rows), depth - off, off, rows)

@@ -41,7 +41,7 @@ class DecodeBatch:
         budget: tokens of the view that drafts; ignored without one.
         compiler: makes the levels' compilers.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
-        num_resident_layers: so many layers of the prefix stay on the device, the others in host memory. None: all.
+        num_resident_layers: layers of the prefix that stay on the device, the others in host memory. None: all.
         pack: keep the prompt's prefix in the CPU's own layout as well; see cpu.py.
         shared: the prefix that all rows have in common: their prompts begin with its tokens.
         meter: of what they share, see `Pilot`.
@@ -282,20 +282,6 @@ class DecodeBatch:
             for _ in range(2):  # the second round follows one that drafted
                 self.round(plan)
 
-    def _record_ahead(self) -> None:
-        """Records the steps of the next rounds, as long as the device has work. Ranks record them all: a step that some
-        replay and others run as it is written would not find its all-reduces together."""
-        sources = self.hierarchy.sources.values()
-        if self.compiler.recorder is None or not all(source.records_unseen for source in sources):
-            return
-        work = torch.cuda.Event()
-        work.record()
-        for plan in self.pilot.ahead():
-            for prepare in self.hierarchy.preparations_of_round(plan):
-                if self.target.group is None and work.query():
-                    return
-                prepare()
-
     @torch.inference_mode()
     def rewind(self, max_new_tokens: int, plan: DraftPlan | None = None, padding: Padding | None = None) -> None:
         """Back to where `begin` was called: the next rounds are those of a fresh prefill, bit for bit."""
@@ -325,8 +311,6 @@ class DecodeBatch:
         for row in range(self.batch):
             self.hierarchy.limit(row, self.cache.lens[row] + interval)
         self.pilot.open(plan, padding or self.pilot.padding, self.lens, max_new_tokens, self.texts)
-        # Before what drafts takes in the prompts: so many small kernels are more than the host can be ahead by.
-        self._record_ahead()
         self.hierarchy.open_sources(prefix_ends)
         if self.compiler.recorder is not None:
             torch.cuda.current_stream().synchronize()  # the time of the prefill is not the first round's
@@ -366,19 +350,10 @@ class DecodeBatch:
             plan = self.pilot.choose()
         if plan.retrieval and self.hierarchy.view is not None:
             self.pilot.rebuilt(self.hierarchy.view.catch_up(going))
-        meanwhile = partial(self._think, plan) if chosen else None
-        result = self.hierarchy.round(plan, self.lens, meanwhile)
+        result = self.hierarchy.round(plan, self.lens, self.pilot.think if chosen else None)
         self.num_forwards += 1
         self.last_round = result
         return self._settle(result, chosen)
-
-    def _think(self, plan: DraftPlan) -> None:
-        """While the device works on a round: what the next one follows, and its steps. plan: of the present round."""
-        self.pilot.think()
-        left = max(end - length for end, length in zip(self._ends, self.lens, strict=True))
-        # Or else it is not known yet for which rows the next verify gathers, or whether there is one.
-        if self.cache.prefix.streams is None and left > plan.gamma + 1:
-            self._record_ahead()
 
     def _settle(self, result: Round, chosen: bool) -> list[list[int]]:
         """Takes in what a round brought: lengths, flushes, and views that are to be chosen anew."""

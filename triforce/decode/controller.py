@@ -21,9 +21,9 @@ SPINES, BRANCHES = (4, 8, 12, 16, 24, 32, 48, 63), (1, 2, 4, 8, 12, 16)  # lengt
 
 
 def emitted(rate, drafted, leaf=0.0):
-    """Expected tokens of a round that checks so many drafted ones, each kept with this chance if those before it were:
-    1 + rate + ... + rate ** drafted (Leviathan et al., arXiv 2211.17192, eq. 1); and with the chance `leaf` one more
-    where one was not kept."""
+    """Expected tokens of a round that checks this number of drafted ones, each kept at this rate if those before it
+    were: 1 + rate + ... + rate ** drafted (Leviathan et al., arXiv 2211.17192, eq. 1); and with the chance `leaf` one
+    more where one was not kept."""
     return (1 - rate ** (drafted + 1)) / (1 - rate) + leaf * (1 - rate**drafted)
 
 
@@ -83,7 +83,7 @@ class Costs:
     WELL = 4  # times seen: then a part is known well
     SHARE = 0.25  # of a correction, in the long run
     RECENT = 3  # sums of the same parts: their median counts, since one may be a hiccup of the machine
-    STALE, HOPE = 64, 0.95  # what was not seen for so many tokens may have become faster by so much
+    STALE, HOPE = 64, 0.95  # a part that was not seen for STALE tokens may have become faster by HOPE
     FORGOTTEN = 16  # tokens: a check that was not seen for so long is believed at once, whatever it took before
 
     def __init__(self, verify: dict[int, float], retrieval: dict[int, float] | None = None,
@@ -113,7 +113,7 @@ class Costs:
         return bool(self._sizes["retrieval"])
 
     def step(self, what: str, rows: int) -> tuple:
-        """The part that a step of so many rows is."""
+        """The part that a step of a number of rows is."""
         sizes = self._sizes[what]
         return what, next((size for size in sizes if size >= rows), sizes[-1])
 
@@ -196,7 +196,7 @@ class Controller:
     CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
     SHORT = 4  # tokens, and half as many rounds of the level between: the most for what no round has shown yet
     # Of a verify: more than that may be drafted if it should take no longer, although each step that no round has shown
-    # may take so many milliseconds more than is guessed.
+    # may take UNSURE milliseconds more than is guessed.
     CHEAP, UNSURE = 0.2, 2.0
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
@@ -230,7 +230,7 @@ class Controller:
         tokens, leaf = np.ones(len(self.plans)), 0.0 if self._trees else self._leaf(LEAVES)
         for (drafter, source), which in self._by_levels.items():
             drafted = self._gamma[which]
-            if drafter == "retrieval" and source is not None:  # so many of these as its rounds are expected to bring
+            if drafter == "retrieval" and source is not None:  # as many as its rounds are expected to bring
                 each = emitted(rates[source], self._inner[which], self._leaf(INNER_LEAVES))
                 drafted = np.minimum(drafted, self._rounds[which] * each)
             tokens[which] = emitted(rates.get(drafter, 0.0), drafted, leaf)

@@ -8,7 +8,7 @@ Which of them take part in a round is the plan's to say.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -157,11 +157,6 @@ class Hierarchy:
         self._last_plan = plan
         return Round(plan, rows, Timing(before, *told) if before is not None and told[1] > 0 else None)
 
-    def preparations_of_round(self, plan: DraftPlan) -> Iterator[Callable[[], None]]:
-        """What records the steps of the next round; see `graphs.preparations`."""
-        self.outer.gathering = self.gathering
-        yield from self.outer.preparations_of_round(plan)
-
     def kinds_of_rounds(self, default: DraftPlan) -> list[DraftPlan]:
         """Plans that between them take every padded step. default: what rounds follow where nothing is chosen."""
         plans = [DraftPlan(), *(DraftPlan(1, source) for source in self.sources)]
@@ -174,10 +169,10 @@ class Hierarchy:
         if plan.gamma and plan.drafter not in self.drafters or plan.source and plan.source not in self.sources:
             raise ValueError(f"{plan} names a drafter that is not here; there are {', '.join(self.drafters) or 'none'}")
         inner_rows = self.inner.rows if self.inner is not None else 1
-        if plan.branches and (plan.shape is None or not plan.retrieval or not self.outer.tree.size):
-            raise ValueError(f"{plan} has branches, which need a shape, a retrieval level, and blocks of a tree_size")
-        if plan.branches and plan.shape.spine != plan.gamma:
-            raise ValueError(f"the tree has a spine of {plan.shape.spine} drafted tokens, and the plan {plan.gamma}")
+        has_shape = plan.shape is not None and plan.shape.spine == plan.gamma and self.outer.tree.size > 0
+        if plan.branches and not (has_shape and plan.retrieval):
+            raise ValueError(f"{plan} has branches, which need a shape with a spine of gamma, a retrieval level, and "
+                             "blocks of a tree_size")
         if plan.gamma >= self.outer.rows or plan.retrieval and plan.inner.gamma >= inner_rows:
             raise ValueError(f"{plan} has more tokens drafted than fit the steps of {self.outer.rows} and {inner_rows} "
                              "rows; raise block_size or gamma_inner")

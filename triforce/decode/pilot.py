@@ -58,7 +58,7 @@ class Pilot:
         # Tokens of a row: that this text may have yet, and that texts have had. Later texts are expected to have as
         # many as earlier ones: so recording a step may pay although each text is short.
         self._remaining, self._emitted = 0.0, 0.0
-        self._planned: list[DraftPlan] = []  # of the rounds to come, as far as that is known
+        self._next: DraftPlan | None = None  # of the round to come, if that is known
         self._on_cpu = hierarchy.outer.length.device.type == "cpu"
         self._unseen: Round | None = None  # followed what was chosen, and has not been learned from yet
 
@@ -72,7 +72,7 @@ class Pilot:
             lengths: settled tokens of each row. max_new_tokens: of a row, at most.
             texts: gives each row's tokens from a position on, the pending one among them.
         """
-        self.fixed, self.padding, self._planned, self._unseen = plan, padding, [], None
+        self.fixed, self.padding, self._next, self._unseen = plan, padding, None, None
         self._remaining = max_new_tokens + self._emitted
         self.controller, self.meters = None, []
         has_views, base = self.hierarchy.view is not None, self.hierarchy.cache.prefix.base
@@ -82,7 +82,7 @@ class Pilot:
         if plan is None and self.auto:
             self.controller = self._controller(lengths)
         if self.controller is not None and "ngram" in self.hierarchy.sources:
-            # What all rows share, so many tokens, is gone through once.
+            # The tokens that all rows share are gone through once.
             meter = self._shared_meter or (lambda: NgramMeter(texts(0)[0][:base]))
             self.meters = [meter().fork(text) for text in texts(base)] if base else list(map(NgramMeter, texts(0)))
 
@@ -107,38 +107,28 @@ class Pilot:
 
     def choose(self) -> DraftPlan:
         """The next round's plan."""
-        if self._on_cpu:
+        if self._next is None:
             self.learn()
-        self.ahead()
+            self._next = self._choose()
+        plan, self._next = self._next, None
         self._begins = self._begins and self.controller is None
-        return self._planned.pop(0)
+        return plan
 
-    def ahead(self) -> list[DraftPlan]:
-        """What the rounds to come follow, as far as it is known: at least the next one's plan."""
-        if not self._planned:
-            self._planned = self._choose()
-        return list(self._planned)
-
-    def _choose(self) -> list[DraftPlan]:
-        """Of the next round, and perhaps of the one after it.
-
-        The very first drafts nothing: so the first token waits for nothing that does. Where steps are recorded, and
-        drafts are to come, it takes the step that checks them: the next rounds then need not run it as it is written.
-        """
+    def _choose(self) -> DraftPlan:
+        """The very first round drafts nothing: so the first token waits for nothing that does. Where steps are
+        recorded, and drafts are to come, it takes the step that checks them, which is then recorded for them, too."""
         if self.fixed is not None:
-            return [self.fixed]
+            return self.fixed
         gathering = self.hierarchy.gathering
         if gathering is not None and gathering.is_stale and self.default.retrieval:
-            return [DraftPlan(padded=self.padding.plain)]  # what an earlier call selected must decide nothing
+            return DraftPlan(padded=self.padding.plain)  # what an earlier call selected must decide nothing
         if self.controller is None:
-            return [replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
-                            padded_inner=self.padding.inner)]
+            return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
+                           padded_inner=self.padding.inner)
         if not self._begins:
-            return [self._best()]
-        if not self.hierarchy.outer.is_recorded:
-            return [DraftPlan(padded=self.padding.plain)]
-        second = self._best()
-        return [DraftPlan(padded=self.padding.plain or second.gamma > 0), second]
+            return self._best()
+        drafts_follow = self.hierarchy.outer.is_recorded and self._best().gamma > 0
+        return DraftPlan(padded=self.padding.plain or drafts_follow)
 
     def _best(self) -> DraftPlan:
         rates = [meter.rate for meter in self.meters if meter is not None]
@@ -148,7 +138,7 @@ class Pilot:
         """While the device works. On a CPU nothing goes on beside: there a choice waits for what the round shows."""
         if not self._on_cpu:
             self.learn()
-            self.ahead()
+            self._next = self._choose()
 
     def learn(self) -> None:
         """Takes in what the round before showed, if that has not been done."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-FIRST = (128, 4096)  # on a CPU so many of the most probable words are ranked before all are
+FIRST = (128, 4096)  # the most probable words, of which a CPU ranks this number before it ranks all
 DRAFTED = 1024  # most probable words of a row that a GPU ranks where a distribution only drafts
 UNIT = 2.0**56  # of masses
 STRETCH = 1024  # numbers that a GPU sums up beside others

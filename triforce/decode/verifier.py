@@ -11,7 +11,7 @@ Everything between two reads of the outbox is enqueued without the host waiting 
 Shapes: B batch, S rows of a spine, M rows of its block (see tree.py), n drafted tokens, at most S - 1, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,9 +22,9 @@ from ..cache.kv_cache import KVCache
 from ..cache.store import Extent, View
 from ..cache.views import RetrievalView
 from ..model import Transformer
-from ..runtime.graphs import Compiler, Graphed, preparations
+from ..runtime.graphs import Compiler, Graphed
 from ..tree import Shape, TokenTree
-from .acceptance import TreeVerdict, match_nodes, match_tree, verify_chain
+from .acceptance import Verdict, match_nodes, match_tree, verify_chain
 from .drafters.base import Drafter
 from .plan import DraftPlan
 from .sampling import ACCEPT, SAMPLE
@@ -181,17 +181,8 @@ class Verifier(Drafter):
             return False
         return not self._awaiting or len(self._awaiting) == len(self.gathering.lens)
 
-    def preparations_of_round(self, plan: DraftPlan, probs: Tensor | None = None) -> Iterator[Callable[[], None]]:
-        """What records the steps of `round`; see `graphs.preparations`."""
-        extent = self.view.extent
-        rows = self.rows_of(plan) if self._records(extent) else None
-        if rows is not None:
-            yield from preparations(self.step, *extent, rows, bool(self._awaiting), self.checked, probs)
-        if plan.gamma:
-            yield from self.drafters[plan.drafter].preparations(plan, self.draft_probs)
-
-    def rows_of(self, plan: DraftPlan, num_drafted: Tensor | None = None) -> int | None:
-        """Rows of the step that checks these. None where they decide, and are not drafted yet.
+    def rows_of(self, plan: DraftPlan, num_drafted: Tensor) -> int:
+        """Rows of the step that checks these.
 
         Measured times influence the plans, so a step's duration must not reveal tokens that are then discarded: only
         a count that settled tokens decide is looked at. Elsewhere a step has as many rows as could have been drafted.
@@ -200,8 +191,6 @@ class Verifier(Drafter):
         if unit == self.rows or self.tree.size and plan.gamma:
             return self.rows
         if plan.gamma and self.level == FULL and self.drafters[plan.drafter].settled_count:
-            if num_drafted is None:
-                return None
             drafted = int(num_drafted.max())
         return min(-(-(1 + drafted) // unit) * unit, self.rows)
 
@@ -215,9 +204,6 @@ class Verifier(Drafter):
         if plan.branches:
             self._branch(plan.shape)
         return self.num_drafted
-
-    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
-        yield from self.preparations_of_round(plan.inner, probs)
 
     def _branch(self, shape: Shape) -> None:
         """Grows branches beside the chain that was drafted: each step drafts the next row of all of them."""
@@ -321,12 +307,10 @@ class Verifier(Drafter):
         own_probs = tape.probs(logits, drafts=self.level != FULL)
         sample_u = tape.uniform(position, self.level, SAMPLE)
         accept_u = tape.uniform(position[:, :n], self.level, ACCEPT) if n else sample_u[:, :0]
-        verdict = verify_chain(tokens, draft_probs, num_drafted, own_probs, accept_u, sample_u)
-        rows = torch.arange(n + 1, device=logits.device).expand(len(logits), -1)
-        return TreeVerdict(*verdict, torch.zeros_like(num_drafted), rows), own_probs
+        return verify_chain(tokens, draft_probs, num_drafted, own_probs, accept_u, sample_u), own_probs
 
     def _match(self, tape: Tape, logits: Tensor, block: Tensor, tree: TokenTree, num_drafted: Tensor,
-               start: Tensor) -> TreeVerdict:
+               start: Tensor) -> Verdict:
         """By coupled draws: logits [B, M, V] after block [B, M], which begins at start [B]. A level that drafts notes
         what it would have drawn instead."""
         nodes = tape.nodes
