@@ -182,7 +182,7 @@ FAULTS = [
     Fault("streaming-window", "cache.streaming:_streaming_geometry", "the draft's window is one token too wide",
           op(">", ">="), "cache -k streaming_cache"),
     Fault("piece-partial", "cache.offload:Passage.attend", "the last part of a streamed prefix is not seen",
-          arg("range", 1, "max(length - size + 1, 1)"), "offload -k rows_of_a_batch"),
+          arg("range", 1, "max(length - size, 1)"), "offload -k as_if_resident"),
     Fault("offload-load-row", "cache.offload:Offload.load", "rows of an offloaded batch get the first one's tail",
           given(row=lambda row: 0), "offload -k rows_of_a_batch"),
     Fault("copy-over-a-reader", "cache.offload:Passage._fetch", "a piece is overwritten while the device attends to it",
