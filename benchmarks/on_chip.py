@@ -256,7 +256,7 @@ def measure_context(engine: Engine, ids: list[int], args) -> dict[str, float]:
     row["budget"] = state.budget
     row |= step_times(state)
     if state.hierarchy.view is not None:
-        row["rebuild_ms"] = milliseconds(lambda: state.hierarchy.view.rebuild(0), engine.device, repeats=5, warm_up=2,
+        row["rebuild_ms"] = milliseconds(lambda: state.hierarchy.view.choose(0), engine.device, repeats=5, warm_up=2,
                                          group=engine.target.group)
     rounds = Rounds()
     row |= decode(engine, ids, args, rounds)

@@ -65,7 +65,7 @@ def profile(engine, ids: list[int]) -> None:
     state = engine.prepare([ids], 256, temperature=0.6, top_p=0.9, top_k=None, min_p=None, seed=[0])
     print_kernels("full verify", lambda: state.round(AUTOREGRESSION), engine.device)
     print_kernels("a retrieval step and a verify", lambda: state.round(DraftPlan(1, None, True, 0, 1)), engine.device)
-    print_kernels("rebuild", lambda: state.hierarchy.view.rebuild(0), engine.device)
+    print_kernels("rebuild", lambda: state.hierarchy.view.choose(0), engine.device)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -242,7 +242,7 @@ def test_choosing_by_time_does_not_bias(models, monkeypatch, leaks):
     """Rounds take as long as they have rows, and each changes the controller's mind. How many tokens were drafted, with
     those that are then discarded, must not show in that: if it does, enumeration sees it."""
     work, step = [], Verifier._step
-    monkeypatch.setattr(Verifier, "_step", lambda self, *args: (work.append(args[3]), step(self, *args))[1])
+    monkeypatch.setattr(Verifier, "_step", lambda self, *args: (work.append(args[2]), step(self, *args))[1])
     if leaks:
         monkeypatch.setattr(Verifier, "rows_of", lambda self, plan, num_drafted: 1 + int(num_drafted.max()))
     plans = [DraftPlan(3, "model", True, 1, 2, False, False), DraftPlan(1, "model", padded=False),

@@ -35,9 +35,8 @@ def test_parts_by_their_definitions():
     assert [parts(draft=draft)["logits and probabilities"] / (8 * 64 * 4) for draft in (DRAFT, None)] == [6, 5]
     coupled = parts(Settings(gamma=6, sampling="coupled"))["logits and probabilities"]
     assert coupled == (4 + 20) * 8 * 64 * 4  # no laws are passed, and noise is made of ten numbers of 64 bits a word
-    # Of the newest 8 queries of 4 heads, with 512 chunks: products, scores, and their shares, for all 4 layers at once.
-    assert planned["choice of the view"] == 4 * 8 * 512 * 4 * (4 + 8)
-    assert parts(capacity=2**22)["choice of the view"] == 2**25 * (4 + 8)  # one layer at a time, or few
+    # Of the newest 8 queries of 4 heads, with 512 chunks: products, scores, and their shares, of a layer.
+    assert planned["choice of the view"] == 4 * 8 * 512 * (4 + 8)
     # Of what 4 rows share, by 8 queries of each; or of what is a row's own, which is copied.
     snapkv = Settings(gamma=6, draft_cache="snapkv")
     shared, own = (parts(snapkv, batch=4, shared=base)["choice of the view"] for base in (3072, 128))

@@ -17,7 +17,6 @@ from conftest import (
 )
 
 import triforce
-from triforce.cache import views
 from triforce.decode.plan import AUTOREGRESSION, ONE_ROW, DraftPlan
 from triforce.errors import UserError
 
@@ -102,42 +101,39 @@ def test_prefill_appends_to_what_lies_on_the_host(models):
 
 @pytest.mark.parametrize("piece", [64, 320, 2048])
 def test_gathering_takes_what_was_selected(models, piece):
-    """The view after a verify that gathers is the one that a resident cache has at once; so is the one streamed."""
+    """The view after a verify that gathers is the one that a resident cache has at once."""
     resident = state_of((models[0], None), [random_prompt(900)], rebuild_interval=10**6)
     states = [state_of((models[0], None), [random_prompt(900)], rebuild_interval=10**6, num_resident_layers=layers,
                        piece_tokens=piece) for layers in (0, 1)]
-    for state in (resident, *states):  # prefill: layer by layer, while hot
+    for state in (resident, *states):  # by the prompt's queries, before a first round that drafts nothing
+        state.hierarchy.view.catch_up([0])
+        state.round(AUTOREGRESSION)
         run_rounds(state, 20)
     for state in states:
         same_views(state, resident)
-    resident.hierarchy.view.rebuild(0)
+    resident.hierarchy.view.choose(0)
     for state in states:
         before = [k.clone() for k in state.hierarchy.view.k]
-        state.hierarchy.view.rebuild(0, at_once=False)
+        state.hierarchy.view.choose(0)
         assert torch.equal(before[1], state.hierarchy.view.k[1])  # layer 1 is offloaded in both
         assert state.hierarchy.view.awaiting
         state.round()
         assert not state.hierarchy.view.awaiting
         same_views(state, resident)
-        state.hierarchy.view.k[1].zero_()
-        state.hierarchy.view.rebuild(0)  # the same queries' successors: only that it is complete is compared
-        assert state.hierarchy.view.k[1][0].abs().sum(-1).min() > 0
 
 
-@pytest.mark.parametrize("piece,rows_at_a_time", [(64, None), (192, 2)])
-def test_each_row_of_a_batch_gathers_its_own(models, piece, rows_at_a_time, monkeypatch):
-    """Those that await it, from their own tokens; the others' views stay as they are. A few rows of the view are picked
-    at a time, so that it takes little memory."""
+@pytest.mark.parametrize("piece", [64, 192])
+def test_each_row_of_a_batch_gathers_its_own(models, piece):
+    """Those that await it, from their own tokens; the others' views stay as they are."""
     prompts = [random_prompt(900), random_prompt(710, seed=1), random_prompt(840, seed=2)]
     state = state_of(models, prompts, rebuild_interval=10**6, num_resident_layers=1, piece_tokens=piece)
     view = state.hierarchy.view
-    if rows_at_a_time:
-        monkeypatch.setattr(views, "GATHERED", rows_at_a_time * view.k[1][0, :, : view.held].numel())
+    state.round()
     for rows in ([0, 1, 2], [1], [0, 2]):
         for kv in (view.k[1], view.v[1]):
             kv.fill_(7.0)
         for row in rows:
-            view.rebuild(row, at_once=False)
+            view.choose(row)
         assert view.awaiting
         state.round()
         assert not view.awaiting and state.num_flushes == 0

@@ -15,6 +15,7 @@ from triforce.model import ModelConfig
 
 CONFIG = ModelConfig(64, 32, 3, 4, 2, 8, 48)
 PIECE = 8
+STATES = [(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2))]  # of what is attended to
 
 
 class Stream:
@@ -88,18 +89,25 @@ def device(monkeypatch):
 
 def go_through(found, passage, length: int) -> None:
     """A step's reading: whatever it reads has been copied, and is what lies on the host."""
+    staging, starts = found.offload.staging, []
+
+    def attend(start, k, v):
+        i = starts.count(0) + (start == 0)  # of layers 1 and 2
+        slot = next(s for s, buffer in enumerate(staging) if buffer.data_ptr() == k.data_ptr())
+        latest = max(item for item in range(len(found.copied)) if found.copied[item][0] == slot)
+        assert found.copied[latest] == (slot, i, start)
+        assert ("copy", latest + 1, slot) in found.compute.past
+        here = found.offload.host[i][:, :, start : min(start + PIECE, length)].transpose(2, 3)
+        assert torch.equal(torch.stack([k, v]), here)
+        reading = (slot, len(found.read))
+        found.read.append(reading)
+        found.compute.do(reading)
+        return STATES
+
+    passage.on_piece = lambda i, start, piece: starts.append(start)
     for i in found.offload.layers:
-        for number, kv in passage.pieces(i, length):
-            slot = next(s for s, buffer in enumerate(found.offload.staging) if buffer is kv)
-            latest = max(item for item in range(len(found.copied)) if found.copied[item][0] == slot)
-            assert found.copied[latest] == (slot, i, number * PIECE)
-            assert ("copy", latest + 1, slot) in found.compute.past
-            tokens = min(length - number * PIECE, PIECE)
-            here = found.offload.host[i][:, :, number * PIECE : number * PIECE + tokens]
-            assert torch.equal(kv[:, :, :tokens], here)
-            reading = (slot, len(found.read))
-            found.read.append(reading)
-            found.compute.do(reading)
+        passage.attend(i, length, attend)
+        assert len(starts) == i * -(-length // PIECE)
 
 
 @pytest.mark.parametrize("length", [5, 16, 37, 100])
@@ -120,7 +128,7 @@ def test_every_piece_is_there_when_it_is_read(device, length):
 def test_a_step_that_is_recorded_asks_for_none_of_the_first_pieces(device):
     """They are copied before it; and it waits for events of their own, of which a graph sees the latest."""
     found = device(104)
-    list(Passage(found.offload, ahead=True).pieces(1, 100))
+    Passage(found.offload, ahead=True).attend(1, 100, lambda *_: STATES)
     first = len(found.offload.staging)
     assert all(event.external for event in found.offload.ready)
     assert found.offload.copy_stream.priority < 0  # or it may be the very stream that is recorded on
@@ -138,7 +146,7 @@ def test_a_recording_that_is_broken_off_in_a_copy_can_be_ended(device):
 
     found.offload.copy = interrupted
     with pytest.raises(KeyboardInterrupt):
-        list(Passage(found.offload, ahead=True).pieces(1, 100))
+        Passage(found.offload, ahead=True).attend(1, 100, lambda *_: STATES)
     assert "a copy" in found.compute.past
 
 

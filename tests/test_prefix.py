@@ -101,7 +101,7 @@ def test_rows_choose_together_what_they_read_of_what_they_share(pair, made):
     assert window == 12 and common.budget == 64  # of 60 without a sink, half of the share `recent`
     while state.num_flushes < 2:
         rows = state.round(DraftPlan(4, "model", True, 2, 2))
-        common.rebuild(0)
+        common.choose(0)
         assert_view_holds_its_selection(state.hierarchy.view.shared)
         for i in range(2):
             scores = 0
@@ -139,7 +139,7 @@ def test_what_rows_share_and_what_is_their_own_outgrow_their_views(pair, kind):
     assert_view_holds_its_selection(state.hierarchy.view.shared)
     for row in range(2):
         if view.kind.renews:
-            view.rebuild(row)
+            view.choose(row)
             assert_view_holds_its_selection(view, row)
         for i in range(2):
             own = cache.prefix.load(i, row, BASE, cache.lens[row])

@@ -1,9 +1,8 @@
 """Attention as a merge of partial states. Knows nothing of caches, positions or models: tensors in, tensors out.
 
 A partial state is `(out, lse)`: attention over some of the keys, normalised over those alone, and the log of the sum
-of their exponentials. Two states over disjoint keys merge exactly (the identity behind FlashAttention, arXiv
-2205.14135, and Flash-Decoding), so a long unmasked prefix goes to the fastest fused kernel of the device, while the
-few newest keys, which need a mask, go through another kernel, or through plain matmuls.
+of their exponentials. Two states over disjoint keys merge exactly (FlashAttention, arXiv 2205.14135). So a long prefix
+goes to the fastest fused kernel of the device, and the few newest keys, which need a mask, to another one.
 
 Which kernel (`dense`, `causal`, `masked`, `shared` and `up_to` choose by this table; measured on an H200):
 
@@ -37,9 +36,7 @@ HALF = TILE // 2  # of which it computes less: of many KV heads that counts
 MANY = 512  # rows, in whole tiles: cuDNN takes most of a second to plan for a number that fills no tiles
 FEW = 16, 64  # KV heads, and rows of each, up to which the flash kernel reads long keys as fast as cuDNN's does
 AT_ONCE = 1024  # masked keys up to which one kernel is faster than products and a softmax, one after the other
-FEW_ELEMENTS = 2**18  # of heads: for more, a GPU spends its time on reading and writing them
 FEW_ROWS = 512  # of a state. More are a prefill's: joined at once, its states would take three times their memory again
-PLANNED = 2**30  # scores (rows times keys) of a layer, from which on a plan of cuDNN's pays that is used once
 SPLIT = 4  # parts of a product over long keys on a GPU; 2 to 7 take the same time (measured on an H200)
 VECTOR = 32  # float32 numbers that a CPU's loop takes at once, at most (two registers of AVX-512)
 HIDDEN = -65504.0  # beside a masked key in half precision: the least of float16
@@ -56,11 +53,7 @@ def fold(q: Tensor, n_kv_head: int) -> Tensor:
 
 def fold_mask(visible: Tensor, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Boolean [B, M, S] -> additive [B, 1, G * M, S] of a dtype: 0 where visible, elsewhere -inf, or HIDDEN in half
-    precision.
-
-    Beside a visible key, one with HIDDEN weighs exactly nothing. A row that sees no key weighs nothing beside any other
-    state, which is why it is no -inf: of a row with that alone, a GPU's kernel says that it sees a key.
-    """
+    precision: of a row with -inf alone, a GPU's kernel says that it sees a key. Both weigh exactly nothing."""
     bias = torch.where(visible, 0.0, HIDDEN if _is_half(dtype) else float("-inf")).to(dtype)
     return (bias if group == 1 else bias.repeat(1, group, 1))[:, None]
 
@@ -69,8 +62,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> State:
     """Attention of every row over every key.
 
     Args:
-        q: [B, K, R, D]. k, v: [B, K, S, D]; any strides as long as D is contiguous. S may be 0.
+        q: [B, K, R, D]. k, v: [B, K, S, D], or [1, K, S, D] that all sequences share, which are read once for all; any
+            strides as long as D is contiguous. S may be 0.
     """
+    if len(k) < len(q):
+        return of_batch(lambda q: dense(q, k, v), q)
     if k.shape[2] == 0:  # the fused kernels answer +inf, or end the process, on no keys
         return torch.zeros_like(q), torch.full(q.shape[:-1], float("-inf"), dtype=_wide(q.dtype), device=q.device)
     if q.device.type == "cpu" and k.shape[2] < FEWEST:
@@ -79,7 +75,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> State:
     if kernel is _flash_cuda and len(q) > 1 and k.shape[2] >= LONG:
         count = sequences_a_call(len(q), k.shape[1], q.shape[2], q.device)
         if count < len(q):
-            return as_batch([kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)])
+            states = [kernel(*part, False) for part in zip(*(x.split(count) for x in (q, k, v)), strict=True)]
+            return tuple(torch.cat(parts) for parts in zip(*states, strict=True))
     return kernel(q, k, v, False)
 
 
@@ -89,11 +86,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> State:
 
 
 def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
-    """`dense` of many rows [B, K, R, D] over many keys [B, K, S, D], as states over parts of the keys.
-
-    cuDNN's kernel is planned anew for each number of keys, which takes 75 ms (on an H200), and a process that answers
-    one prompt meets each number once. In powers of two there are few.
-    """
+    """`dense` of many rows over many keys, as states over parts of the keys: in powers of two, for cuDNN's kernel is
+    planned anew for each number of them, which takes 75 ms (on an H200)."""
     if _kernel(q) is not _cudnn:
         return [dense(q, k, v)]
     states, start, length = [], 0, k.shape[2]
@@ -107,52 +101,34 @@ def by_powers(q: Tensor, k: Tensor, v: Tensor) -> list[State]:
 
 
 def sequences_a_call(batch: int, n_kv_head: int, rows: int, device: torch.device) -> int:
-    """How many sequences to give to one call of the flash kernel: all, or so many that it splits their keys.
-
-    PyTorch has it split them only where it would otherwise have fewer than 1.6 blocks (a KV head and 64 rows) for each
-    of a GPU's processors. Unsplit keys are read at half the speed: on an H200 2.5 TB/s, where parts of one block a
-    processor are read at 3.7 to 4.0.
-    """
+    """How many sequences to give to one call of the flash kernel: all, or so few that it splits their keys: that they
+    have fewer than 1.6 blocks (a KV head and 64 rows) for each of a GPU's processors. Unsplit keys are read at 2.5
+    instead of 3.7 to 4.0 TB/s (on an H200)."""
     each = n_kv_head * -(-rows // 64)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return batch if batch * each < 1.6 * processors else max(processors // each, 1)
 
 
-def as_batch(states: list[State]) -> State:
-    """The states of consecutive sequences as those of one batch."""
-    out, lse = zip(*states, strict=True)
-    return torch.cat(out), torch.cat(lse)
-
-
-def shared(q: Tensor, k: Tensor, v: Tensor, once: bool = False) -> State:
-    """`dense` of all sequences of a batch over keys that they share, which are read once for all: a state, or one of
-    parts of the keys.
+def shared(q: Tensor, k: Tensor, v: Tensor) -> State:
+    """`dense` of all sequences [B, K, R, D] over keys that they share [1, K, S, D]: a state, or one of parts.
 
     cuDNN's kernel does not split long keys. It is given them in parts, as many as a GPU's processors can work on side
-    by side. So it reads at full bandwidth and computes at full speed, whatever the number of rows: over 122,880 keys
-    of 8 KV heads 0.34 ms for 256 rows and 0.52 for 512, where the flash kernel takes 0.51 and 0.82. But each number of
-    rows is planned for, 40 to 80 ms (on an H200).
-
-    Args:
-        q: [B, K, R, D]. k, v: [1, K, S, D]; any strides as long as D is contiguous.
-        once: so many rows are met in one pass over the layers, as in a prefill, and not again.
+    by side: 122,880 keys of 8 KV heads take 0.34 ms for 256 rows, where the flash kernel takes 0.51. But each number
+    of rows is planned for, 40 to 80 ms (on an H200): a prefill, which meets it once, takes `dense`.
     """
     rows, (heads, length) = len(q) * q.shape[2], k.shape[1:3]
     few = heads <= FEW[0] and rows <= FEW[1]
-    pays = length >= LONG and not few and not (once and heads * rows * length < PLANNED)
-    plans = pays and _has_cudnn(q)
-    count = parts_of_keys(heads, rows, length) if plans else 1
-    if not plans or once and count == 1:
-        return of_batch(lambda q: dense(q, k, v), q)
+    if length < LONG or few or not _has_cudnn(q):
+        return dense(q, k, v)
+    count = parts_of_keys(heads, rows, length)
 
     def over_parts(q: Tensor) -> State:
         parts = [x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (k, v)]  # [P, K, S / P, D]
         out, lse = _cudnn(q.expand(count, -1, -1, -1), *parts, False)
         return out[:, :, :rows], lse[:, :, :rows]
 
-    # In a round, one plan serves all numbers of rows that are filled up to the same one.
-    filled = HALF if rows <= HALF else -(-rows // TILE) * TILE
-    return of_batch(over_parts, q, rows if once else filled)
+    # One plan serves all numbers of rows that are filled up to the same one.
+    return of_batch(over_parts, q, HALF if rows <= HALF else -(-rows // TILE) * TILE)
 
 
 def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128) -> int:
@@ -164,12 +140,8 @@ def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128)
 
 
 def of_batch(attend: Callable[[Tensor], State], q: Tensor, room: int = 0) -> State:
-    """The state of q [B, K, R, D] by a function of one sequence, [1, K, B * R, D], over keys that all rows share; or,
-    if it gives several, a state of parts of the keys.
-
-    Args:
-        room: so many rows are given to `attend`, at least. Those beyond B * R are 0, and it returns none for them.
-    """
+    """The state of q [B, K, R, D] by a function of one sequence, [1, K, B * R or `room`, D], over keys that all rows
+    share; or, if it gives several, a state of parts of the keys. Rows beyond B * R are 0, and get no result."""
     rows, number = q.transpose(0, 1), len(q) * q.shape[2]
     if number < room:
         filled = q.new_zeros(q.shape[1], room, q.shape[3])
@@ -181,8 +153,7 @@ def of_batch(attend: Callable[[Tensor], State], q: Tensor, room: int = 0) -> Sta
 
 
 def merge_parts(out: Tensor, lse: Tensor) -> State:
-    """The state over all of some keys, of one that is of parts: out [P, B, K, R, D], lse [P, B, K, R]. Another stays
-    what it is."""
+    """The state over all of some keys, of one of parts, [P, B, K, R, D] and [P, B, K, R]. Another stays as it is."""
     if out.ndim == 4:
         return out, lse
     # As products, and with the numbers of a row side by side: in half of the time that a sum over parts takes. By KV
@@ -211,9 +182,8 @@ def up_to(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bound: int, places: 
     lengths change. The bits of a sequence depend on no other's length, and keys behind a length are not read.
 
     Args:
-        q: [B, K, R, D]. k, v: [B, K, S, D], of equal strides; D is contiguous.
+        q: [B, K, R, D]. k, v: [B, K, S, D], of equal strides; D is contiguous. places: `places` of these.
         lengths: [B], int32. bound: at least as much. Each part of split keys has its share of it.
-        places: of these keys, see `places`.
         is_empty: boolean [B, 1, 1], where lengths are 0. None: nowhere.
     """
     (batch, n_kv_head, slots, dim), rows = k.shape, q.shape[2]
@@ -245,8 +215,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, no_empty_rows: bool = 
     Args:
         q: [B, K, R, D]. k, v: [B, K, S, D]. bias: [B, 1, R, S], see `fold_mask`. A row that sees no key has an lse of
             -inf, or of about HIDDEN, and an output that means nothing.
-        no_empty_rows: the caller vouches that each row sees a key. The CPU kernel answers lse 0 for a row that
-            sees none, so it may only be used then.
+        no_empty_rows: each row sees a key. For one that sees none, the CPU's kernel answers lse 0.
         alone: and that no other state is joined with this one, whose lse may then be None.
         long: one kernel is to take them even if they are many.
     """
@@ -306,12 +275,8 @@ def join(states: list[State]) -> Tensor:
 
 
 def _join_at_once(states: list[State]) -> Tensor:
-    """`join` by weights for all states: faster than one merge after the other.
-
-    First the parts are added up, or the first state is taken, and then the others are added in their order. So bits do
-    not depend on whether there is a last one that weighs nothing. Two states would be merged faster still, but then
-    bits would depend on that.
-    """
+    """`join` by weights for all states: faster than one merge after the other. First the parts are added up, or the
+    first state is taken, then the others in their order: bits do not depend on a last one that weighs nothing."""
     # By KV head and then by row of the batch, as parts lie in memory: [K, B, R, n].
     lses = [lse.transpose(0, 1)[..., None] if lse.ndim == 3 else lse.permute(2, 1, 3, 0) for _, lse in states]
     shares = torch.cat(lses, -1).softmax(-1)
@@ -331,8 +296,8 @@ def _join_at_once(states: list[State]) -> Tensor:
 
 
 def _evenly(function, *args: Tensor) -> Tensor:
-    """An elementwise function of tensors of one shape, with the same bits at every place: on a CPU, PyTorch's loops
-    take whole vectors, and round what is left over at a tensor's end in another way, so nothing is to be left over."""
+    """An elementwise function of tensors of one shape, with the same bits at every place: on a CPU, loops take whole
+    vectors, and round what is left over in another way, so nothing is to be left over."""
     shape, count = args[0].shape, args[0].numel()
     if args[0].device.type != "cpu" or count % VECTOR == 0 and all(x.is_contiguous() for x in args):
         return function(*args)
@@ -407,8 +372,7 @@ def _plain_output(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 
 def _weighted_sum(weights: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, K, R, S] @ [B, K, S, D] in V's dtype and with sums in another, on a GPU by parts of S: the whole of a head
-    would occupy one processor."""
+    """[B, K, R, S] @ [B, K, S, D] with sums in another dtype, on a GPU by parts of S: a head occupies one processor."""
     if not v.is_cuda or v.shape[2] <= 1024 or v.shape[2] % (8 * SPLIT):
         return _matmul(weights.to(v.dtype), v, dtype)
     weights = weights.unflatten(-1, (SPLIT, -1)).transpose(2, 3)  # [B, K, SPLIT, R, S / SPLIT]
@@ -434,26 +398,12 @@ def heads_side_by_side(out: Tensor, n_head: int, dtype: torch.dtype) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """Turns x [..., D] by the angles of `RotaryEmbedding`: j and j + D / 2 are a pair. Checkpoints have most heads in
-    this order; the others are put in it when they are read (see `hf/names.py`).
-
-    Args:
-        out: where to, of the shape and dtype of x. None: a new tensor.
-    """
+    """Turns x [..., D] by the angles of `RotaryEmbedding`: j and j + D / 2 are a pair. out: where to; None: a new
+    tensor."""
     if x.is_cuda and not is_compiling():
-        if out is None and x.numel() <= FEW_ELEMENTS:
-            return _in_five_kernels(x, cos, sin)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        return _in_three_kernels(x, cos, sin, out)
+        return _in_three_kernels(x, cos, sin, x.new_empty(x.shape) if out is None else out)
     y = (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
     return y if out is None else out.copy_(y)
-
-
-def _in_five_kernels(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` with the same bits. For few elements that is faster than three kernels that convert."""
-    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-    first, second = wide.chunk(2, -1)
-    return torch.addcmul(wide * cos, torch.cat([second, first], -1), sin).to(x.dtype)
 
 
 def _in_three_kernels(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 Shapes: B batch, K KV heads, G query heads per KV head, M rows of a block, T tail slots, D head_dim.
 """
 
-import functools
+import copy
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,9 +18,9 @@ from ..attention import rotate
 from ..cpu import MANY_ROWS, MIN_ROWS
 from ..model import ModelConfig, RotaryEmbedding, eager
 from ..runtime.graphs import put
-from . import prefix
 from .kv_cache import KVCache
 from .offload import Passage
+from .prefix import GROWTH
 from .store import Extent, View
 
 
@@ -27,12 +29,8 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
     """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T]; and of
     a tree whose rows see their paths apart, the slots of these [B, M, P] and their bias [B, 1, 1, M, P]; or None.
 
-    Values have angles, too, of 0: all heads of a token are turned in one go.
-
-    Args:
-        tree: what has a `Layout`.
-        view_len, room: of a view that lies before the tail, [B], and its capacity. None, 0: there is none.
-        dtype: of the bias over slots.
+    Values have angles, too, of 0: all heads of a token are turned in one go. tree: what has a `Layout`. view_len [B],
+    room: length and capacity of a view that lies before the tail; None, 0: there is none. dtype: of the bias.
     """
     layout, first = tree.layout(start.device), start - prefix_len  # the pending token's slot
     rows, positions = tree.rows, start[:, None] + layout.depths  # [B, M]
@@ -70,45 +68,30 @@ class TargetBlock:
         """start: [B], the position of each row's first token. extent: how much of the view is attended to.
 
         tree: a `TokenTree`, or else what has rows and a `Layout`.
-        on_piece: called with (layer, number, piece) for what `Passage.pieces` gives, before it is overwritten.
+        on_piece: see `Passage`.
         """
-        self.cache, self.view, self.rows, self.extent = cache, view, tree.rows, extent
-        self.keep_queries, self.compiled, self.on_piece = keep_queries, compiled, on_piece
-        self.passage = None if view.streams is None else Passage(view.streams, ahead=True)
-        tail = cache.tail
-        # Where `write` writes, and what it attends over.
-        self.written, room = (tail.storage, tail.room) if view.joined else (tail.kv, 0)
+        self.cache, self.view, self.extent, self.compiled = cache, view, extent, compiled
+        self.n_head, self.n_kv_head, self.keep_queries = cache.config.n_head, cache.config.n_kv_head, keep_queries
+        self.length_on_device, self.alone = view.length_on_device, view.joined and view.shared is None
+        self.passage = None if view.streams is None else Passage(view.streams, ahead=True, on_piece=on_piece)
+        tail, room = cache.tail, cache.tail.room if view.joined else 0
         self.cos, self.sin, self.slots, self.bias, self.path, self.path_bias = compiled(_target_geometry)(
             cache.rope, start, cache.prefix.len, tree, tail.slots, cache.config, view.len if room else None, room,
             torch.float32 if tail.slots + room > attention.AT_ONCE else tail.whole.dtype)  # as what it is added to
         self.ragged_bias = self.is_empty = None
-        dense, longest, starts = extent
-        if longest <= dense or view.joined:
-            return
         if view.length_on_device:
-            self.is_empty = (view.own_len == 0)[:, None, None]
-        else:
-            first, length = (0, view.own_len - view.starts) if starts else (dense, view.own_len)
-            self.ragged_bias = _view_bias(length, first, first + longest - dense, self.rows, cache.group,
-                                          tail.whole.dtype)
+            self.is_empty = (view.own_len == 0)[:, None, None] if extent.longest > extent.dense else None
+        elif extent.longest > extent.dense:
+            self.ragged_bias = _view_bias(view.own_len, *extent, tree.rows, cache.group, tail.whole.dtype)
 
-    def layer(self, i: int) -> "TargetLayer":
-        return TargetLayer(self, i)
-
-
-class TargetLayer:
-    """One layer of a TargetBlock. Compiled code sees attributes of its own: what it reads is then the same for all
-    layers."""
-
-    def __init__(self, block: TargetBlock, i: int):
-        cache, config, view = block.cache, block.cache.config, block.view
-        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
-        self.cos, self.sin, self.slots, self.bias = block.cos, block.sin, block.slots, block.bias
-        self.written = block.written[i]  # [2, B, K, T, D], or with the view before it
-        self.queries = cache.queries[i] if block.keep_queries else None
-        self.path, self.path_bias = block.path, block.path_bias
-        self.length_on_device, self.alone = view.length_on_device, view.joined and view.shared is None
-        self._block, self._i = block, i
+    def layer(self, i: int) -> "TargetBlock":
+        """Compiled code sees attributes of its own: what it reads is then the same for all layers."""
+        layer, tail = copy.copy(self), self.cache.tail
+        layer.i = i
+        # Where `write` writes, and what it attends over: [2, B, K, T, D], or with the view before it.
+        layer.written = (tail.storage if self.view.joined else tail.kv)[i]
+        layer.queries = self.cache.queries[i] if self.keep_queries else None
+        return layer
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
         """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], and what they see in the tail, or, where it lies
@@ -135,92 +118,49 @@ class TargetLayer:
         return k, v
 
     def read(self, q: Tensor) -> list:
-        """What the queries see in the view: states over what all rows share, over its dense part and over its ragged
-        part, where there are such. The ragged part comes last: where it weighs nothing, no bits depend on it."""
-        block, view = self._block, self._block.view
-        if self._i >= len(view.k):
-            return self._read_pieces(q)
-        states = []
-        if view.shared is not None:
-            states.append(over_shared(view, self._i, q, block.passage, block.on_piece))
-        if view.joined:
+        """States over what all rows share, over the view's dense part and over its ragged part, where there are such.
+        The ragged part comes last: where it weighs nothing, no bits depend on it."""
+        view, i, longest = self.view, self.i, self.extent.longest
+        if i >= len(view.k):
+            return [self.passage.attend(i, longest, partial(self._attend, q))]
+        states = [] if view.shared is None else [over_shared(view, i, q, self.passage)]
+        if view.joined or longest == 0:
             return states
-        k, v = view.k[self._i], view.v[self._i]
-        dense, longest, starts = block.extent
+        k, v, start = view.k[i], view.v[i], 0
         if view.length_on_device:
-            if longest:
-                states.append(attention.up_to(q, k, v, view.own_len, longest, view.places, block.is_empty))
-            return states
-        start = 0
+            return [*states, attention.up_to(q, k, v, view.own_len, longest, view.places, self.is_empty)]
         if view.packed is not None and q.shape[2] >= MIN_ROWS:
-            packed = view.packed[self._i]
-            states.append(packed.dense(q))
-            start = packed.length
-        if dense > start:
-            states.append(attention.dense(q, k[:, :, start:dense], v[:, :, start:dense]))
-        if starts:
-            states.append(attention.as_batch([
-                attention.dense(one[None], *(x[row, None, :, dense : starts[row]] for x in (k, v)))
-                for row, one in enumerate(q)]))
-        if block.ragged_bias is not None:
-            states.append(self._ragged(q, k, v))
+            states.append(view.packed[i].dense(q))
+            start = view.packed[i].length
+        return states + self._attend(q, start, k[:, :, start:longest], v[:, :, start:longest])
+
+    def _attend(self, q: Tensor, start: int, k: Tensor, v: Tensor) -> list:
+        """States over K and V [B, K, n, D] of positions from `start` on: over those that all rows see, and over the
+        others, GROWTH at a time."""
+        offset = self.extent.dense - start  # of what is masked
+        split = min(max(offset, 0), k.shape[2])
+        states = [attention.dense(q, k[:, :, :split], v[:, :, :split])] if split else []
+        for begin in range(split, k.shape[2], GROWTH):
+            here = slice(begin, min(begin + GROWTH, k.shape[2]))
+            bias = self.ragged_bias[..., here.start - offset : here.stop - offset]
+            states.append(attention.masked(q, k[:, :, here], v[:, :, here], bias, long=True))
         return states
 
-    def _ragged(self, q: Tensor, k: Tensor, v: Tensor) -> attention.State:
-        """Over what is masked, GROWTH positions at a time."""
-        (dense, longest, starts), states = self._block.extent, []
-        for begin in range(0, longest - dense, prefix.GROWTH):
-            end = min(begin + prefix.GROWTH, longest - dense)
-            if starts:
-                seen = (torch.stack([x[row, :, first + begin : first + end] for row, first in enumerate(starts)])
-                        for x in (k, v))
-            else:
-                seen = (x[:, :, dense + begin : dense + end] for x in (k, v))
-            states.append(attention.masked(q, *seen, self._block.ragged_bias[..., begin:end], long=True))
-        return functools.reduce(attention.merge, states)
 
-    def _read_pieces(self, q: Tensor) -> list:
-        """The same of a layer that streams past: the states of its pieces, merged as they come."""
-        block, merged = self._block, []
-        dense, longest, _ = block.extent
-        for number, kv in block.passage.pieces(self._i, longest):
-            start = number * block.view.offload.piece
-            k, v = kv[:, :, : longest - start].transpose(2, 3)  # [B, K, n, D] each
-            split = min(max(dense - start, 0), k.shape[2])
-            states = [attention.dense(q, k[:, :, :split], v[:, :, :split])] if split else []
-            if split < k.shape[2]:
-                bias = block.ragged_bias[..., start + split - dense : start + k.shape[2] - dense]
-                states.append(attention.masked(q, k[:, :, split:], v[:, :, split:], bias, long=True))
-            merged = [functools.reduce(attention.merge, merged + states)]
-            if block.on_piece is not None:
-                block.on_piece(self._i, number, kv)
-        return merged
-
-
-def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None, on_piece=None,
-                once: bool = False) -> attention.State:
+def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None,
+                attend: Callable = attention.shared) -> attention.State:
     """The state of queries [B, K, R, D] over layer i of what all rows have before a view, perhaps one of parts.
 
-    Args:
-        passage: of what streams past, if anything does.
-        on_piece: see `TargetBlock`.
-        once: it is a prefill's: the kernel may depend on the number of rows. In a round on a CPU it may not: rows that
-            end would change the bits of the others.
+    A prefill attends by `attention.dense`, whose kernel may depend on the number of rows. In a round on a CPU it may
+    not: rows that end would change the bits of the others. passage: of what streams past, if anything does.
     """
     shared, base = view.shared, view.base
     if i < len(shared.k):
-        rows = len(q) * q.shape[2]
-        if shared.packed is not None and rows >= MIN_ROWS and not (once and rows >= MANY_ROWS):
+        rows, most = len(q) * q.shape[2], MANY_ROWS if attend is attention.dense else math.inf
+        if shared.packed is not None and MIN_ROWS <= rows < most:
             return attention.of_batch(shared.packed[i].dense, q)
-        return attention.shared(q, shared.k[i][:, :, :base], shared.v[i][:, :, :base], once)
-    states = []
-    for number, kv in passage.pieces(i, base):
-        k, v = kv[:, :, : base - number * shared.offload.piece].transpose(2, 3)  # [1, K, n, D] each
-        states.append(attention.merge_parts(*attention.shared(q, k, v, once)))
-        states = [functools.reduce(attention.merge, states)]
-        if on_piece is not None:
-            on_piece(i, number, kv)
-    return states[0]
+        return attend(q, shared.k[i][:, :, :base], shared.v[i][:, :, :base])
+    return passage.attend(i, base, lambda _, k, v: [attention.merge_parts(*attend(q, k, v))])
 
 
 @dataclass
@@ -231,64 +171,56 @@ class PrefillBlock:
     rows: range  # of the batch, with the same positions
     start: int
     stop: int
-    begin: int  # of the whole prefill that this chunk is a part of
-    end: int
+    is_first: bool  # of the chunks of a prefill
     lengths: list[int]  # where the tokens of each row end; what comes after is padding
     keep_queries: bool
     passage: Passage | None  # of all chunks together, where a shared prefix streams past
-    on_layer: Callable[[int], None] | None  # called with each layer's number when the last chunk's K and V are written
+    on_layer: Callable[[int], None] | None  # called with each layer's number when K and V are written
 
     def __post_init__(self):
         place = torch.arange(self.start, self.stop, device=self.cache.prefix.len.device)
         self.cos, self.sin = self.cache.rope(place)  # [M, D]
+        self.n_head, self.n_kv_head = self.cache.config.n_head, self.cache.config.n_kv_head
 
-    def layer(self, i: int) -> "PrefillLayer":
-        return PrefillLayer(self, i)
-
-
-class PrefillLayer:
-    """One layer of a PrefillBlock."""
-
-    def __init__(self, block: PrefillBlock, i: int):
-        self.block, self.i, prefix = block, i, block.cache.prefix
-        self.n_head, self.n_kv_head = block.cache.config.n_head, block.cache.config.n_kv_head
-        self.offload = prefix.offload if i >= prefix.num_resident else None
-        if self.offload is not None and block.start == block.begin:
-            self.offload.open_work(i, block.rows.start, block.begin, block.end)
-        kv = prefix.working_layer(i, block.rows)  # K, V [B, K, S, D], from position `base` on
-        start, stop = block.start - prefix.base, block.stop - prefix.base
-        self.before = [x[:, :, :start] for x in kv]
-        self.k, self.v = (x[:, :, start:stop] for x in kv)  # [B, K, M, D]
+    def layer(self, i: int) -> "PrefillBlock":
+        layer, prefix = copy.copy(self), self.cache.prefix
+        layer.i, layer.offload = i, prefix.offload if i >= prefix.num_resident else None
+        if layer.offload is not None and self.is_first:
+            layer.offload.open_work(i, self.rows.start, self.start)
+        kv = prefix.working_layer(i, self.rows)  # K, V [B, K, S, D], from position `base` on
+        start, stop = self.start - prefix.base, self.stop - prefix.base
+        layer.before = [x[:, :, :start] for x in kv]
+        layer.k, layer.v = (x[:, :, start:stop] for x in kv)  # [B, K, M, D]
+        return layer
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
         """Unrotated [B, H + 2K, M, D] -> queries [B, H, M, D]; K and V are written."""
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
-        q = rotate(q, self.block.cos, self.block.sin)
-        rotate(k, self.block.cos, self.block.sin, out=self.k)
+        q = rotate(q, self.cos, self.sin)
+        rotate(k, self.cos, self.sin, out=self.k)
         self.v.copy_(v)
         return q, []
 
     def close(self, q: Tensor) -> None:
         """All that a chunk leaves behind is there, once its last queries are kept."""
-        block = self.block
         if self.offload is not None:
-            self.offload.store_chunk(self.i, block.rows.start, block.start, block.stop)
-        if block.keep_queries:
-            for row, mine, length in zip(block.rows, q, block.lengths, strict=True):
-                newest = length - block.start
-                count = min(block.cache.newest, newest)
-                block.cache.queries[self.i][row][:, :count] = mine[:, newest - count : newest]
-        if block.on_layer is not None and block.stop == block.end:
-            block.on_layer(self.i)
+            self.offload.store_chunk(self.i, self.rows.start, self.start, self.stop)
+        if self.keep_queries:
+            for row, mine, length in zip(self.rows, q, self.lengths, strict=True):
+                newest = length - self.start
+                count = min(self.cache.newest, newest)
+                self.cache.queries[self.i][row][:, :count] = mine[:, newest - count : newest]
+        if self.on_layer is not None:
+            self.on_layer(self.i)
 
     def read(self, q: Tensor) -> list:
         """The causal square of the chunk, and all that comes before it, unmasked."""
         self.close(q)
-        group, prefix, rows = self.n_head // self.n_kv_head, self.block.cache.prefix, q.shape[2]
+        group, prefix, rows = self.cache.group, self.cache.prefix, q.shape[2]
         own = attention.causal(q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1))
         q, before = attention.fold(q, self.n_kv_head), []
         if prefix.shared is not None:
-            before.append(attention.merge_parts(*over_shared(prefix, self.i, q, self.block.passage, once=True)))
+            before.append(over_shared(prefix, self.i, q, self.passage, attention.dense))
         if self.before[0].shape[2]:
             # A number of rows that is met once only needs one plan for all keys.
             once = rows & (rows - 1)
@@ -302,10 +234,9 @@ def prefill_blocks(cache: KVCache, rows: range, start: int, stop: int, size: int
     """Chunks of at most `size` of the tokens [start, stop) of some rows: what `Transformer.prefill` takes.
 
     Args:
-        lengths: where the tokens of each row end; rows that end differently are prefilled in one chunk. None: at
-            `stop`.
+        lengths: where the tokens of each row end; rows that end differently are one chunk. None: at `stop`.
         keep_queries: of the last tokens, for a view to choose by.
-        on_layer: see `PrefillBlock`.
+        on_layer: called with each layer's number when all K and V are written.
     """
     lengths, passage = lengths or [stop] * len(rows), None
     edges = [*range(start, stop, size), stop]
@@ -322,5 +253,6 @@ def prefill_blocks(cache: KVCache, rows: range, start: int, stop: int, size: int
             cache.query_weight[row] = place < min(length - edges[-2], cache.newest)
     if cache.prefix.streams is not None:
         passage = Passage(cache.prefix.streams)
-    return [(a - start, b - start, PrefillBlock(cache, rows, a, b, start, stop, lengths, keep_queries and b == stop,
-                                                passage, on_layer)) for a, b in itertools.pairwise(edges)]
+    return [(a - start, b - start, PrefillBlock(cache, rows, a, b, a == start, lengths, keep_queries and b == stop,
+                                                passage, on_layer if b == stop else None))
+            for a, b in itertools.pairwise(edges)]

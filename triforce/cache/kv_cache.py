@@ -1,15 +1,12 @@
 """A target's keys and values for one batch: a long prefix and a short tail, shared by all levels.
 
 The **prefix** holds whole multiples of `flush_interval` tokens of a row and needs no mask. The **tail** holds the
-newest tokens in a static shape: those after the last flush and the block being computed. Where a token's K/V lie is
-thus a function of its absolute position alone, so a step of a given block size computes the same bits whatever was
-drafted before. To undo drafted tokens is to forget a length: their slots are overwritten. All views share the tail, so
-what the full level verifies, the others see.
+newest tokens in a static shape: those after the last flush and the block being computed. Where a token's K/V lie is a
+function of its position alone, so a step computes the same bits whatever was drafted before. To undo drafted tokens is
+to forget a length. All views share the tail, so what the full level verifies, the others see.
 
 Shapes: B batch, K KV heads, T tail slots, M rows of a block, C chunks, D head_dim.
 """
-
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -46,8 +43,7 @@ class Tail(Store):
         return self.kv
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copies slots to others in all layers, for each row: source, target [B, n]. All are read before any is
-        written."""
+        """Copies slots to others in all layers: source, target [B, n]. All are read before any is written."""
         rows = torch.arange(len(source), device=source.device)[:, None]
         kv = self.whole[:, :, rows, :, self.room + source]  # [B, n, L, 2, K, D]
         torch.ops.aten.index_put_(self.whole, [None, None, rows, None, self.room + target], kv)
@@ -66,8 +62,7 @@ class KVCache(Store):
         budget: tokens of a view that is to lie before the tail; 0: none.
         chunk_size: tokens whose mean key is kept; 0: none is.
         newest: queries that a view is chosen by, at most. None: block_size.
-        ahead: slots of the tail behind those of a flush interval, for a block that starts just before a flush, and for
-            a drafting level that runs ahead. None: 2 * block_size.
+        ahead: slots of the tail behind those of a flush interval, for what is drafted ahead. None: 2 * block_size.
         offload: keeps the prefix of the last layers. None: all of it is on the device.
         shared: the prefix that all rows have in common.
         runs_on: the device whose kernels will read it, if it is not the one that it is allocated on.
@@ -82,6 +77,7 @@ class KVCache(Store):
         runs_on = torch.device(device if runs_on is None else runs_on)
         self.prefix = PrefixStore(config, batch, capacity, device, dtype, offload=offload, chunk_size=chunk_size,
                                   length_on_device=attention.spans(runs_on, dtype, config.head_dim), shared=shared)
+        self.lens = self.prefix.lens  # tokens of each row's prefix
         # In bf16 on a CPU, the kernel for unmasked keys is worth more than one call over view and tail.
         joins = runs_on.type == "cuda" or dtype == torch.float32
         self.joins_view = joins and budget > 0
@@ -89,27 +85,12 @@ class KVCache(Store):
         self.tail = Tail(config, batch, slots, aligned(budget) if joins else 0, device, dtype)
         # What views are chosen by: the queries of the block that was last verified.
         rows = (batch, config.n_head, block_size, config.head_dim)
-        self.all_queries = torch.zeros(config.n_layer, *rows, device=device, dtype=dtype)
-        self.queries = list(self.all_queries)  # by layer
-        # [B, M], 1 for the rows whose tokens were kept
-        self.query_weight = torch.zeros(batch, block_size, dtype=torch.float32, device=device)
+        self.queries = list(torch.zeros(config.n_layer, *rows, device=device, dtype=dtype))  # by layer
+        self.query_weight = torch.zeros(batch, block_size, dtype=torch.float32, device=device)  # [B, M]: 1 if kept
         self.newest = block_size if newest is None else newest
 
-    @property
-    def lens(self) -> list[int]:
-        """Tokens of each row's prefix."""
-        return self.prefix.lens
-
     def tensors(self) -> list[Tensor]:
-        return [*self.prefix.tensors(), *self.tail.tensors(), self.all_queries, self.query_weight]
-
-    def newest_queries(self, queries: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """What a row's view is chosen by, of its queries [..., M, D] and their weights [M]: [..., m, D] and [m]. Of a
-        tree, those of the tokens that were kept, and as many others, of weight 0, as are missing."""
-        if len(weight) == self.newest:
-            return queries, weight
-        kept = weight.topk(self.newest).indices
-        return queries.index_select(-2, kept), weight[kept]
+        return [*self.prefix.tensors(), *self.tail.tensors(), *self.queries, self.query_weight]
 
     def whole(self, length: int) -> int:
         """Of so many tokens, those that lie in the prefix: whole flush intervals."""
@@ -129,18 +110,6 @@ class KVCache(Store):
         for i in range(self.config.n_layer):
             self.tail.store(i, row, 0, self.prefix.load(i, row, whole, length))
         self.prefix.truncate(row, whole)
-
-    def truncate_layer(self, i: int, rows: range, lengths: list[int]) -> None:
-        """The same for one layer of some rows that a prefill has just written, while it is at hand; scores its chunks.
-        Rows that move the same way move together, the shorter ones with what pads them."""
-        base, layer = self.prefix.base, self.prefix.working_layer(i, rows)  # K, V
-        for whole, some in groupby(range(len(rows)), lambda n: self.whole(lengths[n])):
-            some = list(some)
-            here, stop = slice(some[0], some[-1] + 1), max(lengths[n] for n in some)
-            for x, tail in zip(layer, self.tail.kv[i][:, rows.start : rows.stop], strict=True):
-                tail[here, :, : stop - whole] = x[here, :, whole - base : stop - base]
-            for n in some:
-                self.prefix.score(i, rows[n], base, layer[0][n, :, : whole - base])
 
     def spill_tail(self, row: int) -> None:
         """Copies the tail behind the prefix, so that a prefill can go on from there."""

@@ -2,27 +2,25 @@
 
 A piece is a few megabytes of one layer's keys and values, copied on a stream of its own into one of a few staging
 buffers, the next ones in flight while the device attends to this one. The pieces that a step, or a prefill, asks for
-one after the other are a **passage**. Its copies are enqueued far ahead of the device, so the host never waits within a
-step; the first ones even before tokens are drafted. A step with its passage can be recorded as a graph.
-
-Tokens lie in host memory one after the other, so that the keys, or the values, of any run of tokens are one contiguous
-copy. On a CPU, where host memory is the device's, a piece is a view and nothing is copied.
+one after the other are a **passage**. Its first copies are enqueued before tokens are drafted. A step with its passage
+can be recorded as a graph. On a CPU, where host memory is the device's, a piece is a view and nothing is copied.
 
 Shapes: B batch, K KV heads, S capacity, P tokens of a piece, D head_dim.
 """
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import islice
 
 import torch
 from torch import Tensor
 
+from .. import attention
 from ..errors import UserError
 from ..model import ModelConfig
 
-# From 8 MB on, copies run at the full speed of the bus (measured on an H200). To pick tokens for a view out of a piece
-# takes as long for a small one as for a large one.
+# From 8 MB on, copies run at the full speed of the bus. To pick a view's tokens out of a piece takes the same time.
 PIECE_BYTES = 64 * 2**20
 # The bus runs ahead by so many pieces while the device does the rest of a layer's work, and by no more than a layer.
 STAGING_BUFFERS = 3, 8  # at least, and at most
@@ -30,16 +28,11 @@ STAGING_BUFFERS = 3, 8  # at least, and at most
 FEW_PIECES = 2
 
 
-def piece_tokens(bytes_per_token: int, interval: int, capacity: int, wanted: int | None = None) -> int:
-    """Tokens of a piece: as many as wanted, else the most whole flush intervals that PIECE_BYTES hold, at least one."""
-    return min(wanted or max(PIECE_BYTES // (bytes_per_token * interval), 1) * interval, capacity)
-
-
 class Offload:
     """K and V of layers `num_resident` and up.
 
     Args:
-        piece: tokens of a piece. None: as many as make PIECE_BYTES.
+        piece: tokens of a piece. None: the most whole flush intervals that PIECE_BYTES hold, at least one.
         runs_on: the device that it is meant for, if it is not the one that it is allocated on.
 
     Raises:
@@ -52,7 +45,7 @@ class Offload:
         self.layers = range(num_resident, config.n_layer)
         token = (config.n_kv_head, config.head_dim)
         bytes_per_token = batch * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
-        self.piece = piece_tokens(bytes_per_token, interval, capacity, piece)
+        self.piece = min(piece or max(PIECE_BYTES // (bytes_per_token * interval), 1) * interval, capacity)
         self.on_cuda = self.device.type == "cuda"
         self.host: dict[int, Tensor] = {}  # by layer: K and V, [2, B, S, K, D]
         self._pinned: list[Tensor] = []
@@ -101,8 +94,7 @@ class Offload:
         return length <= FEW_PIECES * self.piece
 
     def run_ahead(self, length: int) -> None:
-        """Before a step over `length` tokens, when the host has seen the end of the one before: enqueues copies of its
-        first pieces, as many as there are buffers."""
+        """Before a step over `length` tokens: enqueues copies of its first pieces, as many as there are buffers."""
         if not self.on_cuda:
             return
         self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))  # the buffers may be in use
@@ -126,13 +118,12 @@ class Offload:
         """Writes [2, K, n, D] from the device at `start`, and waits for it: once a flush, a few megabytes."""
         self.host[i][:, row, start : start + kv.shape[2]] = kv.transpose(1, 2).cpu()
 
-    def open_work(self, i: int, row: int, start: int, stop: int) -> None:
-        """Before a prefill's tokens [start, stop) go through layer i: the layer before has been copied out, and the
-        row's earlier tokens come to the device."""
+    def open_work(self, i: int, row: int, start: int) -> None:
+        """Before a prefill's tokens from `start` on go through layer i: the row's earlier ones come to the device."""
         if not self.on_cuda:
             return
         if self._work is None:
-            shape = (stop, *self.staging[0].shape[3:])
+            shape = self.host[i].shape[2:]
             self._work = self.staging[0].new_empty(shape), self.staging[0].new_empty(shape)
         torch.cuda.current_stream(self.device).wait_stream(self.copy_stream)
         for work, host in zip(self._work, self.host[i][:, row], strict=True):
@@ -163,24 +154,27 @@ class Passage:
 
     Args:
         ahead: it is that of a step, whose first pieces are copied by `Offload.run_ahead`.
+        on_piece: called with (layer, start, piece [2, B, P, K, D]) for each that has been attended to.
     """
 
-    def __init__(self, offload: Offload, ahead: bool = False):
-        self.offload, self._count, buffers = offload, 0, len(offload.staging)
+    def __init__(self, offload: Offload, ahead: bool = False, on_piece: Callable | None = None):
+        self.offload, self.on_piece, self._count, buffers = offload, on_piece, 0, len(offload.staging)
         self._ahead = buffers if ahead else 0
         self._free: list[torch.cuda.Event | None] = [None] * buffers  # by buffer: its last reader has been enqueued
 
-    def pieces(self, i: int, length: int) -> Iterator[tuple[int, Tensor]]:
-        """(number, [2, B, P, K, D]) of the pieces of layer i that hold tokens before `length`.
-
-        What a piece holds at `length` and beyond is undefined. It is the caller's until the next one is asked for.
-        """
-        size = self.offload.piece
-        for number, start in enumerate(range(0, length, size)):
+    def attend(self, i: int, length: int, attend: Callable[[int, Tensor, Tensor], list]) -> attention.State:
+        """The state over layer i's tokens before `length`. attend: gives those over K, V [B, K, n, D] from `start`."""
+        size, merged = self.offload.piece, []
+        for start in range(0, length, size):
             if self.offload.on_cuda:
-                yield number, self._fetch(i, start, length)
+                piece = self._fetch(i, start, length)
             else:
-                yield number, self.offload.host[i][:, :, start : start + size]
+                piece = self.offload.host[i][:, :, start : start + size]
+            states = attend(start, *piece[:, :, : length - start].transpose(2, 3))
+            merged = [functools.reduce(attention.merge, merged + states)]
+            if self.on_piece is not None:
+                self.on_piece(i, start, piece)
+        return merged[0]
 
     def _fetch(self, i: int, start: int, length: int) -> Tensor:
         """Enqueues a copy, if that was not done before the step, and has the compute stream wait for it."""

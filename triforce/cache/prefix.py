@@ -14,7 +14,6 @@ from torch import Tensor
 from .. import attention
 from ..cpu import MIN_TOKENS, PackedPrefix
 from ..model import ModelConfig
-from ..runtime.graphs import staged
 from .offload import Offload
 from .store import Extent, View
 
@@ -25,10 +24,9 @@ STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kern
 class PrefixStore(View):
     """The first layers lie on the device, in `k` and `v`, the others, if any, in `offload`.
 
-    A batch's rows flush at different times, and a row's bits must not depend on when its neighbours do. Where a kernel
-    reads each row's length on the device, its bound is what no row will outgrow. Elsewhere what is not masked stays
-    what it was when the batch began, and the masked part grows in steps of GROWTH, each a state of its own: a row that
-    has not come that far adds exactly nothing there.
+    A row's bits must not depend on when its neighbours flush. Where a kernel reads each row's length on the device, its
+    bound is what no row will outgrow. Elsewhere what is not masked stays what it was when the batch began, and the
+    masked part grows in steps of GROWTH, each a state of its own: a row that has not come that far adds nothing there.
 
     Args:
         capacity: tokens of a row, those of the shared prefix among them.
@@ -44,27 +42,20 @@ class PrefixStore(View):
         slots = capacity - self.base
         super().__init__(config, batch, slots, device, dtype, num_layers=offload and offload.num_resident)
         self.offload, self.capacity, self.chunk_size = offload, capacity, chunk_size
+        self.num_resident = len(self.k)  # layers on the device: the first so many
         self.streams = offload if shared is None else shared.offload
         self.length_on_device = length_on_device and offload is None
         self.places = attention.places(self.k[0]) if self.k else None
-        self.starts = torch.zeros(batch, dtype=torch.int32, device=device)  # what `extent` says of them, on the device
         chunks = (batch, config.n_kv_head, slots // chunk_size if chunk_size else 0, config.head_dim)
-        self.all_chunk_keys = torch.zeros(config.n_layer, *chunks, device=device, dtype=dtype)
-        self.chunk_keys = list(self.all_chunk_keys)  # by layer [B, K, C, D]: the mean key of every chunk
+        # By layer [B, K, C, D]: the mean key of every chunk.
+        self.chunk_keys = list(torch.zeros(config.n_layer, *chunks, device=device, dtype=dtype))
         self.own_len = torch.zeros(batch, dtype=torch.int32, device=device)  # [B], `len` without the base; see `close`
         for row in range(batch):
             self.truncate(row, self.base)
 
-    @classmethod
-    def blank(cls, config: ModelConfig, length: int, device, dtype) -> "PrefixStore":
-        """One row of so many tokens, to be shared where nothing is computed: by plans of memory."""
-        store = cls(config, 1, length, device, dtype)
-        store.truncate(0, length)
-        return store
-
     def tensors(self) -> list[Tensor]:
         host = [] if self.offload is None else self.offload.host.values()
-        return [*super().tensors(), *host, self.all_chunk_keys]
+        return [*super().tensors(), *host, *self.chunk_keys]
 
     def part(self, length: int) -> "PrefixStore":
         """The same storage, seen as one row of `length` tokens, for others to share."""
@@ -78,8 +69,7 @@ class PrefixStore(View):
         self.own_len[row].fill_(length - self.base)
 
     def close(self, row: int) -> None:
-        """Nobody looks at what a row says, until it is truncated: where a kernel reads lengths on the device, it reads
-        no more than one key of it. That one needs no mask."""
+        """Nobody looks at what a row says, until it is truncated: a kernel that reads lengths reads one key of it."""
         if self.length_on_device:
             self.own_len[row].clamp_(max=1)
 
@@ -88,16 +78,10 @@ class PrefixStore(View):
         """`lens` without the base."""
         return [length - self.base for length in self.lens]
 
-    @property
-    def num_resident(self) -> int:
-        """Layers on the device: the first so many."""
-        return len(self.k)
-
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
         if start < self.base:
-            parts = [self.shared.load(i, 0, start, min(stop, self.base))]
-            parts += [self.load(i, row, self.base, stop)] if stop > self.base else []
-            return torch.cat(parts, 2)
+            common = self.shared.load(i, 0, start, min(stop, self.base))
+            return common if stop <= self.base else torch.cat([common, self.load(i, row, self.base, stop)], 2)
         if i < self.num_resident:
             return super().load(i, row, start - self.base, stop - self.base)
         return self.offload.load(i, row, start, stop)
@@ -109,12 +93,16 @@ class PrefixStore(View):
             self.offload.store(i, row, start, kv)
 
     def score(self, i: int, row: int, start: int, k: Tensor) -> None:
-        """Keeps the mean keys of the chunks in k [K, n, D], which begin at `start`. Both are multiples of
-        chunk_size."""
+        """Keeps the mean keys of the chunks in k [K, n, D], which begin at `start`: whole chunks."""
         if self.chunk_size and k.shape[1]:
             means = k.unflatten(1, (-1, self.chunk_size)).mean(2)  # [K, C, D]
             first = (start - self.base) // self.chunk_size
             self.chunk_keys[i][row, :, first : first + means.shape[1]] = means
+
+    def score_layer(self, i: int, rows: range, start: int, stops: list[int]) -> None:
+        """`score` of tokens [start, stop) of some rows, in a layer that a prefill has just written."""
+        for row, k, stop in zip(rows, self.working_layer(i, rows)[0], stops, strict=True):
+            self.score(i, row, start, k[:, start - self.base : stop - self.base])
 
     def layer(self, i: int, row: int) -> tuple[Tensor, Tensor]:
         """K and V of layer i as they lie, from `base` on: [K, S, D] each, on the device or on the host."""
@@ -124,8 +112,7 @@ class PrefixStore(View):
         return k, v
 
     def whole_layer(self, i: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of the first `length` tokens of row 0 in layer i, those of the shared prefix among them: [K, S, D]
-        each, where they lie, or, of two parts, where the first lies."""
+        """K and V of the first `length` tokens of row 0 [K, S, D], where they lie, or where what is shared lies."""
         own = [x[:, : length - self.base] for x in self.layer(i, 0)]
         if self.shared is None:
             return tuple(own)
@@ -133,8 +120,8 @@ class PrefixStore(View):
         return tuple(torch.cat([first, rest.to(first.device)], 1) for first, rest in zip(shared, own, strict=True))
 
     def working_layer(self, i: int, rows: range) -> tuple[Tensor, Tensor]:
-        """Layer i as a prefill of these rows writes and reads it, from `base` on: K, V, each [B, K, at least as far as
-        it came, D]. Of an offloaded layer there is one row at a time."""
+        """Layer i as a prefill of these rows writes and reads it, from `base` on: K, V [B, K, S, D] each. Where it is
+        offloaded, there is one row at a time."""
         if i < self.num_resident:
             here = slice(rows.start, rows.stop)
             return self.k[i][here], self.v[i][here]
@@ -151,27 +138,18 @@ class PrefixStore(View):
 
     def open(self, ends: list[int]) -> None:
         """The prompts are in, and no row will outgrow its end: decides what of a batch is masked."""
-        self._batch_extent, own = None, self.own_lens
-        if len(own) == 1 and (self.length_on_device or self.shared is None):
-            return
-        dense, longest, starts = min(own), max(ends) - self.base, ()
-        # The pieces of what streams past are those of all rows.
-        if not self.length_on_device and self.offload is None and max(own) > dense:
-            grown = max(end - length for end, length in zip(ends, self.lens, strict=True))
-            room = self.capacity - max(self.lens)  # what is read has to lie there, even if it is masked
-            longest, starts = dense + min(grown, room), tuple(own)
-            self.starts.copy_(staged(own, self.starts.device), non_blocking=True)
-        self._batch_extent = Extent(dense, longest, starts)
+        self._batch_extent = None
+        if len(ends) > 1 or self.shared is not None and not self.length_on_device:
+            self._batch_extent = Extent(min(self.own_lens), max(ends) - self.base)
 
     @property
     def extent(self) -> Extent:
         """It counts from `base` on."""
-        own = self.own_lens
-        dense, longest, starts = self._batch_extent or Extent(min(own), max(own))
+        grown = max(self.own_lens)
+        dense, longest = self._batch_extent or Extent(min(self.own_lens), grown)
         if self.length_on_device:
             bound = min(-(-longest // STRIDE) * STRIDE, self.capacity - self.base)
             return Extent(bound if dense else 0, bound)
         if self._batch_extent is not None:
-            grown = max(length - start for length, start in zip(own, starts or [dense] * len(own), strict=True))
-            longest = min(longest, dense + max(-(-grown // GROWTH), 1) * GROWTH)
-        return Extent(dense, longest, starts)
+            longest = min(longest, dense + max(-(-(grown - dense) // GROWTH), 1) * GROWTH)
+        return Extent(dense, longest)

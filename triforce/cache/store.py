@@ -1,17 +1,14 @@
 """The contract of everything that keeps keys and values.
 
 A forward pass is given a **block** of a store as its `kv`: some rows at consecutive positions. Built once a step, it
-holds what all layers share (angles, masks, slots). Its `layer(i)` has two methods:
+holds what all layers share (angles, masks, slots). Its `layer(i)` is the same with what is that layer's own, and has
+two methods. Each returns partial states, which the layer merges (see `attention.py`):
 
 - `write(heads)` takes a layer's new keys and values in, and attends over what is small and of static shape. It is
   compiled together with the layer around it.
-- `read(queries)` attends over what is long. It calls fixed kernels, whose lengths may change without anything being
-  compiled anew.
+- `read(queries)` attends over what is long, by fixed kernels: nothing is compiled anew as lengths change.
 
-Each returns partial states, which the layer merges (see `attention.py`).
-
-The rest of the library handles a store by rows and positions, with the methods of `Store`. What is written is never
-erased: `truncate` forgets a length, and later tokens overwrite the slots.
+The rest of the library uses the methods of `Store`. What is written is never erased: `truncate` forgets a length.
 
 Shapes: B batch, K KV heads, S capacity, D head_dim.
 """
@@ -25,17 +22,11 @@ from ..model import ModelConfig
 
 
 class Extent(NamedTuple):
-    """How much of a view is attended to, and by which kernel. A recorded graph serves one extent.
-
-    Where the kernel reads each row's length on the device, `longest` is a bound of them all, and `dense` is the same,
-    or 0 if some row sees nothing.
-    """
+    """How much of a view is attended to. A recorded graph serves one extent. Where the kernel reads lengths on the
+    device, `longest` is a bound of them all, and `dense` the same, or 0 if some row sees nothing."""
 
     dense: int = 0  # positions that every row sees
     longest: int = 0  # positions that some row sees; those from `dense` on are masked per row
-    # Per row, where its masked positions begin: those between `dense` and there are attended to row by row. Empty: at
-    # `dense`, for all rows.
-    starts: tuple[int, ...] = ()
 
 
 class Store:
@@ -45,15 +36,12 @@ class Store:
 
     def tensors(self) -> list[Tensor]:
         """All that is kept."""
-        raise NotImplementedError
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
         """Keys and values of layer i at positions [start, stop) of a row: [2, K, stop - start, D]."""
-        raise NotImplementedError
 
     def store(self, i: int, row: int, start: int, kv: Tensor) -> None:
         """Writes [2, K, n, D] at positions from `start` on."""
-        raise NotImplementedError
 
     def truncate(self, row: int, length: int) -> None:
         """Holds the first `length` tokens of a row."""
@@ -66,10 +54,8 @@ class Store:
 
 
 class View(Store):
-    """A run of keys and values per layer that a level attends to besides the tail.
-
-    Row b sees the first `lens[b]` positions of `k[layer]`, `v[layer]`, each [B, K, capacity, D].
-    """
+    """Keys and values that a level attends to besides the tail: row b sees the first `lens[b]` positions of `k[layer]`,
+    `v[layer]`, each [B, K, capacity, D]."""
 
     length_on_device = False  # its kernel reads lengths from `own_len`, and `extent` is an upper bound
     joined = False  # it lies right before the tail, in the same tensors: one call attends over both
@@ -110,7 +96,7 @@ class View(Store):
 
     @property
     def extent(self) -> Extent:
-        return Extent(min(self.lens), max(self.lens))
+        return Extent() if self.joined else Extent(min(self.lens), max(self.lens))  # with the tail, all of it is masked
 
     def _streamed(self, extent: Extent) -> int:
         """Tokens that a step streams past."""
@@ -121,8 +107,7 @@ class View(Store):
         return self.streams is None or self.streams.in_few_pieces(self._streamed(extent))
 
     def run_ahead(self) -> None:
-        """Begins to copy what the next step streams past. To be called before each step, and nothing that it reads may
-        change in between."""
+        """Begins to copy what the next step streams past: before each step, and nothing that it reads may change."""
         if self.streams is not None:
             self.streams.run_ahead(self._streamed(self.extent))
 

@@ -19,10 +19,8 @@ class StreamingCache(View):
     """Attention sinks and a ring of recent tokens (StreamingLLM, arXiv 2309.17453), for a draft of short context.
 
     Keys are stored unrotated and rotated by their rank in the cache whenever they are attended to, so that a model
-    trained on 2,048 positions never meets position 124,928. Whoever drafts with it holds the lengths.
-
-    Args:
-        slack: how many tokens at least may be written ahead and then forgotten. The ring holds `window_size + slack`.
+    trained on 2,048 positions never meets position 124,928. Whoever drafts with it holds the lengths. The ring holds
+    `window_size + slack` tokens: so many may be written ahead and then forgotten.
     """
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, num_sink: int, window_size: int,
@@ -68,22 +66,15 @@ class StreamingBlock:
     """`kv` of a draft's step: `rows` tokens a row of the batch, at consecutive positions from `start` [B]."""
 
     def __init__(self, cache: StreamingCache, start: Tensor, rows: int, compiled=eager):
-        self.cache, self.compiled = cache, compiled
-        config = cache.config
+        self.cache, self.compiled, config = cache, compiled, cache.config
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.key_cos, self.key_sin, self.cos, self.sin, self.slots, self.bias = compiled(_streaming_geometry)(
             cache.angles, start, rows, cache.num_sink, cache.window_size, config.query_group, cache.k[0].dtype)
 
-    def layer(self, i: int) -> "StreamingLayer":
-        return StreamingLayer(self, i)
-
-
-class StreamingLayer:
-    """One layer of a StreamingBlock."""
-
-    def __init__(self, block: StreamingBlock, i: int):
-        self.n_head, self.n_kv_head = block.cache.config.n_head, block.cache.config.n_kv_head
-        self.key_cos, self.key_sin, self.cos, self.sin = block.key_cos, block.key_sin, block.cos, block.sin
-        self.slots, self.bias, self.k, self.v = block.slots, block.bias, block.cache.k[i], block.cache.v[i]
+    def layer(self, i: int) -> "StreamingBlock":
+        layer = copy.copy(self)
+        layer.k, layer.v = self.cache.k[i], self.cache.v[i]
+        return layer
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
         """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D] and what they see in the whole cache."""

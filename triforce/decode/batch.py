@@ -6,6 +6,7 @@ out.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -222,29 +223,19 @@ class DecodeBatch:
 
     def _compute(self, rows: range, start: int, stops: list[int], on_progress) -> None:
         """K/V of the tokens from `start` to each row's stop, layer by layer, and the views of these rows."""
-        cache, view, offload = self.cache, self.hierarchy.view, self.cache.prefix.offload
-        for row, stop in zip(rows, stops, strict=True):
-            cache.prefix.truncate(row, cache.whole(stop))
-            if view is not None:
-                view.fit(row)
-
-        def on_layer(i: int) -> None:
-            cache.truncate_layer(i, rows, stops)
-            for row in rows if view is not None and offload is not None else ():
-                view.rebuild_layer(i, row)
-
-        end = max(stops)
+        cache, prefix, end = self.cache, self.cache.prefix, max(stops)
+        wholes = [cache.whole(stop) for stop in stops]
+        on_layer = partial(prefix.score_layer, rows=rows, start=prefix.base, stops=wholes)
         blocks = prefill_blocks(cache, rows, start, end, self.settings.prefill_chunk_size, lengths=stops,
                                 keep_queries=True, on_layer=on_layer)
         try:
             self.target.prefill(self.tape.tokens[rows.start : rows.stop, start:end], blocks, on_progress,
                                 cache_only=True)
         finally:
-            if offload is not None:
-                offload.close_work()
-        if view is not None and offload is None:
-            for row in rows:
-                view.open(row)
+            if prefix.offload is not None:
+                prefix.offload.close_work()
+        for row, stop in zip(rows, stops, strict=True):
+            self._seat(row, stop)
 
     def _seat(self, row: int, length: int) -> None:
         """Tail and view of a row as after a prefill of `length` tokens, which lie in the prefix."""

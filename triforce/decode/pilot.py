@@ -119,10 +119,10 @@ class Pilot:
         recorded, and drafts are to come, it takes the step that checks them, which is then recorded for them, too."""
         if self.fixed is not None:
             return self.fixed
+        gathering = self.hierarchy.gathering
+        if gathering is not None and gathering.is_stale and self.default.retrieval:
+            return DraftPlan(padded=self.padding.plain)  # what an earlier call selected must decide nothing
         if self.controller is None:
-            gathering = self.hierarchy.gathering
-            if gathering is not None and gathering.is_stale and self.default.retrieval:
-                return DraftPlan(padded=self.padding.plain)  # what an earlier call selected must decide nothing
             return replace(self.default, padded=self.padding.drafts if self.default.gamma else self.padding.plain,
                            padded_inner=self.padding.inner)
         if not self._begins:

@@ -212,10 +212,10 @@ class Verifier(Drafter):
         for _ in range(nodes.steps):
             self._growing(*self.view.extent)
 
-    def _grow(self, dense: int, longest: int, starts: tuple) -> None:
+    def _grow(self, dense: int, longest: int) -> None:
         compiled, growth = self._compiled, self.tape.nodes.growth
         tokens = compiled(Verifier._begin_growth)(self)
-        kv = TargetBlock(self.cache, self.view, self.base, growth, Extent(dense, longest, starts), False, compiled)
+        kv = TargetBlock(self.cache, self.view, self.base, growth, Extent(dense, longest), False, compiled)
         hidden = self.model(tokens, kv)
         compiled(Verifier._finish_growth)(self, hidden)
 
@@ -228,7 +228,7 @@ class Verifier(Drafter):
         position = self.base[:, None] + 1 + nodes.depths[nodes.here()]
         nodes.grow(self.tape.rank(self.model.output(hidden), position))
 
-    def _round(self, dense: int, longest: int, starts: tuple, plan: DraftPlan, probs: Tensor | None) -> None:
+    def _round(self, dense: int, longest: int, plan: DraftPlan, probs: Tensor | None) -> None:
         """`round`, with all that its graph depends on as arguments."""
         self.round(plan, probs)
 
@@ -236,12 +236,12 @@ class Verifier(Drafter):
         for drafter in self.drafters.values():
             drafter.commit(length)
 
-    def _step(self, dense: int, longest: int, starts: tuple, rows: int, gathers: bool, num_drafted: Tensor,
+    def _step(self, dense: int, longest: int, rows: int, gathers: bool, num_drafted: Tensor,
               probs: Tensor | None) -> None:
         compiled, tree = self._compiled, self.tree.cut(rows)
         nodes = self.tape.nodes if tree.size else None
         block = nodes.tokens if nodes else compiled(Verifier._begin)(self, tree)
-        kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest, starts),
+        kv = TargetBlock(self.cache, self.view, self.length, nodes or tree, Extent(dense, longest),
                          self.keep_queries, compiled, self.gathering.gather if gathers else None)
         hidden = self.model(block, kv)
         if self.hidden is not None:

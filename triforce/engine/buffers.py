@@ -247,9 +247,7 @@ class Buffers:
     def _compute(self, cache: KVCache, tokens: list[int], start: int, stop: int, on_progress) -> None:
         """Those of tokens [start, stop), after all before them."""
         store, offload = cache.prefix, cache.prefix.offload
-
-        def on_layer(i: int) -> None:
-            store.score(i, 0, start, store.working_layer(i, range(1))[0][0][:, start:stop])
+        on_layer = functools.partial(store.score_layer, rows=range(1), start=start, stops=[stop])
 
         def report(share: float) -> None:
             on_progress((start**2 + share * (stop**2 - start**2)) / self._whole(len(tokens)) ** 2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..cache.prefix import PrefixStore
-from ..cache.views import common_queries, scored_together
+from ..cache.views import common_queries
 from ..config import Placement, Settings
 from ..decode.batch import DecodeBatch
 from ..errors import UserError
@@ -60,10 +60,13 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     # half of PyTorch's compiler, a quarter of a second of every first answer.
     batch, base = sizes.batch, sizes.shared
     models = [None if config is None else _meta_model(config, dtype) for config in (target, draft)]
+    shared = PrefixStore(target, 1, base, "meta", dtype) if base else None
+    if shared is not None:
+        shared.truncate(0, base)
     state = DecodeBatch(*models, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
                   vocab_size=sizes.vocab_size, compiler=Compiler(torch.device("cpu")), runs_on=device,
                   num_resident_layers=sizes.resident_layers,
-                  shared=PrefixStore.blank(target, base, "meta", dtype) if base else None)
+                  shared=shared)
     view, prefix, own = state.hierarchy.view, state.cache.prefix, state.capacity - base
     kept = f"KV cache of {prefix.num_resident} resident layers" if prefix.offload else "KV cache"
     parts = [
@@ -142,8 +145,8 @@ def _probs_bytes(config: ModelConfig, settings: Settings, batch: int, levels: in
 
 def _choice_bytes(target: ModelConfig, draft: ModelConfig | None, settings: Settings, batch: int, own: int, base: int,
                   dtype: torch.dtype) -> int:
-    """Scores by the newest queries: of all chunks, as products and twice in float32, some layers at a time; or of all
-    tokens, with their softmax and what of it counts, a layer at a time. Those of what all rows share are by the queries
+    """Scores by the newest queries: of all chunks, as products and twice in float32; or of all tokens, with their
+    softmax and what of it counts; a layer at a time. Those of what all rows share are by the queries
     of all; of one of several rows, what is scored is copied, too."""
     of_tokens = settings.draft_cache == "snapkv"
     chooser = target if settings.retrieval or not of_tokens else draft
@@ -158,7 +161,7 @@ def _choice_bytes(target: ModelConfig, draft: ModelConfig | None, settings: Sett
         keys = chooser.n_kv_head * chooser.head_dim * scored * dtype.itemsize if copied else 0
         if of_tokens:
             return 12 * scores + keys
-        return (scores * (dtype.itemsize + 8) + keys) * scored_together(scores, chooser.n_layer)
+        return scores * (dtype.itemsize + 8) + keys
 
     return max(of(base, batch * common_queries(settings.block_size, batch), False),
                of(own, settings.block_size, batch > 1))

@@ -12,8 +12,7 @@ import stat
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from functools import partial
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import torch
@@ -127,8 +126,7 @@ def compiled(function: Callable) -> Callable:
 
 
 class Graphed:
-    """Runs a function as it is the first times, then records a graph per set of arguments and replays it. `prepare`
-    records it beforehand.
+    """Runs a function as it is the first times, then records a graph per set of arguments and replays it.
 
     What a function does must follow from its arguments, and from `Compiler.settings`: with those arguments that are no
     tensors, that is the graph's key. Within the recording of another graph it runs as it is, and becomes part of that.
@@ -138,7 +136,6 @@ class Graphed:
         self.function, self.compiler, self.num_lengths, self.warm_up = function, compiler, num_lengths, warm_up
         self.graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self.calls: Counter[tuple] = Counter()
-        self._unplayed: set[tuple] = set()  # keys of graphs that were recorded ahead: the first replay takes longer
 
     def __call__(self, *args) -> None:
         if torch.cuda.is_current_stream_capturing():  # part of a longer graph
@@ -151,33 +148,15 @@ class Graphed:
                 self.calls[kind] += 1
                 self.function(*args)
             else:
-                self._record(key, args)
+                self.graphs[key] = recorded(self.function, args, self.compiler)
+                if len(self.graphs) > KEPT_GRAPHS:
+                    self.graphs.popitem(last=False)
             self.compiler.num_recorded += 1
             self.compiler.seconds += time.perf_counter() - begun
             if runs:
                 return
-        elif key in self._unplayed:
-            self._unplayed.discard(key)
-            self.compiler.num_recorded += 1
         self.graphs.move_to_end(key)
         self.graphs[key].replay()
-
-    def prepare(self, *args) -> None:
-        """Records a call, if it is new. The device goes on with what it has to do. What is to be compiled has to have
-        run before: nothing can be compiled within a recording."""
-        key, kind = self._key(args)
-        if key in self.graphs or self.compiler.compiles and self.calls[kind] < self.warm_up:
-            return
-        self._record(key, args)
-        self.calls[kind] = self.warm_up
-        self._unplayed.add(key)
-        self.compiler.num_recorded += 1  # it may have taken longer than what the device does
-
-    def _record(self, key: tuple, args) -> None:
-        self.graphs[key] = recorded(self.function, args, self.compiler)
-        if len(self.graphs) > KEPT_GRAPHS:
-            oldest, _ = self.graphs.popitem(last=False)
-            self._unplayed.discard(oldest)
 
     def _key(self, args) -> tuple[tuple, tuple]:
         """What the graph of a call depends on, and what decides which kernels the call runs."""
@@ -212,9 +191,3 @@ def recorded(function: Callable, args, compiler: Compiler) -> torch.cuda.CUDAGra
                 gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
     return graph
-
-
-def preparations(step: Callable, *args) -> Iterator[Callable[[], None]]:
-    """What records a call of a step beforehand; nothing where the step is no graph."""
-    if isinstance(step, Graphed):
-        yield partial(step.prepare, *args)

@@ -9,7 +9,6 @@ rounds. `propose` and `commit` are parts of a step, which a GPU records.
 Shapes: B batch, M rows of the level that checks, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -28,8 +27,6 @@ class Drafter:
     # How many tokens it proposes follows from the plan and the tokens up to `start`. False where it depends on tokens
     # that it drafts, for instance if it stops at a full stop that it drew.
     settled_count = True
-    # A GPU may record its part of a step before it has run, and before `open`: no kernel of it is chosen by trying.
-    records_unseen = False
     nbytes = 0  # of its caches
     weight_bytes = 0  # of its model, which a proposal reads once a token
     num_layers = 0  # of its model
@@ -48,12 +45,6 @@ class Drafter:
             how many were drafted, [B]: a buffer, valid until the next call. Rows may differ.
         """
         raise NotImplementedError
-
-    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
-        """Functions that record the steps of `propose`, see `graphs.preparations`: called before `open`, while the
-        device works on the prompts, and in a round, for the plan of the next one, if all drafters have
-        `records_unseen`."""
-        yield from ()
 
     def commit(self, length: Tensor) -> None:
         """A level that checks has kept the tokens before index `length` [B]; those from there on, one or two, are new;

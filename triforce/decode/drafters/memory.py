@@ -1,7 +1,6 @@
 """What a draft model keeps of a conversation: a sink and the newest tokens, or as much as a target keeps.
 
-Exactness never depends on it. Knows nothing of drafting: it takes in tokens that are settled, and says what a step of
-the model attends to.
+Exactness never depends on it. It takes in tokens that are settled, and says what a step of the model attends to.
 
 Shapes: B batch.
 """
@@ -39,16 +38,15 @@ class StreamingMemory:
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
         """By row of the tape: so many tokens are settled, and the first so many of them not new. Rows ascend."""
-        alike = defaultdict(list)  # by the sizes of their chunks: rows, and where each chunk begins
-        for row, (length, known) in rows.items():
-            edges = self._chunks(row, length, known)
-            alike[tuple(stop - start for start, stop in edges)].append((row, [start for start, _ in edges]))
+        chunks = {row: self._chunks(row, length, known) for row, (length, known) in rows.items()}
+        alike = defaultdict(list)  # rows by the sizes of their chunks
+        for row, edges in chunks.items():
+            alike[tuple(stop - start for start, stop in edges)].append(row)
         for sizes, members in alike.items():
-            begins = dict(members)
-            for run in runs(list(begins)):  # rows side by side
+            for run in runs(members):  # rows side by side
                 cache, tape = self.cache.part(run), self.tokens[run]
-                starts = staged([begins[row] for row in range(run.start, run.stop)], tape.device)
-                starts = starts.to(tape.device, non_blocking=True)
+                begins = [[start for start, _ in chunks[row]] for row in range(run.start, run.stop)]
+                starts = staged(begins, tape.device).to(tape.device, non_blocking=True)
                 for size, start in zip(sizes, starts.unbind(1), strict=True):
                     tokens = tape.gather(1, start[:, None] + torch.arange(size, device=tape.device))
                     self.model(tokens, StreamingBlock(cache, start, size))
@@ -106,30 +104,24 @@ class LongMemory:
         self.cache.prefix.open(ends)
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
-        """Computes anew what lies in the tail: the model is small, and its last tokens may not have been settled. What
-        lies in the prefix was."""
-        for row, (length, known) in rows.items():
-            self._take_in(row, length, known)
-
-    def _take_in(self, row: int, length: int, known: int) -> None:
+        """Computes anew what lies in the tail: its last tokens may not have been settled. Those of the prefix were."""
         cache, interval = self.cache, self.cache.flush_interval
-        start = cache.lens[row] if known else 0
-        if length > start:
-            blocks = prefill_blocks(cache, range(row, row + 1), start, length, self.prefill_chunk_size,
-                                    keep_queries=start == 0)
-            self.model.prefill(self.tokens[row, None, start:length], blocks, cache_only=True)
-        if self.choice and start > 0:
-            for end in range(start + interval, length + 1, interval):  # one after the other
-                cache.prefix.truncate(row, end)
-                for i in range(self.model.config.n_layer):
-                    cache.tail.store(i, row, 0, cache.prefix.load(i, row, end - interval, end))
-                self.choice.flush(row)
-        cache.truncate(row, length)
-        if self.choice and start == 0:
-            self.choice.choose(row)
+        for row, (length, known) in rows.items():
+            start = cache.lens[row] if known else 0
+            if length > start:
+                blocks = prefill_blocks(cache, range(row, row + 1), start, length, self.prefill_chunk_size,
+                                        keep_queries=start == 0)
+                self.model.prefill(self.tokens[row, None, start:length], blocks, cache_only=True)
+            if self.choice and start > 0:
+                for end in range(start + interval, length + 1, interval):  # one after the other
+                    cache.prefix.truncate(row, end)
+                    self.choice.flush(row)
+            cache.truncate(row, length)
+            if self.choice and start == 0:
+                self.choice.choose(row)
 
     def flush(self, row: int, length: int) -> bool:
-        self._take_in(row, length, length)
+        self.take_in({row: (length, length)})
         return True
 
     def block(self, start: Tensor, rows: int, extent: Extent, compiled):

@@ -3,14 +3,13 @@
 Shapes: B batch, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from ...cache.store import Extent
 from ...model import Transformer
-from ...runtime.graphs import Compiler, preparations, put
+from ...runtime.graphs import Compiler, put
 from .. import sampling
 from ..plan import DraftPlan
 from ..sampling import SAMPLE
@@ -30,7 +29,6 @@ class ModelDrafter(Drafter):
     # The most tokens that are settled between two proposals and that the draft has not seen: the last drafted one, a
     # bonus token of each level above, and the pending one.
     CATCH_UP_ROWS = 4
-    records_unseen = True
 
     def __init__(self, model: Transformer, memory: StreamingMemory | LongMemory, tape: Tape, *, max_drafted: int,
                  compiler: Compiler):
@@ -88,10 +86,6 @@ class ModelDrafter(Drafter):
             self.step(*self.memory.extent, self._rows(i), probs)
         return self.num_drafted
 
-    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
-        for rows in {self._rows(i) for i in range(plan.gamma)} if self.memory.never_grows else ():
-            yield from preparations(self.step, *self.memory.extent, rows, probs)
-
     def _rows(self, i: int) -> int:
         """Of the step that draws token i of a proposal. Where steps are compiled they have one size."""
         return self.CATCH_UP_ROWS if i == 0 or self.compiler.compiles else 1
@@ -99,11 +93,11 @@ class ModelDrafter(Drafter):
     def commit(self, length: Tensor) -> None:
         self.length.copy_(torch.minimum(self.length, length))
 
-    def _step(self, dense: int, longest: int, starts: tuple, rows: int, probs: Tensor | None) -> None:
+    def _step(self, dense: int, longest: int, rows: int, probs: Tensor | None) -> None:
         """Takes in the tape up to `head`, then draws the token at head + 1."""
         compiled = self.compiler
         tokens = compiled(ModelDrafter._begin)(self, rows)
-        kv = self.memory.block(self.length, rows, Extent(dense, longest, starts), compiled)
+        kv = self.memory.block(self.length, rows, Extent(dense, longest), compiled)
         hidden = self.model(tokens, kv)  # [B, rows, dim]
         compiled(ModelDrafter._finish)(self, hidden, probs)
 

@@ -1,20 +1,20 @@
 """Drafting by looking up: what followed the last few tokens when they last stood in the prompt or the output.
 
-Needs no model and no training (prompt lookup; LLMA, arXiv 2304.04487). A proposal is deterministic: it has no
-distribution to sample from, and acceptance treats it as a distribution with all its mass on one token. Knows nothing of
-models or caches.
+Needs no model and no training (prompt lookup; LLMA, arXiv 2304.04487). A proposal is deterministic: acceptance treats
+it as a distribution with all its mass on one token.
 
 Shapes: B batch, N positions of the tape, n tokens proposed.
 """
 
 import bisect
 import copy
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
 
-from ...runtime.graphs import Compiler, preparations
+from ...runtime.graphs import Compiler
 from ..controller import Rate
 from ..plan import DraftPlan
 from ..tape import Tape
@@ -24,15 +24,14 @@ from .base import Drafter
 class NgramDrafter(Drafter):
     """Proposes the continuation of the longest match of the newest tokens, of the latest one if several are as long.
 
-    The search compares the whole tape with the newest tokens, a pass over N integers (1 MB at 128K): less than any
-    index costs to keep, and it runs on the device without a host sync.
+    The search compares the whole tape with the newest tokens, on the device: 1 MB at 128K costs less than an index.
 
     Args:
         max_drafted: the most tokens of a proposal to a level that wants no distributions.
     """
 
     LONGEST, SHORTEST = 4, 2  # tokens that are compared; a match of fewer proposes nothing
-    emits_probs, records_unseen = False, True
+    emits_probs = False
 
     def __init__(self, tape: Tape, *, max_drafted: int, compiler: Compiler):
         self.tape, self.max_drafted = tape, max_drafted
@@ -43,9 +42,6 @@ class NgramDrafter(Drafter):
         self.base.copy_(start)
         self.step(*self._args(probs))
         return torch.clamp(self.num_drafted, max=plan.gamma, out=self.num_drafted)
-
-    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
-        yield from preparations(self.step, *self._args(probs))
 
     def _args(self, probs: Tensor | None) -> tuple[int, Tensor | None]:
         """As many as the checking level has rows for, so that one compiled step serves every gamma."""
@@ -78,8 +74,7 @@ class NgramDrafter(Drafter):
 class NgramMeter:
     """How likely looking up is right: on the host, from kept tokens, whether or not it was used.
 
-    Quotes come in runs, so there is a rate for each length of the run of tokens that it has just got right. One
-    dictionary entry a token: it costs next to nothing per token, whatever the prompt's length.
+    Quotes come in runs, so there is a rate for each length of the run of tokens that it has just got right.
     """
 
     LENGTH = 3  # tokens that are looked up
@@ -88,8 +83,8 @@ class NgramMeter:
     JUDGED = 2048  # of the prompt's tokens, the last are already judged by
 
     def __init__(self, tokens: list[int]):
-        self.follows, self.run, length = {}, 0, self.LENGTH
-        self.shared: dict = {}  # of a text that others continue, too: it is read, and not written
+        self.follows: MutableMapping[tuple, int] = {}
+        self.run, length = 0, self.LENGTH
         self.rates = [Rate(prior) for prior in self.PRIORS]
         self.tokens = list(tokens[: max(len(tokens) - self.JUDGED, length)])
         for end in range(length, len(self.tokens)):
@@ -107,8 +102,9 @@ class NgramMeter:
 
     def fork(self, tokens: list[int]) -> "NgramMeter":
         """A meter of this text and what follows it, without a copy of what is known of this text."""
-        fork = NgramMeter(self.tokens[-self.LENGTH :])
-        fork.shared, fork.run, fork.rates = self.follows, self.run, copy.deepcopy(self.rates)
+        fork = copy.copy(self)
+        fork.follows, fork.tokens = ChainMap({}, self.follows), self.tokens[-self.LENGTH :]
+        fork.rates = copy.deepcopy(self.rates)
         fork.update(tokens)
         return fork
 
@@ -116,7 +112,7 @@ class NgramMeter:
         """Takes in kept tokens."""
         for token in tokens:
             key = tuple(self.tokens[-self.LENGTH :])
-            right = self.follows.get(key, self.shared.get(key)) == token
+            right = self.follows.get(key) == token
             self._rate.update(right, 1)
             self.run = self.run + 1 if right else 0
             self.follows[key] = token

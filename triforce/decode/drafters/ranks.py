@@ -1,7 +1,5 @@
 """A draft model on some of the ranks that share a target. One broadcast a proposal tells the others what it drafted."""
 
-from collections.abc import Callable, Iterator
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ class SharedDrafter(Drafter):
         source: the rank whose proposals hold for all.
     """
 
-    records_unseen = True
 
     def __init__(self, drafter: ModelDrafter | None, tape: Tape, group: Group, source: int):
         self.own = own = Drafter() if drafter is None else drafter
@@ -45,6 +42,3 @@ class SharedDrafter(Drafter):
         if probs is not None:
             probs[:, :count] = self.group.broadcast(probs[:, :count].contiguous(), self.source)
         return self.num_drafted
-
-    def preparations(self, plan: DraftPlan, probs: Tensor | None) -> Iterator[Callable[[], None]]:
-        yield from self.own.preparations(plan, probs)
