@@ -67,32 +67,6 @@ def test_other_tensors_and_settings_have_graphs_of_their_own():
         assert step.what() == done
 
 
-def test_a_step_is_recorded_ahead():
-    """Once for each length."""
-    step = Noting(num_lengths=1)
-    for length in (5, 6):
-        step.prepare(length)
-        step.prepare(length)
-        assert step.what() == ["record"]
-    for length in (5, 5, 6, 6):
-        step(length)
-        assert step.what() == ["replay"]
-    step(7)
-    assert step.what() == ["record", "replay"]
-
-
-def test_what_is_to_be_compiled_runs_before_it_is_recorded():
-    """Nothing can be compiled within a recording. What ran for one length need not for another."""
-    step = Noting(num_lengths=1)
-    step.compiler.compiles = True
-    step.prepare(5)
-    assert step.what() == []
-    step(5)
-    step.prepare(5)
-    step.prepare(6)
-    assert step.what() == ["run", "record", "record"]
-
-
 @pytest.mark.parametrize("bad", [0o777, 0o770, None])
 def test_nothing_is_compiled_into_a_folder_of_others(tmp_path, monkeypatch, bad):
     """What lies there is run. The folder is made for the user alone."""

@@ -47,10 +47,6 @@ class Tape:
         """Of one of its tensors [B, capacity, ...], what stands at index [B, n] of each row."""
         return x.gather(1, index[(...,) + (None,) * (x.ndim - 2)].expand(*index.shape, *x.shape[2:]))
 
-    def write(self, x: Tensor, index: Tensor, value: Tensor) -> None:
-        """Writes value [B, n, ...] there."""
-        put(x, index, value)
-
     def probs(self, logits: Tensor, drafts: bool = False) -> Tensor:
         """drafts: see `sampling.probabilities`."""
         return sampling.probabilities(logits[..., : self.vocab_size], self.params, drafts)
@@ -90,7 +86,7 @@ class Tape:
     def note(self, position: Tensor, ranked: Tensor) -> Tensor:
         """Writes the runners-up down: position [B, n], ranked [B, n, 1 + k], see `rank`. Returns the first, [B, n]."""
         if ranked.shape[2] > 1:
-            self.write(self.runners_up, position, ranked[..., 1:])
+            put(self.runners_up, position, ranked[..., 1:])
         return ranked[..., 0]
 
     def buffer(self, *shape: int, like: Transformer | None = None, dtype=torch.int64) -> Tensor:

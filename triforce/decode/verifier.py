@@ -22,7 +22,7 @@ from ..cache.kv_cache import KVCache
 from ..cache.store import Extent, View
 from ..cache.views import RetrievalView
 from ..model import Transformer
-from ..runtime.graphs import Compiler, Graphed
+from ..runtime.graphs import Compiler, Graphed, put
 from ..tree import Shape, TokenTree
 from .acceptance import Verdict, match_nodes, match_tree, verify_chain
 from .drafters.base import Drafter
@@ -77,12 +77,7 @@ class Outbox:
 
     def read(self) -> tuple[list[RowRound], list[float]]:
         """What each row brought, and the two times in milliseconds. Here alone decoding waits for the device."""
-        mode = torch.cuda.get_sync_debug_mode() if self.buffer.is_cuda else 0
-        if mode:
-            torch.cuda.set_sync_debug_mode("default")
         boxes = self.buffer.tolist()
-        if mode:
-            torch.cuda.set_sync_debug_mode(mode)
         rounds = []
         for box in boxes:
             num_emitted, num_accepted, num_drafted, beside, diverged, finite = box[-8:-2]
@@ -213,15 +208,11 @@ class Verifier(Drafter):
             self._growing(*self.view.extent)
 
     def _grow(self, dense: int, longest: int) -> None:
-        compiled, growth = self._compiled, self.tape.nodes.growth
-        tokens = compiled(Verifier._begin_growth)(self)
-        kv = TargetBlock(self.cache, self.view, self.base, growth, Extent(dense, longest), False, compiled)
+        compiled, nodes = self._compiled, self.tape.nodes
+        tokens = nodes.tokens[:, nodes.here()]
+        kv = TargetBlock(self.cache, self.view, self.base, nodes.growth, Extent(dense, longest), False, compiled)
         hidden = self.model(tokens, kv)
         compiled(Verifier._finish_growth)(self, hidden)
-
-    def _begin_growth(self) -> Tensor:
-        nodes = self.tape.nodes
-        return nodes.tokens[:, nodes.here()]
 
     def _finish_growth(self, hidden: Tensor) -> None:
         nodes = self.tape.nodes
@@ -272,15 +263,15 @@ class Verifier(Drafter):
         num_emitted = torch.minimum(verdict.num_accepted + beside + 1, self.limit - start)
         beside = torch.minimum(beside, (num_emitted - verdict.num_accepted).clamp(min=0))
 
-        tape.write(tape.tokens, position, tokens)
+        put(tape.tokens, position, tokens)
         if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
             place = (position - 1 - self.base[:, None]).clamp(max=probs.shape[1] - 1)
-            tape.write(probs, place, own_probs)
+            put(probs, place, own_probs)
         if self.level != FULL:
             missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)
             last = torch.where(beside > 0, LEAF, missed)[:, None]
             origin = torch.where(ahead < verdict.num_accepted[:, None], ACCEPTED, last)
-            tape.write(tape.origin, position, torch.where(ahead <= verdict.num_accepted[:, None], origin, BONUS))
+            put(tape.origin, position, torch.where(ahead <= verdict.num_accepted[:, None], origin, BONUS))
         self._keep(verdict.rows, logits, num_emitted)
         if tree.branches:  # what was kept moves to the slots of its positions
             self.beside.copy_(beside)
