@@ -22,12 +22,12 @@ from ..cache.offload import Offload
 from ..cache.prefix import PrefixStore
 from ..config import Placement, Settings
 from ..cpu import packs, row_unit
-from ..decode.batch import DecodeBatch
+from ..decode.batch import DecodeBatch, Models, Sizes
 from ..model import Transformer
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
 from . import memory
-from .memory import VIEWS, MemoryPlan, Sizes, total
+from .memory import VIEWS, MemoryPlan, total
 from .prompt_cache import Prefix, common_length
 from .prompt_cache_file import PrefixReader
 
@@ -320,12 +320,9 @@ class Buffers:
                             compiles=compiles is True)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self.state = DecodeBatch(
-                self.target, self.draft, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
-                vocab_size=self.vocab_size, compiler=compiler, drafting=self.drafting,
-                num_resident_layers=sizes.resident_layers, pack=self._may_pack(batch, sizes.capacity),
-                shared=shared.store if base else None, meter=shared.meter if base else None,
-                draft_ranks=self.placement.draft_ranks, shelf=self._shelf,
-                row_unit=self._row_unit(batch, settings.block_size))
+                Models(self.target, self.draft, self.drafting, self.placement.draft_ranks), settings, sizes, compiler,
+                shared=shared.store if base else None, meter=shared.meter if base else None, shelf=self._shelf,
+                pack=self._may_pack(batch, sizes.capacity), row_unit=self._row_unit(batch, settings.block_size))
         return self.state
 
     def pack(self, store: PrefixStore) -> None:

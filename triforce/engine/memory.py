@@ -14,7 +14,7 @@ import torch
 from ..cache.prefix import PrefixStore
 from ..cache.views import common_queries
 from ..config import Placement, Settings
-from ..decode.batch import DecodeBatch
+from ..decode.batch import DecodeBatch, Models, Sizes
 from ..errors import UserError
 from ..fp8 import LAYERS, linear_shape, work_bytes
 from ..model import ModelConfig, Transformer
@@ -35,18 +35,6 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of the caches that serve a batch."""
-
-    batch: int
-    capacity: int  # tokens that a row can hold
-    budget: int  # tokens of the view that drafts
-    vocab_size: int
-    shared: int = 0  # tokens of a document that all rows have in common, and that has a plan of its own
-    resident_layers: int | None = None  # of the KV prefix, on the device; None: all
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     parts: tuple[Part, ...]  # of the device's memory
     host: Part  # of the KV prefix
@@ -63,10 +51,7 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     shared = PrefixStore(target, 1, base, "meta", dtype) if base else None
     if shared is not None:
         shared.truncate(0, base)
-    state = DecodeBatch(*models, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
-                  vocab_size=sizes.vocab_size, compiler=Compiler(torch.device("cpu")), runs_on=device,
-                  num_resident_layers=sizes.resident_layers,
-                  shared=shared)
+    state = DecodeBatch(Models(*models), settings, sizes, Compiler(torch.device("cpu")), shared=shared, runs_on=device)
     view, prefix, own = state.hierarchy.view, state.cache.prefix, state.capacity - base
     kept = f"KV cache of {prefix.num_resident} resident layers" if prefix.offload else "KV cache"
     parts = [
