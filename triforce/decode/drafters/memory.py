@@ -82,7 +82,7 @@ class LongMemory:
     def __init__(self, model: Transformer, tokens: Tensor, *, kind: str, capacity: int, block_size: int,
                  flush_interval: int, budget: int, chunk_size: int, recent: float, prefill_chunk_size: int,
                  compiler: Compiler, runs_on: torch.device):
-        """tokens: [B, ...], the tape. budget, chunk_size, recent: of the view of "snapkv"; see kv/views.py."""
+        """tokens: [B, ...], the tape. budget, chunk_size, recent: of the view of "snapkv"; see cache/views.py."""
         self.model, self.tokens, self.prefill_chunk_size = model, tokens, prefill_chunk_size
         common = {"batch": len(tokens), "device": model.device, "dtype": model.dtype}
         self.cache = KVCache(model.config, model.rope, capacity=capacity, block_size=block_size, chunk_size=0,
