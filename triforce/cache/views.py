@@ -33,12 +33,12 @@ from .store import View
 
 SMOOTHED = 7  # tokens over which "snapkv" averages attention
 COMMON = -1  # stands for the view that all rows share, among numbers of rows
-QUERIES = 8  # of a row, if a block has so many, at least count where rows choose together
+QUERIES_OF_A_ROW = 8  # of a row, if a block has so many, at least count where rows choose together
 
 
 def common_queries(newest: int, rows: int) -> int:
     """How many queries of each of so many rows choose together: of all hardly more than of one row alone."""
-    return min(max(newest // rows, QUERIES), newest)
+    return min(max(newest // rows, QUERIES_OF_A_ROW), newest)
 
 
 class RetrievalView(View):

@@ -1,6 +1,7 @@
 """Reads the flags, says what there is, runs a command, and says what went wrong.
 
-What the flags ask for is in `request.py`, and how it is answered in `run.py`, which alone needs PyTorch.
+What the flags ask for is in `request.py`, and how it is answered in `run.py`. PyTorch is imported
+when the flags are known to be right.
 """
 
 import argparse

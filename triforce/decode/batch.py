@@ -49,7 +49,7 @@ class DecodeBatch:
 
     Args:
         settings: resolved; see `Settings.resolve`.
-        compiler: makes the levels' compilers.
+        compiler: of the steps of all levels.
         shared: the prefix that all rows have in common: their prompts begin with its tokens.
         meter: of what they share, see `Pilot`.
         shelf: what earlier texts showed, see `Pilot`. None: nothing.
@@ -313,7 +313,7 @@ class DecodeBatch:
 
     @property
     def recording(self) -> float:
-        """Seconds that it took to prepare steps since decoding began, but for those recorded beside a round."""
+        """Seconds that it took to prepare steps since decoding began."""
         return self.compiler.seconds - self._recorded
 
     def texts(self, start: int = 0) -> list[list[int]]:

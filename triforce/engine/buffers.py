@@ -27,7 +27,7 @@ from ..model import Transformer
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
 from . import memory
-from .memory import VIEWS, MemoryPlan, total
+from .memory import VIEW_SIZES, MemoryPlan, total
 from .prompt_cache import Prefix, common_length
 from .prompt_cache_file import PrefixReader
 
@@ -90,14 +90,14 @@ class Buffers:
             if prefix is None or prefix.is_same(self.prefix):
                 return state
         del state  # it is freed before another one is planned
-        shared = self._shared(ids, needed, prefix, on_prefill)
+        shared = self._to_share(ids, needed, prefix, on_prefill)
         return self.state if self._fits(ids, needed, shared) else self._new(ids, needed, shared)
 
     def fill(self, state: DecodeBatch, ids: list[list[int]], on_prefill=None) -> None:
         """Prefills what the DecodeBatch does not hold of the prompts yet."""
         if state.prompts == ids:
             self._note_reused(state, ids, max(map(len, ids)))
-        elif self._goes_on(start := self._held(ids)):
+        elif self._goes_on(start := self._num_held(ids)):
             self._note_reused(state, ids, start)
             fresh = common_length(ids[0], state.texts()[0]) < state.lens[0]  # a part of it was taken back
             state.truncate(0, start)
@@ -129,7 +129,7 @@ class Buffers:
             settings = self.settings_for(count, shared=True)
             sizes = self._sizes(settings, count, base, needed, max(map(len, ids)))
             if self.given.budget is None:  # with the smallest view
-                sizes = replace(sizes, budget=min(sizes.budget, VIEWS[0]))
+                sizes = replace(sizes, budget=min(sizes.budget, VIEW_SIZES[0]))
             document = () if is_held else self._plan_document(sizes).parts
             return free is None or total((*document, *self._plan(settings, sizes).parts)) <= free
 
@@ -163,7 +163,7 @@ class Buffers:
         state = self.state
         return state if state is not None and state.batch == 1 and state.is_whole else None
 
-    def _held(self, ids: list[list[int]]) -> int:
+    def _num_held(self, ids: list[list[int]]) -> int:
         """Tokens of a single prompt that the batch holds keys and values of, and that need not be computed: the last
         ones are, since their queries choose its view, as those of a prompt that nothing is held of."""
         state = self._alone
@@ -176,7 +176,7 @@ class Buffers:
         """Whether a prompt of which the DecodeBatch holds so many tokens is worth to go on with."""
         return held > self.state.base if self.state.base else held >= self.settings.flush_interval
 
-    def _shared(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill) -> Prefix | None:
+    def _to_share(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill) -> Prefix | None:
         """What the rows of the DecodeBatch for these prompts are to share."""
         if prefix is not None:
             common = self._of_prefix(prefix, ids)
@@ -184,7 +184,7 @@ class Buffers:
         if not self.settings.reuse:
             return None
         usable, state = self._usable(ids), self._alone
-        if state is not None and len(ids) == 1 and self._goes_on(self._held(ids)):
+        if state is not None and len(ids) == 1 and self._goes_on(self._num_held(ids)):
             if state.base or self._fits(ids, needed, None):
                 return self.prefix  # it goes on in place, or behind the same document
         found = self.held(ids[0][:usable], self.prefix, own=state is not None and state.base == 0)
@@ -297,7 +297,7 @@ class Buffers:
         if not same or state.budget == self._budget(max(map(len, ids)), state.capacity):
             return same
         # A view that is not the user's choice need not grow with every turn of a conversation.
-        return self.settings.budget is None and (state.base > 0 or self._held(ids) > 0)
+        return self.settings.budget is None and (state.base > 0 or self._num_held(ids) > 0)
 
     def _new(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> DecodeBatch:
         batch, base = len(ids), 0 if shared is None else shared.num_shared

@@ -1,6 +1,7 @@
 """What a run will need, part by part: its caches are built on the meta device, without memory, and added up.
 
-`load`, a call and `triforce plan` plan by `plan_memory` alone.
+`load` checks the weights alone (`weight_parts`). A call and `triforce plan` plan by `plan_memory`, and a document that
+is computed for itself by `plan_document`.
 """
 
 import functools
@@ -23,7 +24,7 @@ from ..runtime.graphs import SPARE, Compiler, unreserved
 
 # Tokens of a view where memory decides: few sizes, since each is compiled for. With smaller ones more rows would fit,
 # and hardly draft.
-VIEWS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+VIEW_SIZES = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 OF_DOCUMENT = ("KV cache", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")  # a prefill's parts
 
 
@@ -186,7 +187,7 @@ def row_capacity(needed: int, settings: Settings, max_seq_len: int | None, batch
 
 def view_within(parts_of: Callable[[int], Collection[Part]], budget: int, free: int) -> int:
     """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a batch with such a view."""
-    views = [budget, *(view for view in reversed(VIEWS) if view < budget)]
+    views = [budget, *(view for view in reversed(VIEW_SIZES) if view < budget)]
     return next((view for view in views if total(parts_of(view)) <= free), views[-1])
 
 
