@@ -1,8 +1,8 @@
 """Which levels draft, and how many tokens, chosen round by round from observed times and observed acceptance.
 
-Knows nothing of tensors or models: times and counts go in, a `DraftPlan` comes out. It never changes what is said, only
-how fast: the choice depends on tokens that were kept and on the first rejection of a round, never on discarded ones,
-and acceptance is exact whatever was drafted. No step is run only to be timed.
+Knows nothing of tensors or models: times and counts go in, a `DraftPlan` comes out. A choice changes the speed and
+never the distribution. It depends on tokens that were kept and on the first rejection of a round, never on discarded
+tokens, and acceptance is exact whatever was drafted. No step is run only to be timed.
 """
 
 import math
@@ -84,7 +84,7 @@ class Costs:
     SHARE = 0.25  # of a correction, in the long run
     RECENT = 3  # sums of the same parts: their median counts, since one may be a hiccup of the machine
     STALE, HOPE = 64, 0.95  # a part that was not seen for STALE tokens may have become faster by HOPE
-    FORGOTTEN = 16  # tokens: a check that was not seen for so long is believed at once, whatever it took before
+    FORGOTTEN = 16  # tokens without such a check: its next time is believed at once, whatever it took before
 
     def __init__(self, verify: dict[int, float], retrieval: dict[int, float] | None = None,
                  sources: dict[str, tuple[float, float]] | None = None, *, plain: float | None = None,
@@ -145,8 +145,8 @@ class Costs:
         return float(self.drafting(plan) @ self.values), float(self.checking(plan) @ self.values)
 
     def observe(self, parts: np.ndarray, milliseconds: float, checks: bool = False) -> None:
-        """So often each part was paid for, and all of it took so long. checks: it is a step over the full cache. (The
-        first drafts after a pause take longer than others: a draft catches up.)"""
+        """Takes in a sum: how often each part was paid for, and the time of all. checks: it is a step over the full
+        cache. (The first drafts after a pause take longer than others: a draft catches up.)"""
         used = np.flatnonzero(parts)
         recent = self._recent.setdefault(tuple(used.tolist()), deque(maxlen=self.RECENT))
         if checks and self.age[used].min() >= self.FORGOTTEN:
@@ -170,7 +170,7 @@ class Costs:
         return values
 
     def pass_by(self, num_tokens: float) -> None:
-        """So many tokens of a row were emitted. What lies idle gets another chance, now and then."""
+        """`num_tokens` tokens of a row were emitted. An idle part gets another chance from time to time."""
         self.age += num_tokens
         before, now = (self.age - num_tokens) // self.STALE, self.age // self.STALE
         self.values = np.where(now > before, self.HOPE * self.believed, self.values)
@@ -189,8 +189,8 @@ class Controller:
     """
 
     GUESSES, GUESS = {"retrieval": 0.9}, 0.5  # of all others; the chances of "ngram" are told from round to round
-    # Steps of all layers that are run as they are written, or recorded, before a verify, and a retrieval level, is as
-    # fast as it will be. A short text may end before it has paid.
+    # Steps of all layers that run unrecorded, or are being recorded, before a verify or a retrieval level reaches its
+    # full speed. A short text may end before they pay.
     PREPARATIONS = {"verify": 2, "plain": 2, "retrieval": 10}
     STAY = 0.97  # another plan must be this much better than the present one
     CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .hierarchy import Hierarchy, Round
     from .verifier import Verifier
 
-ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
+ROW = 0.08  # on a CPU each further row of a step adds about this share of the first; on a GPU next to nothing
 LAYER_ON_CPU, LAYER_ON_GPU = 0.3, 0.1  # milliseconds of a layer, whatever it reads: it is made of many operations
 # Milliseconds that a layer takes the host where a step is run for the first time, or recorded: on an H100's host 1.7.
 PREPARING = 1.7

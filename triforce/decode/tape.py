@@ -79,7 +79,7 @@ class Tape:
         return tree.arrange(spine, runners_up[:, 1:])
 
     def read_spine(self, start: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """So many tokens from index start [B] on, [B, rows], and the runners-up of each, [B, rows, k]."""
+        """The tokens from index start [B] on, [B, rows], and the runners-up of each, [B, rows, k]."""
         here = start[:, None] + torch.arange(rows, device=start.device)
         return self.at(self.tokens, here), self.at(self.runners_up, here)
 

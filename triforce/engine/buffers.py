@@ -60,7 +60,8 @@ class Buffers:
         self._row_unit = functools.cache(functools.partial(row_unit, target, compiled=placement.compile is not False))
 
     def settings_for(self, rows: int, shared: bool) -> Settings:
-        """Those of a batch, which has so many rows over a prefix that they share, or any number of rows that do not."""
+        """The settings of a batch: of `rows` rows over a prefix that they share, or of any number of rows without
+        one."""
         if not shared:
             return self.settings
         given = replace(self.given, budget=self.settings.budget)
@@ -173,7 +174,7 @@ class Buffers:
         return max(min(common_length(ids[0], state.texts()[0]), state.lens[0], most), 0)
 
     def _goes_on(self, held: int) -> bool:
-        """Whether a prompt of which the DecodeBatch holds so many tokens is worth to go on with."""
+        """Whether `held` tokens of a prompt, which the DecodeBatch holds, are enough to go on from."""
         return held > self.state.base if self.state.base else held >= self.settings.flush_interval
 
     def _shared(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill) -> Prefix | None:
@@ -267,7 +268,7 @@ class Buffers:
         return range(rank * count, (rank + 1) * count)
 
     def allocate(self, length: int) -> KVCache:
-        """Room for a prefix of so many tokens."""
+        """Room for a prefix of `length` tokens."""
         settings, config, dtype = self.settings, self.target.config, self.target.dtype
         self.release()
         sizes = Sizes(1, length + 1024, 1024, self.vocab_size, length)  # of questions, which are to fit beside it

@@ -133,11 +133,11 @@ class Engine:
         Args:
             prompt: text (the tokenizer adds its own bos), a list of ids (taken as they are), a list of messages
                 {"role", "content"} (the chat template applies), or a list of such prompts, answered by a list.
-            max_new_tokens: exactly so many, unless the text ends before.
+            max_new_tokens: exactly this number, unless the text ends before.
             prefix: the document that the prompts are questions about, see `prefill`. Its keys and values are read once
                 for all prompts, and only the questions are computed.
-            num_samples: continuations of each prompt; each result is then a list of so many. They have the seeds seed,
-                seed + 1, ..., counted on from prompt to prompt; those of a prompt with a seed of its own count from it.
+            num_samples: continuations of each prompt; each result is then a list of them. Their seeds are seed, seed +
+                1, ..., counted on from prompt to prompt; a prompt with a seed of its own counts from that.
             options: see `stream`; those of `Sampling` may be lists, one value a prompt.
 
         Raises:
@@ -255,8 +255,8 @@ class Engine:
     def chat(self, prefix: Prefix | None = None, **options) -> Chat:
         """A conversation, about a document if there is a prefix.
 
-        With a chat template, a turn is a message of the user. Without one, or over a prefix made of text, what is said
-        stands between empty lines, and the answer continues it.
+        With a chat template, a turn is a message of the user. Without one, or over a prefix made of text, the user's
+        text stands between empty lines, and the answer continues it.
 
         Args:
             options: `system`, a text that the conversation begins with; `chat_template`; and what `stream` takes, for
@@ -289,8 +289,8 @@ class Engine:
             ignore_eos: go on after an end-of-text token.
             speculate: False: one token at a time, in the padded steps of speculation: the same greedy bits, slower.
             one_row: with speculate=False: unpadded steps, the fastest autoregression; same distribution, other bits.
-            logprobs: fills `Generation.logprobs`: an entry a token, with so many of the most probable tokens; 0: with
-                none of these. Each round then waits for the device a second time, and runs the output layer once more.
+            logprobs: fills `Generation.logprobs`: an entry a token, with this number (0 too) of the most probable
+                tokens. Each round then waits for the device a second time, and runs the output layer once more.
             keep: which part is kept of a prompt that is too long for the model or max_seq_len beside max_new_tokens:
                 the "start", the "end", or "both", half of it each. A bos at its start is kept. Tokens of a chat
                 template are cut like others. None: such a prompt is an error.
@@ -316,7 +316,7 @@ class Engine:
         the checkpoint.
 
         Args:
-            last: only after so many tokens at the end, [B, last, V], without time and memory for the others. Equal to
+            last: how many tokens at the end get logits, [B, last, V]: the others take no time or memory. They equal
                 those of None but for rounding.
 
         Raises:
@@ -553,12 +553,12 @@ class Engine:
                             f"{self.vocab_size - 1}")
 
     def room(self, max_new_tokens: int) -> int:
-        """How many tokens a prompt may have beside so many new ones."""
+        """How many tokens a prompt may have beside `max_new_tokens` new ones."""
         return (self.placement.max_seq_len or self.target.config.max_len) - max_new_tokens
 
     def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0) -> None:
-        """Raises TooLong if so many tokens do not fit the model, or max_seq_len. document: so many of the prompt are a
-        prefix, which cannot be cut any more."""
+        """Raises TooLong if these tokens do not fit the model, or max_seq_len. document: tokens of the prompt that are
+        a prefix, which cannot be cut."""
         limit = self.room(0)
         if (excess := prompt_len + max_new_tokens - limit) > 0:
             name = "max_seq_len" if self.placement.max_seq_len else f"the model's {self.target.config.limit_name}"

@@ -182,7 +182,7 @@ def layer_bytes(config: ModelConfig, batch: int, capacity: int, dtype: torch.dty
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 def needed_tokens(length: int, settings: Settings, max_seq_len: int | None) -> int:
-    """Tokens that a row has to hold for so many of prompt and output."""
+    """Tokens that a row has to hold for `length` tokens of prompt and output."""
     return (length if max_seq_len is None else max_seq_len) + settings.block_size
 
 
@@ -220,7 +220,7 @@ def resident_layers(place: Placement, num_layers: int, layer: int, beside: Colle
 # -- what there is -----------------------------------------------------------------------------------------------------
 
 def available(device: torch.device) -> int | None:
-    """Bytes that can still be had on a device, None where the system does not say."""
+    """Bytes that a device can still give; None where the system does not say."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(unreserved(device) + unused, 0)
@@ -228,7 +228,7 @@ def available(device: torch.device) -> int | None:
 
 
 def less_spare(free: int | None, device: torch.device) -> int | None:
-    """Of so many free bytes, those to plan with where there is a choice; None: nobody knows how many."""
+    """How many of `free` bytes to plan with where there is a choice; None: nobody knows."""
     return max(free - SPARE, 0) if device.type == "cuda" and free is not None else free
 
 

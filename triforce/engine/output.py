@@ -98,7 +98,7 @@ class Generation:
 
 
 def totals(results: list[Generation], seconds: float) -> str:
-    """A table of all answers of one call, which took so long. Those of a group ran side by side."""
+    """A table of all answers of one call, which took `seconds`. Those of a group ran side by side."""
     count, every = sum(len(one.tokens) for one in results), [one.stats for one in results]
     rows = [
         ("answers", f"{len(results):,}"),

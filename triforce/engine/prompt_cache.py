@@ -154,7 +154,7 @@ def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
 
 
 def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
-    """Raises UserError if a document of so many tokens cannot be written there. Every rank calls this."""
+    """Raises UserError if a document of `num_tokens` tokens cannot be written there. Every rank calls this."""
     group = engine.target.group
     room = prompt_cache_file.beside(path, layout_of(engine, num_tokens, num_tokens).header("")[2])
     with contextlib.ExitStack() as stack:
@@ -181,7 +181,7 @@ def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
 
 
 def _is_sound(about: dict, num_tokens: int) -> bool:
-    """Whether a document of so many tokens may have these values, which may be of any kind."""
+    """Whether a document of `num_tokens` tokens may have these values, which may be of any kind."""
     if about.keys() != KINDS.keys() or not all(type(about[name]) in (kind, type(None)) for name, kind in KINDS.items()):
         return False
     try:

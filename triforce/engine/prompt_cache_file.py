@@ -128,10 +128,10 @@ def write(path: str | Path, layout: Layout, about: dict, tokens: list[int],
 
 @contextlib.contextmanager
 def beside(path: str | Path, nbytes: int) -> Iterator[Path]:
-    """A file with room for so many bytes in the same folder, which is gone at the end unless it was renamed. What the
-    system refuses is a UserError.
+    """A file with room for `nbytes` bytes in the same folder, which is removed at the end unless it was renamed. Raises
+    UserError for what the system refuses.
 
-    Its writer holds a lock on it, which the system takes from a dead one: so leftovers are known, and removed.
+    Its writer holds a lock on it, which the system releases when the writer dies: so leftovers are known, and removed.
     """
     check_target(path)
     path = Path(os.path.realpath(as_path(path)))  # a link stays one

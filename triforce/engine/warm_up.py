@@ -25,8 +25,8 @@ ROUNDS = 2  # of each plan: the second follows one that drafted
 
 def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype, stream: ComputeStream,
           weight_bytes: int) -> threading.Thread | None:
-    """Starts the warm-up where it is of use, beside the reading of so many bytes of weights. Who computes waits for
-    the thread first: both need Python's lock. settings: resolved."""
+    """Starts the warm-up where it helps, while `weight_bytes` of weights are read. A computation waits for the thread
+    first: both need Python's lock. settings: resolved."""
     device = stream.device
     if device.type != "cuda" or target.float8 or draft and draft.float8:  # other kernels multiply by weights in fp8
         return None
@@ -50,8 +50,8 @@ def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dt
 @torch.no_grad()
 def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype,
             device: torch.device, free: int, length: int = LENGTH) -> DecodeBatch | None:
-    """A prefill of a prompt of so many tokens, and rounds by every plan, until the process ends. Returns the batch;
-    None if it needs more than so many free bytes."""
+    """Prefills a prompt of `length` tokens, and runs rounds of every plan, until the process ends. Returns the batch;
+    None if it needs more than `free` bytes."""
     settings = replace(settings, draft=None)  # a drafter of the user's is none of ours
     # Of models that ranks share: what one of them computes, without the others.
     configs = [config and replace(config, n_layer=1, vocab_size=config.vocab_rows, num_shards=1)

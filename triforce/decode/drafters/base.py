@@ -66,7 +66,7 @@ class Drafter:
         self.prefill(row, length)
 
     def catch_up(self, lengths: list[int]) -> None:
-        """It drafts in the next round: so many tokens of each row are settled, some of them perhaps without it."""
+        """It drafts in the next round. lengths: settled tokens of each row, some perhaps of rounds without it."""
 
     def leave_out(self) -> None:
         """It does not draft in the next round."""

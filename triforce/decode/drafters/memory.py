@@ -37,7 +37,7 @@ class StreamingMemory:
         """Called once all prompts are in: no row's prefix will outgrow its end."""
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
-        """By row of the tape: so many tokens are settled, and the first so many of them not new. Rows ascend."""
+        """rows: by row of the tape, how many tokens are settled, and how many of these are not new. Rows ascend."""
         chunks = {row: self._chunks(row, length, known) for row, (length, known) in rows.items()}
         alike = defaultdict(list)  # rows by the sizes of their chunks
         for row, edges in chunks.items():

@@ -55,7 +55,7 @@ class ModelDrafter(Drafter):
         self.memory.open(ends)
 
     def _take_in(self, lengths: dict[int, int]) -> None:
-        """Of these rows, so many tokens."""
+        """Takes in the first tokens of these rows. lengths: their numbers."""
         if lengths:
             self.memory.take_in({row: (length, self._seen[row]) for row, length in lengths.items()})
         for row, length in lengths.items():
