@@ -132,7 +132,7 @@ def shared(q: Tensor, k: Tensor, v: Tensor) -> State:
 
 
 def parts_of_keys(n_kv_head: int, rows: int, length: int, processors: int = 128) -> int:
-    """A power of 2 that divides the keys: so many parts give each of a GPU's processors a KV head and 128 rows."""
+    """The number of equal parts of the keys, a power of 2: each of a GPU's processors gets a KV head and 128 rows."""
     count = 1
     while count * n_kv_head * -(-rows // TILE) < processors and length % (2 * count) == 0:
         count *= 2

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 512  # of a block with leaves, or of a tree
 QUERIES = 64  # of a KV head, that a GPU's attention takes at a time; and rows that weights are read once for
-CPU_ROWS = 4  # a CPU gives a row the same bits in blocks of any multiple of so many rows, see cpu.py
+CPU_ROWS = 4  # a CPU gives a row the same bits in blocks of any multiple of this number of rows, see cpu.py
 MEMORIES = ("streaming", "snapkv", "full")  # what a draft model keeps
 Check = Callable[[str, object], None]  # (name, value); raises UserError
 
@@ -141,7 +141,7 @@ class Settings(Options):
         "speculate=False, whatever drafts, with gamma 'auto' too",
         one_of("rejection", "coupled"), choices=("rejection", "coupled"))
     leaves: int | None = option(
-        None, "with coupled sampling: so many runners-up are checked beside each drafted token, in rows of their own "
+        None, "with coupled sampling: runners-up that are checked beside each drafted token, in rows of their own "
         "(default: 1 on a GPU, for a batch of at most 2, where at most 4 query heads share a KV head; else 0)",
         whole(0, 1), type=int)
     leaves_inner: int | None = option(
@@ -269,8 +269,9 @@ class Settings(Options):
 
     def _usual_block(self, cuda: bool, offload: bool | str, max_batch_size: int, each: int, shared: bool) -> int:
         """On a GPU weights are read once for the rows of all prompts, and up to 64 rows cost little more than one. So
-        do keys, for up to 64 queries of a KV head: `each` drafted token has so many. Over a shared prefix the queries
-        of all prompts count, and the kernel takes 128 at a time: the aim, but of 4 rows up to 256, and of 2 any."""
+        are keys for up to 64 queries of a KV head; a drafted token has `each`. Over a shared prefix the queries of all
+        prompts count, and the kernel takes 128 at a time. A block aims at that, and has at least 4 rows up to 256
+        queries, else 2."""
         if not cuda:
             return 8
         if offload:
@@ -397,7 +398,7 @@ class Placement(Options):
         False, "keep the KV cache in host memory. It is pinned, and streamed through the device; 'auto': only the "
         "layers that do not fit the device", one_of(True, False, "auto"), nargs="?", const=True, choices=["auto"],
         metavar="auto")
-    num_resident_layers: int | None = option(None, "so many layers of an offloaded cache stay on the device (alias "
+    num_resident_layers: int | None = option(None, "layers of an offloaded cache that stay on the device (alias "
                                              "--on-chip)", whole(0, 4), type=int)
     resident_memory: int | str | None = option(
         None, "memory of the device for layers of an offloaded cache, in bytes or as a text: 20GiB")
@@ -514,10 +515,10 @@ class Sampling:
     top_p: float | None = per_row(0.9, 1.0, "float32", "keep the most probable tokens of this mass. "
                                   "Default: the checkpoint's, or else 0.9",
                                   lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps every token", float)
-    top_k: int | None = per_row(None, 0, "int64", "keep so many tokens, the most probable",
+    top_k: int | None = per_row(None, 0, "int64", "keep this number of the likeliest tokens",
                                 lambda x: 0 <= x < 2**31 and int(x) == x, "a whole number from 0; 0 keeps every token",
                                 int)
-    min_p: float | None = per_row(None, 0.0, "float32", "keep tokens at least so probable, relative to the best",
+    min_p: float | None = per_row(None, 0.0, "float32", "keep tokens of at least this chance, relative to the best",
                                   lambda x: 0 <= x < 1, "at least 0 and below 1; 0 keeps every token", float)
     seed: int | None = per_row(None, 0, "int64", "of the random numbers. Row i of a batch uses seed + i "
                                "(default: drawn, and told in the statistics)",

@@ -26,7 +26,7 @@ PACK_FROM = 2**17  # elements of a weight; below, the fixed cost of a oneDNN cal
 MIN_TOKENS = 4096  # of a prefix that is packed; below, an attention takes no time
 MIN_ROWS = 3  # of queries over a packed prefix
 MANY_ROWS = 400  # from which on PyTorch's attention is faster: 512 take 68 ms there, and 93 over what is packed
-ANY_ROWS = 64  # of a product: so many, or fewer, come in any number
+ANY_ROWS = 64  # a product of at most this number of rows may have any number of them
 PACKED_FOR = 8  # rows; products with fewer or more work too
 KEYS = 200  # of the attention that is tried
 COUNTS = (4, 8, 12, 16, 32)  # rows that are tried beside all of a block
@@ -54,7 +54,7 @@ class Linear(nn.Linear):
     packed_bytes = 0  # of weights that nobody shares
 
     def pack(self, rows: int, is_shared: bool = False) -> None:
-        """For blocks of about so many rows."""
+        """For blocks of about `rows` rows."""
         self.packed = pack(self.weight.detach(), rows)
         self.packed_bytes = 0 if is_shared else self.weight.nbytes
         self.weight = None

@@ -36,8 +36,8 @@ class Float8:
     made: bool = False  # the checkpoint's weights are wider, and rounded as they are read
 
     def spread(self, scale: Tensor, shape: tuple[int, int], columns: int) -> Tensor | None:
-        """A checkpoint's scales, in float32, a row and so many columns of a weight each: [shape]. None: they are not
-        as many as implied, or no floating-point numbers."""
+        """A checkpoint's scales in float32, [shape]: each is for a row and `columns` columns of a weight. None: their
+        number does not fit, or they are no floating-point numbers."""
         blocks = [torch.arange(count) * size // step if step else torch.zeros(count, dtype=torch.long)
                   for count, size, step in zip(shape, (1, columns), (self.rows, self.columns), strict=True)]
         implied = [int(block[-1]) + 1 for block in blocks]
@@ -113,7 +113,7 @@ class ScaledLinear(nn.Module):
 
     @property
     def fits_products(self) -> bool:
-        """A row has one scale, and the sizes are those that products in fp8 are to be had of."""
+        """Whether each row has one scale, and products in fp8 exist for these sizes."""
         return self.scale.shape[1] == 1 and not any(size % 16 for size in self.weight.shape)
 
     def multiplied(self, x: Tensor) -> Tensor:
@@ -200,8 +200,8 @@ def fp8_copy(target: nn.Module) -> nn.Module:
 
 
 def check_copy(config, device: torch.device | None = None) -> None:
-    """Raises UserError where `fp8_copy` is not to be had: the weights are fp8 already, or the device does not multiply
-    so. device: None: of any that does."""
+    """Raises UserError where `fp8_copy` cannot serve: the weights are fp8 already, or the device cannot multiply in
+    fp8. device: None: one that can."""
     if config.float8 is not None:
         raise UserError("draft_dtype 'fp8' copies wider weights, and this target's are fp8 already; leave it out")
     if device is not None and not multiplies(device):
@@ -216,6 +216,6 @@ def copy_bytes(config) -> int:
 
 
 def work_bytes(shape: tuple[int, int], chunk: int, itemsize: int) -> int:
-    """What a layer holds besides, at most, for so many rows: its weight, in float16 and widened, or products."""
+    """The most that a layer holds besides, for `chunk` rows: its weight in float16 and widened, or products."""
     n, k = shape
     return max(n * k * (2 + itemsize), chunk * n * itemsize + min(chunk, STEP) * (8 * n + 5 * k))

@@ -26,11 +26,10 @@ from .store import Extent, View
 
 def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, tree, tail_slots: int,
                      config: ModelConfig, view_len: Tensor | None, room: int, dtype: torch.dtype):
-    """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T]; and of
-    a tree whose rows see their paths apart, the slots of these [B, M, P] and their bias [B, 1, 1, M, P]; or None.
-
-    Values have angles, too, of 0: all heads of a token are turned in one go. tree: what has a `Layout`. view_len [B],
-    room: length and capacity of a view that lies before the tail; None, 0: there is none. dtype: of the bias.
+    """What all layers of a block share: cos, sin [B, H + 2K, M, D], slots [B, M], bias [B, 1, G * M, room + T]; for a
+    tree whose rows see their paths apart, the paths' slots [B, M, P] and bias [B, 1, 1, M, P], else None. Values have
+    angles of 0, so that one operation turns all heads of a token. tree: what has a `Layout`. view_len [B], room: length
+    and capacity of a view that lies before the tail; None, 0: there is none. dtype: of the bias.
     """
     layout, first = tree.layout(start.device), start - prefix_len  # the pending token's slot
     rows, positions = tree.rows, start[:, None] + layout.depths  # [B, M]
@@ -55,7 +54,7 @@ def _target_geometry(rope: RotaryEmbedding, start: Tensor, prefix_len: Tensor, t
 
 
 def _view_bias(view_len: Tensor, start: int, stop: int, rows: int, group: int, dtype: torch.dtype) -> Tensor:
-    """Hides, of positions [start, stop) of a view, those that a row of the batch does not have."""
+    """Hides those positions in [start, stop) of a view that a row of the batch does not have."""
     held = torch.arange(start, stop, device=view_len.device) < view_len[:, None]  # [B, stop - start]
     return attention.fold_mask(held[:, None].expand(-1, rows, -1), group, dtype)
 
@@ -94,8 +93,8 @@ class TargetBlock:
         return layer
 
     def write(self, heads: Tensor) -> tuple[Tensor, list]:
-        """Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], and what they see in the tail, or, where it lies
-        before that, in view and tail; K and V are written."""
+        """Writes K and V. Unrotated [B, H + 2K, M, D] -> queries [B, K, G * M, D], and states over the tail, or over
+        view and tail where the view lies right before it."""
         q, kv = rotate(heads, self.cos, self.sin).split([self.n_head, 2 * self.n_kv_head], dim=1)
         if self.queries is not None:
             self.queries[:, :, : q.shape[2]] = q
@@ -106,7 +105,7 @@ class TargetBlock:
             q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
         if self.path is None:
             return q, [attention.masked(q, *self.written, self.bias, no_empty_rows=True, alone=self.alone)]
-        # First itself and its path, since every row sees itself.
+        # The path comes first, since every row sees itself on it.
         return q, [attention.apart(q, *self._path(kv), self.path_bias), attention.masked(q, *self.written, self.bias)]
 
     def _path(self, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,8 +117,8 @@ class TargetBlock:
         return k, v
 
     def read(self, q: Tensor) -> list:
-        """States over what all rows share, over the view's dense part and over its ragged part, where there are such.
-        The ragged part comes last: where it weighs nothing, no bits depend on it."""
+        """States over the shared part, the view's dense part and its ragged part, where they exist. The ragged part
+        comes last: where it weighs nothing, no bits depend on it."""
         view, i, longest = self.view, self.i, self.extent.longest
         if i >= len(view.k):
             return [self.passage.attend(i, longest, partial(self._attend, q))]
@@ -149,10 +148,10 @@ class TargetBlock:
 
 def over_shared(view: View, i: int, q: Tensor, passage: Passage | None = None,
                 attend: Callable = attention.shared) -> attention.State:
-    """The state of queries [B, K, R, D] over layer i of what all rows have before a view, perhaps one of parts.
+    """The state of queries [B, K, R, D] over layer i of the part that all rows share before a view, perhaps in parts.
 
-    A prefill attends by `attention.dense`, whose kernel may depend on the number of rows. In a round on a CPU it may
-    not: rows that end would change the bits of the others. passage: of what streams past, if anything does.
+    A prefill attends by `attention.dense`, whose kernel may depend on the number of rows. The kernel of a round on a
+    CPU does not: rows that end would change the bits of the others. passage: of the pieces, if they stream past.
     """
     shared, base = view.shared, view.base
     if i < len(shared.k):
@@ -202,7 +201,7 @@ class PrefillBlock:
         return q, []
 
     def close(self, q: Tensor) -> None:
-        """All that a chunk leaves behind is there, once its last queries are kept."""
+        """Stores what a chunk leaves behind: its last queries, and K and V of an offloaded layer."""
         if self.offload is not None:
             self.offload.store_chunk(self.i, self.rows.start, self.start, self.stop)
         if self.keep_queries:
@@ -222,7 +221,7 @@ class PrefillBlock:
         if prefix.shared is not None:
             before.append(over_shared(prefix, self.i, q, self.passage, attention.dense))
         if self.before[0].shape[2]:
-            # A number of rows that is met once only needs one plan for all keys.
+            # Such a number of rows occurs once, so one plan for all keys is enough.
             once = rows & (rows - 1)
             before += [attention.dense(q, *self.before)] if once else attention.by_powers(q, *self.before)
         return [own, *((out.reshape(own[0].shape), lse.reshape(own[1].shape)) for out, lse in before)]
@@ -241,8 +240,8 @@ def prefill_blocks(cache: KVCache, rows: range, start: int, stop: int, size: int
     lengths, passage = lengths or [stop] * len(rows), None
     edges = [*range(start, stop, size), stop]
     if cache.prefix.len.is_cuda and min(lengths) == stop:
-        # What the last chunk has beyond whole tiles is a chunk of its own, with all queries that are kept: for it,
-        # another kernel is the fastest. Where a chunk of full size is no whole tiles, none of them is cut.
+        # The end of the last chunk, beyond whole tiles, becomes a chunk of its own with all queries that are kept:
+        # another kernel is the fastest for it. A last chunk of full size is not cut.
         count = stop - edges[-2]
         whole = (count - (cache.newest if keep_queries else 1)) // attention.TILE * attention.TILE
         if count % attention.TILE and count < size and whole > 0:

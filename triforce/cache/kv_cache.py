@@ -1,9 +1,9 @@
 """A target's keys and values for one batch: a long prefix and a short tail, shared by all levels.
 
 The **prefix** holds whole multiples of `flush_interval` tokens of a row and needs no mask. The **tail** holds the
-newest tokens in a static shape: those after the last flush and the block being computed. Where a token's K/V lie is a
-function of its position alone, so a step computes the same bits whatever was drafted before. To undo drafted tokens is
-to forget a length. All views share the tail, so what the full level verifies, the others see.
+newest tokens in a static shape: those after the last flush and the block being computed. A token's position alone
+decides where its K/V lie, so a step computes the same bits whatever was drafted before. A smaller length undoes drafted
+tokens. All views share the tail, so the other levels see what the full level verifies.
 
 Shapes: B batch, K KV heads, T tail slots, M rows of a block, C chunks, D head_dim.
 """
@@ -21,12 +21,12 @@ ALIGNED = 8 * attention.SPLIT  # tokens: tensor cores load 8 at a time, of each 
 
 
 def aligned(tokens: int) -> int:
-    """So many tokens or a few more, over which a GPU's products are fast."""
+    """This number of tokens or a few more, over which a GPU's products are fast."""
     return -(-tokens // ALIGNED) * ALIGNED
 
 
 class Tail(Store):
-    """The newest tokens of every row, and before them room for a view, so that one call attends over both.
+    """The newest tokens of every row, behind room for a view, so that one call attends over both.
 
     Args:
         slots: tokens. room: tokens of the view, 0 for none.
@@ -83,7 +83,7 @@ class KVCache(Store):
         self.joins_view = joins and budget > 0
         slots = aligned(flush_interval + (2 * block_size if ahead is None else ahead))
         self.tail = Tail(config, batch, slots, aligned(budget) if joins else 0, device, dtype)
-        # What views are chosen by: the queries of the block that was last verified.
+        # The queries of the block that was last verified: they choose views.
         rows = (batch, config.n_head, block_size, config.head_dim)
         self.queries = list(torch.zeros(config.n_layer, *rows, device=device, dtype=dtype))  # by layer
         self.query_weight = torch.zeros(batch, block_size, dtype=torch.float32, device=device)  # [B, M]: 1 if kept
@@ -93,11 +93,11 @@ class KVCache(Store):
         return [*self.prefix.tensors(), *self.tail.tensors(), *self.queries, self.query_weight]
 
     def whole(self, length: int) -> int:
-        """Of so many tokens, those that lie in the prefix: whole flush intervals."""
+        """How many of `length` tokens lie in the prefix: whole flush intervals."""
         return length - length % self.flush_interval
 
     def load(self, i: int, row: int, start: int, stop: int) -> Tensor:
-        """Wherever the positions lie."""
+        """The positions may lie in the prefix, in the tail, or in both."""
         border = self.lens[row]
         parts = [self.prefix.load(i, row, start, min(stop, border))] if start < border else []
         if stop > border:

@@ -1,9 +1,9 @@
 """The layers of the KV prefix that do not fit the device: in host memory, streamed past the queries piece by piece.
 
 A piece is a few megabytes of one layer's keys and values, copied on a stream of its own into one of a few staging
-buffers, the next ones in flight while the device attends to this one. The pieces that a step, or a prefill, asks for
-one after the other are a **passage**. Its first copies are enqueued before tokens are drafted. A step with its passage
-can be recorded as a graph. On a CPU, where host memory is the device's, a piece is a view and nothing is copied.
+buffers. The next pieces are in flight while the device attends to this one. A **passage** is the pieces that a step, or
+a prefill, asks for in order. Its first copies are enqueued before tokens are drafted. A step with its passage can be
+recorded as a graph. On a CPU, where host memory is the device's, a piece is a view and nothing is copied.
 
 Shapes: B batch, K KV heads, S capacity, P tokens of a piece, D head_dim.
 """
@@ -20,11 +20,11 @@ from .. import attention
 from ..errors import UserError
 from ..model import ModelConfig
 
-# From 8 MB on, copies run at the full speed of the bus. To pick a view's tokens out of a piece takes the same time.
+# Copies of 8 MB and more run at the full speed of the bus. Picking a view's tokens takes the same time from any piece.
 PIECE_BYTES = 64 * 2**20
-# The bus runs ahead by so many pieces while the device does the rest of a layer's work, and by no more than a layer.
+# The bus runs ahead by this number of pieces, at most a layer, while the device does the rest of a layer's work.
 STAGING_BUFFERS = 3, 8  # at least, and at most
-# With up to so many pieces a layer, the host may take longer to enqueue the step than the bus to copy: it is recorded.
+# A step of at most this number of pieces a layer is recorded: the host may enqueue more slowly than the bus copies.
 FEW_PIECES = 2
 
 
@@ -51,7 +51,7 @@ class Offload:
         self._pinned: list[Tensor] = []
         weakref.finalize(self, _unpin, self._pinned).atexit = False
         for i in self.layers:
-            # empty and filled: by all cores, which pins twice as fast as pages that nobody has touched.
+            # All cores fill it with zeros: touched pages are pinned twice as fast as untouched ones.
             place = "meta" if self.device.type == "meta" else "cpu"
             self.host[i] = torch.empty(2, batch, capacity, *token, dtype=dtype, device=place).zero_()
             if self.on_cuda:
@@ -77,9 +77,9 @@ class Offload:
         self._pinned.append(tensor)
 
     def _open_stream(self) -> None:
-        # Of another priority than streams to record on: of each, PyTorch has 32, which it hands out in turns.
+        # Streams to record on have another priority: PyTorch hands out 32 streams of each priority in turns.
         self.copy_stream = torch.cuda.Stream(self.device, priority=-1)
-        # Of the copies of `run_ahead`. External: a graph waits for the latest, not for those of its recording.
+        # Events of the copies of `run_ahead`. External: a graph waits for the latest, not for those of its recording.
         self.ready = [torch.cuda.Event(external=True) for _ in self.staging]
         for event in self.ready:
             event.record(self.copy_stream)  # a step that is recorded before any copy would wait for nothing
@@ -90,7 +90,7 @@ class Offload:
         return sum(kv.nbytes for kv in self.host.values())
 
     def in_few_pieces(self, length: int) -> bool:
-        """Whether a step over so many tokens is worth recording."""
+        """Whether a step over `length` tokens is worth recording."""
         return length <= FEW_PIECES * self.piece
 
     def run_ahead(self, length: int) -> None:
@@ -119,7 +119,7 @@ class Offload:
         self.host[i][:, row, start : start + kv.shape[2]] = kv.transpose(1, 2).cpu()
 
     def open_work(self, i: int, row: int, start: int) -> None:
-        """Before a prefill's tokens from `start` on go through layer i: the row's earlier ones come to the device."""
+        """Copies a row's tokens before `start` to the device. A prefill's later tokens then go through layer i."""
         if not self.on_cuda:
             return
         if self._work is None:
@@ -143,7 +143,7 @@ class Offload:
                 host[start:stop].copy_(work[start:stop], non_blocking=True)
 
     def close_work(self) -> None:
-        """After a prefill, whether it ended or was broken off: no copy is in flight any more."""
+        """Waits, after a prefill that ended or was broken off, until no copy is in flight."""
         if self.on_cuda:
             self.copy_stream.synchronize()
         self._work = None
@@ -153,7 +153,7 @@ class Passage:
     """Pieces in the order in which one step, or one prefill, asks for them.
 
     Args:
-        ahead: it is that of a step, whose first pieces are copied by `Offload.run_ahead`.
+        ahead: `Offload.run_ahead` copies the first pieces, as for a step.
         on_piece: called with (layer, start, piece [2, B, P, K, D]) for each that has been attended to.
     """
 
@@ -163,7 +163,8 @@ class Passage:
         self._free: list[torch.cuda.Event | None] = [None] * buffers  # by buffer: its last reader has been enqueued
 
     def attend(self, i: int, length: int, attend: Callable[[int, Tensor, Tensor], list]) -> attention.State:
-        """The state over layer i's tokens before `length`. attend: gives those over K, V [B, K, n, D] from `start`."""
+        """The state over layer i's tokens before `length`. attend: gives the states over K, V [B, K, n, D] from `start`
+        on."""
         size, merged = self.offload.piece, []
         for start in range(0, length, size):
             if self.offload.on_cuda:
@@ -177,17 +178,17 @@ class Passage:
         return merged[0]
 
     def _fetch(self, i: int, start: int, length: int) -> Tensor:
-        """Enqueues a copy, if that was not done before the step, and has the compute stream wait for it."""
+        """Enqueues a copy unless `run_ahead` did, and has the compute stream wait for it."""
         offload, slot = self.offload, self._count % len(self._free)
         compute, copies = torch.cuda.current_stream(offload.device), offload.copy_stream
-        if self._count > 0:  # nothing younger is waited for than what was enqueued before this one was asked for
+        if self._count > 0:  # a copy into the previous buffer waits for what is enqueued up to here alone
             self._free[slot - 1] = compute.record_event()
         if self._count < self._ahead:
             compute.wait_event(offload.ready[slot])
         else:
             if self._free[slot] is not None:
                 copies.wait_event(self._free[slot])
-            elif self._count == 0:  # what used the buffers before
+            elif self._count == 0:  # earlier users of the buffers
                 copies.wait_stream(compute)
             try:
                 offload.copy(slot, i, start, length)

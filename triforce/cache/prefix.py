@@ -24,14 +24,14 @@ STRIDE = 512  # tokens of a prefix for which the same graph serves, where a kern
 class PrefixStore(View):
     """The first layers lie on the device, in `k` and `v`, the others, if any, in `offload`.
 
-    A row's bits must not depend on when its neighbours flush. Where a kernel reads each row's length on the device, its
-    bound is what no row will outgrow. Elsewhere what is not masked stays what it was when the batch began, and the
-    masked part grows in steps of GROWTH, each a state of its own: a row that has not come that far adds nothing there.
+    A row's bits must not depend on when its neighbours flush. A kernel that reads each row's length on the device has a
+    bound that no row will outgrow. Elsewhere the unmasked part stays as it was when the batch began. The masked part
+    grows in steps of GROWTH, each a state of its own: a shorter row adds nothing there.
 
     Args:
         capacity: tokens of a row, those of the shared prefix among them.
         chunk_size: tokens whose mean key is kept, for views to choose by; 0: none is.
-        shared: what lies before all rows. It is not written to.
+        shared: the store that lies before all rows. Nothing writes to it.
     """
 
     _batch_extent: Extent | None = None  # of a batch, at its widest
@@ -42,7 +42,7 @@ class PrefixStore(View):
         slots = capacity - self.base
         super().__init__(config, batch, slots, device, dtype, num_layers=offload and offload.num_resident)
         self.offload, self.capacity, self.chunk_size = offload, capacity, chunk_size
-        self.num_resident = len(self.k)  # layers on the device: the first so many
+        self.num_resident = len(self.k)  # how many of the first layers lie on the device
         self.streams = offload if shared is None else shared.offload
         self.length_on_device = length_on_device and offload is None
         self.places = attention.places(self.k[0]) if self.k else None
@@ -69,7 +69,7 @@ class PrefixStore(View):
         self.own_len[row].fill_(length - self.base)
 
     def close(self, row: int) -> None:
-        """Nobody looks at what a row says, until it is truncated: a kernel that reads lengths reads one key of it."""
+        """The row's output is not used until it is truncated: a kernel that reads lengths reads one key of it."""
         if self.length_on_device:
             self.own_len[row].clamp_(max=1)
 
@@ -112,7 +112,7 @@ class PrefixStore(View):
         return k, v
 
     def whole_layer(self, i: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of the first `length` tokens of row 0 [K, S, D], where they lie, or where what is shared lies."""
+        """K and V of the first `length` tokens of row 0 [K, S, D], where the first of them lie."""
         own = [x[:, : length - self.base] for x in self.layer(i, 0)]
         if self.shared is None:
             return tuple(own)
@@ -120,8 +120,8 @@ class PrefixStore(View):
         return tuple(torch.cat([first, rest.to(first.device)], 1) for first, rest in zip(shared, own, strict=True))
 
     def working_layer(self, i: int, rows: range) -> tuple[Tensor, Tensor]:
-        """Layer i as a prefill of these rows writes and reads it, from `base` on: K, V [B, K, S, D] each. Where it is
-        offloaded, there is one row at a time."""
+        """Layer i as a prefill of these rows writes and reads it, from `base` on: K, V [B, K, S, D] each. An offloaded
+        layer takes one row at a time."""
         if i < self.num_resident:
             here = slice(rows.start, rows.stop)
             return self.k[i][here], self.v[i][here]
@@ -129,7 +129,7 @@ class PrefixStore(View):
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
     def pack(self) -> None:
-        """Keeps what row 0 holds a second time, in the CPU's own layout, if it is long enough to gain by it."""
+        """Keeps a second copy of row 0 in the CPU's own layout, if the row is long enough to gain by it."""
         length = self.lens[0] - self.base
         self.packed = None
         if length >= MIN_TOKENS:
@@ -137,7 +137,7 @@ class PrefixStore(View):
             self.packed = [PackedPrefix(k[0, :, :length], v[0, :, :length]) for k, v in layers]
 
     def open(self, ends: list[int]) -> None:
-        """The prompts are in, and no row will outgrow its end: decides what of a batch is masked."""
+        """Decides which part of a batch is masked. The prompts are in, and no row will outgrow its end."""
         self._batch_extent = None
         if len(ends) > 1 or self.shared is not None and not self.length_on_device:
             self._batch_extent = Extent(min(self.own_lens), max(ends) - self.base)

@@ -1,8 +1,8 @@
 """The contract of everything that keeps keys and values.
 
 A forward pass is given a **block** of a store as its `kv`: some rows at consecutive positions. Built once a step, it
-holds what all layers share (angles, masks, slots). Its `layer(i)` is the same with what is that layer's own, and has
-two methods. Each returns partial states, which the layer merges (see `attention.py`):
+holds what all layers share (angles, masks, slots). Its `layer(i)` adds what belongs to that layer alone, and has two
+methods. Each returns partial states, which the layer merges (see `attention.py`):
 
 - `write(heads)` takes a layer's new keys and values in, and attends over what is small and of static shape. It is
   compiled together with the layer around it.
@@ -23,7 +23,7 @@ from ..model import ModelConfig
 
 class Extent(NamedTuple):
     """How much of a view is attended to. A recorded graph serves one extent. Where the kernel reads lengths on the
-    device, `longest` is a bound of them all, and `dense` the same, or 0 if some row sees nothing."""
+    device, `longest` is a bound of all lengths. `dense` equals it, or is 0 if some row sees nothing."""
 
     dense: int = 0  # positions that every row sees
     longest: int = 0  # positions that some row sees; those from `dense` on are masked per row
@@ -59,15 +59,15 @@ class View(Store):
 
     length_on_device = False  # its kernel reads lengths from `own_len`, and `extent` is an upper bound
     joined = False  # it lies right before the tail, in the same tensors: one call attends over both
-    shared = None  # another store, which all rows of the batch have before their own positions
-    base = 0  # tokens that all rows see of `shared`
-    streams = None  # what a step over it streams past from host memory
+    shared = None  # another store, which lies before all rows' own positions
+    base = 0  # tokens of `shared` that all rows see
+    streams = None  # the `Offload` whose pieces a step over it reads
     packed: list | None = None  # per layer: a second copy of its first tokens in the CPU's own layout; see cpu.py
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype, *, num_layers: int | None = None,
                  storage: list[Tensor] | None = None):
-        """num_layers: keeps the first so many, None: all. storage: per layer [2, B, K, capacity or more, D], to lie in;
-        None: it is allocated."""
+        """num_layers: how many of the first layers it keeps; None: all. storage: where they lie, per layer [2, B, K,
+        capacity or more, D]; None: in new tensors."""
         if storage is None:
             shape = (batch, config.n_kv_head, capacity, config.head_dim)
             layers = config.n_layer if num_layers is None else num_layers
@@ -103,11 +103,12 @@ class View(Store):
         return self.base if self.shared is not None else extent.longest
 
     def worth_recording(self, extent: Extent) -> bool:
-        """Whether a step over it is to become a graph: not if to enqueue it takes no time beside what streams past."""
+        """Whether a step over it should become a graph: not if its copies take longer than the host takes to enqueue
+        it."""
         return self.streams is None or self.streams.in_few_pieces(self._streamed(extent))
 
     def run_ahead(self) -> None:
-        """Begins to copy what the next step streams past: before each step, and nothing that it reads may change."""
+        """Begins the next step's copies from host memory. Called before each step, whose input may then not change."""
         if self.streams is not None:
             self.streams.run_ahead(self._streamed(self.extent))
 

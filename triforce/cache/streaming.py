@@ -19,8 +19,8 @@ class StreamingCache(View):
     """Attention sinks and a ring of recent tokens (StreamingLLM, arXiv 2309.17453), for a draft of short context.
 
     Keys are stored unrotated and rotated by their rank in the cache whenever they are attended to, so that a model
-    trained on 2,048 positions never meets position 124,928. Whoever drafts with it holds the lengths. The ring holds
-    `window_size + slack` tokens: so many may be written ahead and then forgotten.
+    trained on 2,048 positions never meets position 124,928. The drafter holds the lengths. The ring holds `window_size
+    + slack` tokens: up to `slack` of them may be written ahead and then forgotten.
     """
 
     def __init__(self, config: ModelConfig, rope: RotaryEmbedding, *, batch: int, num_sink: int, window_size: int,

@@ -9,14 +9,14 @@ Knows nothing of drafting or acceptance: it is told when to rebuild. There are t
 - "streaming": none, only the sink and a window as wide as the budget allows (StreamingLLM, arXiv 2309.17453).
 
 Chosen chunks of layers on the device are copied at once. Those of an offloaded layer are **gathered**: picked out of
-the pieces that the next verify streams past anyway; until then the layer keeps what was selected before. A view is
-**due** until that is done. Where nothing streams past, it is chosen when a round first reads it.
+the pieces that the next verify streams past anyway. Until then the layer keeps its earlier selection, and the view is
+**due**. Where nothing streams past, a view is chosen when a round first reads it.
 
 Rows that share a prefix read it through one view, a `CommonView`, chosen by the queries of all of them. Each has a view
 of its own for what comes after.
 
-Layout of a row's view, `budget` tokens: [sink | recent window, a ring | selected chunks]. While what it views is no
-longer than the budget, the view is all of that, in order.
+Layout of a row's view, `budget` tokens: [sink | recent window, a ring | selected chunks]. A prefix that fits the budget
+is viewed whole, in order.
 
 Shapes: B batch, L layers, K KV heads, G query heads per KV head, M rows of queries, C chunks, D head_dim.
 """
@@ -33,20 +33,20 @@ from .store import View
 
 SMOOTHED = 7  # tokens over which "snapkv" averages attention
 COMMON = -1  # stands for the view that all rows share, among numbers of rows
-QUERIES_OF_A_ROW = 8  # of a row, if a block has so many, at least count where rows choose together
+QUERIES_OF_A_ROW = 8  # the fewest of a row that choose where rows choose together, unless a block has fewer
 
 
 def common_queries(newest: int, rows: int) -> int:
-    """How many queries of each of so many rows choose together: of all hardly more than of one row alone."""
+    """How many queries of each row choose together. All rows bring hardly more queries than one row alone."""
     return min(max(newest // rows, QUERIES_OF_A_ROW), newest)
 
 
 class RetrievalView(View):
-    """Of each row's own part of the prefix: of all of it, or of what comes after the part that all rows share.
+    """A view of each row's own part of the prefix: all of it, or what comes after the part that all rows share.
 
     Args:
-        budget: tokens. recent: the share of them that are the newest ones.
-        shared: what the rows read of the prefix that they share; None: they share none.
+        budget: tokens. recent: the share of the newest tokens.
+        shared: the view of the prefix that the rows share; None: they share none.
     """
 
     of_shared = False
@@ -72,14 +72,14 @@ class RetrievalView(View):
                                    dtype=torch.int64, device=device)
         self._prefix_len = torch.zeros(batch, dtype=torch.int64, device=device)
         self._offload, self._due = self.source.offload, [False] * batch
-        self.is_stale = False  # of what streams past, it holds what an earlier call selected, or nothing
+        self.is_stale = False  # its offloaded layers hold what an earlier call selected, or nothing
         self._at = torch.empty(0)  # positions of the layer that streams past: see `gather`
-        self._row = torch.zeros(1, dtype=torch.int64, device=device)  # that is chosen for: one graph serves all rows
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)  # the row that is chosen for: one graph serves all
         self._select = compiler.step(self._select_and_copy)
 
     def _split(self, recent: float) -> tuple[int, int]:
-        """Tokens of the window, and how many chunks are selected. The window of what rows share does not move, and is
-        half as large."""
+        """Tokens of the window, and the number of selected chunks. A common view's window does not move, and is half as
+        large."""
         rest, chunk, interval = self.budget - self.chunk_size, self.chunk_size, self.cache.flush_interval
         if self.kind.unit is None:
             return rest if self.of_shared else rest // interval * interval, 0
@@ -93,7 +93,7 @@ class RetrievalView(View):
         return [*super().tensors(), self._chunks, self._prefix_len, *common]
 
     def open(self, row: int) -> None:
-        """A row has been prefilled, or is back at an earlier length. Its view is chosen now, or by `catch_up`."""
+        """A row has been prefilled, or is back at an earlier length. Chooses its view here, or later by `catch_up`."""
         if self._offload is None and (self.kind.renews or self.kind.unit is None):  # else by the prompt's queries
             self.fit(row)
             self._due[row] = True
@@ -107,7 +107,8 @@ class RetrievalView(View):
             self.shared.open(0)
 
     def catch_up(self, rows: Iterable[int]) -> list[int]:
-        """A round is about to read the views of these rows. Returns those that were chosen for, COMMON perhaps too."""
+        """Chooses what is due of these rows' views, which a round is about to read. Returns the rows that it chose for,
+        perhaps COMMON too."""
         late = [row for row in rows if self._due[row] and self._offload is None]
         for row in late:
             self.choose(row)
@@ -137,7 +138,7 @@ class RetrievalView(View):
         self._due[row] = self.selected[row] and self._offload is not None
 
     def fit(self, row: int) -> None:
-        """Sets the length of a row's view by that of what it views."""
+        """Sets the length of a row's view by the length of its prefix."""
         prefix_len = self.source.own_lens[row]
         self.selected[row] = prefix_len > self.budget
         self.truncate(row, self.held if self.selected[row] else prefix_len)
@@ -177,8 +178,8 @@ class RetrievalView(View):
         return torch.cat([part.expand(*tokens.shape[:2], -1) for part in (sink, recent, tokens)], 2)
 
     def _newest(self, i: int) -> tuple[Tensor, Tensor]:
-        """What a view is chosen by: the latest queries of layer i [H, m, D] whose tokens were kept, and as many others,
-        of weight 0, as are missing; and weights [m]. Each row weighs 1 in all, but nothing if it brought no tokens."""
+        """The queries that choose a view [H, m, D] and their weights [m]: the latest of layer i whose tokens were kept,
+        filled up by others of weight 0. Each row weighs 1 in all, or 0 if it brought no tokens."""
         queries, weight = self.cache.queries[i], self.cache.query_weight  # [B, H, M, D], [B, M]
         if not self.of_shared:
             queries, weight = self._of_row(queries)[None], self._of_row(weight)[None]
@@ -190,7 +191,7 @@ class RetrievalView(View):
         return queries.flatten(0, 1).transpose(0, 1), weight.flatten()
 
     def _scores(self, i: int) -> Tensor:
-        """Of layer i [K, chunks or tokens], -inf for what is not to choose."""
+        """Scores of layer i [K, chunks or tokens], -inf for those that cannot be chosen."""
         is_chunk = self.kind.unit == "chunk"
         keys = self._of_row((self.source.chunk_keys if is_chunk else self.source.k)[i])
         keys = keys[:, : self.room // self.select_size]
@@ -221,7 +222,7 @@ class RetrievalView(View):
                 _in_words(view[:, :, : at.shape[2]])[row] = _in_words(tokens)[row[:, None], heads, at[i]][None]
 
     def _of_row(self, x: Tensor) -> Tensor:
-        """Of what the rows of the batch have, [B, ...], that of the row that is chosen for. A copy, of several."""
+        """The entry of [B, ...] for the row that is chosen for. It is a copy if there are several rows."""
         return x[0] if len(x) == 1 else x.index_select(0, self._row)[0]
 
     @property
@@ -248,7 +249,7 @@ class RetrievalView(View):
 
 
 class CommonView(RetrievalView):
-    """Of the prefix that all rows share: one row, chosen by the queries of all."""
+    """The view of the prefix that all rows share: one row, chosen by the queries of all."""
 
     of_shared = True
 
@@ -270,5 +271,5 @@ def chunk_scores(queries: Tensor, chunk_keys: Tensor, weight: Tensor, mask: Tens
 
 
 def _in_words(x: Tensor) -> Tensor:
-    """The same memory [..., D] in elements of 16 bytes, if D fills such: to pick one takes a GPU as long as 2 bytes."""
+    """The same memory [..., D] in elements of 16 bytes, if D fills them: a GPU picks 16 bytes as fast as 2."""
     return x.view(torch.complex128) if x.shape[-1] * x.itemsize % 16 == 0 else x

@@ -33,9 +33,9 @@ from .main import Parser, count, parse
 GREEDY = 64  # tokens that are compared
 LAST = 2048  # positions whose logits are compared; tokens that transformers computes at a time
 LENGTHS = {"cpu": (512, 2048), "cuda": (4096, 32768, 122880)}  # prompts, where nobody says others
-# By how many units in the last place two right implementations may differ, times the root of the number of layers,
-# since each rounds once more: of the largest logit, and of a logit's mean size. In half precision products are added
-# up in float32 and rounded once; in float32 a thousand numbers are added in any order.
+# Units in the last place by which two right implementations may differ, times the root of the number of layers, since
+# each layer rounds once more: units of the largest logit, and of a logit's mean size. Half precision adds products in
+# float32 and rounds once. In float32 a thousand numbers are added in any order.
 HALF, FULL = (4.0, 1.5), (40.0, 16.0)
 # Flags of `triforce` that have no meaning here.
 OTHERS = ("prompt", "prompts", "question", "questions", "num_samples", "interactive", "system", "prefix", "save_prefix",
@@ -56,12 +56,12 @@ def parser() -> Parser:
     p.add_argument("--lengths", type=count, nargs="+", metavar="N", help="prompt lengths to time (default: 512 and "
                    "2,048; on a GPU 4,096, 32,768 and 122,880, as far as they fit)")
     p.add_argument("--new", type=count, metavar="N", default=96, help="tokens of a timed call (default 96)")
-    p.add_argument("--far", type=int, metavar="N", help=f"compare the last {LAST:,} logits of so many tokens; 0: none "
+    p.add_argument("--far", type=int, metavar="N", help=f"compare the last {LAST:,} logits of N tokens; 0: none "
                    "(default: of the longest prompt)")
-    p.add_argument("--reference", metavar="FOLDER", help="of transformers, if it is not the checkpoint's own: the one "
-                   "that a checkpoint was converted from")
+    p.add_argument("--reference", metavar="FOLDER", help="what transformers loads, if it is not the checkpoint: the "
+                   "folder that a checkpoint was converted from")
     p.add_argument("--quick", action="store_true", help=f"time the longest prompt alone, and compare {LAST:,} tokens")
-    p.add_argument("--out", metavar="FILE", default="triforce-check.json", help="of the JSON (default: "
+    p.add_argument("--out", metavar="FILE", default="triforce-check.json", help="the file of JSON (default: "
                    "triforce-check.json)")
     return p
 
@@ -69,7 +69,7 @@ def parser() -> Parser:
 # -- logits beside those of transformers -------------------------------------------------------------------------------
 
 def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Tensor | str:
-    """Its logits after the last tokens, [LAST, V] float32 on the CPU; or why there are none, with what to do."""
+    """The logits of transformers after the last tokens, [LAST, V] float32 on the CPU; or an error, with what to do."""
     model = cache = out = None
     first = (len(tokens) - 1) % LAST + 1  # so that the last stretch is a whole one
     try:
@@ -93,8 +93,8 @@ def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device
 
 
 def compare(engine: Engine, tokens: list[int], theirs: Tensor | str) -> dict:
-    """A record: what is not finite, or how far the last logits are from those of transformers, beside what the dtype
-    allows. theirs: as `ask_transformers` gives them."""
+    """A record: which part is not finite, or how far the last logits are from those of transformers, and how far the
+    dtype allows. theirs: as `ask_transformers` gives them."""
     target, told, last = engine.target, {"name": "logits", "tokens": len(tokens)}, min(LAST, len(tokens))
     ours = engine.logits([tokens], last=last)[0].cpu()
     if not bool(ours.isfinite().all()):
@@ -122,7 +122,7 @@ def compare(engine: Engine, tokens: list[int], theirs: Tensor | str) -> dict:
 # -- speculation on and off --------------------------------------------------------------------------------------------
 
 def plans(engine: Engine) -> dict[str, DraftPlan]:
-    """Those that the levels of this engine allow, by the way to draft. There is a DecodeBatch."""
+    """The plans that this engine's levels allow, by the way to draft. A DecodeBatch must exist."""
     hierarchy, settings, gamma = engine.buffers.state.hierarchy, engine.settings, min(engine.settings.block_size - 1, 7)
     if not gamma:
         return {}
@@ -135,7 +135,7 @@ def plans(engine: Engine) -> dict[str, DraftPlan]:
 
 
 def greedy_bits(engine: Engine, ids: list[int]) -> Iterator[dict]:
-    """A record for each way to draft: does it say what autoregression says?"""
+    """A record for each way to draft: are its tokens those of autoregression?"""
     plain, _ = greedy(engine, ids, AUTOREGRESSION)
     for way, chosen in plans(engine).items():
         tokens, rows = greedy(engine, ids, chosen)
@@ -161,7 +161,7 @@ def greedy(engine: Engine, ids: list[int], plan: DraftPlan) -> tuple[list[int], 
 
 def timed(engine: Engine, ids: list[int], new: int, sampling: Sampling) -> dict:
     """A record of calls as a user makes them. On a GPU the second one counts: the first records its steps."""
-    engine.release()  # or it would go on from what it holds, and there were no prefill to time
+    engine.release()  # else it goes on from what it holds, without a prefill to time
     drawn, turns = vars(replace(sampling, seed=sampling.seed or 0)), 2 if engine.device.type == "cuda" else 1
     on, off = ([engine.generate(ids, new, ignore_eos=True, **drawn, **how).stats for _ in range(turns)]
                for how in ({}, {"speculate": False, "one_row": True}))
@@ -217,7 +217,7 @@ def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.d
     engine = load(args.checkpoint, **request.given(args, Settings, Placement))
     try:
         yield (record := compare(engine, far or prompts[-1], theirs))
-        if record["name"] == "finite values":  # nothing else says anything then
+        if record["name"] == "finite values":  # no other check means anything then
             return
         say("greedy, with and without speculation")
         yield from greedy_bits(engine, prompts[-1])
@@ -245,7 +245,7 @@ def read(argv: list[str]) -> tuple[Namespace, Namespace]:
 def main(argv: list[str]) -> int:
     own, args = read(argv)
     begun, folder, device = time.perf_counter(), resolve(args.checkpoint), find_device(getattr(args, "device", None))
-    use_one_stream(device)  # for transformers, too: or else what is timed later is slower than users have it
+    use_one_stream(device)  # for transformers, too: else later times are slower than a user's
     longest = getattr(args, "max_seq_len", None) or read_config(folder).max_len
     lengths = lengths_of(own, args, longest, device)
     far = own.far if own.far is not None else min(lengths[-1], LAST) if own.quick else lengths[-1]

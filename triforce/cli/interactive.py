@@ -20,7 +20,7 @@ Ctrl-C ends an answer; what it said so far stays in the conversation."""
 
 def converse(chat: Chat, options: dict) -> None:
     """Reads lines, streams answers, until /quit or the end of the input. options: of every answer."""
-    with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # it is another's
+    with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # another object stands in for it
         sys.stdin.reconfigure(errors="replace")  # in many locales a byte that is not UTF-8 raises
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then edits lines and remembers them)

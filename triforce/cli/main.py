@@ -1,7 +1,6 @@
-"""Reads the flags, says what there is, runs a command, and says what went wrong.
+"""Reads the flags, prints help, runs a command, and reports mistakes.
 
-What the flags ask for is in `request.py`, and how it is answered in `run.py`. PyTorch is imported
-when the flags are known to be right.
+`request.py` reads what the flags ask for. `run.py` answers it. PyTorch is imported once the flags are known to be fine.
 """
 
 import argparse
@@ -72,12 +71,12 @@ FLAGS = {
         ("prompt", {}, "the text to continue"),
         ("prompt-file", FILE, "the text to continue, or to ask about. Without a flag it is read from a pipe"),
         ("prompts", FILE, "several prompts, one a line, as JSON. Strings, or {prompt or messages, question, seed}"),
-        ("batch-size", {**COUNT, "default": 8}, "so many of --prompts are computed side by side (default 8)"),
+        ("batch-size", {**COUNT, "default": 8}, "how many of --prompts run side by side (default 8)"),
         ("prompt-len", COUNT, "keep the first N tokens of the text (alias --prefill)"),
-        ("keep", {"choices": WAYS, "metavar": "PART"}, "of a text that is too long: start, end or both"),
-        ("question", {}, "asked after the text, which may be cut"),
+        ("keep", {"choices": WAYS, "metavar": "PART"}, "part to keep of a too long text: start, end or both"),
+        ("question", {}, "a question that follows the text, which may be cut"),
         ("questions", FILE, "questions about the text, one a line or as JSON. All at once (-: standard input)"),
-        ("num-samples", COUNT, "so many answers. Their seeds are seed, seed + 1, ..."),
+        ("num-samples", COUNT, "the number of answers. Their seeds are seed, seed + 1, ..."),
         ("interactive", SWITCH, "a conversation, about the text if there is one; a pipe holds what is asked"),
         ("system", {}, "a system message before the text"),
         ("save-prefix", FILE, "save the text with its keys and values"),
@@ -94,7 +93,7 @@ FLAGS = {
         ("stop-token-ids", {"nargs": "+", "type": int, "metavar": "ID"}, "end after one of these tokens"),
         ("ignore-eos", SWITCH, "go on after an end-of-text token"),
         ("show-levels", SWITCH, "colour the text by the level that proposed it. FORCE_COLOR=1: also in a file"),
-        ("logprobs", {"type": int, "metavar": "K"}, "in JSON: log-probabilities of each token, and of K in its place")),
+        ("logprobs", {"type": int, "metavar": "K"}, "in JSON: log-probabilities of each token, and of K likely ones")),
     "model": (
         ("checkpoint", {"default": "tiny"}, "Hugging Face folder, repository id, or 'tiny' (default)"),
         Placement),
@@ -114,7 +113,7 @@ def parser() -> Parser:
         epilog="With no flags: a demonstration. Commands: `triforce download` and `triforce convert` for checkpoints, "
                "`triforce plan` (what fits), `triforce check` (whether all is well).")
     p.add_argument("-h", "--help", nargs=0, action=Help, help="what most people need")
-    p.add_argument("--help-all", action="help", help="every flag, with all there is to say about it")
+    p.add_argument("--help-all", action="help", help="every flag, with its whole description")
     p.add_argument("--version", action="version", version=f"triforce {__version__}")
     p.add_argument("--json", action="store_true", help="print JSON instead of the text. An object for each answer")
     for title, flags in FLAGS.items():
@@ -134,7 +133,7 @@ def parser() -> Parser:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The flags that generate. Raises UserError for what is none."""
+    """The flags of a generation. Raises UserError for an unknown one."""
     flags = parser()
     known = flags._option_string_actions.keys()
     args, unknown = flags.parse_known_args([_spell(argument, known) for argument in argv])
@@ -147,7 +146,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _spell(argument: str, known) -> str:
-    """--prompt_len=3 -> --prompt-len=3, and the names of ALIASES. What is no flag then is a text that begins so."""
+    """--prompt_len=3 -> --prompt-len=3, and the names of ALIASES. Another argument stays a text."""
     name, equals, value = argument.partition("=")
     spelt = name.replace("_", "-")
     spelt = ALIASES.get(spelt, spelt)
@@ -156,8 +155,8 @@ def _spell(argument: str, known) -> str:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Within, PyTorch is imported, and Ctrl-C ends the process at once: PyTorch would swallow a KeyboardInterrupt that
-    meets it where it imports NumPy, and go on with half of that."""
+    """Within, PyTorch is imported, and Ctrl-C ends the process at once. PyTorch would swallow a KeyboardInterrupt that
+    comes while it imports NumPy, and go on with half of it."""
     is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored, as by nohup
     if is_usual:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -169,7 +168,7 @@ def importing() -> Iterator[None]:
 
 
 def generate(argv: list[str]) -> int:
-    """With several ranks, rank 0 reads for all, once they know each other, and the others say nothing."""
+    """With several ranks, rank 0 reads for all once they are connected, and the others print nothing."""
     args = parse(argv)
     args.begun = time.perf_counter()
     logging.getLogger("triforce").setLevel(logging.INFO)  # says where an offloaded cache lies
@@ -194,7 +193,7 @@ def generate(argv: list[str]) -> int:
 
 
 def run(argv: list[str]) -> int:
-    """A command. What it has printed is written when it ends, however it ends."""
+    """Runs a command, and flushes its output however it ends."""
     try:
         if not argv or argv[0] not in COMMANDS:
             return generate(argv)
@@ -208,8 +207,8 @@ def run(argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line. Exit status: 0; 1 if a check fails; 2 for a user's mistake; 130 for Ctrl-C."""
     if not any(name in os.environ for name in (*ALLOCATORS, "WORLD_SIZE")):
-        # With segments of fixed size an 8B whose plan left 1.4 GiB of a cap of 24 ran out of memory; with these it had
-        # its peak at 22.6 (measured on an H200). Ranks are left alone: it has not been measured there.
+        # With segments of fixed size an 8B whose plan left 1.4 GiB of a cap of 24 ran out of memory. With growing ones
+        # its peak was 22.6 (measured on an H200). Ranks keep the default: no measurement covers them.
         os.environ[ALLOCATOR] = GROWING
     with consoles():
         try:
@@ -226,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise
             told = f"{error.filename or 'the output'}: {error.strerror}; mend that, and run the command again"
         rank = int(os.environ.get("RANK", 0)) if "WORLD_SIZE" in os.environ else 0
-        if rank:  # what all of them find, rank 0 says, which ends the others
+        if rank:  # rank 0 reports what all of them find, which ends the others
             time.sleep(1)
         say(f"rank {rank}: error: {told}" if rank else f"error: {told}")
         return 2

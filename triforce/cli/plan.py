@@ -27,7 +27,7 @@ from ..parallel import Group, shard_config
 from . import request
 from .main import Parser, count, parse
 
-CUDA_ITSELF = Part("CUDA itself, about", 2**29)  # of a card's memory; what a running process finds free is without it
+CUDA_ITSELF = Part("CUDA itself, about", 2**29)  # of a card's memory; a running process finds it taken
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Machine:
     device: torch.device
     memory: int | None  # bytes of one device; None: nobody knows
     host: int | None  # bytes of the host, for an offloaded cache
-    ranks: int = 1  # that share the model, a device each
-    is_here: bool = True  # `memory` is what is free now, rather than what a card has
+    ranks: int = 1  # how many share the model, a device each
+    is_here: bool = True  # `memory` is what is free, rather than what a card has
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def need(job: Job, machine: Machine) -> dict:
     """What the job takes of each device, as `load` and a call plan it; as JSON has it.
 
     Raises:
-        UserError: settings do not fit each other, or so many ranks cannot share the model.
+        UserError: settings do not fit each other, or this number of ranks cannot share the model.
     """
     device, place, longest = machine.device, job.placement, job.placement.max_seq_len
     target = shard_config(job.target, Group(0, machine.ranks, "") if machine.ranks > 1 else None)
@@ -116,17 +116,17 @@ def parser() -> Parser:
         epilog="Every flag of `triforce` that changes what is needed is known here, too:\n--checkpoint, --draft, "
                "--prompt-len, --dtype, --budget, --offload, ...\n\n"
                "    triforce plan --checkpoint FOLDER --prompt-len 100000 --memory 24GiB")
-    p.add_argument("--memory", metavar="SIZE", help="of one GPU, which need not be here, such as 24GiB; with --device "
-                   "cpu of the machine (default: what this machine's device has free)")
-    p.add_argument("--host-memory", metavar="SIZE", help="of the host (default: what this machine has free)")
-    p.add_argument("--gpus", type=count, default=1, metavar="N", help="so many share the model, as under torchrun")
-    p.add_argument("--batch-size", type=count, metavar="N", help="so many prompts side by side (default 1)")
+    p.add_argument("--memory", metavar="SIZE", help="memory of one GPU, here or elsewhere, such as 24GiB; with --device"
+                   " cpu, of the machine (default: what this machine's device has free)")
+    p.add_argument("--host-memory", metavar="SIZE", help="memory of the host (default: what is free here)")
+    p.add_argument("--gpus", type=count, default=1, metavar="N", help="GPUs that share the model, as under torchrun")
+    p.add_argument("--batch-size", type=count, metavar="N", help="prompts that run side by side (default 1)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
     return p
 
 
 def machine_of(own, device: str | None) -> Machine:
-    """own: flags of this command. device: as `triforce` was to be told."""
+    """own: flags of this command. device: the value of --device."""
     if own.memory and re.fullmatch(r"cpu|cuda(:\d+)?", device or "cuda"):  # which need not be here
         device, size = torch.device(device or "cuda"), parse_size(own.memory, "--memory")
     else:

@@ -30,7 +30,7 @@ CLASHES = {
     "save_prefix": "keep compare show_levels",
     "compare": "questions num_samples system",
     "show_levels": "questions num_samples system json"}
-# A flag, and those of which it needs one.
+# A flag, and others, one of which it needs.
 NEEDS = {"logprobs": "json prompts", "save_every": "save_prefix", "chat_template": "chat system prompts",
          "chat_template_kwargs": "chat system prompts prefix"}
 # Fields of a line of a file of --prompts and of --questions.
@@ -60,8 +60,8 @@ def first_given(args, *names: str) -> str | None:
 
 
 def read_request(args, no_flags: bool = False) -> Request:
-    """Reads the files and standard input that the flags name. no_flags: were given; a pipe that brings nothing, as
-    schedulers leave them, is then no mistake. Raises UserError for whatever is one."""
+    """Reads the files and standard input that the flags name. no_flags: none was given; an empty pipe, as schedulers
+    leave it, is then no mistake. Raises UserError for a mistake."""
     asks_alone = args.interactive and args.prompt is args.prompt_file is None  # standard input holds what is asked
     check_together(args, asks_alone)
     check_values(args)
@@ -84,7 +84,7 @@ def read_request(args, no_flags: bool = False) -> Request:
 
 
 def check_values(args) -> None:
-    """Those that no model could mend."""
+    """Raises UserError for values that are wrong for every model."""
     resolve(args.checkpoint)
     find_draft(args.checkpoint, getattr(args, "draft", None))
     Settings(**given(args, Settings))
@@ -99,7 +99,7 @@ def check_values(args) -> None:
 
 
 def check_together(args, asks_alone: bool) -> None:
-    """Which flags go together, and who reads standard input."""
+    """Raises UserError for flags that do not go together, or that both read standard input."""
     for name, others in CLASHES.items():
         flag, other = first_given(args, name), first_given(args, *others.split())
         if flag and other:
@@ -162,7 +162,7 @@ def read_file(flag: str, path: str) -> str:
 
 
 def from_json(text: str):
-    """What it holds; None where it is no JSON."""
+    """The value of a text of JSON; None where it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -170,8 +170,8 @@ def from_json(text: str):
 
 
 def read_items(flag: str, path: str, main: str) -> list[dict]:
-    """What a file has a line for: objects in JSON, or strings, which stand for their field `main`. A line of questions
-    may be plain text. Each object gets the "name" that it has in errors."""
+    """The items of a file, one a line: objects in JSON, or strings, which stand for their field `main`. A line of
+    questions may be plain text. Each object gets the "name" that it has in errors."""
     text = read_file(flag, path).strip()
     if isinstance(whole := from_json(text), list) or isinstance(whole, dict) and "\n" in text:
         raise UserError(f"{flag} {path} is one {type(whole).__name__} of JSON; write each {main} on a line of its own")

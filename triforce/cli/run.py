@@ -30,8 +30,8 @@ TURNS = 4  # of each way
 def answer(args, group, request: Request, wants_comparison: bool) -> int:
     """Exit status of the command.
 
-    What is to be answered is a list of items: what their line of a file holds, the prompt as ids (about a document: the
-    question's text), and how many tokens of it --keep dropped.
+    It answers a list of items. An item has what its line of a file holds, the prompt as ids (about a document: the
+    question's text), and the number of tokens that --keep dropped.
     """
     engine = load_engine(args, group)
     options = {"max_new_tokens": args.max_new_tokens, **given(args, Sampling), "stop": args.stop,
@@ -66,7 +66,7 @@ def answer(args, group, request: Request, wants_comparison: bool) -> int:
 def load_engine(args, group):
     say(f"loading {args.checkpoint} ...")
     chosen = given(args, Settings, Placement)
-    if args.interactive and find_device(chosen.get("device")).type == "cuda":  # of many answers: it pays to wait once
+    if args.interactive and find_device(chosen.get("device")).type == "cuda":  # one wait pays over many answers
         chosen = {"compile": True, **chosen}
     return load(args.checkpoint, group=group, max_batch_size=args.batch_size, **chosen)
 
@@ -116,7 +116,7 @@ def show(stream, args) -> None:
 
 
 def answer_all(engine, args, items: list[dict], options: dict, loaded: float) -> int:
-    """Questions of one document at once, prompts batch by batch; in their order, as soon as their batch is done."""
+    """Answers all questions about a document at once, and prompts batch by batch. Prints each batch when it is done."""
     samples, results, begun = args.num_samples or 1, [], time.perf_counter()
     seeds = seeds_of(items, options.get("seed"), engine.target.group, samples)
     size = args.batch_size if args.prompts is not None else len(items)
@@ -148,7 +148,7 @@ def record(args, item: dict, result: Generation, loaded: float, index: int = 0, 
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 def messages_of(args, document: str) -> list[dict]:
-    """What a chat about a document begins with."""
+    """The messages that a chat about a document begins with."""
     system = [{"role": "system", "content": args.system}] if args.system else []
     return [*system, {"role": "user", "content": document}]
 
@@ -159,7 +159,7 @@ def as_text(question: str) -> str:
 
 
 def encoded(engine, args, request: Request, item: dict) -> dict:
-    """An item of `answer`, of a text or messages and perhaps a question."""
+    """Makes an item of `answer` from a text or messages, and perhaps a question."""
     question = item.get("question", args.question) or None
     try:
         if "messages" in item:
@@ -174,8 +174,9 @@ def encoded(engine, args, request: Request, item: dict) -> dict:
 
 
 def fitted(engine, args, request: Request, text: str, question: str | None) -> tuple[str | list[int], list[int], int]:
-    """A text, cut to --prompt-len tokens, and by --keep so far that prompt and output fit: what is left of it, as text
-    where a chat template joins it with the question, else its ids; ids of both; how many tokens --keep dropped."""
+    """Cuts a text to --prompt-len tokens, and by --keep until prompt and output fit. Returns what is left (as text
+    where a chat template joins it with the question, else as ids), the ids of both, and how many tokens --keep
+    dropped."""
     tokenizer, room = engine.tokenizer, engine.room(args.max_new_tokens)
     ids = tokenizer.encode(text)
     length = args.prompt_len or (DEFAULT_PROMPT_LEN if request.is_demo else len(ids))
@@ -206,15 +207,15 @@ def fitted(engine, args, request: Request, text: str, question: str | None) -> t
 
 
 def seeds_of(items, first: int | None, group, samples: int = 1) -> list[int]:
-    """Of so many samples of each: from its own "seed" on, or from that of its place after `first` (None: drawn)."""
+    """The seeds of all samples: an item's count from its own "seed", or from its place after `first` (None: drawn)."""
     first = agreed(group, random.getrandbits(31)) if first is None else first
     begun = [item.get("seed", first + i * samples) for i, item in enumerate(items)]
     return [seed + sample for seed in begun for sample in range(samples)]
 
 
 def document_of(engine, args, request: Request) -> tuple[Prefix | None, int]:
-    """What is asked about, None: nothing: opened, or prefilled; saved where that is wanted. And how many of its tokens
-    --keep dropped."""
+    """Opens or prefills the document that is asked about, and saves it if asked to. Returns it, None if there is none;
+    and how many of its tokens --keep dropped."""
     begun, dropped = time.perf_counter(), 0
     if args.prefix is not None:
         book = engine.open(args.prefix)
@@ -236,7 +237,7 @@ def document_of(engine, args, request: Request) -> tuple[Prefix | None, int]:
 
 
 def prefilled(engine, args, request: Request) -> tuple[Prefix, int]:
-    """The document, so far as it fits beside the longest question; and how many tokens of it were dropped."""
+    """Prefills what fits of the document beside the longest question. Returns it, and how many tokens were dropped."""
     longest = max(request.questions or [{"question": "", "name": "the text"}],
                   key=lambda item: len(engine.tokenizer.encode(item["question"])))
     try:
@@ -244,7 +245,7 @@ def prefilled(engine, args, request: Request) -> tuple[Prefix, int]:
     except TooLong as error:
         raise UserError(f"{longest['name']}: {error}") from None
     options = {"keep": args.save_prefix, "keep_every": args.save_every} if args.save_every else {}
-    if args.save_prefix is not None and not options:  # or the prefill looks
+    if args.save_prefix is not None and not options:  # with options the prefill looks
         check_room(args.save_prefix, engine, len(ids))
     if isinstance(document, str):
         document, options = messages_of(args, document), {**options, **request.chat}
@@ -259,7 +260,7 @@ def wrap(text: str) -> None:
 
 
 def introduce(engine, ids, args, request: Request) -> None:
-    """What is about to happen: the model, the prompt, and how much of it drafts are read from."""
+    """Prints the model, the prompt, and how much of the prompt drafts read."""
     budget = engine.resolve_budget(len(ids))
     toy = f" (a toy of {engine.num_parameters / 1e6:.1f} million parameters)" if args.checkpoint == "tiny" else ""
     wrap(f"{args.checkpoint}{toy} on {engine.device}, {engine.target.dtype_name}, {len(ids):,} prompt tokens")
@@ -279,12 +280,12 @@ def wants_colours(file) -> bool:
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 def compare(engine, ids: list[int], args, sampling: dict, stats) -> tuple[list[str], dict]:
-    """--compare: lines, and the same as JSON has it. Speed, beside the fastest autoregression, which takes steps of one
-    row: the same distribution as the padded steps whose bits are promised, and faster on a CPU. And whether tokens with
-    and without speculation are equal: greedy ones, and where levels share their draws, drawn ones.
+    """--compare: lines, and the same as JSON. It compares the speed with that of the fastest autoregression. Its steps
+    have one row: they have the distribution of padded steps, whose bits are promised, and are faster on a CPU. It
+    compares tokens with and without speculation: greedy ones, and drawn ones where levels share their draws.
 
     Args:
-        sampling: that the run drew by, with its seed. stats: of the run.
+        sampling: of the run, with its seed. stats: of the run.
     """
     count = {"max_new_tokens": min(COMPARED_TOKENS, args.max_new_tokens), "ignore_eos": True}
     ways = {"no speculation" if args.no_speculation else "speculation": {"speculate": not args.no_speculation},

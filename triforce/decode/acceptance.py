@@ -3,8 +3,8 @@
 Knows nothing of models, caches or levels. Random numbers come in as arguments. There are two rules. `verify_chain` is
 that of speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): what comes out has the
 target's distribution, whatever the draft's was, as long as `draft_probs` is the distribution that the drafted tokens
-were drawn from. `match_chain` keeps drafted tokens that the target draws, too: what comes out is what the target draws.
-`match_tree` is the same with runners-up at the side of the drafted tokens, `match_nodes` of a tree of any shape.
+were drawn from. `match_chain` keeps drafted tokens that the target draws, too: its output is what the target draws.
+`match_tree` does the same with runners-up beside the drafted tokens, `match_nodes` with a tree of any shape.
 
 Shapes: B batch, n drafted tokens at most, V vocabulary.
 """
@@ -93,7 +93,7 @@ def match_chain(tokens: Tensor, num_drafted: Tensor, drawn: Tensor) -> Verdict:
 
 
 def match_tree(tree: TokenTree, tokens: Tensor, num_drafted: Tensor, drawn: Tensor) -> Verdict:
-    """`match_chain` of a tree's spine; where a leaf is what the target draws instead, it is kept, too.
+    """`match_chain` over a tree's spine. A leaf that the target draws instead is kept, too.
 
     Args:
         tokens: [B, M], those of the block's rows. drawn: [B, M], the target's own, each after that of its row.
@@ -113,7 +113,7 @@ def match_tree(tree: TokenTree, tokens: Tensor, num_drafted: Tensor, drawn: Tens
 
 
 def match_nodes(nodes: Nodes, num_drafted: Tensor, drawn: Tensor) -> Verdict:
-    """`match_chain` of a tree of any shape: the longest path of which each token is what the target draws before it.
+    """`match_chain` over a tree of any shape: keeps the longest path on which each token is the target's own draw.
 
     Args:
         nodes: the tree, of M rows with paths of at most P, and its tokens.

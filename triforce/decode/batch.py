@@ -51,12 +51,12 @@ class DecodeBatch:
         settings: resolved; see `Settings.resolve`.
         compiler: of the steps of all levels.
         shared: the prefix that all rows have in common: their prompts begin with its tokens.
-        meter: of what they share, see `Pilot`.
+        meter: of the shared tokens, see `Pilot`.
         shelf: what earlier texts showed, see `Pilot`. None: nothing.
         pack: keep the prompt's prefix in the CPU's own layout as well; see cpu.py.
-        row_unit: of padded steps of the full level, see `cpu.row_unit`. None: they have all rows.
-        runs_on: the device that it is meant for, if it is not the one that the target is on: to plan its memory, it is
-            built on the meta device.
+        row_unit: padded steps of the full level have a multiple of it, see `cpu.row_unit`. None: they have all rows.
+        runs_on: the device that it is meant for, if the target is on another: a plan of the memory builds it on the
+            meta device.
     """
 
     def __init__(self, models: Models, settings: Settings, sizes: Sizes, compiler: Compiler, *,
@@ -81,7 +81,7 @@ class DecodeBatch:
             offload = Offload(config, resident, batch=batch, capacity=self.capacity, interval=interval,
                               device=device, dtype=dtype, piece=settings.piece_tokens, runs_on=runs_on)
         own, common = settings.split_budget(budget, self.base, self.capacity) if settings.retrieval else (0, 0)
-        # A block of a tree needs no more slots than it has rows, or else than the level that runs ahead of it.
+        # A block of a tree needs slots for its own rows, or for those of the level that runs ahead of it.
         ahead = max(block, settings.block_size + settings.inner_tree.rows) if settings.tree_size else 2 * block
         self.cache = KVCache(config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
                                  flush_interval=interval, budget=own, newest=settings.block_size, ahead=ahead,
@@ -114,9 +114,9 @@ class DecodeBatch:
         self.last_round: Round | None = None
 
     def _usual_rebuild_interval(self, streams: Offload | None, for_all: bool = False) -> int:
-        """The newest selection drafts best. Offloaded, that of one row, or of what all rows share, takes no time: it is
-        gathered beside the next verify's copies. On a GPU a rebuild takes the longer the more chunks there are. For
-        many rows it takes as long as for each of them, and on a CPU as long as a token.
+        """The newest selection drafts best. An offloaded one takes no time for one row, or for what all rows share: the
+        next verify's copies bring it. On a GPU the time of a rebuild grows with the number of chunks. Many rows take
+        the sum of their times. On a CPU a rebuild takes as long as a token.
 
         Args:
             streams: what the view is chosen from, if that is in host memory.
@@ -156,7 +156,7 @@ class DecodeBatch:
     def prefill(self, row: int, tokens: Sequence[int], on_progress=None, fresh: bool | None = None) -> None:
         """Appends tokens to a row, which may be in use, and computes K/V for all but the last, the pending one.
 
-        The tokens of a new row are those of the shared prefix, too.
+        The tokens of a new row begin with those of the shared prefix.
 
         Args:
             on_progress: called with the share of the work that is done, 0 to 1.
@@ -243,18 +243,18 @@ class DecodeBatch:
             self._seat(row, stop)
 
     def _seat(self, row: int, length: int) -> None:
-        """Tail and view of a row as after a prefill of `length` tokens, which lie in the prefix."""
+        """Sets a row's tail and view as after a prefill of `length` tokens, which lie in the prefix."""
         self.cache.truncate(row, length)
         if self.hierarchy.view is not None:
             self.hierarchy.view.open(row)
 
     @torch.inference_mode()
     def begin(self, max_new_tokens: int, plan: DraftPlan | None = None, padding: Padding | None = None) -> None:
-        """Decoding begins, now that all rows are prefilled; `rewind` comes back to this point.
+        """Begins to decode after all rows are prefilled. `rewind` comes back to this point.
 
         Args:
             plan: what all rounds follow. None: chosen round by round, or what the settings say.
-            padding: of the steps of plans that are not given. None: as before; at first, all are padded.
+            padding: of steps whose plan is not given. None: as before; at first, all are padded.
         """
         self._prompt_queries = [q[:, :, : self.cache.newest].clone() for q in self.cache.queries]
         self._prompt_weight = self.cache.query_weight.clone()
@@ -313,7 +313,7 @@ class DecodeBatch:
 
     @property
     def recording(self) -> float:
-        """Seconds that it took to prepare steps since decoding began."""
+        """Seconds that the preparation of steps took since decoding began."""
         return self.compiler.seconds - self._recorded
 
     def texts(self, start: int = 0) -> list[list[int]]:
@@ -322,7 +322,7 @@ class DecodeBatch:
 
     @property
     def known(self) -> list[int]:
-        """How many these are."""
+        """The number of these tokens, by row."""
         return [len(text) for text in self._texts]
 
     @torch.inference_mode()

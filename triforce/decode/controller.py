@@ -1,8 +1,8 @@
 """Which levels draft, and how many tokens, chosen round by round from observed times and observed acceptance.
 
-Knows nothing of tensors or models: times and counts go in, a `DraftPlan` comes out. It never changes what is said, only
-how fast: the choice depends on tokens that were kept and on the first rejection of a round, never on discarded ones,
-and acceptance is exact whatever was drafted. No step is run only to be timed.
+Knows nothing of tensors or models: times and counts go in, a `DraftPlan` comes out. A choice changes the speed and
+never the distribution. It depends on tokens that were kept and on the first rejection of a round, never on discarded
+tokens, and acceptance is exact whatever was drafted. No step is run only to be timed.
 """
 
 import math
@@ -23,17 +23,18 @@ SPINES, BRANCHES = (4, 8, 12, 16, 24, 32, 48, 63), (1, 2, 4, 8, 12, 16)  # lengt
 def emitted(rate, drafted, leaf=0.0):
     """Expected tokens of a round that checks this number of drafted ones, each kept at this rate if those before it
     were: 1 + rate + ... + rate ** drafted (Leviathan et al., arXiv 2211.17192, eq. 1); and with the chance `leaf` one
-    more where one was not kept."""
+    more after a rejection."""
     return (1 - rate ** (drafted + 1)) / (1 - rate) + leaf * (1 - rate**drafted)
 
 
 class Rate:
-    """An acceptance rate over about the last hundred tests. At first a guess counts as four tests: of a draft that is
-    never right, 256 tokens then take 3 or 4% more than without drafts, and with a guess of ten 5 to 7.
+    """An acceptance rate over about the last hundred tests. At first a guess counts as four tests. With a draft that is
+    never right, 256 tokens then take 3 or 4% longer than without drafts. If the guess counted as ten tests, they would
+    take 5 to 7% longer.
 
-    It is given the benefit of the doubt, half of a standard deviation: by an estimate that chance made too low a level
-    would be left alone, and nothing would set it right. What lies idle is forgotten, half of it in IDLE_HALF tokens, so
-    that what did badly once gets another chance.
+    It gets the benefit of the doubt, half of a standard deviation: chance may make an estimate too low, the level would
+    be left alone, and nothing would correct the estimate. An idle level is forgotten, half of it in IDLE_HALF tokens,
+    so that a level that did badly gets another chance.
     """
 
     MEMORY, WEIGHT, DOUBT, IDLE_HALF = 0.99, 4.0, 0.5, 128
@@ -71,8 +72,8 @@ class Costs:
     first time, then by a share.
 
     Args:
-        verify, retrieval: of a step over the full cache, and over the view, by rows. Other numbers of rows take what
-            the next larger one takes.
+        verify, retrieval: of a step over the full cache, and over the view, by rows. Another number of rows takes as
+            long as the next larger one.
         sources: the first token of a proposal, and each further one, by drafter.
         plain: of a step that checks nothing, where that is not one of `verify`.
         growth: of a step that grows the branches of a tree, if there are such.
@@ -84,7 +85,7 @@ class Costs:
     SHARE = 0.25  # of a correction, in the long run
     RECENT = 3  # sums of the same parts: their median counts, since one may be a hiccup of the machine
     STALE, HOPE = 64, 0.95  # a part that was not seen for STALE tokens may have become faster by HOPE
-    FORGOTTEN = 16  # tokens: a check that was not seen for so long is believed at once, whatever it took before
+    FORGOTTEN = 16  # tokens without such a check: its next time is believed at once, whatever it took before
 
     def __init__(self, verify: dict[int, float], retrieval: dict[int, float] | None = None,
                  sources: dict[str, tuple[float, float]] | None = None, *, plain: float | None = None,
@@ -130,7 +131,7 @@ class Costs:
         return self._row(counts)
 
     def checking(self, plan: DraftPlan) -> np.ndarray:
-        """The same of its verify."""
+        """How often its verify pays for each part."""
         is_plain = plan.gamma == 0 and not plan.padded and ("plain", 1) in self.number
         return self._row({("plain", 1) if is_plain else self.step("verify", 1 + plan.gamma): 1})
 
@@ -145,15 +146,15 @@ class Costs:
         return float(self.drafting(plan) @ self.values), float(self.checking(plan) @ self.values)
 
     def observe(self, parts: np.ndarray, milliseconds: float, checks: bool = False) -> None:
-        """So often each part was paid for, and all of it took so long. checks: it is a step over the full cache. (The
-        first drafts after a pause take longer than others: a draft catches up.)"""
+        """Takes in a sum: how often each part was paid for, and the time of all. checks: it is a step over the full
+        cache. (The first drafts after a pause take longer than others: a draft catches up.)"""
         used = np.flatnonzero(parts)
         recent = self._recent.setdefault(tuple(used.tolist()), deque(maxlen=self.RECENT))
         if checks and self.age[used].min() >= self.FORGOTTEN:
             recent.clear()
         recent.append((parts, milliseconds))
         factor = statistics.median(max(took, 1e-6) / float(row @ self.values) for row, took in recent)
-        if not self.seen.any():  # of the rest only what it takes beside this can be guessed
+        if not self.seen.any():  # the other parts are known in proportion to these alone
             self.values *= factor
         else:
             known = np.maximum(1 / (self.seen[used] + 1.0), self.SHARE)
@@ -163,14 +164,14 @@ class Costs:
 
     @property
     def believed(self) -> np.ndarray:
-        """`values`, but that a check takes no longer than one of more rows that was seen: a time that says so is that
-        of a busy machine."""
+        """`values`, but a check takes at most as long as one of more rows that was seen: a longer time is that of a
+        busy machine."""
         values, own = self.values.copy(), self.values[self._checks]
         values[self._checks] = np.minimum(own, np.minimum.accumulate(np.where(self.seen[self._checks], own, np.inf)))
         return values
 
     def pass_by(self, num_tokens: float) -> None:
-        """So many tokens of a row were emitted. What lies idle gets another chance, now and then."""
+        """`num_tokens` tokens of a row were emitted. An idle part gets another chance from time to time."""
         self.age += num_tokens
         before, now = (self.age - num_tokens) // self.STALE, self.age // self.STALE
         self.values = np.where(now > before, self.HOPE * self.believed, self.values)
@@ -188,15 +189,15 @@ class Controller:
         rates: of earlier texts, by name.
     """
 
-    GUESSES, GUESS = {"retrieval": 0.9}, 0.5  # of all others; the chances of "ngram" are told from round to round
-    # Steps of all layers that are run as they are written, or recorded, before a verify, and a retrieval level, is as
-    # fast as it will be. A short text may end before it has paid.
+    GUESSES, GUESS = {"retrieval": 0.9}, 0.5  # of all others; the caller gives the chances of "ngram" in each round
+    # Steps of all layers that run unrecorded, or are being recorded, before a verify or a retrieval level reaches its
+    # full speed. A short text may end before they pay.
     PREPARATIONS = {"verify": 2, "plain": 2, "retrieval": 10}
     STAY = 0.97  # another plan must be this much better than the present one
-    CERTAIN = 0.97  # and once more as much to begin with speculation: the time without is known, the others estimated
-    SHORT = 4  # tokens, and half as many rounds of the level between: the most for what no round has shown yet
-    # Of a verify: more than that may be drafted if it should take no longer, although each step that no round has shown
-    # may take UNSURE milliseconds more than is guessed.
+    CERTAIN = 0.97  # and by this again to begin speculation: the time without it is known, the others are estimates
+    SHORT = 4  # most tokens, or twice the most rounds of the retrieval level, of plans with an unseen part
+    # A longer plan with a part that no round has shown is tried if its drafting takes at most this share of a verify,
+    # where each unseen step counts UNSURE milliseconds more than its guess.
     CHEAP, UNSURE = 0.2, 2.0
 
     def __init__(self, costs: Costs, max_gamma: int, max_inner: int, padding: Padding = PADDED,
@@ -209,7 +210,7 @@ class Controller:
         self.rates = {name: (rates or {}).get(name) or Rate(self.GUESSES.get(name, self.GUESS)) for name in names}
         self.plans = plans = list(candidates(costs, max_gamma, max_inner, padding))
         self.plan = plans[0]  # no speculation
-        self.tokens = 1.0  # that a round of it is expected to emit
+        self.tokens = 1.0  # expected of a round of it
         self._warm: set[tuple] = set()  # what has drafted
         self._number = {plan: i for i, plan in enumerate(plans)}
         self._gamma, self._rounds, self._inner = np.array([(one.gamma, one.rounds, one.gamma_inner) for one in plans]).T
@@ -268,7 +269,7 @@ class Controller:
         return replace(plan, branches=0) if plan.branches else plan
 
     def _branch(self, rates: dict[str, float], tokens: np.ndarray, times: np.ndarray, preparing: np.ndarray) -> None:
-        """Sets the best tree, beside the best chain of each length, if one takes less than the chain that is set.
+        """Sets the best tree around the best chain of each length, if it takes less time than the chain that is set.
 
         Args:
             tokens, times: of `plans`; times per token, with the share of each that is `preparing`.
@@ -288,8 +289,8 @@ class Controller:
                     self.plan = replace(self.plans[i], branches=shape.length, shape=shape)
 
     def timed(self, plan: DraftPlan, drafting: float, checking: float) -> None:
-        """How long a round of a plan took, in milliseconds: all before its verify, and that. The first round with a
-        drafter is not looked at: memory is touched for the first time."""
+        """Takes in the milliseconds of a round of a plan: all before its verify, and its verify. The first round with a
+        drafter does not count: it touches memory for the first time."""
         drafter = plan.source, plan.retrieval, plan.branches > 1
         if plan.gamma and drafter not in self._warm:
             self._warm.add(drafter)
@@ -301,7 +302,7 @@ class Controller:
     def update(self, num_tokens: float, **observed: tuple[int, int]) -> None:
         """After a round: tokens kept in the mean of the rows, and by level (hits, tests) of all rows.
 
-        What lies idle ages with the text, not with the number of rows: or else many rows would try it all the time.
+        An idle level ages with the text, not with the number of rows: otherwise many rows would try it all the time.
         """
         self.costs.pass_by(num_tokens)
         for name, rate in self.rates.items():

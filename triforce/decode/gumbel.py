@@ -21,7 +21,7 @@ from .sampling import GOLDEN, key_of, mix, shift
 # -ln(1 - w / 2) / w, in units of 2**-29, as a polynomial of w that is right to 2**-24 of it over [0, 1].
 _COEFFICIENTS = (268435461, 67108030, 22391560, 8169348, 4434652, -1515173, 5044765, -3412989, 1474894)
 _LN2 = 762123384786  # in units of 2**-40
-_LANES = 64  # that the words run in, so that a GPU looks for the winner in many places at once
+_LANES = 64  # of words, so that a GPU looks for the winner in many places at once
 
 
 def exponential(key: Tensor, words: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def exponential(key: Tensor, words: Tensor) -> Tensor:
     fraction, scaled = low >> 10, torch.full_like(low, _COEFFICIENTS[-1])
     for coefficient in _COEFFICIENTS[-2::-1]:
         scaled = (scaled * fraction >> 30) + coefficient
-    # A product of 41 and 22 bits, in whole numbers: of one that rounds, a compiler would make another.
+    # A product of 41 and 22 bits, in whole numbers: a compiler may round a float product in another way.
     rest = (2 * low + 1) * (scaled + 64 >> 7)  # in units of 2**-63
     return ((zeros * _LN2).double() * 2.0**23 + rest.double()) * 2.0**-63
 
@@ -49,8 +49,8 @@ def draw(probs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
 def ranking(probs: Tensor, seed: Tensor, position: Tensor, count: int) -> Tensor:
     """The winners, and after each the runners-up, of which a few may be missing: [B, n, count].
 
-    Of a whole vocabulary the runners-up are the first of other lanes than the winner's: nearly always the next to
-    arrive, without a search for them. Where fewer words can arrive at all, others stand in their place.
+    In a whole vocabulary the runners-up are the first words of other lanes than the winner's. They are nearly always
+    the next to arrive, and need no search. Where too few words can arrive, others stand in their place.
     """
     key = key_of(seed, position)[..., None]
     if probs.device.type == "cpu" and not is_compiling():
@@ -63,7 +63,7 @@ def ranking(probs: Tensor, seed: Tensor, position: Tensor, count: int) -> Tensor
 
 
 def _possible(probs: Tensor, least: int) -> Tensor | None:
-    """Words [B, n, K] in ascending order, at least `least`, all that have a probability among them; None if they are
+    """All words that have a probability, at least `least` words [B, n, K], in ascending order; None if they are
     many."""
     count = max(int((probs > 0).sum(-1).max()), least)
     if count > probs.shape[-1] // 4:
@@ -74,9 +74,9 @@ def _possible(probs: Tensor, least: int) -> Tensor | None:
 def _first(times: Tensor, count: int) -> Tensor:
     """The place of the least of times [..., V], then of the least of other lanes: [..., count].
 
-    Word v runs in lane v modulo `_LANES`. Vocabularies often list words by frequency, so neighbours are rivals: were a
-    lane a stretch of the list, most of the probable words would share one. Where the winner alone is wanted, it is: a
-    GPU reads stretches faster.
+    Word v runs in lane v modulo `_LANES`. Vocabularies often list words by frequency, so neighbours are rivals: if a
+    lane were a stretch of the list, most probable words would share one. If only the winner is wanted, lanes are
+    stretches: a GPU reads them faster.
     """
     size = -(-times.shape[-1] // _LANES)
     padded = torch.nn.functional.pad(times, (0, size * _LANES - times.shape[-1]), value=float("inf"))
@@ -90,7 +90,7 @@ def _first(times: Tensor, count: int) -> Tensor:
 
 
 def _ascending(times: Tensor, count: int) -> Tensor:
-    """The places of the `count` least of times [..., K], by one search after the other: there are few."""
+    """The places of the `count` least times [..., K], by one search each: they are few."""
     places = [times.argmin(-1, keepdim=True)]
     for _ in range(count - 1):
         times = times.scatter(-1, places[-1], float("inf"))

@@ -4,7 +4,7 @@
     retrieval   the target over a view of its cache        proposes to the full level
     sources     a draft model, n-grams, ...                propose to either
 
-Which of them take part in a round is the plan's to say.
+The plan says which of them take part in a round.
 """
 
 import time
@@ -56,8 +56,8 @@ class Round:
 
     plan: DraftPlan
     rows: list[RowRound]
-    # Of this round, or, with several ranks, what the first of them measured of the one before. None where a step was
-    # not as fast as it will be: it was warmed up, or recorded.
+    # The times of this round; with several ranks, those of the round before on the first rank. None where a step was
+    # warmed up or recorded, and so slower than it will be.
     timing: Timing | None
 
 
@@ -91,9 +91,9 @@ class Hierarchy:
 
     Args:
         cache: the target's, shared by the full level and the retrieval level.
-        budget: tokens that the retrieval level is to read of a row. own, common: of the row's own prefix, and of the
+        budget: tokens of a row that the retrieval level reads. own, common: those of the row's own prefix, and of the
             one that all rows share.
-        sources: what drafts at the bottom, by name.
+        sources: the drafters at the bottom, by name.
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
         row_unit: of the full level, see `cpu.row_unit`.
     """
@@ -158,7 +158,7 @@ class Hierarchy:
         rows, told = self.outer.outbox.read()
         timing = clock.read(plan)
         for row, brought in enumerate(rows):
-            if brought.beside > 1:  # of one token more, all that draft take note by themselves
+            if brought.beside > 1:  # drafters notice one token more by themselves
                 for source in self.sources.values():
                     source.depart(row)
         if self.group is None:
@@ -168,9 +168,9 @@ class Hierarchy:
         return Round(plan, rows, Timing(before, *told) if before is not None and told[1] > 0 else None)
 
     def kinds_of_rounds(self, default: DraftPlan) -> list[DraftPlan]:
-        """Plans that between them take every padded step. default: what rounds follow where nothing is chosen."""
+        """Plans that together take every padded step. default: the plan of rounds where none is chosen."""
         plans = [DraftPlan(), *(DraftPlan(1, source) for source in self.sources)]
-        if self.inner is not None:  # two tokens of its draft run what more of them do
+        if self.inner is not None:  # two drafted tokens run the steps that more would
             plans.append(replace(default, rounds=1, gamma_inner=min(default.gamma_inner, 2)))
         return plans
 
@@ -200,7 +200,7 @@ class Hierarchy:
         self.outer.length[row].fill_(length)
 
     def open(self, ends: list[int]) -> None:
-        """All prompts are in: no row's prefix will outgrow its end. What drafts at the bottom is opened after it."""
+        """All prompts are in: no row's prefix will outgrow its end. Call `open_sources` after it."""
         self._last = self._last_plan = None
         self.cache.prefix.open(ends)
         for level in self.levels:
@@ -241,7 +241,7 @@ class Hierarchy:
 
 def make_sources(models: Models, tape: Tape, settings: Settings, *, capacity: int, budget: int, compiler: Compiler,
                  runs_on) -> dict[str, Drafter]:
-    """What drafts at the bottom, by name."""
+    """The drafters at the bottom, by name."""
     sources: dict[str, Drafter] = {}
     drafter, draft = None, models.draft
     if draft is not None:

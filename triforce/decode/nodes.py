@@ -1,9 +1,9 @@
 """The rows of a tree of any shape, on the device: which one follows which, and their tokens.
 
-The spine is a chain that was drafted as ever. Its runners-up are the first rows of branches, which grow at the same
-time, a row of each in one step of the level that drafts. The level that checks computes all rows in one step, and walks
-down from the pending token while what it draws is among the rows that follow. The shape is data, so it may change from
-round to round and the compiled or recorded steps stay the same.
+The spine is a drafted chain. Its runners-up are the first rows of branches. The branches grow together: a step of the
+level that drafts adds a row to each. The level that checks computes all rows in one step, and walks down from the
+pending token while what it draws is among the rows that follow. The shape is data, so it may change from round to round
+and the compiled or recorded steps stay the same.
 
 Shapes: B batch, M rows, P rows of the longest path, W rows that a step drafts after.
 """
@@ -35,8 +35,8 @@ class Nodes:
         counts = [int(np.prod(size)) for size in sizes]
         self._table = torch.zeros(sum(counts), dtype=torch.int64, device=device)
         parts = [part.view(size) for part, size in zip(self._table.split(counts), sizes, strict=True)]
-        # Of each row [M]: how far behind the pending token it stands; how many tokens of the spine must have been
-        # drafted for it to count; how far from the spine it is. paths [M, P]: see `Layout`.
+        # For each row [M]: its distance from the pending token; the number of tokens that the spine must have for the
+        # row to count; its distance from the spine. paths [M, P]: see `Layout`.
         self.depths, self.anchors, self.distances, self.paths = parts[:4]
         # Rows that begin branches [3, R]: their numbers, depths and ranks. By step of growing: the rows that it drafts
         # after [P, W], and those that it drafts [P, 3, FOLLOWERS * W]: numbers, which of the former they follow, ranks.
@@ -50,7 +50,7 @@ class Nodes:
         return self.tree.size
 
     def set(self, shape: Shape) -> None:
-        """From now on the tree has this shape. The device is not waited for.
+        """Gives the tree this shape, without waiting for the device.
 
         Raises:
             ValueError: it does not fit.
@@ -67,7 +67,7 @@ class Nodes:
         size, longest = self.tree.size, self.tree.spine
         depths, anchors, distances = (np.zeros(size, np.int64) for _ in range(3))
         anchors[shape.rows :] = longest  # beyond all that is drafted: not used
-        paths = np.arange(size)[:, None] - np.arange(longest)  # right for the spine; of unused rows, anything
+        paths = np.arange(size)[:, None] - np.arange(longest)  # right for the spine; unused rows may have any
         depths[: 1 + shape.spine] = anchors[: 1 + shape.spine] = np.arange(1 + shape.spine)
         first, here, following = [], [[] for _ in range(longest)], [[] for _ in range(longest)]
         for row in range(1 + shape.spine, min(shape.rows, size)):
@@ -99,14 +99,14 @@ class Nodes:
         return [depths, anchors, distances, paths, heads, members, found]
 
     def layout(self, device) -> Layout:
-        """Of the step that checks. The sum over a path runs by position, whichever slots its rows have: so a tree gives
-        the bits of a chain, and of the pending token alone."""
+        """The layout of the step that checks. The sum over a path runs by position, whichever slots its rows have. So a
+        tree gives the bits of a chain, and of the pending token alone."""
         longest = self.tree.spine
         return Layout(self.depths, torch.arange(self.tree.size, device=device), self.depths + 1 - longest, self.paths,
                       apart=True)
 
     def take(self, spine: Tensor, runners_up: Tensor, shape: Shape) -> None:
-        """A tree of this shape is to be grown, or checked: its spine and the first rows of its branches are known.
+        """Takes in the spine and the first rows of the branches of a tree, which is then grown or checked.
 
         Args:
             spine: [B, P] tokens, the pending one first.

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from .hierarchy import Hierarchy, Round
     from .verifier import Verifier
 
-ROW = 0.08  # on a CPU each further row of a step adds about so much of the first; on a GPU next to nothing
+ROW = 0.08  # on a CPU each further row of a step adds about this share of the first; on a GPU next to nothing
 LAYER_ON_CPU, LAYER_ON_GPU = 0.3, 0.1  # milliseconds of a layer, whatever it reads: it is made of many operations
-# Milliseconds that a layer takes the host where a step is run for the first time, or recorded: on an H100's host 1.7.
+# Milliseconds of an H100's host for a layer of a step that runs for the first time, or is recorded.
 PREPARING = 1.7
-BRANCH_LENGTH = 8  # where the length of branches is not chosen
-SAME_LENGTH = 4096  # tokens: what was learned at one length counts for all that are as near as this
+BRANCH_LENGTH = 8  # of branches where none is chosen
+SAME_LENGTH = 4096  # tokens: texts whose lengths lie in one such stretch share what was learned
 
 
 class Pilot:
@@ -38,7 +38,7 @@ class Pilot:
         shelf: what earlier texts showed, by their circumstances. A text begins with it, and adds to it.
         group: the ranks that must choose alike, or None.
         rebuild_interval: tokens between two choices of a row's view. common_interval: of the one that rows share.
-        meter: gives that of what all rows share. None: it is made here.
+        meter: gives the meter of what all rows share. None: it is made here.
     """
 
     def __init__(self, hierarchy: "Hierarchy", settings: Settings, *,
@@ -55,12 +55,12 @@ class Pilot:
         self.rebuilds: dict[int, RebuildPolicy] = {}  # by row, and of COMMON where rows share one; none without views
         self._shared_meter = meter
         self._begins = self.auto  # no round has been chosen yet
-        # Tokens of a row: that this text may have yet, and that texts have had. Later texts are expected to have as
-        # many as earlier ones: so recording a step may pay although each text is short.
+        # Tokens of a row: those that this text may still have, and those that texts have had. Later texts are expected
+        # to be as long as earlier ones, so recording a step may pay although each text is short.
         self._remaining, self._emitted = 0.0, 0.0
         self._next: DraftPlan | None = None  # of the round to come, if that is known
         self._on_cpu = hierarchy.outer.length.device.type == "cpu"
-        self._unseen: Round | None = None  # followed what was chosen, and has not been learned from yet
+        self._unseen: Round | None = None  # a chosen round that has not been learned from
 
     def open(self, plan: DraftPlan | None, padding: Padding, lengths: list[int], max_new_tokens: int,
              texts: Callable[[int], list[list[int]]]) -> None:
@@ -87,7 +87,7 @@ class Pilot:
             self.meters = [meter().fork(text) for text in texts(base)] if base else list(map(NgramMeter, texts(0)))
 
     def _controller(self, lengths: list[int]) -> Controller:
-        """Of one text. It goes on where the last one under such circumstances ended."""
+        """The controller of one text. It goes on where the last text under such circumstances ended."""
         outer, inner, view, prefix = (self.hierarchy.outer, self.hierarchy.inner, self.hierarchy.view,
                                       self.hierarchy.cache.prefix)
         guessed = guess(self.hierarchy, self.padding, lengths)
@@ -115,8 +115,8 @@ class Pilot:
         return plan
 
     def _choose(self) -> DraftPlan:
-        """The very first round drafts nothing: so the first token waits for nothing that does. Where steps are
-        recorded, and drafts are to come, it takes the step that checks them, which is then recorded for them, too."""
+        """The very first round drafts nothing, so the first token waits for no drafter. Where steps are recorded and
+        drafts will follow, it takes the step that checks them, which is then recorded for them, too."""
         if self.fixed is not None:
             return self.fixed
         gathering = self.hierarchy.gathering
@@ -135,13 +135,13 @@ class Pilot:
         return self.controller.choose(remaining=self._remaining, ngram=statistics.fmean(rates or [0.0]))
 
     def think(self) -> None:
-        """While the device works. On a CPU nothing goes on beside: there a choice waits for what the round shows."""
+        """Chooses while the device works. A CPU has nothing beside: there a choice waits for what the round shows."""
         if not self._on_cpu:
             self.learn()
             self._next = self._choose()
 
     def learn(self) -> None:
-        """Takes in what the round before showed, if that has not been done."""
+        """Learns from the round before, if that has not been done."""
         result, self._unseen = self._unseen, None
         if result is None:
             return
@@ -180,7 +180,7 @@ class Pilot:
 
 
 def default_plan(settings: Settings, hierarchy: "Hierarchy") -> DraftPlan:
-    """What rounds follow where the settings say it."""
+    """The plan of rounds where the settings fix it."""
     source = next(iter(hierarchy.sources), None)
     if not settings.retrieval:
         return DraftPlan(settings.gamma, source) if source else DraftPlan()
@@ -214,8 +214,8 @@ class Tally:
         self.tokens += len(row.tokens)
         self.rows += 1
         checked = self.plan.drafter
-        if checked is not None and checked != "ngram":  # whose rates are kept by its meter
-            # A drafter that proposed nothing has missed: or one that seldom proposes would keep the rate it began with.
+        if checked is not None and checked != "ngram":  # its meter keeps its rates
+            # A drafter that proposed nothing has missed: otherwise one that seldom proposes would keep its first rate.
             missed = row.num_accepted < max(row.num_drafted, 1)
             self.observe(checked, row.num_accepted, row.num_accepted + missed)
         if row.num_accepted < row.num_drafted:
@@ -227,8 +227,8 @@ class Tally:
 
 
 class RebuildPolicy:
-    """When a selection is renewed, of a row or of all that share one: every `interval` tokens of a row, and when
-    acceptance falls well below its average."""
+    """Says when a selection of a row, or of all rows that share one, is renewed: every `interval` tokens of a row, and
+    when acceptance falls well below its average."""
 
     def __init__(self, interval: int):
         self.interval, self.tokens, self.recent, self.average = interval, 0, 1.0, None
@@ -251,7 +251,7 @@ class RebuildPolicy:
 
 
 def guess(hierarchy: "Hierarchy", padding: Padding, lengths: list[int]) -> Costs:
-    """By a step's layers, and the bytes that it reads. A round soon shows what it takes."""
+    """Guesses costs by a step's layers and the bytes that it reads. Rounds soon show the real ones."""
     outer, inner, prefix = hierarchy.outer, hierarchy.inner, hierarchy.cache.prefix
     on_cpu, config = outer.length.device.type == "cpu", outer.model.config
     rate, layer = (2e7, LAYER_ON_CPU) if on_cpu else (4e9, LAYER_ON_GPU)  # bytes a millisecond

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ..tree import Shape
 
-# How many tokens, or rounds of the retrieval level, plans of a controller have; and as many as fit.
+# The numbers of tokens, and of rounds of the retrieval level, in a controller's plans, beside the most that fit.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
 

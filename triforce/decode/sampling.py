@@ -56,12 +56,12 @@ class SamplingParams:
 
     @property
     def uses(self) -> Uses:
-        """What steps do: in compiled code all, since that serves any row."""
+        """What steps do. Compiled code does all, since it serves any row."""
         return Uses() if is_compiling() else self._needed
 
     def set(self, specialize: bool = True, **values) -> None:
-        """Overwrites all rows in place by the fields of `Sampling`, each one value or a list of one a row. Before a
-        text begins: its recorded steps are those of the settings that it begins with.
+        """Overwrites all rows in place by the fields of `Sampling`, each one value or a list of one a row. Call it
+        before a text begins: the text's recorded steps keep those settings.
 
         Args:
             specialize: skip whatever no row needs, in code that is not compiled.
@@ -143,8 +143,8 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _in_two_steps(probs: Tensor, u: Tensor) -> Tensor:
-    """`sample`, which finds a stretch of tokens first, and then the token in it. Of the other stretches only the sums
-    are needed. Arguments of the same shape, but for V."""
+    """`sample`, which finds a stretch of tokens first, and then the token in it. It needs only the sums of the other
+    stretches. The arguments have the same shape, but for V."""
     stretches = in_stretches(probs)
     upto = F.pad(stretches.sum(-1, dtype=torch.float64).cumsum(-1), (1, 0))  # [..., N + 1], from 0 on
     passed = u[..., None] * upto[..., -1:]

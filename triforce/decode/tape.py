@@ -44,7 +44,7 @@ class Tape:
         return cls(tokens, origin, runners_up, SamplingParams(batch, device, vocab_size), vocab_size, coupled, nodes)
 
     def at(self, x: Tensor, index: Tensor) -> Tensor:
-        """Of one of its tensors [B, capacity, ...], what stands at index [B, n] of each row."""
+        """The entries at index [B, n] of each row of one of its tensors [B, capacity, ...]."""
         return x.gather(1, index[(...,) + (None,) * (x.ndim - 2)].expand(*index.shape, *x.shape[2:]))
 
     def probs(self, logits: Tensor, drafts: bool = False) -> Tensor:
@@ -65,8 +65,8 @@ class Tape:
         [B, n, 1 + k]."""
         probs, count = self.probs(logits, drafts=True), 1 + self.runners_up.shape[2]
         if self.params.uses.greedy and count > 1:
-            # All but the winner would never arrive. They come long after it, and nearly always the likeliest first:
-            # noise is between 1e-13 and 18.
+            # The winner alone would arrive. So the others come long after it, nearly always the likeliest first: noise
+            # is between 1e-13 and 18.
             behind = 1e-14 * logits[..., : self.vocab_size].to(probs.dtype).softmax(-1) ** 4
             probs = torch.where(self.params.temperature[:, None, None] == 0, probs + behind, probs)
         return gumbel.ranking(probs, self.params.seed, position, count)
@@ -79,7 +79,7 @@ class Tape:
         return tree.arrange(spine, runners_up[:, 1:])
 
     def read_spine(self, start: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """So many tokens from index start [B] on, [B, rows], and the runners-up of each, [B, rows, k]."""
+        """The tokens from index start [B] on, [B, rows], and the runners-up of each, [B, rows, k]."""
         here = start[:, None] + torch.arange(rows, device=start.device)
         return self.at(self.tokens, here), self.at(self.runners_up, here)
 

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-FIRST = (128, 4096)  # the most probable words, of which a CPU ranks this number before it ranks all
+FIRST = (128, 4096)  # a CPU ranks this number of the most probable words before it ranks all
 DRAFTED = 1024  # most probable words of a row that a GPU ranks where a distribution only drafts
 UNIT = 2.0**56  # of masses
 STRETCH = 1024  # numbers that a GPU sums up beside others
 
 
 def smallest_kept(probs: Tensor, top_k: Tensor | None, top_p: Tensor, drafts: bool = False) -> Tensor:
-    """All at least as probable survive.
+    """All words that are at least as probable survive.
 
     Args:
         probs: [B, n, V]. top_k: [B], 0: all; None: all of all rows. top_p: [B].
-        drafts: the distribution only drafts. A GPU then looks at the most probable words alone, DRAFTED of them: none
-            beyond survives, unless all do, and top-p is a share of their mass where top-k asks for more.
+        drafts: the distribution only drafts. A GPU then looks at the DRAFTED most probable words alone. No other
+            survives, unless all do, and top-p is a share of their mass where top-k asks for more.
 
     Returns:
         [B, n, 1].
@@ -71,7 +71,7 @@ def in_stretches(x: Tensor) -> Tensor:
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """x.cumsum(-1) of [..., N]. Of several rows on a GPU in two steps, stretches and their sums: a row's scan occupies
+    """x.cumsum(-1) of [..., N]. A GPU sums several rows in two steps, stretches and their sums: a row's scan occupies
     one of its processors, and the compiler of torch 2.11 fails on long scans of several rows."""
     if not x.is_cuda or x.numel() == x.shape[-1] or x.shape[-1] <= STRETCH:
         return x.cumsum(-1)

@@ -54,7 +54,7 @@ class Outbox:
         self.clock = torch.zeros(2, dtype=torch.int64, device=self.buffer.device)  # what this rank has to tell
 
     def tell(self, timing) -> None:
-        """Microseconds of the last round, for the other ranks: one of them decides for all. None: 0."""
+        """Writes microseconds of the last round for the other ranks: one rank decides for all. None: 0."""
         times = (timing.drafting, timing.checking) if timing else (0, 0)
         for place, milliseconds in zip(self.clock, times, strict=True):
             place.fill_(int(1e3 * milliseconds))
@@ -76,7 +76,7 @@ class Outbox:
             self.buffer[:, -2:] = clock
 
     def read(self) -> tuple[list[RowRound], list[float]]:
-        """What each row brought, and the two times in milliseconds. Here alone decoding waits for the device."""
+        """What each row brought, and the two times in milliseconds. Decoding waits for the device only here."""
         boxes = self.buffer.tolist()
         rounds = []
         for box in boxes:
@@ -115,18 +115,19 @@ class Verifier(Drafter):
         self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if wants_probs else None
         self.logits = tape.buffer(rows, model.config.vocab_size, like=model) if keep_logits else None
         self.outbox = Outbox(tape, rows) if level == FULL else None
-        # Of the last step, for whoever asks for its logits: they are small, and copied in every step.
+        # Hidden states of the last step, for whoever asks for its logits: they are small, and copied in every step.
         self.hidden = tape.buffer(tree.rows, model.config.dim, dtype=model.dtype) if level == FULL else None
         self.drawn_from = tape.buffer(rows)  # the rows of the last step that its tokens were drawn from
         self.num_rows = rows  # of the last step that checked
         self.totals = tape.buffer(3)  # accepted, drafted, accepted beside the chain, since they were last zeroed
         self._nothing, self.beside = tape.buffer(), tape.buffer()
-        # How many were drafted, for `step`: one place for all drafters, or each would have graphs of its own.
+        # How many tokens were drafted, for `step`: one place for all drafters, else each would have graphs of its own.
         self.checked = tape.buffer()
         self._compiled = compiler
         self.step = self._compiled.step(self._step, num_lengths=2)
-        self.gathering: RetrievalView | None = None  # takes what it awaits out of what the next step streams past
-        # As a drafter: one graph a round, however many there are. What is hardly tried is not worth one, its steps are.
+        self.gathering: RetrievalView | None = None  # picks its tokens out of the next step's pieces
+        # As a drafter: a graph serves any number of rounds. A round that is hardly tried is not worth one, its steps
+        # are.
         self._drafting_round = self._compiled.step(self._round, num_lengths=2, warm_up=4)
         self._growing = self._compiled.step(self._grow, num_lengths=2)
 
@@ -144,14 +145,14 @@ class Verifier(Drafter):
         self.check(plan, self.draft(plan), probs)
 
     def draft(self, plan: DraftPlan) -> Tensor:
-        """The first part of a round: tokens are proposed, and what the step reads runs ahead. Returns how many, [B]."""
+        """The first part of a round: starts the step's copies, and has tokens proposed. Returns how many, [B]."""
         self.view.run_ahead()
         if plan.gamma == 0:
             return self._nothing  # without speculation it is the same step, hence the same bits
         return self.drafters[plan.drafter].propose(self.length, plan, self.draft_probs)
 
     def check(self, plan: DraftPlan, num_drafted: Tensor, probs: Tensor | None = None) -> None:
-        """The other part: they are checked, and tokens are emitted."""
+        """The other part of a round: checks the proposed tokens, and emits tokens."""
         self.asked.fill_(plan.gamma)
         self.checked.copy_(num_drafted)
         self.num_rows = self.rows_of(plan, num_drafted)
@@ -160,7 +161,7 @@ class Verifier(Drafter):
         self._run(self.num_rows, probs)
 
     def _run(self, rows: int, probs: Tensor | None) -> None:
-        """A step, as a graph if that is of use."""
+        """Runs a step, as a graph if that helps."""
         extent = self.view.extent
         step = self._step if isinstance(self.step, Graphed) and not self._records(extent) else self.step
         step(*extent, rows, bool(self._awaiting), self.checked, probs)
@@ -170,8 +171,8 @@ class Verifier(Drafter):
         return [] if self.gathering is None else self.gathering.awaiting
 
     def _records(self, extent: Extent) -> bool:
-        """Whether a step over an extent is to be a graph. One that gathers for some rows is not: each set of rows would
-        need its own."""
+        """Whether a step over an extent becomes a graph. A step that gathers for some rows does not: each set of rows
+        would need its own graph."""
         if not isinstance(self.step, Graphed) or not self.view.worth_recording(extent):
             return False
         return not self._awaiting or len(self._awaiting) == len(self.gathering.lens)
@@ -179,8 +180,8 @@ class Verifier(Drafter):
     def rows_of(self, plan: DraftPlan, num_drafted: Tensor) -> int:
         """Rows of the step that checks these.
 
-        Measured times influence the plans, so a step's duration must not reveal tokens that are then discarded: only
-        a count that settled tokens decide is looked at. Elsewhere a step has as many rows as could have been drafted.
+        Measured times influence the plans, so a step's duration must not reveal tokens that are then discarded. It
+        follows a count that settled tokens decide, or else the number of tokens that could have been drafted.
         """
         unit, drafted = self.row_unit if plan.padded else 1, plan.gamma
         if unit == self.rows or self.tree.size and plan.gamma:
@@ -265,7 +266,7 @@ class Verifier(Drafter):
         beside = torch.minimum(beside, (num_emitted - verdict.num_accepted).clamp(min=0))
 
         put(tape.tokens, position, tokens)
-        if probs is not None:  # rows past the last that is asked for all land in one that nobody reads
+        if probs is not None:  # rows past the last one asked for all land in one that nobody reads
             place = (position - 1 - self.proposed_from[:, None]).clamp(max=probs.shape[1] - 1)
             put(probs, place, own_probs)
         if self.level != FULL:
@@ -287,7 +288,7 @@ class Verifier(Drafter):
         if self.outbox is not None:
             ranks = None if self.model.group is None else self._exchange(tokens, num_emitted)
             origins = tape.at(tape.origin, position[:, :n])
-            finite = logits[:, 0].sum(-1, dtype=torch.float32).isfinite()  # of text alone: a draft is anything
+            finite = logits[:, 0].sum(-1, dtype=torch.float32).isfinite()  # of text alone: a draft may be anything
             self.outbox.write(tokens, verdict.rows[:, : n + 1], origins, counts, finite, ranks)
         self.length.copy_(start + num_emitted)
 
@@ -318,7 +319,7 @@ class Verifier(Drafter):
         return verdict
 
     def _keep(self, rows: Tensor, logits: Tensor, num_emitted: Tensor) -> None:
-        """What others may ask for of this step, of the rows [B, n + 1] that its tokens were drawn from."""
+        """Keeps what others may ask for of this step, for the rows [B, n + 1] that its tokens were drawn from."""
         count, weight = rows.shape[1], self.cache.query_weight
         if self.tree.branches:  # otherwise each is its own
             self.drawn_from[:, :count] = rows

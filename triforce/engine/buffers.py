@@ -1,4 +1,4 @@
-"""Which memory serves a call: that of the call before, if it fits, and what it already holds of the call's prompts.
+"""Chooses the memory of a call: that of the call before, if it fits, with what it already holds of the prompts.
 
 An engine keeps one `DecodeBatch`, and what its rows share, if they do. There are two ways to compute less:
 
@@ -40,7 +40,7 @@ class Buffers:
     """See the module.
 
     Args:
-        settings: as given: how a DecodeBatch for many rows differs is decided here. placement: resolved.
+        settings: as given: this class decides how a DecodeBatch for many rows differs. placement: resolved.
         recorder: the stream on which steps are recorded; None on a CPU.
         new_prefix: makes a `Prefix` of tokens and a store of their keys and values.
     """
@@ -60,7 +60,8 @@ class Buffers:
         self._row_unit = functools.cache(functools.partial(row_unit, target, compiled=placement.compile is not False))
 
     def settings_for(self, rows: int, shared: bool) -> Settings:
-        """Those of a batch, which has so many rows over a prefix that they share, or any number of rows that do not."""
+        """The settings of a batch: of `rows` rows over a prefix that they share, or of any number of rows without
+        one."""
         if not shared:
             return self.settings
         given = replace(self.given, budget=self.settings.budget)
@@ -80,11 +81,11 @@ class Buffers:
             torch.cuda.empty_cache()
 
     def begin(self) -> None:
-        """A call begins: what is held now is not its own work."""
+        """A call begins: what is held so far is not its own work."""
         self._is_new = False
 
     def find(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None, on_prefill=None) -> DecodeBatch:
-        """A DecodeBatch for these prompts, the last one if it fits. What they share is computed."""
+        """A DecodeBatch for these prompts, the last one if it fits. Computes what they share."""
         needed, state = self._needed(ids, max_new_tokens), self.state
         if state is not None and state.prompts == ids and self._fits(ids, needed, self.prefix):
             if prefix is None or prefix.is_same(self.prefix):
@@ -112,8 +113,8 @@ class Buffers:
         state.reused = [0 if self._is_new else min(held, len(one) - 1) for one in ids]
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
-        """How many of these prompts run side by side: more than the placement says over what they share, as many as
-        fit."""
+        """How many of these prompts run side by side. Over a shared prefix as many as fit do, even more than the
+        placement's number."""
         size = self.placement.max_batch_size
         base = self._of_prefix(prefix, ids) if prefix is not None else self._usable(ids) if self.settings.reuse else 0
         if base < (SHARED_FROM if prefix is None else 1) or len(ids) <= size:
@@ -149,23 +150,23 @@ class Buffers:
         return max(length, 0) // self.settings.flush_interval * self.settings.flush_interval
 
     def _usable(self, ids: list[list[int]]) -> int:
-        """Of the tokens that the prompts have in common, those to share: whole intervals. Each row computes the last
-        ones of its prompt, whose queries choose its view."""
+        """How many of the prompts' common tokens to share: whole intervals. Each row computes the last tokens of its
+        prompt, whose queries choose its view."""
         return self._whole(min(common_length(*ids), min(map(len, ids)) - 1 - self.settings.block_size))
 
     def _of_prefix(self, prefix: Prefix, ids: list[list[int]]) -> int:
-        """Of a prefix's tokens, those that prompts share: not the last one of a prompt, which is pending."""
+        """How many tokens of a prefix the prompts share: not the last one of a prompt, which is pending."""
         return self._whole(min(common_length(prefix.tokens[: prefix.num_shared], *ids), min(map(len, ids)) - 1))
 
     @property
     def _alone(self) -> DecodeBatch | None:
-        """The DecodeBatch, if it has one row, and all that it promises of that."""
+        """The DecodeBatch, if it has one row and no call was broken off in the middle."""
         state = self.state
         return state if state is not None and state.batch == 1 and state.is_whole else None
 
     def _num_held(self, ids: list[list[int]]) -> int:
-        """Tokens of a single prompt that the batch holds keys and values of, and that need not be computed: the last
-        ones are, since their queries choose its view, as those of a prompt that nothing is held of."""
+        """How many tokens of a single prompt need not be computed, since the batch holds their keys and values. The
+        last tokens are computed in any case: their queries choose the view."""
         state = self._alone
         if not self.settings.reuse or len(ids) > 1 or state is None:
             return 0
@@ -173,7 +174,7 @@ class Buffers:
         return max(min(common_length(ids[0], state.texts()[0]), state.lens[0], most), 0)
 
     def _goes_on(self, held: int) -> bool:
-        """Whether a prompt of which the DecodeBatch holds so many tokens is worth to go on with."""
+        """Whether `held` tokens of a prompt, which the DecodeBatch holds, are enough to go on from."""
         return held > self.state.base if self.state.base else held >= self.settings.flush_interval
 
     def _to_share(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill) -> Prefix | None:
@@ -220,10 +221,10 @@ class Buffers:
         length, num_read = self._whole(len(tokens) if length is None else length), 0
         if length == 0:
             return self.new_prefix(tokens, None)
-        # What a file holds may be more: whole intervals of another engine.
+        # A file may hold more: whole intervals of another engine.
         cache = self.allocate(length if reader is None else max(length, reader.layout.length))
         store = cache.prefix
-        # Whole chunks of a prefill: so the numbers are those of one that was done in one go.
+        # Whole chunks of a prefill, so that the numbers are those of a prefill in one go.
         unit = math.lcm(self.settings.prefill_chunk_size, self.settings.flush_interval)
         if reader is not None and (held := self._whole(reader.layout.length)):
             reader.fill(lambda i: store.layer(i, 0), self.heads, self.device, self.target.group)
@@ -245,7 +246,7 @@ class Buffers:
         return prefix
 
     def _compute(self, cache: KVCache, tokens: list[int], start: int, stop: int, on_progress) -> None:
-        """Those of tokens [start, stop), after all before them."""
+        """Computes those of tokens [start, stop), after all earlier ones."""
         store, offload = cache.prefix, cache.prefix.offload
         on_layer = functools.partial(store.score_layer, rows=range(1), start=start, stops=[stop])
 
@@ -262,12 +263,12 @@ class Buffers:
 
     @property
     def heads(self) -> range:
-        """Of the whole model's KV heads, those of this rank."""
+        """This rank's part of the whole model's KV heads."""
         count, rank = self.target.config.n_kv_head, 0 if self.target.group is None else self.target.group.rank
         return range(rank * count, (rank + 1) * count)
 
     def allocate(self, length: int) -> KVCache:
-        """Room for a prefix of so many tokens."""
+        """Room for a prefix of `length` tokens."""
         settings, config, dtype = self.settings, self.target.config, self.target.dtype
         self.release()
         sizes = Sizes(1, length + 1024, 1024, self.vocab_size, length)  # of questions, which are to fit beside it
@@ -326,14 +327,14 @@ class Buffers:
         return self.state
 
     def pack(self, store: PrefixStore) -> None:
-        """What rows are to share, a second time in the CPU's own layout. Plans of memory do not count it: so it is made
-        after them, and before those that see how much is free."""
+        """Copies what rows will share into the CPU's own layout. Plans of memory do not count the copy, so it is made
+        after them. Later plans see how much is free."""
         if store.packed is None and packs(self.device, self.target.dtype) and self._may_pack(1, store.lens[0]):
             with torch.inference_mode(False):
                 store.pack()
 
     def _may_pack(self, batch: int, capacity: int) -> bool:
-        """Whether the same bytes once more are a small part of what is free."""
+        """Whether a second copy is a small part of what is free."""
         layer = memory.layer_bytes(self.target.config, batch, capacity, self.target.dtype)
         return 8 * self.target.config.n_layer * layer < (memory.available(self.device) or 0)
 
@@ -344,7 +345,7 @@ class Buffers:
         return memory.plan_memory(self.target.config, draft, settings, sizes, self.target.dtype, self.device)
 
     def _plan_document(self, sizes: Sizes) -> MemoryPlan:
-        """Of an offloaded one, whose layers on the device are not decided, no more of them than have to be."""
+        """The plan of a document. Where its layers on the device are not decided, it counts the fewest."""
         if sizes.resident_layers is None and self.placement.offload:
             sizes = replace(sizes, resident_layers=self.placement.num_resident_layers or 0)
         return memory.plan_document(self.target.config, self.settings, sizes, self.target.dtype, self.device)
@@ -364,7 +365,7 @@ class Buffers:
             self.device))
 
     def _check(self, plan: MemoryPlan, sizes: Sizes) -> None:
-        """Raises UserError if it does not fit."""
+        """Raises UserError if the plan does not fit."""
         of_no_use = ["--batch-size"] * (sizes.batch == 1)
         checks = [(plan.parts, self.device), ([plan.host], torch.device("cpu"))]
         if self.device.type == "cpu":  # the same memory, wherever a layer lies

@@ -108,7 +108,7 @@ class Chat:
             held.save(path)
 
     def undo(self) -> None:
-        """Back by one turn. Raises UserError if there is none."""
+        """Goes back by one turn. Raises UserError if there is none."""
         with self._lock:
             self.end()
             if not self.turns:
@@ -123,14 +123,14 @@ class Chat:
 
     @property
     def messages(self) -> list[dict]:
-        """The conversation as messages {role, content}, what it began with among them."""
+        """The conversation as messages {role, content}, with those that it began with."""
         messages = list(self._before)
         for text, answer in self.turns:
             messages = [*asked(messages, text), {"role": "assistant", "content": answer.text}]
         return messages
 
     def _ids(self, text: str | None = None) -> list[int]:
-        """Of all turns, and of what the user says then: those that follow the prefix, where no template joins them."""
+        """Ids of all turns and of the user's next text. They follow the prefix where no template joins them."""
         encode = self.engine.tokenizer.encode
         ids = [] if self.prefix is not None or not self._before else encode(self._before[0]["content"])
         for said, answer in [*self.turns, (text, None)]:
@@ -142,7 +142,7 @@ class Chat:
         return ids
 
     def _told(self, answer: Generation) -> list[int]:
-        """Ids of an answer: its tokens, or, where something that ended it is among those, of its text."""
+        """Ids of an answer: its tokens, or those of its text where the tokens hold what ended it."""
         tokens = [token for token in answer.tokens if token not in self.engine.eos_ids]
         tokenizer = self.engine.tokenizer
         # Where nothing ended it, the last character may be incomplete, and the next turn follows its tokens.
@@ -170,7 +170,7 @@ class Turn(Iterator):
         return self._stream.result
 
     def close(self) -> None:
-        """Ends the answer early. What was given of it stays in the conversation."""
+        """Ends the answer early. The pieces that were given stay in the conversation."""
         self._stream.cancel()  # first, since whoever waits for a piece has the lock
         with self._chat._lock:
             self._stream.close()

@@ -68,8 +68,8 @@ class Engine:
         drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
         settings, placement: as users give them; see config.py.
         eos_ids: ids that end a text.
-        folder: of the checkpoint, by which saved prefixes know the model. None: they know it by its weights.
-        compute_stream: that the weights were read on. None: one of its own.
+        folder: of the checkpoint. Saved prefixes identify the model by it; None: by the weights.
+        compute_stream: the stream on which the weights were read. None: a new one.
         defaults: sampling values of the checkpoint, which stand for those of `Sampling` that a call does not give.
     """
 
@@ -133,11 +133,11 @@ class Engine:
         Args:
             prompt: text (the tokenizer adds its own bos), a list of ids (taken as they are), a list of messages
                 {"role", "content"} (the chat template applies), or a list of such prompts, answered by a list.
-            max_new_tokens: exactly so many, unless the text ends before.
+            max_new_tokens: exactly this number, unless the text ends before.
             prefix: the document that the prompts are questions about, see `prefill`. Its keys and values are read once
                 for all prompts, and only the questions are computed.
-            num_samples: continuations of each prompt; each result is then a list of so many. They have the seeds seed,
-                seed + 1, ..., counted on from prompt to prompt; those of a prompt with a seed of its own count from it.
+            num_samples: continuations of each prompt; each result is then a list of them. Their seeds are seed, seed +
+                1, ..., counted on from prompt to prompt; a prompt with a seed of its own counts from that.
             options: see `stream`; those of `Sampling` may be lists, one value a prompt.
 
         Raises:
@@ -190,7 +190,7 @@ class Engine:
                     reader = stack.enter_context(opened(keep, self))
             if messages is None:
                 ids = self.encode_prompt(document)
-            else:  # a template that names the day is told that of the beginning
+            else:  # a template that names the day gets the day of the beginning
                 begun = None if reader is None else reader.about["rendered_at"]
                 rendered_at = begun or agreed(group, datetime.now().isoformat(timespec="seconds"))
                 ids = self.encode_beginning(messages, chat_template, chat_template_kwargs, rendered_at)
@@ -242,7 +242,7 @@ class Engine:
 
     @own_settings()
     def identity(self) -> dict:
-        """What a saved prefix must have in common with this engine: fingerprints of model and tokenizer. And a name."""
+        """The fingerprints of model and tokenizer that a saved prefix must share with this engine, and a name."""
         if self._identity is None:
             folder, place, tokenizer = self._folder, self.placement, self.tokenizer
             self._identity = {
@@ -255,8 +255,8 @@ class Engine:
     def chat(self, prefix: Prefix | None = None, **options) -> Chat:
         """A conversation, about a document if there is a prefix.
 
-        With a chat template, a turn is a message of the user. Without one, or over a prefix made of text, what is said
-        stands between empty lines, and the answer continues it.
+        With a chat template, a turn is a message of the user. Without one, or over a prefix made of text, the user's
+        text stands between empty lines, and the answer continues it.
 
         Args:
             options: `system`, a text that the conversation begins with; `chat_template`; and what `stream` takes, for
@@ -282,18 +282,18 @@ class Engine:
         Args:
             prefix: what the prompt is a question about; see `prefill`.
             options: OPTIONS
-            stop: a string or several; the text ends before the first that appears. One that is a special token, as
+            stop: a string or several; the text ends before the first that appears. A special token, such as
                 "<|eot_id|>", is a stop id.
             stop_token_ids: ids that end the text as an end-of-text token does, with ignore_eos too: the token is kept
                 in `tokens`, and is no part of `text`.
             ignore_eos: go on after an end-of-text token.
             speculate: False: one token at a time, in the padded steps of speculation: the same greedy bits, slower.
             one_row: with speculate=False: unpadded steps, the fastest autoregression; same distribution, other bits.
-            logprobs: fills `Generation.logprobs`: an entry a token, with so many of the most probable tokens; 0: with
-                none of these. Each round then waits for the device a second time, and runs the output layer once more.
-            keep: which part is kept of a prompt that is too long for the model or max_seq_len beside max_new_tokens:
-                the "start", the "end", or "both", half of it each. A bos at its start is kept. Tokens of a chat
-                template are cut like others. None: such a prompt is an error.
+            logprobs: fills `Generation.logprobs`: an entry a token, with this number (0 too) of the most probable
+                tokens. Each round then waits for the device a second time, and runs the output layer once more.
+            keep: the part to keep of a prompt that is too long for the model or max_seq_len beside max_new_tokens: the
+                "start", the "end", or "both", half of it each. A bos at its start is kept. Tokens of a chat template
+                are cut like others. None: such a prompt is an error.
             chat_template: a Jinja template in place of the checkpoint's.
             chat_template_kwargs: what the template reads besides the messages: {"enable_thinking": False} for Qwen3,
                 {"tools": [...]}.
@@ -316,7 +316,7 @@ class Engine:
         the checkpoint.
 
         Args:
-            last: only after so many tokens at the end, [B, last, V], without time and memory for the others. Equal to
+            last: how many tokens at the end get logits, [B, last, V]: the others take no time or memory. They equal
                 those of None but for rounding.
 
         Raises:
@@ -346,8 +346,8 @@ class Engine:
         return self.compute_stream.hand_out(found)
 
     def explain_not_finite(self, tokens: list[int]) -> UserError:
-        """What to tell of logits that are not finite after these tokens: which part of the model, and which position,
-        they come from. Takes a prefill, slowly, and the room of one. Every rank calls this."""
+        """The error for logits that are not finite after these tokens: it names the part of the model and the position
+        that they come from. It takes the room and more than the time of a prefill. Every rank calls this."""
         interval = self.settings.flush_interval
         with self.working():
             self._end_stream()
@@ -356,7 +356,7 @@ class Engine:
 
     @contextlib.contextmanager
     def working(self):
-        """Within, this thread of the program computes on this engine, and no other does."""
+        """Within, this thread alone computes on this engine."""
         with self.holding_still(), self.threads.working():
             self._end_warm_up()
             yield
@@ -369,8 +369,8 @@ class Engine:
 
     @contextlib.contextmanager
     def holding_still(self):
-        """Within, what this engine holds of its last text stays what it is: other threads of this program wait. What
-        the program sets for PyTorch is out of force."""
+        """Within, what this engine holds of its last text does not change: other threads of this program wait. The
+        program's settings of PyTorch are out of force."""
         check_process()
         with self.compute_stream.alone(), own_settings():
             yield
@@ -397,7 +397,7 @@ class Engine:
 
     def encode_beginning(self, messages: list[dict], chat_template: str | None = None,
                          chat_template_kwargs: dict | None = None, rendered_at: str | None = None) -> list[int]:
-        """Ids that all prompts begin with in which a question follows these messages."""
+        """The ids with which all prompts begin that ask a question after these messages."""
         rendered_at = rendered_at or datetime.now().isoformat()  # the same for both
         rendered = [self.encode_prompt(asked(messages, question), chat_template, chat_template_kwargs, rendered_at)
                     for question in ("a?", "The b.")]
@@ -410,7 +410,7 @@ class Engine:
         check_process()
         defaults = {name: value for name, value in self.defaults.items() if name not in options}
         [sampling], _ = split({**defaults, **options}, Sampling, what="option of generate", known=generate_options())
-        if as_numbers(sampling.temperature) == 0:  # the most probable token is the same with all others
+        if as_numbers(sampling.temperature) == 0:  # the others do not change the most probable token
             defaults = {name: value for name, value in defaults.items() if name == "temperature"}
         max_new_tokens, stops, ends = check_max_new_tokens(max_new_tokens), stop_strings(stop), stop_ids(stop_token_ids)
         check_keep(keep)
@@ -453,8 +453,8 @@ class Engine:
         return ids, dropped
 
     def _answer(self, call: Call, sessions: list[Session]) -> Iterator[tuple[int, str]]:
-        """(index of a prompt, piece of text), group by group, of as many prompts as run side by side. sessions: gets
-        those that have the results."""
+        """Yields (index of a prompt, piece of text), group by group: a group runs side by side. sessions: gets the
+        sessions, which have the results."""
         with self.working():
             self.buffers.begin()
             size = self.buffers.rows(call.ids, call.max_new_tokens, call.prefix)
@@ -472,10 +472,10 @@ class Engine:
                     raise
                 explain = partial(memory.shortage, str(error) or type(error).__name__)
             finally:
-                if not is_forked() and not sys.is_finalizing():  # when Python ends, nothing can be imported any more
+                if not is_forked() and not sys.is_finalizing():  # a Python that ends imports nothing
                     with self.holding_still():
                         session.close()
-            if explain is not None:  # here, where no traceback holds on to the buffers any more
+            if explain is not None:  # here no traceback holds on to the buffers
                 self.release()
                 raise explain()
 
@@ -508,7 +508,7 @@ class Engine:
             self.buffers.release()
 
     def _end_stream(self) -> None:
-        """One that is left behind lets go of the caches. Its statistics are those of its own rounds."""
+        """A stream that was left behind lets go of the caches. Its statistics cover its own rounds."""
         if self._serving is not None:
             self._serving.close()
 
@@ -522,9 +522,9 @@ class Engine:
         # Nothing here holds on to the caches of the call before: they are freed before others are planned.
         state = self.buffers.find(ids, max_new_tokens, prefix, on_prefill)
         state.params.set(**sampling)
-        # Greedy output and coupled draws are promised to be the same bits; other tokens come from steps of any size.
-        # Ranks pad: one that has gone astray is to be noticed by its tokens, not by the shapes that it sends. So do
-        # compiled steps, since other shapes are compiled anew. On a GPU rows cost next to nothing.
+        # Greedy output and coupled draws promise equal bits; other tokens come from steps of any size. Ranks pad: the
+        # tokens of a rank that has gone astray should show it, not the shapes that it sends. Compiled steps pad, since
+        # each shape is compiled anew. On a GPU rows cost next to nothing.
         same_bits, cheap = state.params.greedy or self.settings.coupled, self.device.type != "cpu"
         padding = Padding(plain=same_bits, drafts=same_bits or cheap, inner=cheap)
         if self.target.group is not None or self.placement.compile is True:
@@ -554,12 +554,12 @@ class Engine:
                             f"{self.vocab_size - 1}")
 
     def room(self, max_new_tokens: int) -> int:
-        """How many tokens a prompt may have beside so many new ones."""
+        """How many tokens a prompt may have beside `max_new_tokens` new ones."""
         return (self.placement.max_seq_len or self.target.config.max_len) - max_new_tokens
 
     def check_len(self, prompt_len: int, max_new_tokens: int, document: int = 0) -> None:
-        """Raises TooLong if so many tokens do not fit the model, or max_seq_len. document: so many of the prompt are a
-        prefix, which cannot be cut any more."""
+        """Raises TooLong if these tokens do not fit the model, or max_seq_len. document: tokens of the prompt that are
+        a prefix, which cannot be cut."""
         limit = self.room(0)
         if (excess := prompt_len + max_new_tokens - limit) > 0:
             name = "max_seq_len" if self.placement.max_seq_len else f"the model's {self.target.config.limit_name}"

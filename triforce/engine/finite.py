@@ -27,8 +27,8 @@ def explain(model: Transformer, cache: KVCache, tokens: list[int], chunk_size: i
     def look(name: str, part: nn.Module, args: tuple, out: Tensor) -> None:
         if not found and not bool(out.isfinite().all()):
             position = seen[name] + int((~out.isfinite()).flatten(2).any(-1)[0].long().argmax())
-            # Packed weights cannot be read, but nothing else makes zeros into what is not finite. Of several ranks none
-            # can run a part by itself.
+            # Packed weights cannot be read. But only weights turn zeros into values that are not finite. With several
+            # ranks, none can run a part by itself.
             by_weights = isinstance(part, nn.Embedding) or model.group is None and not bool(
                 part.forward(torch.zeros_like(args[0][:, :1])).isfinite().all())
             found.append((f"{name} on, at position {position:,} of {len(tokens):,} tokens", by_weights))
@@ -46,7 +46,7 @@ def explain(model: Transformer, cache: KVCache, tokens: list[int], chunk_size: i
             hook.remove()
         if cache.prefix.offload is not None:
             cache.prefix.offload.close_work()
-    # The text does not meet a weight that only a drafted token does.
+    # The text may miss a weight that only a drafted token meets.
     found += [(f"{name} on", True) for name, weight in model.named_parameters()
               if not bool(weight.float().isfinite().all())]
     if not found:

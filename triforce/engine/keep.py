@@ -25,9 +25,9 @@ def cut(ids: list[int] | str, room: int, keep: str | None, bos_id: int | None = 
 
 
 def fit(text: str, finish: Callable[[str], list[int]], room: int, keep: str | None) -> tuple[str, list[int]]:
-    """As much of a text as leaves its prompt at most `room` ids, and these. It is cut between characters, by trying:
-    ids that are turned into text again would be another one (of spaces, of special tokens that are spelled in it).
-    finish: makes the prompt's ids of a text, by a chat template. If that takes all the room, the text is given whole.
+    """The longest part of a text whose prompt has at most `room` ids, and these ids. Trials cut it between characters:
+    ids that are decoded may give another text (other spaces, special tokens that the text spells). finish: makes the
+    prompt's ids of a text, by a chat template. If that takes all the room, the text is given whole.
     """
     if keep is None or len(finish(text)) <= room:
         return text, finish(text)

@@ -60,7 +60,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
     together(group, lambda: memory.check(parts, device))  # one GPU may have less memory free than another
     stream = ComputeStream(device)
     warming = warm_up.begin(local, draft_config, resolved, dtype, stream, memory.total(parts))
-    if place.compile:  # which takes seconds to import, and to read weights hardly needs Python
+    if place.compile:  # its import takes seconds, and reading weights hardly needs Python
         threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",), name="compiler").start()
     tokenizer = Tokenizer(folder)
     if draft_folder is not None and (difference := tokenizer.same_as(Tokenizer(draft_folder))):
@@ -88,7 +88,7 @@ def find_dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> tor
 
 
 def check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig | None) -> ModelConfig | None:
-    """What this rank holds of the draft. Every rank checks all of it: one that raised alone would leave the others."""
+    """The draft's part on this rank. Every rank checks all ranks: one that raised alone would leave the others."""
     if group is None or config is None:
         raise UserError("draft_ranks says which of several ranks run the draft, and there is one rank, or no draft; "
                         "start with torchrun, and add --draft")

@@ -1,6 +1,6 @@
 """Log-probabilities of the tokens that a round emitted, by the full level's logits of that round.
 
-Whatever is emitted follows the full level's distribution at its position, so its logits there say how probable it was.
+An emitted token follows the full level's distribution at its position, so the logits there say how probable it was.
 They are computed once more from the hidden states, which the level keeps of its last step: so steps are the same,
 compiled or recorded, whether or not anybody asks.
 
@@ -26,8 +26,8 @@ class Logprob:
 
 @torch.inference_mode()
 def of_round(level: Verifier, counts: list[int], k: int) -> list[list[Logprob]]:
-    """What the full level's last round brought, for each row one entry a token. Waits for the device once. counts:
-    tokens that the round emitted, row by row."""
+    """The entries of the full level's last round, one a token, for each row. Waits for the device once. counts: tokens
+    that the round emitted, row by row."""
     n = max(counts)
     logits = _logits(level)[:, :n]  # [B, n, V and padding]
     drawn = level.tape.probs(logits).log()
@@ -42,7 +42,7 @@ def of_round(level: Verifier, counts: list[int], k: int) -> list[list[Logprob]]:
 
 
 def _logits(level: Verifier) -> Tensor:
-    """That the last step's tokens were drawn from, [B, S, V and padding]."""
+    """The logits that the last step's tokens were drawn from, [B, S, V and padding]."""
     if level.logits is not None:
         return level.logits[:, : level.num_rows]
     tree = level.tree.cut(level.num_rows)

@@ -22,8 +22,8 @@ from ..model import ModelConfig, Transformer
 from ..runtime import free_memory
 from ..runtime.graphs import SPARE, Compiler, unreserved
 
-# Tokens of a view where memory decides: few sizes, since each is compiled for. With smaller ones more rows would fit,
-# and hardly draft.
+# Tokens of a view where memory decides: few sizes, since each has its own compiled steps. With smaller ones more rows
+# would fit, and would hardly draft.
 VIEW_SIZES = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 OF_DOCUMENT = ("KV cache", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")  # a prefill's parts
 
@@ -45,8 +45,8 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
                 device: torch.device) -> MemoryPlan:
     """What a batch of these sizes takes beside weights: its caches, and what its prefill and its steps hold besides at
     the widest point. target, draft: of one rank; settings: resolved."""
-    # What a batch is built with does without `arange` and `zeros_like`: they are Python on the meta device, and import
-    # half of PyTorch's compiler, a quarter of a second of every first answer.
+    # The code that builds a batch avoids `arange` and `zeros_like`. On the meta device they are Python, and import half
+    # of PyTorch's compiler: a quarter of a second of every first answer.
     batch, base = sizes.batch, sizes.shared
     models = [None if config is None else _meta_model(config, dtype) for config in (target, draft)]
     shared = PrefixStore(target, 1, base, "meta", dtype) if base else None
@@ -83,7 +83,7 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
 
 def plan_document(target: ModelConfig, settings: Settings, sizes: Sizes, dtype: torch.dtype,
                   device: torch.device) -> MemoryPlan:
-    """Of the document that a batch of these sizes shares, and of its prefill."""
+    """The plan of the document that a batch of these sizes shares, and of its prefill."""
     alone = replace(sizes, batch=1, capacity=sizes.shared, shared=0)
     plan = plan_memory(target, None, replace(settings, draft=None), alone, dtype, device)  # no drafter of the user's
     useful = {"--max-seq-len": ["a shorter document"], "--batch-size": []}
@@ -124,7 +124,7 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
 def _probs_bytes(config: ModelConfig, settings: Settings, batch: int, levels: int, device: torch.device) -> int:
     """Logits and probabilities of a step, sorted and summed up; and those that are passed from level to level, or the
     noise of levels that share it: ten whole numbers of 64 bits a word while it is made."""
-    # A GPU ranks all words of a row: sorted, and four whole numbers of 64 bits of each. A CPU seldom does.
+    # A GPU ranks all words of a row: it sorts them, with four whole numbers of 64 bits for each. A CPU seldom does.
     ranked = 40 if device.type == "cuda" else 16
     return batch * config.vocab_size * settings.tree.rows * (ranked + (80 if settings.coupled else 4 * levels))
 
@@ -132,8 +132,8 @@ def _probs_bytes(config: ModelConfig, settings: Settings, batch: int, levels: in
 def _choice_bytes(target: ModelConfig, draft: ModelConfig | None, settings: Settings, batch: int, own: int, base: int,
                   dtype: torch.dtype) -> int:
     """Scores by the newest queries: of all chunks, as products and twice in float32; or of all tokens, with their
-    softmax and what of it counts; a layer at a time. Those of what all rows share are by the queries
-    of all; of one of several rows, what is scored is copied, too."""
+    softmax and the part of it that counts; a layer at a time. The queries of all rows score what the rows share. For
+    one of several rows, what is scored is copied, too."""
     of_tokens = settings.draft_cache == "snapkv"
     chooser = target if settings.retrieval or not of_tokens else draft
     if chooser is None or not (settings.scored_chunk_size or of_tokens):
@@ -168,12 +168,12 @@ def layer_bytes(config: ModelConfig, batch: int, capacity: int, dtype: torch.dty
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 def needed_tokens(length: int, settings: Settings, max_seq_len: int | None) -> int:
-    """Tokens that a row has to hold for so many of prompt and output."""
+    """Tokens that a row has to hold for `length` tokens of prompt and output."""
     return (length if max_seq_len is None else max_seq_len) + settings.block_size
 
 
 def row_capacity(needed: int, settings: Settings, max_seq_len: int | None, batch: int, base: int, limit: int) -> int:
-    """Tokens that a row is given. A conversation behind a document, of `base` tokens, grows; of many rows each has just
+    """Tokens that a row gets. A conversation behind a document of `base` tokens may grow. Each of many rows gets just
     what it needs. limit: what the model can attend over."""
     if max_seq_len is not None:
         return needed
@@ -206,7 +206,7 @@ def resident_layers(place: Placement, num_layers: int, layer: int, beside: Colle
 # -- what there is -----------------------------------------------------------------------------------------------------
 
 def available(device: torch.device) -> int | None:
-    """Bytes that can still be had on a device, None where the system does not say."""
+    """Bytes that a device can still give; None where the system does not say."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(unreserved(device) + unused, 0)
@@ -214,7 +214,7 @@ def available(device: torch.device) -> int | None:
 
 
 def less_spare(free: int | None, device: torch.device) -> int | None:
-    """Of so many free bytes, those to plan with where there is a choice; None: nobody knows how many."""
+    """How many of `free` bytes to plan with where there is a choice; None: nobody knows."""
     return max(free - SPARE, 0) if device.type == "cuda" and free is not None else free
 
 
@@ -223,7 +223,8 @@ def total(parts: Collection[Part]) -> int:
 
 
 def check(parts: Collection[Part], device: torch.device, of_no_use: Collection[str] = ()) -> None:
-    """Raises UserError, with every part and its remedies but those of no use, if the parts do not fit the device."""
+    """Raises UserError if the parts do not fit the device. It names each part, with its remedies but those of no
+    use."""
     free, needed = available(device), total(parts)
     if free is None or needed <= free:
         return

@@ -84,8 +84,8 @@ class Generation:
     tokens: list[int]  # new tokens only, with a final eos, stop id, or the token that completed a stop string
     finish_reason: str  # "stop" (eos, stop id or string) | "length" | "interrupted" (a stream that was closed before)
     stats: Stats
-    levels: list[str] = field(default_factory=list)  # of each token, which level proposed it: see session.levels_of
-    # Of each token, the text that became certain with it; joined they are `text`. Where several tokens spell one
+    levels: list[str] = field(default_factory=list)  # the level that proposed each token: see session.levels_of
+    # For each token, the text that became certain with it; joined they are `text`. If several tokens spell one
     # character, the last of them has it.
     pieces: list[str] = field(default_factory=list)
     logprobs: "list[Logprob] | None" = None  # one a token, where they were asked for
@@ -98,7 +98,7 @@ class Generation:
 
 
 def totals(results: list[Generation], seconds: float) -> str:
-    """A table of all answers of one call, which took so long. Those of a group ran side by side."""
+    """A table of all answers of one call, which took `seconds`. Those of a group ran side by side."""
     count, every = sum(len(one.tokens) for one in results), [one.stats for one in results]
     rows = [
         ("answers", f"{len(results):,}"),
@@ -113,7 +113,7 @@ def totals(results: list[Generation], seconds: float) -> str:
 
 
 def as_json(value) -> str:
-    """One line of JSON, where what is no finite number is null."""
+    """One line of JSON. A number that is not finite becomes null."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None))
 
 
@@ -131,8 +131,8 @@ class RowOutput:
         self.finish_reason: str | None = None
 
     def push(self, tokens: list[int], levels: Sequence[str] = (), logprobs: "Sequence[Logprob]" = ()) -> str:
-        """Takes in a round's tokens, drops those after the end, and returns the text that is now certain. levels: which
-        level proposed each of the tokens."""
+        """Takes in a round's tokens, drops those after the end, and returns the text that has become certain. levels:
+        the level that proposed each token."""
         before = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)
@@ -175,7 +175,7 @@ def listed(value) -> list:
 
 
 def stop_strings(stop) -> list[str]:
-    """Raises UserError for what is no string, and for an empty one: every text has it."""
+    """Raises UserError for what is no string, and for an empty string, which every text has."""
     if not all(isinstance(one, str) and one for one in listed(stop)):
         raise UserError(f"stop ({stop!r}) must be a string or a list of strings, none of them empty")
     return listed(stop)
@@ -191,8 +191,8 @@ def stop_ids(stop_token_ids) -> list[int]:
 
 
 def special_ids(stops: list[str], tokenizer) -> list[int]:
-    """Ids of the stop strings that are a special token each, which no text holds. Raises UserError for one that has
-    such a token beside other text."""
+    """Ids of the stop strings that are special tokens, which no text holds. Raises UserError for a string that has such
+    a token beside other text."""
     named = {tokenizer.token_of[i]: i for i in tokenizer.special_ids}
     for stop in set(stops) - named.keys():
         if inside := next((name for name in named if name and name in stop), None):

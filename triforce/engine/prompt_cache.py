@@ -56,7 +56,7 @@ class Prefix:
 
     def tell(self, messages: list[dict] | None = None, chat_template: str | None = None,
              chat_template_kwargs: dict | None = None, rendered_at: str | None = None) -> None:
-        """What it was made of."""
+        """Notes what the document was made of."""
         self.messages, self.chat_template, self.chat_template_kwargs = messages, chat_template, chat_template_kwargs
         self.rendered_at = rendered_at
 
@@ -78,7 +78,7 @@ class Prefix:
         return 0 if self.store is None else self.store.nbytes + sum(one.nbytes for one in self.store.packed or ())
 
     def meter(self) -> NgramMeter:
-        """What looking up is good for in the tokens that are held: gone through once, for all that is asked."""
+        """How likely looking up is right in the held tokens. One pass over them serves all questions."""
         if self._meter is None:
             self._meter = NgramMeter(self.tokens[: self.num_shared])
         return self._meter
@@ -103,7 +103,7 @@ class Prefix:
 
     @property
     def about(self) -> dict:
-        """What a file says beside the tokens, and their keys and values; see `KINDS`."""
+        """What a file says beside tokens, keys and values; see `KINDS`."""
         return self.engine.identity() | storable(**{name: getattr(self, name) for name in OF_DOCUMENT})
 
     def part(self, length: int) -> "Prefix":
@@ -154,7 +154,7 @@ def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
 
 
 def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
-    """Raises UserError if a document of so many tokens cannot be written there. Every rank calls this."""
+    """Raises UserError if a document of `num_tokens` tokens cannot be written there. Every rank calls this."""
     group = engine.target.group
     room = prompt_cache_file.beside(path, layout_of(engine, num_tokens, num_tokens).header("")[2])
     with contextlib.ExitStack() as stack:
@@ -181,7 +181,7 @@ def opened(path: str | Path, engine: "Engine") -> Iterator[PrefixReader]:
 
 
 def _is_sound(about: dict, num_tokens: int) -> bool:
-    """Whether a document of so many tokens may have these values, which may be of any kind."""
+    """Whether a document of `num_tokens` tokens may have these values, which may be of any kind."""
     if about.keys() != KINDS.keys() or not all(type(about[name]) in (kind, type(None)) for name, kind in KINDS.items()):
         return False
     try:
@@ -204,7 +204,7 @@ def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:
 
 
 def storable(**about) -> dict:
-    """What a file gives back of these. Raises UserError if JSON cannot say one of them."""
+    """These values as a file gives them back. Raises UserError if JSON cannot hold one of them."""
     for name, value in about.items():
         try:
             about[name] = json.loads(json.dumps(value))
@@ -231,7 +231,7 @@ def asked(messages: list[dict], question: str) -> list[dict]:
 
 
 def common_length(*texts: Sequence[int]) -> int:
-    """How many tokens these texts begin with in common."""
+    """The number of equal tokens at the beginning of these texts."""
     low, high = 0, min(map(len, texts)) + 1  # slices compare at the speed of C
     while high - low > 1:
         middle = (low + high) // 2

@@ -80,11 +80,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def write(path: str | Path, layout: Layout, about: dict, tokens: list[int],
           source: Callable[[int], Sequence[Tensor]], heads: range, group: Group | None = None) -> None:
-    """Writes a file, all of it or nothing: beside its name, and renamed once all of it is on the disk. Raises UserError
-    if there is no room, no permission or no such folder; what was there before is then still there.
+    """Writes all of a file or nothing: beside its name, and renames it once all of it is on the disk. Raises UserError
+    if there is no room, no permission or no such folder; the old file is then still there.
 
     Args:
-        about: what the caller wants to know of it again, as JSON can say it. tokens: of the whole document.
+        about: what the caller wants to read back, as JSON can hold it. tokens: of the whole document.
         source: gives K and V of a layer, [len(heads), S, D] each, which are written before it is called again.
         heads: this rank's, of the whole model's. group: ranks that write together, to one disk; each calls this.
     """
@@ -128,10 +128,10 @@ def write(path: str | Path, layout: Layout, about: dict, tokens: list[int],
 
 @contextlib.contextmanager
 def beside(path: str | Path, nbytes: int) -> Iterator[Path]:
-    """A file with room for so many bytes in the same folder, which is gone at the end unless it was renamed. What the
-    system refuses is a UserError.
+    """A file with room for `nbytes` bytes in the same folder, which is removed at the end unless it was renamed. Raises
+    UserError for what the system refuses.
 
-    Its writer holds a lock on it, which the system takes from a dead one: so leftovers are known, and removed.
+    Its writer holds a lock on it, which the system releases when the writer dies: so leftovers are known, and removed.
     """
     check_target(path)
     path = Path(os.path.realpath(as_path(path)))  # a link stays one
@@ -160,9 +160,9 @@ def beside(path: str | Path, nbytes: int) -> Iterator[Path]:
 
 
 class PrefixReader:
-    """A file that is open for reading: what was there when it was opened, even if the name becomes another file's. All
-    but keys and values has been checked; these are, as they are read. Raises UserError if it is absent, unreadable,
-    something else, of another version, truncated or altered.
+    """A file that is open for reading. It stays the same even if another file takes its name. Opening it checks all but
+    keys and values, and reading checks those. Raises UserError if it is absent, unreadable, something else, of another
+    version, truncated or altered.
 
     Attributes:
         layout: its sizes. about: what `write` was given, from JSON. tokens: of the whole document.
@@ -209,7 +209,7 @@ class PrefixReader:
 
     @torch.inference_mode()  # where tensors of either kind may be written; threads begin outside of it
     def _read(self, name: str, into: Tensor) -> None:
-        """A tensor of the file goes to another one, of any dtype, and is checked."""
+        """Copies a tensor of the file into another one, of any dtype, and checks it."""
         tensor, checksum = self._file.get_tensor(name), 0
         count = max(STRETCH // max(tensor[:1].nbytes, 1), 1)
         for rows, to in zip(tensor.split(count), into.split(count), strict=True):

@@ -1,5 +1,5 @@
 """The name of a file for a prefix, and how such a file begins. The command line checks names before it imports PyTorch,
-which is not imported here.
+so this module does not.
 """
 
 import os
@@ -24,7 +24,7 @@ def holds_something(path: str | Path) -> bool:
 
 
 def begins_as_one(path: Path) -> bool:
-    """Whether a file begins as one of a prefix does, of whatever version, or is cut within that."""
+    """Whether a file begins as a prefix file of any version, or is cut within that beginning."""
     try:
         with open(path, "rb") as file:
             begin = file.read(8 + len(MAGIC))[8:]
@@ -36,7 +36,7 @@ def begins_as_one(path: Path) -> bool:
 def check_source(path: str | Path) -> None:
     """Raises UserError if there is nothing of that name, or no file."""
     path = as_path(path)
-    if not os.path.isfile(path):  # for a name that is too long, too, where Path raises
+    if not os.path.isfile(path):  # also for a name that is too long, where Path raises
         what = "a folder" if os.path.isdir(path) else "no regular file" if os.path.exists(path) else "not there"
         raise UserError(f"{path} is {what}; give the name of a file that was saved")
 

@@ -40,8 +40,8 @@ class Call:
     is_cancelled: threading.Event = field(default_factory=threading.Event)  # nobody wants more of it
 
     def part(self, start: int, stop: int, num_tokens: int) -> "Call":
-        """The same for the prompts [start, stop). Progress is told of all of them. num_tokens: new ones of those
-        before."""
+        """The same call for the prompts [start, stop). Progress counts all prompts. num_tokens: new ones of earlier
+        prompts."""
         def on_prefill(share: float) -> None:
             self.on_prefill((start + share * (stop - start)) / len(self.ids))
 
@@ -72,7 +72,7 @@ class Session:
         return sum(len(output.tokens) for output in self.outputs)
 
     def round(self) -> list[tuple[int, str]]:
-        """A round of the state, which is prefilled: (row, text that is now certain) of each row that had not ended."""
+        """Runs a round of the prefilled state: (row, text that has become certain) of each row that had not ended."""
         state, started = self.state, time.perf_counter()
         emitted = state.round()
         running = [row for row, output in enumerate(self.outputs) if output.finish_reason is None]
@@ -97,11 +97,11 @@ class Session:
         return pieces
 
     def results(self) -> list[Generation]:
-        """What each row has said: all of it once it has ended, and until then what there is."""
+        """The result of each row: the whole text once it has ended, and until then what there is."""
         return [result or self._result(row) for row, result in enumerate(self._results)]
 
     def close(self) -> None:
-        """No round will follow: what was said is kept, and the caches are let go."""
+        """No round will follow: keeps the results, and lets go of the caches."""
         if self.state is not None:
             self.state.pilot.learn()
         self._results, self.state = self.results(), None
@@ -113,7 +113,7 @@ class Session:
                       prefill=self._prefill, ttft=self._ttft, decode=self._seconds,
                       tbt=self._seconds / max(count - first, 1), peak_memory=memory.peak(self.device),
                       seed=call.sampling.seed[row], defaults=call.defaults)
-        if state is not None and self._first_round:  # before, it counts what the last call did
+        if state is not None and self._first_round:  # before, the state counts the call before
             view = state.hierarchy.view
             stats = replace(stats, shared_tokens=state.base, reused_tokens=state.reused[row], compiling=state.waited,
                             recording=state.recording, flushes=state.num_flushes, target_forwards=state.num_forwards,

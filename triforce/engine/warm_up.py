@@ -1,4 +1,4 @@
-"""Runs what a first answer runs, while the weights are read: on models of one layer, all of zeros.
+"""Runs the code of a first answer while the weights are read: on models of one layer, all of zeros.
 
 A process that is new to a GPU loads each kernel when it is first called, and libraries set themselves up. That takes a
 second and more, in which the GPU has next to nothing to do. Reading weights, and encoding a document, hardly need
@@ -25,8 +25,8 @@ ROUNDS = 2  # of each plan: the second follows one that drafted
 
 def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype, stream: ComputeStream,
           weight_bytes: int) -> threading.Thread | None:
-    """Starts the warm-up where it is of use, beside the reading of so many bytes of weights. Who computes waits for
-    the thread first: both need Python's lock. settings: resolved."""
+    """Starts the warm-up where it helps, while `weight_bytes` of weights are read. A computation waits for the thread
+    first: both need Python's lock. settings: resolved."""
     device = stream.device
     if device.type != "cuda" or target.float8 or draft and draft.float8:  # other kernels multiply by weights in fp8
         return None
@@ -38,10 +38,10 @@ def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dt
             use_this_gpu()
             with stream.used():
                 warm_up(target, draft, settings, dtype, device, free)
-        except Exception as error:  # nothing depends on it; what is the matter, the answer will say
+        except Exception as error:  # nothing depends on it; the answer will say what is wrong
             log.debug("no warm-up: %s: %s", type(error).__name__, error)
 
-    # No daemon: Python would end it in the midst of a call of PyTorch's, and the process with it.
+    # No daemon: Python would end it within a call of PyTorch, and that would end the process.
     thread = threading.Thread(target=quietly, name="warm-up")
     thread.start()
     return thread
@@ -50,10 +50,10 @@ def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dt
 @torch.no_grad()
 def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dtype: torch.dtype,
             device: torch.device, free: int, length: int = LENGTH) -> DecodeBatch | None:
-    """A prefill of a prompt of so many tokens, and rounds by every plan, until the process ends. Returns the batch;
-    None if it needs more than so many free bytes."""
-    settings = replace(settings, draft=None)  # a drafter of the user's is none of ours
-    # Of models that ranks share: what one of them computes, without the others.
+    """Prefills a prompt of `length` tokens, and runs rounds of every plan, until the process ends. Returns the batch;
+    None if it needs more than `free` bytes."""
+    settings = replace(settings, draft=None)  # without a user's own drafter
+    # If ranks share the models: one rank's part, without the others.
     configs = [config and replace(config, n_layer=1, vocab_size=config.vocab_rows, num_shards=1)
                for config in (target, draft)]
     length = min(length, target.max_len - 16 * settings.block_size)

@@ -102,8 +102,8 @@ class Compiler:
         """The function as a graph, on a GPU; it must write its results into tensors that stay where they are.
 
         Args:
-            num_lengths: so many of the first arguments are lengths of caches, in ascending order: other kernels run
-                only where two are equal, or the first is 0.
+            num_lengths: how many of the first arguments are lengths of caches. They ascend: other kernels run only
+                where two are equal, or the first is 0.
             warm_up: calls with the same arguments before a graph is recorded. More than 1 for
                 what is made of steps that are graphs already, and may not be called again.
         """

@@ -27,7 +27,7 @@ class Threads:
 
     Args:
         device, dtype: of the model. Nothing is chosen for a GPU.
-        interval: what is attended to together comes in multiples of so many keys.
+        interval: an attention takes keys in multiples of this number.
     """
 
     def __init__(self, device: torch.device, interval: int = EVEN, dtype: torch.dtype = torch.float32):

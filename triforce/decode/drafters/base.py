@@ -3,8 +3,8 @@
 By the rule of rejection, whether position i is drafted may depend on tokens before i and on the distribution at i,
 never on token i itself: a drawn token that is dropped for a reason that looks at it would bias the output.
 
-Nothing here waits for the device but `prefill`, `open`, `rewind`, `catch_up` and `flush`, which the host calls between
-rounds. `propose` and `commit` are parts of a step, which a GPU records.
+Only `prefill`, `open`, `rewind`, `catch_up` and `flush` may wait for the device: the host calls them between rounds.
+`propose` and `commit` are parts of a step, which a GPU records.
 
 Shapes: B batch, M rows of the level that checks, V vocabulary.
 """
@@ -34,7 +34,7 @@ class Drafter:
     def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         """Drafts on the tape what follows its token at `start` [B]: at most plan.gamma tokens, or none.
 
-        The tape has room for them. What stands there before, after `start`, is left over from other rounds.
+        The tape has room for them. What it finds there, behind `start`, is left over from other rounds.
 
         Args:
             probs: [B, M, V], M > plan.gamma, written: row i the distribution that token i was drawn from, by
@@ -55,8 +55,8 @@ class Drafter:
         """
 
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
-        """The first `length` tokens of a row of the tape are settled. fresh: they do not begin with those that it was
-        told of before, or it was told of none. False: they do, as in the next turn of a conversation."""
+        """The first `length` tokens of a row of the tape are settled. fresh: False: they begin with those of the call
+        before, as in the next turn of a conversation. True: they do not, or there was no call."""
 
     def open(self, ends: list[int]) -> None:
         """All prompts are in: no row's prefix will outgrow its end."""
@@ -66,14 +66,14 @@ class Drafter:
         self.prefill(row, length)
 
     def catch_up(self, lengths: list[int]) -> None:
-        """It drafts in the next round: so many tokens of each row are settled, some of them perhaps without it."""
+        """It drafts in the next round. lengths: settled tokens of each row, some perhaps of rounds without it."""
 
     def leave_out(self) -> None:
         """It does not draft in the next round."""
 
     def depart(self, row: int) -> None:
-        """The text of a row left the tokens that were drafted in the last round for those of a branch. What was taken
-        in is right up to the last `commit`; what lies between that and the next `catch_up` is to be taken in."""
+        """The text of a row left the tokens that were drafted in the last round for those of a branch. The tokens up to
+        the last `commit` hold. Those between that and the next `catch_up` are still to be taken in."""
 
     def flush(self, row: int, length: int) -> None:
         """The target has just flushed a row at `length`."""

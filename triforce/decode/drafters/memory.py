@@ -24,8 +24,8 @@ class StreamingMemory:
     """The first and the newest tokens, at positions that a model of short context knows: see `StreamingCache`."""
 
     PREFILL_ROWS = 64
-    extent = Extent()  # how much of the cache is attended to now; a recorded step serves one extent
-    never_grows = True  # that is always the same
+    extent = Extent()  # how much of the cache is attended to; a recorded step serves one extent
+    never_grows = True  # the extent is always the same
     goes_on = True  # with a text that has become longer; else each prompt's end chooses anew what is attended to
 
     def __init__(self, model: Transformer, tokens: Tensor, cache: StreamingCache):
@@ -37,7 +37,7 @@ class StreamingMemory:
         """Called once all prompts are in: no row's prefix will outgrow its end."""
 
     def take_in(self, rows: dict[int, tuple[int, int]]) -> None:
-        """By row of the tape: so many tokens are settled, and the first so many of them not new. Rows ascend."""
+        """rows: by row of the tape, how many tokens are settled, and how many of these are not new. Rows ascend."""
         chunks = {row: self._chunks(row, length, known) for row, (length, known) in rows.items()}
         alike = defaultdict(list)  # rows by the sizes of their chunks
         for row, edges in chunks.items():
@@ -52,8 +52,8 @@ class StreamingMemory:
                     self.model(tokens, StreamingBlock(cache, start, size))
 
     def _chunks(self, row: int, length: int, known: int) -> list[tuple[int, int]]:
-        """[start, stop) of what is computed to take in a row, in order. Where that is all of it, the row is cleared:
-        what is drafted depends on this tape alone."""
+        """[start, stop) of the chunks that take in a row, in order. A row that is taken in as a whole is cleared first,
+        so that drafts depend on this tape alone."""
         # A window's worth of context per layer reaches as far as attention over the window can look back.
         reach = max(length - min(self.model.config.n_layer, 4) * self.cache.window_size, 0)
         anew = known == 0 or known < reach
@@ -65,7 +65,7 @@ class StreamingMemory:
         return [(start, min(start + self.PREFILL_ROWS, length)) for start in starts]
 
     def flush(self, row: int, length: int) -> bool:
-        """The target has just flushed at `length`. Returns whether all tokens before are taken in now."""
+        """The target has just flushed at `length`. Returns whether all tokens before that have been taken in."""
         return False
 
     def block(self, start: Tensor, rows: int, extent: Extent, compiled):

@@ -41,12 +41,12 @@ class ModelDrafter(Drafter):
         self.step = compiler.step(self._step, num_lengths=2)
         self._seen = [0] * len(tape.tokens)  # tokens of each row that it has taken in for certain
         self._awaited: dict[int, int] = {}  # by row: tokens to take in at `open`
-        self._left_out = False  # of the last round
+        self._left_out = False  # it was, in the last round
         self._departed: set[int] = set()  # rows whose text went another way in the last round
 
     def prefill(self, row: int, length: int, fresh: bool = True) -> None:
         if fresh or not self.memory.goes_on:
-            self._seen[row] = 0  # from now on, since an interrupt may come before `open`
+            self._seen[row] = 0  # here, since an interrupt may come before `open`
         self._awaited[row] = length
 
     def open(self, ends: list[int]) -> None:
@@ -55,7 +55,7 @@ class ModelDrafter(Drafter):
         self.memory.open(ends)
 
     def _take_in(self, lengths: dict[int, int]) -> None:
-        """Of these rows, so many tokens."""
+        """Takes in the first tokens of these rows. lengths: their numbers."""
         if lengths:
             self.memory.take_in({row: (length, self._seen[row]) for row, length in lengths.items()})
         for row, length in lengths.items():
@@ -87,7 +87,7 @@ class ModelDrafter(Drafter):
         return self.num_drafted
 
     def _rows(self, i: int) -> int:
-        """Of the step that draws token i of a proposal. Where steps are compiled they have one size."""
+        """Rows of the step that draws token i of a proposal. Compiled steps have one size."""
         return self.CATCH_UP_ROWS if i == 0 or self.compiler.compiles else 1
 
     def commit(self, length: Tensor) -> None:

@@ -22,7 +22,7 @@ from .base import Drafter
 
 
 class NgramDrafter(Drafter):
-    """Proposes the continuation of the longest match of the newest tokens, of the latest one if several are as long.
+    """Proposes what followed the longest match of the newest tokens. The latest counts if several are as long.
 
     The search compares the whole tape with the newest tokens, on the device: 1 MB at 128K costs less than an index.
 
@@ -44,7 +44,7 @@ class NgramDrafter(Drafter):
         return torch.clamp(self.num_drafted, max=plan.gamma, out=self.num_drafted)
 
     def _args(self, probs: Tensor | None) -> tuple[int, Tensor | None]:
-        """As many as the checking level has rows for, so that one compiled step serves every gamma."""
+        """Tokens for all rows of the level that checks, so that one compiled step serves every gamma."""
         return self.max_drafted if probs is None else probs.shape[1] - 1, probs
 
     def _step(self, n: int, probs: Tensor | None) -> None:
@@ -80,7 +80,7 @@ class NgramMeter:
     LENGTH = 3  # tokens that are looked up
     RUNS = (0, 1, 4)  # a rate from each of these on
     PRIORS = (0.1, 0.4, 0.8)
-    JUDGED = 2048  # of the prompt's tokens, the last are already judged by
+    JUDGED = 2048  # the last tokens of the prompt, which already judge it
 
     def __init__(self, tokens: list[int]):
         self.follows: MutableMapping[tuple, int] = {}
