@@ -17,7 +17,7 @@ import torch
 import triforce
 from triforce.config import Placement, Settings, split
 from triforce.cpu import row_unit
-from triforce.decode.batch import DecodeBatch
+from triforce.decode.batch import DecodeBatch, Models, Sizes
 from triforce.decode.controller import Controller, Costs
 from triforce.decode.pilot import guess
 from triforce.engine.engine import Engine
@@ -119,18 +119,18 @@ def make_state(target, draft, prompts, *, vocab_size=VOCAB, budget=64, capacity=
     chosen = {"gamma": 6, "block_size": 8, "flush_interval": 16, "chunk_size": 4, "rebuild_interval": 16,
               "prefill_chunk_size": 2048, "sampling": rule, **settings}
     resolved = Settings(**chosen).resolve(has_model=draft is not None)
-    common = {"capacity": capacity, "budget": budget, "vocab_size": vocab_size,
-              "compiler": compiler or Compiler(torch.device("cpu"))}
-    shared = None
+    compiler, document = compiler or Compiler(torch.device("cpu")), None
+    sizes = Sizes(len(prompts), capacity, budget, vocab_size, base, num_resident_layers)
     if base:
-        document = DecodeBatch(target, None, resolved, batch=1, num_resident_layers=num_resident_layers, **common)
+        of_document = replace(sizes, batch=1, shared=0)
+        document = DecodeBatch(Models(target), resolved, of_document, compiler)
         document.prefill(0, prompts[0][: base + 1])
-        shared, num_resident_layers = document.cache.prefix.part(base), None
+        document, sizes = document.cache.prefix.part(base), replace(sizes, resident_layers=None)
         if pack:
-            shared.pack()
+            document.pack()
     unit = row_unit(target, len(prompts), resolved.block_size, compiled=False)
-    state = DecodeBatch(target, draft, resolved, batch=len(prompts), drafting=drafting, pack=pack, shared=shared,
-                  num_resident_layers=num_resident_layers, row_unit=unit, **common)
+    state = DecodeBatch(Models(target, draft, drafting), resolved, sizes, compiler, pack=pack, shared=document,
+                        row_unit=unit)
     law = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": None, "seed": list(range(len(prompts)))}
     state.params.set(**{**law, **(sampling or {})})
     state.prefill_all(prompts)

@@ -1,6 +1,6 @@
 """A draft's long memory: what it chooses by, and how much it computes anew.
 
-Of drafting/memory.py.
+Of decode/drafters/memory.py.
 """
 
 import pytest

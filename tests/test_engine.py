@@ -400,6 +400,7 @@ def test_half_precision_on_a_cpu(dtype):
                                       {"retrieval": False, "draft_cache": "full"},
                                       {"retrieval": False, "draft_cache": "snapkv"}])
 def test_planned_bytes_are_those_allocated(pair, settings):
+    from triforce.decode.batch import Sizes
     from triforce.engine import memory
 
     target, draft = pair
@@ -408,7 +409,7 @@ def test_planned_bytes_are_those_allocated(pair, settings):
     caches = {"KV cache", "tail", "chunk keys", "retrieval view", "draft cache"}
     if "offload" in settings:
         resident, caches = 1, caches | {"KV cache of 1 resident layers"}
-    sizes = memory.Sizes(1, state.capacity, 64, VOCAB, resident_layers=resident)
+    sizes = Sizes(1, state.capacity, 64, VOCAB, resident_layers=resident)
     plan = memory.plan_memory(target.config, draft.config, engine.settings, sizes, torch.float32, engine.device)
     assert plan.host.bytes == (state.cache.prefix.offload.nbytes if "offload" in settings else 0)
     assert state.nbytes == plan.host.bytes + sum(part.bytes for part in plan.parts if part.name in caches)

@@ -1,4 +1,4 @@
-"""What a target's cache gives away and takes back: positions, wherever they lie. Of triforce/kv/target.py."""
+"""What a target's cache gives away and takes back: positions, wherever they lie. Of the caches of triforce/cache."""
 
 import torch
 from conftest import make_state, random_prompt, run_rounds

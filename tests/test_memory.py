@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from triforce.config import Settings
+from triforce.decode.batch import Sizes
 from triforce.engine import memory
-from triforce.engine.memory import Part, Sizes, check, layer_bytes, plan_memory
+from triforce.engine.memory import Part, check, layer_bytes, plan_memory
 from triforce.errors import UserError
 from triforce.model import ModelConfig
 from triforce.runtime import free_memory
@@ -52,7 +53,7 @@ def test_parts_by_their_definitions():
 @pytest.mark.quick
 def test_a_plan_does_not_import_the_compiler():
     code = ("import sys, torch\nfrom triforce.config import Settings\n"
-            "from triforce.engine.memory import Sizes, plan_memory\n"
+            "from triforce.engine.memory import plan_memory\nfrom triforce.decode.batch import Sizes\n"
             "from triforce.model import ModelConfig\n"
             "target, draft = ModelConfig(64, 32, 4, 4, 2, 8, 48), ModelConfig(64, 16, 1, 2, 2, 8, 32)\n"
             "for options in ({}, dict(sampling='coupled', tree_size=512), dict(retrieval=False, draft_cache='full')):\n"

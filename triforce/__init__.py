@@ -1,4 +1,4 @@
-"""triforce: several times faster generation from a long context, without changing what the model says.
+"""triforce: faster generation from a long context, without changing what the model says.
 
     import triforce
     out = triforce.generate("...", checkpoint="tiny")
@@ -30,6 +30,8 @@ __version__ = "0.2.0"
 
 def __getattr__(name: str):
     """PyTorch takes seconds to import: it is imported with the first name that needs it."""
+    if name == "parallel":
+        return importlib.import_module(".parallel", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -348,9 +348,10 @@ class Settings(Options):
     def split_budget(self, budget: int, base: int, capacity: int) -> tuple[int, int]:
         """Tokens of the two views that a row reads: of what is its own, and of the `base` tokens that all rows share.
 
-        The share `recent` of the budget is a row's own, and the rest what is shared; whatever is shorter leaves its
-        tokens to the other. Where a row can have more of its own, its view has as large a part of that rest besides,
-        on top of the budget, as its own tokens are of all.
+        The share `recent` of the budget is a row's own, and the rest is for what is shared. Whatever is shorter leaves
+        its tokens to the other. A long row gets more, beyond the budget: such a part of the rest as its own tokens are
+        of all. With a budget of 4,096 and `recent` 0.25, a row of 3,000 own tokens behind 9,000 shared ones reads
+        1,024 + 3,072 * 3,000 / 12,000 = 1,792 own tokens, and 3,072 shared ones.
         """
         if not base:
             return budget, 0
@@ -386,9 +387,9 @@ class Placement(Options):
     dtype: "str | torch.dtype | None" = option(
         None, "float32, float16, bfloat16 (default: the checkpoint's; float32 on a CPU)")
     compile: bool | None = option(
-        None, "compile the steps before the first answer: about a minute, and some seconds once they were compiled on "
-        "this machine. Default: steps run as they are, on a GPU as recorded graphs. --no-compile: as they are, and no "
-        "graphs", one_of(True, False), action=BooleanOptionalAction)
+        None, "compile the steps before the first answer: up to a minute, and some 15 seconds once they were compiled "
+        "on this machine. Default: steps run as they are, on a GPU as recorded graphs. --no-compile: as they are, and "
+        "no graphs", one_of(True, False), action=BooleanOptionalAction)
     max_seq_len: int | None = option(None, "most tokens of prompt and output (default: as needed)", whole(2, 4096),
                                      type=int)
     max_batch_size: int = option(1, "prompts that run side by side; more are served group by group", whole(1, 8),

@@ -262,8 +262,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer.
 
-    `kv` is a block of any cache: `kv.layer(i)` has `write` and `read` (see `kv/store.py`), `kv.compiled(function)` is
-    the function, compiled or as it is.
+    `kv` is a block of any cache: `kv.layer(i)` has `write` and `read` (see `cache/store.py`), `kv.compiled(function)`
+    is the function, compiled or as it is.
     """
 
     group = None  # the ranks that share the model, see parallel.py

@@ -179,7 +179,7 @@ def told(fault: Fault, outcome: Outcome, loud: bool) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="ID", help="these faults alone")
-    parser.add_argument("--module", nargs="+", metavar="NAME", help="those of these modules alone: kv.views ...")
+    parser.add_argument("--module", nargs="+", metavar="NAME", help="those of these modules alone: cache.views ...")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default 1)")
     parser.add_argument("--limit", type=float, default=900, help="seconds for a file's tests without a fault (default "
                         "900); with one they get 60, and three times what they take without")

@@ -33,12 +33,12 @@ from .store import View
 
 SMOOTHED = 7  # tokens over which "snapkv" averages attention
 COMMON = -1  # stands for the view that all rows share, among numbers of rows
-QUERIES = 8  # the fewest of a row that choose where rows choose together, unless a block has fewer
+QUERIES_OF_A_ROW = 8  # the fewest of a row that choose where rows choose together, unless a block has fewer
 
 
 def common_queries(newest: int, rows: int) -> int:
     """How many queries of each row choose together. All rows bring hardly more queries than one row alone."""
-    return min(max(newest // rows, QUERIES), newest)
+    return min(max(newest // rows, QUERIES_OF_A_ROW), newest)
 
 
 class RetrievalView(View):

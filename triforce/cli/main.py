@@ -1,6 +1,7 @@
 """Reads the flags, prints help, runs a command, and reports mistakes.
 
-`request.py` reads what the flags ask for. `run.py` answers it, and alone needs PyTorch.
+What the flags ask for is in `request.py`, and how it is answered in `run.py`. PyTorch is imported
+when the flags are known to be right.
 """
 
 import argparse

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size
+from ..decode.batch import Sizes
 from ..engine import memory
 from ..engine.loading import find_dtype
-from ..engine.memory import Part, Sizes
+from ..engine.memory import Part
 from ..errors import UserError
 from ..fp8 import check_copy, copy_bytes
 from ..hf.checkpoint import read_config

@@ -6,6 +6,7 @@ out.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,10 +18,9 @@ from ..cache.prefix import PrefixStore
 from ..config import Settings
 from ..cpu import packs
 from ..errors import NotFinite
-from ..model import Transformer
 from ..runtime.graphs import Compiler
 from .drafters.ngram import NgramMeter
-from .hierarchy import Hierarchy, Round, make_sources
+from .hierarchy import Hierarchy, Models, Round, make_sources
 from .nodes import Nodes
 from .pilot import Pilot
 from .plan import DraftPlan, Padding
@@ -32,48 +32,53 @@ def tape_length(capacity: int, settings: Settings) -> int:
     return 1 << (capacity + 4 * settings.block_size - 1).bit_length()
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of the caches that serve a batch."""
+
+    batch: int  # rows
+    capacity: int  # tokens that a row can hold, prompt and output
+    budget: int  # tokens of the view that drafts; ignored without one
+    vocab_size: int
+    shared: int = 0  # tokens of a document that all rows have in common, and that has a plan of its own
+    resident_layers: int | None = None  # of the KV prefix, on the device, the others in host memory; None: all
+
+
 class DecodeBatch:
     """See the module. Its rows run side by side; each has its own length.
 
     Args:
         settings: resolved; see `Settings.resolve`.
-        capacity: tokens that a row can hold, prompt and output.
-        budget: tokens of the view that drafts; ignored without one.
-        compiler: makes the levels' compilers.
-        drafting: the target's weights for the retrieval level, quantized say. None: the target itself.
-        num_resident_layers: layers of the prefix that stay on the device, the others in host memory. None: all.
-        pack: keep the prompt's prefix in the CPU's own layout as well; see cpu.py.
+        compiler: of the steps of all levels.
         shared: the prefix that all rows have in common: their prompts begin with its tokens.
         meter: of the shared tokens, see `Pilot`.
-        draft_ranks: ranks of the target's group that hold the draft; draft is None on the others. None: all of them.
         shelf: what earlier texts showed, see `Pilot`. None: nothing.
+        pack: keep the prompt's prefix in the CPU's own layout as well; see cpu.py.
         row_unit: padded steps of the full level have a multiple of it, see `cpu.row_unit`. None: they have all rows.
         runs_on: the device that it is meant for, if the target is on another: a plan of the memory builds it on the
             meta device.
     """
 
-    def __init__(self, target: Transformer, draft: Transformer | None, settings: Settings, *, batch: int, capacity: int,
-                 budget: int, vocab_size: int, compiler: Compiler, drafting: Transformer | None = None,
-                 num_resident_layers: int | None = None, pack: bool = False, shared: PrefixStore | None = None,
-                 meter: Callable[[], NgramMeter] | None = None,
-                 draft_ranks: Sequence[int] | None = None, shelf: dict | None = None, row_unit: int | None = None,
+    def __init__(self, models: Models, settings: Settings, sizes: Sizes, compiler: Compiler, *,
+                 shared: PrefixStore | None = None, meter: Callable[[], NgramMeter] | None = None,
+                 shelf: dict | None = None, pack: bool = False, row_unit: int | None = None,
                  runs_on: torch.device | None = None):
+        batch, budget, target, resident = sizes.batch, sizes.budget, models.target, sizes.resident_layers
         self.settings, self.batch, self.budget, self.target = settings, batch, budget, target
         config, device, dtype = target.config, target.device, target.dtype
         interval = settings.flush_interval
         block = max(settings.tree.rows, settings.inner_tree.rows)
-        self.capacity = -(-capacity // interval) * interval
+        self.capacity = -(-sizes.capacity // interval) * interval
         self.base = 0 if shared is None else shared.lens[0]  # tokens that all rows share
-        self._pack = (pack and batch == 1 and num_resident_layers is None and shared is None
-                      and packs(device, dtype))
+        self._pack = pack and batch == 1 and resident is None and shared is None and packs(device, dtype)
         self.compiler = compiler
         nodes = Nodes(settings.tree, settings.tree_width, batch, device) if settings.tree.size else None
-        self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), vocab_size, device,
+        self.tape = Tape.allocate(batch, tape_length(self.capacity, settings), sizes.vocab_size, device,
                                   settings.coupled, settings.runners_up, nodes)
         self.params = self.tape.params
         offload = None
-        if num_resident_layers is not None and num_resident_layers < config.n_layer:
-            offload = Offload(config, num_resident_layers, batch=batch, capacity=self.capacity, interval=interval,
+        if resident is not None and resident < config.n_layer:
+            offload = Offload(config, resident, batch=batch, capacity=self.capacity, interval=interval,
                               device=device, dtype=dtype, piece=settings.piece_tokens, runs_on=runs_on)
         own, common = settings.split_budget(budget, self.base, self.capacity) if settings.retrieval else (0, 0)
         # A block of a tree needs slots for its own rows, or for those of the level that runs ahead of it.
@@ -82,10 +87,10 @@ class DecodeBatch:
                                  flush_interval=interval, budget=own, newest=settings.block_size, ahead=ahead,
                                  offload=offload, shared=shared, chunk_size=settings.scored_chunk_size, device=device,
                                  dtype=dtype, runs_on=runs_on)
-        sources = make_sources(target, draft, self.tape, settings, capacity=self.capacity, budget=budget,
-                               draft_ranks=draft_ranks, compiler=compiler, runs_on=runs_on)
+        sources = make_sources(models, self.tape, settings, capacity=self.capacity, budget=budget, compiler=compiler,
+                               runs_on=runs_on)
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, own=own, common=common,
-                                   sources=sources, drafting=drafting, row_unit=row_unit, compiler=compiler)
+                                   sources=sources, drafting=models.drafting, row_unit=row_unit, compiler=compiler)
         self.pilot = Pilot(self.hierarchy, settings, group=target.group,
                            shelf={} if shelf is None else shelf,
                            rebuild_interval=settings.rebuild_interval or self._usual_rebuild_interval(offload),
@@ -308,7 +313,7 @@ class DecodeBatch:
 
     @property
     def recording(self) -> float:
-        """Seconds that the preparation of steps took since decoding began, without steps recorded beside a round."""
+        """Seconds that it took to prepare steps since decoding began."""
         return self.compiler.seconds - self._recorded
 
     def texts(self, start: int = 0) -> list[list[int]]:

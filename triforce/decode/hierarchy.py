@@ -31,6 +31,16 @@ from .tape import FULL, RETRIEVAL, Tape
 from .verifier import RowRound, Verifier
 
 
+@dataclass(frozen=True)
+class Models:
+    """What a batch runs."""
+
+    target: Transformer
+    draft: Transformer | None = None
+    drafting: Transformer | None = None  # the target's weights for the retrieval level, quantized say. None: itself
+    draft_ranks: Sequence[int] | None = None  # that hold the draft, which is None on the others. None: all of them
+
+
 @dataclass
 class Timing:
     """How long a round took, in milliseconds."""
@@ -229,16 +239,16 @@ class Hierarchy:
         return rates
 
 
-def make_sources(target: Transformer, draft: Transformer | None, tape: Tape, settings: Settings, *, capacity: int,
-                 budget: int, draft_ranks: Sequence[int] | None, compiler: Compiler, runs_on) -> dict[str, Drafter]:
-    """The drafters at the bottom, by name. draft_ranks: see `DecodeBatch`."""
+def make_sources(models: Models, tape: Tape, settings: Settings, *, capacity: int, budget: int, compiler: Compiler,
+                 runs_on) -> dict[str, Drafter]:
+    """What drafts at the bottom, by name."""
     sources: dict[str, Drafter] = {}
-    drafter = None
+    drafter, draft = None, models.draft
     if draft is not None:
         memory = _memory(draft, tape, settings, capacity=capacity, budget=budget, compiler=compiler, runs_on=runs_on)
         drafter = ModelDrafter(draft, memory, tape, max_drafted=settings.block_size - 1, compiler=compiler)
-    if draft_ranks is not None:
-        drafter = SharedDrafter(drafter, tape, target.group, draft_ranks[0])
+    if models.draft_ranks is not None:
+        drafter = SharedDrafter(drafter, tape, models.target.group, models.draft_ranks[0])
     if drafter is not None:
         sources["model"] = drafter
     if callable(settings.draft):

@@ -27,8 +27,8 @@ ROW = 0.08  # on a CPU each further row of a step adds about this share of the f
 LAYER_ON_CPU, LAYER_ON_GPU = 0.3, 0.1  # milliseconds of a layer, whatever it reads: it is made of many operations
 # Milliseconds of an H100's host for a layer of a step that runs for the first time, or is recorded.
 PREPARING = 1.7
-BRANCHES = 8  # the length of branches where none is chosen
-STRIDE = 4096  # tokens: texts whose lengths lie in one such stretch share what was learned
+BRANCH_LENGTH = 8  # the length of branches where none is chosen
+SAME_LENGTH = 4096  # tokens: texts whose lengths lie in one such stretch share what was learned
 
 
 class Pilot:
@@ -91,7 +91,7 @@ class Pilot:
         outer, inner, view, prefix = (self.hierarchy.outer, self.hierarchy.inner, self.hierarchy.view,
                                       self.hierarchy.cache.prefix)
         guessed = guess(self.hierarchy, self.padding, lengths)
-        longest, shortest = (-(-length // STRIDE) for length in (max(lengths), min(lengths)))
+        longest, shortest = (-(-length // SAME_LENGTH) for length in (max(lengths), min(lengths)))
         name = (*self.padding, longest, shortest, len(lengths), prefix.base > 0, view and view.budget,
                 self.hierarchy.compiler.settings, *guessed.number)
         costs, rates = self.shelf.get(name, (guessed, {}))
@@ -188,7 +188,7 @@ def default_plan(settings: Settings, hierarchy: "Hierarchy") -> DraftPlan:
     plan = DraftPlan(settings.gamma, source, True, inner, rounds)
     if not settings.tree_size:
         return plan
-    shape, _ = best_tree(0.9, 1.0, settings.gamma, BRANCHES, settings.block_size - 1, settings.tree.rows,
+    shape, _ = best_tree(0.9, 1.0, settings.gamma, BRANCH_LENGTH, settings.block_size - 1, settings.tree.rows,
                          settings.tree_width)
     return replace(plan, branches=shape.length, shape=shape) if shape.parents else plan
 

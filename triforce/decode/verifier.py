@@ -110,7 +110,7 @@ class Verifier(Drafter):
         self.level, self.rows, self.drafters, self.keep_queries = level, rows, drafters, keep_queries
         self.tree = tree
         self.length, self.limit = tape.buffer(), tape.buffer()  # no round moves `length` past `limit`
-        self.base, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
+        self.proposed_from, self.num_drafted, self.asked = tape.buffer(), tape.buffer(), tape.buffer()
         wants_probs = not tape.coupled and any(drafter.emits_probs for drafter in drafters.values())
         self.draft_probs = tape.buffer(rows, tape.vocab_size, like=model) if wants_probs else None
         self.logits = tape.buffer(rows, model.config.vocab_size, like=model) if keep_logits else None
@@ -192,7 +192,7 @@ class Verifier(Drafter):
 
     def propose(self, start: Tensor, plan: DraftPlan, probs: Tensor | None) -> Tensor:
         torch.add(start, plan.gamma, out=self.limit)
-        self.base.copy_(start)
+        self.proposed_from.copy_(start)
         self.length.copy_(start)
         for _ in range(plan.rounds):
             self._drafting_round(*self.view.extent, plan.inner, probs)
@@ -204,20 +204,21 @@ class Verifier(Drafter):
     def _branch(self, shape: Shape) -> None:
         """Grows branches beside the chain that was drafted: each step drafts the next row of all of them."""
         nodes = self.tape.nodes
-        nodes.take(*self.tape.read_spine(self.base, nodes.tree.spine), shape)
+        nodes.take(*self.tape.read_spine(self.proposed_from, nodes.tree.spine), shape)
         for _ in range(nodes.steps):
             self._growing(*self.view.extent)
 
     def _grow(self, dense: int, longest: int) -> None:
         compiled, nodes = self._compiled, self.tape.nodes
         tokens = nodes.tokens[:, nodes.here()]
-        kv = TargetBlock(self.cache, self.view, self.base, nodes.growth, Extent(dense, longest), False, compiled)
+        extent = Extent(dense, longest)
+        kv = TargetBlock(self.cache, self.view, self.proposed_from, nodes.growth, extent, False, compiled)
         hidden = self.model(tokens, kv)
         compiled(Verifier._finish_growth)(self, hidden)
 
     def _finish_growth(self, hidden: Tensor) -> None:
         nodes = self.tape.nodes
-        position = self.base[:, None] + 1 + nodes.depths[nodes.here()]
+        position = self.proposed_from[:, None] + 1 + nodes.depths[nodes.here()]
         nodes.grow(self.tape.rank(self.model.output(hidden), position))
 
     def _round(self, dense: int, longest: int, plan: DraftPlan, probs: Tensor | None) -> None:
@@ -266,7 +267,7 @@ class Verifier(Drafter):
 
         put(tape.tokens, position, tokens)
         if probs is not None:  # rows past the last one asked for all land in one that nobody reads
-            place = (position - 1 - self.base[:, None]).clamp(max=probs.shape[1] - 1)
+            place = (position - 1 - self.proposed_from[:, None]).clamp(max=probs.shape[1] - 1)
             put(probs, place, own_probs)
         if self.level != FULL:
             missed = torch.where(verdict.num_accepted < self.asked, MISSED, BONUS)

@@ -22,12 +22,12 @@ from ..cache.offload import Offload
 from ..cache.prefix import PrefixStore
 from ..config import Placement, Settings
 from ..cpu import packs, row_unit
-from ..decode.batch import DecodeBatch
+from ..decode.batch import DecodeBatch, Models, Sizes
 from ..model import Transformer
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
 from . import memory
-from .memory import VIEWS, MemoryPlan, Sizes, total
+from .memory import VIEW_SIZES, MemoryPlan, total
 from .prompt_cache import Prefix, common_length
 from .prompt_cache_file import PrefixReader
 
@@ -91,14 +91,14 @@ class Buffers:
             if prefix is None or prefix.is_same(self.prefix):
                 return state
         del state  # it is freed before another one is planned
-        shared = self._shared(ids, needed, prefix, on_prefill)
+        shared = self._to_share(ids, needed, prefix, on_prefill)
         return self.state if self._fits(ids, needed, shared) else self._new(ids, needed, shared)
 
     def fill(self, state: DecodeBatch, ids: list[list[int]], on_prefill=None) -> None:
         """Prefills what the DecodeBatch does not hold of the prompts yet."""
         if state.prompts == ids:
             self._note_reused(state, ids, max(map(len, ids)))
-        elif self._goes_on(start := self._held(ids)):
+        elif self._goes_on(start := self._num_held(ids)):
             self._note_reused(state, ids, start)
             fresh = common_length(ids[0], state.texts()[0]) < state.lens[0]  # a part of it was taken back
             state.truncate(0, start)
@@ -130,7 +130,7 @@ class Buffers:
             settings = self.settings_for(count, shared=True)
             sizes = self._sizes(settings, count, base, needed, max(map(len, ids)))
             if self.given.budget is None:  # with the smallest view
-                sizes = replace(sizes, budget=min(sizes.budget, VIEWS[0]))
+                sizes = replace(sizes, budget=min(sizes.budget, VIEW_SIZES[0]))
             document = () if is_held else self._plan_document(sizes).parts
             return free is None or total((*document, *self._plan(settings, sizes).parts)) <= free
 
@@ -164,7 +164,7 @@ class Buffers:
         state = self.state
         return state if state is not None and state.batch == 1 and state.is_whole else None
 
-    def _held(self, ids: list[list[int]]) -> int:
+    def _num_held(self, ids: list[list[int]]) -> int:
         """How many tokens of a single prompt need not be computed, since the batch holds their keys and values. The
         last tokens are computed in any case: their queries choose the view."""
         state = self._alone
@@ -177,7 +177,7 @@ class Buffers:
         """Whether `held` tokens of a prompt, which the DecodeBatch holds, are enough to go on from."""
         return held > self.state.base if self.state.base else held >= self.settings.flush_interval
 
-    def _shared(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill) -> Prefix | None:
+    def _to_share(self, ids: list[list[int]], needed: int, prefix: Prefix | None, on_prefill) -> Prefix | None:
         """What the rows of the DecodeBatch for these prompts are to share."""
         if prefix is not None:
             common = self._of_prefix(prefix, ids)
@@ -185,7 +185,7 @@ class Buffers:
         if not self.settings.reuse:
             return None
         usable, state = self._usable(ids), self._alone
-        if state is not None and len(ids) == 1 and self._goes_on(self._held(ids)):
+        if state is not None and len(ids) == 1 and self._goes_on(self._num_held(ids)):
             if state.base or self._fits(ids, needed, None):
                 return self.prefix  # it goes on in place, or behind the same document
         found = self.held(ids[0][:usable], self.prefix, own=state is not None and state.base == 0)
@@ -298,7 +298,7 @@ class Buffers:
         if not same or state.budget == self._budget(max(map(len, ids)), state.capacity):
             return same
         # A view that is not the user's choice need not grow with every turn of a conversation.
-        return self.settings.budget is None and (state.base > 0 or self._held(ids) > 0)
+        return self.settings.budget is None and (state.base > 0 or self._num_held(ids) > 0)
 
     def _new(self, ids: list[list[int]], needed: int, shared: Prefix | None) -> DecodeBatch:
         batch, base = len(ids), 0 if shared is None else shared.num_shared
@@ -321,12 +321,9 @@ class Buffers:
                             compiles=compiles is True)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self.state = DecodeBatch(
-                self.target, self.draft, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
-                vocab_size=self.vocab_size, compiler=compiler, drafting=self.drafting,
-                num_resident_layers=sizes.resident_layers, pack=self._may_pack(batch, sizes.capacity),
-                shared=shared.store if base else None, meter=shared.meter if base else None,
-                draft_ranks=self.placement.draft_ranks, shelf=self._shelf,
-                row_unit=self._row_unit(batch, settings.block_size))
+                Models(self.target, self.draft, self.drafting, self.placement.draft_ranks), settings, sizes, compiler,
+                shared=shared.store if base else None, meter=shared.meter if base else None, shelf=self._shelf,
+                pack=self._may_pack(batch, sizes.capacity), row_unit=self._row_unit(batch, settings.block_size))
         return self.state
 
     def pack(self, store: PrefixStore) -> None:

@@ -1,6 +1,6 @@
 """Runs a pair of models: prompt to prefill, to rounds, to text. Knows nothing of files or of the command line.
 
-    Engine.stream -> Session.round -> DecodeBatch.round -> Hierarchy.round -> Verifier.round -> Transformer.forward
+    Engine.stream -> Session.round -> DecodeBatch.round -> Hierarchy.round -> Verifier.check -> Transformer.forward
 
 An Engine holds weights, tokenizer and settings, and the buffers of the conversation it last served, which the next
 call takes over if they are large enough.
@@ -531,6 +531,7 @@ class Engine:
             padding = PADDED
         if plan == AUTOREGRESSION and not padding.drafts:  # the step that would check drafts, without them
             plan = ONE_ROW
+        # Asked before `fill`, which forgets the prompts.
         begin = state.rewind if state.prompts == ids else state.begin
         self.buffers.fill(state, ids, on_prefill)
         begin(max_new_tokens, plan, padding)

@@ -1,6 +1,7 @@
 """What a run will need, part by part: its caches are built on the meta device, without memory, and added up.
 
-`load`, a call and `triforce plan` plan by `plan_memory` alone.
+`load` checks the weights alone (`weight_parts`). A call and `triforce plan` plan by `plan_memory`, and a document that
+is computed for itself by `plan_document`.
 """
 
 import functools
@@ -14,7 +15,7 @@ import torch
 from ..cache.prefix import PrefixStore
 from ..cache.views import common_queries
 from ..config import Placement, Settings
-from ..decode.batch import DecodeBatch
+from ..decode.batch import DecodeBatch, Models, Sizes
 from ..errors import UserError
 from ..fp8 import LAYERS, linear_shape, work_bytes
 from ..model import ModelConfig, Transformer
@@ -23,7 +24,7 @@ from ..runtime.graphs import SPARE, Compiler, unreserved
 
 # Tokens of a view where memory decides: few sizes, since each has its own compiled steps. With smaller ones more rows
 # would fit, and would hardly draft.
-VIEWS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+VIEW_SIZES = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 OF_DOCUMENT = ("KV cache", "chunk keys", "prefill activations", "a layer's KV", "staging buffers")  # a prefill's parts
 
 
@@ -32,18 +33,6 @@ class Part:
     name: str
     bytes: int
     remedies: tuple[str, ...] = ()  # what makes it smaller: flags, or names of settings
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the caches that serve a batch."""
-
-    batch: int
-    capacity: int  # tokens that a row can hold
-    budget: int  # tokens of the view that drafts
-    vocab_size: int
-    shared: int = 0  # tokens of a document that all rows have in common, and that has a plan of its own
-    resident_layers: int | None = None  # of the KV prefix, on the device; None: all
 
 
 @dataclass(frozen=True)
@@ -63,10 +52,7 @@ def plan_memory(target: ModelConfig, draft: ModelConfig | None, settings: Settin
     shared = PrefixStore(target, 1, base, "meta", dtype) if base else None
     if shared is not None:
         shared.truncate(0, base)
-    state = DecodeBatch(*models, settings, batch=batch, capacity=sizes.capacity, budget=sizes.budget,
-                  vocab_size=sizes.vocab_size, compiler=Compiler(torch.device("cpu")), runs_on=device,
-                  num_resident_layers=sizes.resident_layers,
-                  shared=shared)
+    state = DecodeBatch(Models(*models), settings, sizes, Compiler(torch.device("cpu")), shared=shared, runs_on=device)
     view, prefix, own = state.hierarchy.view, state.cache.prefix, state.capacity - base
     kept = f"KV cache of {prefix.num_resident} resident layers" if prefix.offload else "KV cache"
     parts = [
@@ -201,7 +187,7 @@ def row_capacity(needed: int, settings: Settings, max_seq_len: int | None, batch
 
 def view_within(parts_of: Callable[[int], Collection[Part]], budget: int, free: int) -> int:
     """Tokens of a view: the budget, or fewer where memory decides. parts_of: of a batch with such a view."""
-    views = [budget, *(view for view in reversed(VIEWS) if view < budget)]
+    views = [budget, *(view for view in reversed(VIEW_SIZES) if view < budget)]
     return next((view for view in views if total(parts_of(view)) <= free), views[-1])
 
 

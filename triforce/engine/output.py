@@ -30,11 +30,11 @@ class Stats:
     reused_tokens: int = stat("  held from before")  # of the prompt: their K/V were there before its turn
     new_tokens: int = stat("new tokens")
     load: float = stat("start and load", SECONDS, 0.0)  # of a command: from its start until the model was ready
-    prefill: float = stat("prefill", SECONDS, 0.0)  # until the prompts were in the cache, and steps recorded beside it
+    prefill: float = stat("prefill", SECONDS, 0.0)  # until the prompts were in the cache
     compiling: float = stat("  of it, compiling", SECONDS, 0.0)  # waiting for compiled steps, where `compile` is True
     ttft: float = stat("time to first token", SECONDS, 0.0)  # from the call: prefill and the first round
     decode: float = stat("all other tokens", SECONDS, 0.0)
-    recording: float = stat("  of it, preparing steps", SECONDS, 0.0)  # and recording graphs, but not beside a round
+    recording: float = stat("  of it, preparing steps", SECONDS, 0.0)  # and recording graphs
     tbt: float = stat("time per token", lambda tbt: f"{1e3 * tbt:.2f} ms", 0.0)  # `decode`, after the first round
     acceptance_rate: dict[str, float] = field(default_factory=dict)  # accepted / drafted, by the level that checks
     block_efficiency: float = stat("tokens per target forward", "{:.2f}".format, 0.0)  # over its full cache

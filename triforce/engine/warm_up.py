@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..config import Sampling, Settings
-from ..decode.batch import DecodeBatch
+from ..decode.batch import DecodeBatch, Models, Sizes
 from ..model import ModelConfig, Transformer
 from ..runtime.graphs import SPARE, Compiler
 from ..runtime.streams import ComputeStream, like_this_thread
@@ -58,13 +58,12 @@ def warm_up(target: ModelConfig, draft: ModelConfig | None, settings: Settings, 
                for config in (target, draft)]
     length = min(length, target.max_len - 16 * settings.block_size)
     capacity, budget = length + 16 * settings.block_size, settings.view_tokens(length, room=length)
-    sizes = memory.Sizes(1, capacity, budget, min(config.vocab_size for config in configs if config is not None))
+    sizes = Sizes(1, capacity, budget, min(config.vocab_size for config in configs if config is not None))
     parts = memory.plan_memory(*configs, settings, sizes, dtype, device).parts
     if memory.total(memory.weight_parts(*configs, dtype) + parts) > free:
         return None
     models = [config and _blank(config, dtype, device) for config in configs]
-    state = DecodeBatch(*models, settings, compiler=Compiler(device), batch=1, capacity=capacity, budget=budget,
-                        vocab_size=sizes.vocab_size)
+    state = DecodeBatch(Models(*models), settings, sizes, Compiler(device))
     state.params.set(specialize=False, **vars(Sampling(seed=[0])))
     state.prefill_all([[0] * length])
     state.begin(16 * settings.block_size)

@@ -104,7 +104,7 @@ class Compiler:
         Args:
             num_lengths: how many of the first arguments are lengths of caches. They ascend: other kernels run only
                 where two are equal, or the first is 0.
-            warm_up: calls with the same arguments before a graph is recorded, unless it is prepared. More than 1 for
+            warm_up: calls with the same arguments before a graph is recorded. More than 1 for
                 what is made of steps that are graphs already, and may not be called again.
         """
         return function if self.recorder is None else Graphed(function, self, num_lengths, warm_up)

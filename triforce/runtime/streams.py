@@ -2,7 +2,7 @@
 
 An engine computes on one stream of its own, reads weights on it, and records its steps on it. Where a process has used
 this one stream alone, some 0.1 us pass between two kernels of a recorded step, and 0.5 us once it has used another, of
-hundreds of kernels (one H200, `benchmarks/streams.py`).
+hundreds of kernels (one H200, `benchmarks/results/streams_h200.jsonl`).
 """
 
 import contextlib
