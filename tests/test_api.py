@@ -56,6 +56,11 @@ def test_an_unknown_option_is_found_before_anything_is_loaded(monkeypatch):
         api.generate("a", gama=3)
 
 
+def test_a_number_in_the_place_of_the_checkpoint():
+    with pytest.raises(UserError, match=r"checkpoint \(16\) .* max_new_tokens="):
+        api.generate("a", 16)
+
+
 def test_threads_that_call_at_once_share_one_engine(monkeypatch):
     loaded, ready = [], threading.Barrier(4)
 

@@ -84,6 +84,16 @@ def test_ragged_rows_are_said_as_if_resident(models):
     assert run_rounds(state_of(models, prompts, num_resident_layers=0, piece_tokens=128), 100) == expected
 
 
+@pytest.mark.parametrize("length", [5, 73])
+def test_a_prompt_shorter_than_an_interval(length):
+    """Nothing of it streams: all of it lies in the tail until it grows."""
+    ids, said = list(range(300, 300 + length)), []
+    for options in ({"offload": True}, {}):
+        engine = triforce.load("tiny", device="cpu", flush_interval=128, **options)
+        said += [engine.generate(ids, 150, temperature=0.0, speculate=speculate).tokens for speculate in (True, False)]
+    assert said.count(said[0]) == 4
+
+
 def test_prefill_appends_to_what_lies_on_the_host(models):
     prompt = random_prompt(700)
     state = state_of(models, [prompt[:400]], num_resident_layers=0, piece_tokens=128)
@@ -190,18 +200,22 @@ def test_a_device_that_runs_out_leaves_the_engine_usable(monkeypatch, error, sta
 def test_memory_that_the_system_refuses_is_no_traceback():
     """The address space of the process is bounded, as batch schedulers do."""
     code = ("import resource, triforce\n"
+            "from triforce.runtime import free_memory\n"
             "engine = triforce.load('tiny', device='cpu', offload=True, max_seq_len=32768)\n"
             "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
             "hard = resource.getrlimit(resource.RLIMIT_AS)[1]\n"
             "resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, hard))\n"
-            "try:\n    engine.generate([5] * 300, 4)\n"
-            "except triforce.UserError as error:\n    print(error)\n"
+            "for of_host in (free_memory.of_host, lambda: None):\n"  # refused before and in the middle
+            "    free_memory.of_host = of_host\n"
+            "    try:\n        engine.generate([5] * 300, 4)\n"
+            "    except triforce.UserError as error:\n        print(error)\n"
             "resource.setrlimit(resource.RLIMIT_AS, (hard, hard))\n"
             "print(len(engine.generate([5] * 300, 4, ignore_eos=True).tokens))\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    refused, after = done.stdout.splitlines()
-    assert "ran out of memory" in refused and after == "4"
+    before, middle, after = done.stdout.splitlines()
+    assert "GiB are free: KV cache of 8 layers in host memory" in before
+    assert "ran out of memory" in middle and after == "4"
 
 
 def test_a_prefill_that_is_broken_off_leaves_nothing_behind():

@@ -30,8 +30,6 @@ __version__ = "0.2.0"
 
 def __getattr__(name: str):
     """PyTorch takes seconds to import: it is imported with the first name that needs it."""
-    if name == "parallel":
-        return importlib.import_module(".parallel", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -121,7 +121,7 @@ class TargetBlock:
         comes last: where it weighs nothing, no bits depend on it."""
         view, i, longest = self.view, self.i, self.extent.longest
         if i >= len(view.k):
-            return [self.passage.attend(i, longest, partial(self._attend, q))]
+            return [self.passage.attend(i, longest, partial(self._attend, q))] if longest else []
         states = [] if view.shared is None else [over_shared(view, i, q, self.passage)]
         if view.joined or longest == 0:
             return states

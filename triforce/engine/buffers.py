@@ -97,20 +97,16 @@ class Buffers:
     def fill(self, state: DecodeBatch, ids: list[list[int]], on_prefill=None) -> None:
         """Prefills what the DecodeBatch does not hold of the prompts yet."""
         if state.prompts == ids:
-            self._note_reused(state, ids, max(map(len, ids)))
-        elif self._goes_on(start := self._num_held(ids)):
-            self._note_reused(state, ids, start)
+            held = max(map(len, ids))
+        elif self._goes_on(held := self._num_held(ids)):
             fresh = common_length(ids[0], state.texts()[0]) < state.lens[0]  # a part of it was taken back
-            state.truncate(0, start)
-            state.prefill(0, ids[0][start:], on_prefill, fresh=fresh)
+            state.truncate(0, held)
+            state.prefill(0, ids[0][held:], on_prefill, fresh=fresh)
         else:
-            self._note_reused(state, ids, state.base)
+            held = state.base
             state.reset()
             state.prefill_all(ids, on_prefill)
-
-    def _note_reused(self, state: DecodeBatch, ids: list[list[int]], held: int) -> None:
-        """For the statistics: `held` tokens of each prompt, at most, were there before."""
-        state.reused = [0 if self._is_new else min(held, len(one) - 1) for one in ids]
+        state.reused = [0 if self._is_new else min(held, len(one) - 1) for one in ids]  # for the statistics
 
     def rows(self, ids: list[list[int]], max_new_tokens: int, prefix: Prefix | None) -> int:
         """How many of these prompts run side by side. Over a shared prefix as many as fit do, even more than the

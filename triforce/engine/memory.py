@@ -116,7 +116,7 @@ def _prefill_bytes(config: ModelConfig, settings: Settings, capacity: int, dtype
     float8 = []  # what a layer in fp8 holds besides, one at a time
     if config.float8 is not None:
         layers = [(name, chunk) for name in LAYERS]
-        layers += [("output", settings.tree.rows)] * config.float8.holds("output")
+        layers += [("output", settings.tree.rows)] * ("output" not in config.float8.wide)
         float8 = [work_bytes(linear_shape(config, name), rows, dtype.itemsize) for name, rows in layers]
     return (capacity * embedded * config.dim + chunk * per_chunk_token) * dtype.itemsize + max(float8, default=0)
 

@@ -130,7 +130,8 @@ class Prefix:
                                 "chat_template_kwargs")
             if not isinstance(question, str):
                 return self.tokens + self.engine.encode_prompt(question)
-            return self.tokens + self.engine.tokenizer_or_raise().encode(question, bos=False)
+            more = self.engine.tokenizer_or_raise().encode(question, bos=False) if question else []
+            return self.tokens + more
         if isinstance(question, str):
             question = asked(self.messages, question)
         elif not is_messages(question) or not begins_with(question, self.messages):

@@ -27,6 +27,9 @@ def resolve(checkpoint: str | Path) -> Path:
     """
     if checkpoint == "tiny":
         return TINY / "target"
+    if not isinstance(checkpoint, (str, Path)):
+        raise UserError(f"checkpoint ({checkpoint!r}) must be a folder, a repository id or 'tiny'; if it is a "
+                        "number of tokens, write max_new_tokens=")
     with guarded(f"{shown(checkpoint)} cannot be opened"):  # a name that is too long, an unknown user
         path = Path(checkpoint).expanduser()
         if path.is_dir() and checkpoint != "":

@@ -38,8 +38,8 @@ class Drafter:
 
         Args:
             probs: [B, M, V], M > plan.gamma, written: row i the distribution that token i was drawn from, by
-                `Tape.draw`. A drafter that emits none writes ones at its tokens. None: nobody wants them, as with
-                coupled sampling.
+                `Tape.draw`. A drafter of deterministic tokens writes a one at each and zeros beside it: the buffer
+                holds the last round's. None: nobody wants them, as with coupled sampling.
 
         Returns:
             how many were drafted, [B]: a buffer, valid until the next call. Rows may differ.
