@@ -229,7 +229,7 @@ def test_choosing_plans_does_not_bias(models, monkeypatch, horizon):
 
     def prepare(state):
         steer(state)
-        state.pilot.meters = [NgramMeter(state.tape.tokens[0, : state.known[0]].tolist())]
+        state.pilot.meters = [NgramMeter(state.tape.tokens[0, : len(state.texts()[0])].tolist())]
 
     found, _, _ = distances(models, gamma=3, gamma_inner=2, ngram=True, batch=1, prompts=PROMPTS[:1], prepare=prepare,
                             horizon=horizon, sampling={"top_k": 2})

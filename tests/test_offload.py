@@ -100,10 +100,10 @@ def test_prefill_appends_to_what_lies_on_the_host(models):
     said = run_rounds(state, 30)[0]
     state.close_row(0)
     begun = prompt[:400] + said
-    extra = state.known[0] - len(begun)  # tokens of the last round beyond those that were looked at
+    extra = len(state.texts()[0]) - len(begun)  # tokens of the last round beyond those that were looked at
     state.prefill(0, prompt[400:])
     state.begin(200)
-    text = state.tape.tokens[0, : state.known[0]].tolist()
+    text = state.tape.tokens[0, : len(state.texts()[0])].tolist()
     assert text[: len(begun)] == begun and text[len(begun) + extra :] == prompt[400:]
     fresh = state_of(models, [text])
     assert run_rounds(state, 60) == run_rounds(fresh, 60)

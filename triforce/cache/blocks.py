@@ -120,11 +120,11 @@ class TargetBlock:
         """States over the shared part, the view's dense part and its ragged part, where they exist. The ragged part
         comes last: where it weighs nothing, no bits depend on it."""
         view, i, longest = self.view, self.i, self.extent.longest
-        if i >= len(view.k):
-            return [self.passage.attend(i, longest, partial(self._attend, q))] if longest else []
         states = [] if view.shared is None else [over_shared(view, i, q, self.passage)]
         if view.joined or longest == 0:
             return states
+        if i >= len(view.k):
+            return [*states, self.passage.attend(i, longest, partial(self._attend, q))]
         k, v, start = view.k[i], view.v[i], 0
         if view.length_on_device:
             return [*states, attention.up_to(q, k, v, view.own_len, longest, view.places, self.is_empty)]

@@ -84,9 +84,9 @@ class DecodeBatch:
         # A block of a tree needs slots for its own rows, or for those of the level that runs ahead of it.
         ahead = max(block, settings.block_size + settings.inner_tree.rows) if settings.tree_size else 2 * block
         self.cache = KVCache(config, target.rope, batch=batch, capacity=self.capacity, block_size=block,
-                                 flush_interval=interval, budget=own, newest=settings.block_size, ahead=ahead,
-                                 offload=offload, shared=shared, chunk_size=settings.scored_chunk_size, device=device,
-                                 dtype=dtype, runs_on=runs_on)
+                             flush_interval=interval, budget=own, newest=settings.block_size, ahead=ahead,
+                             offload=offload, shared=shared, chunk_size=settings.scored_chunk_size, device=device,
+                             dtype=dtype, runs_on=runs_on)
         sources = make_sources(models, self.tape, settings, capacity=self.capacity, budget=budget, compiler=compiler,
                                runs_on=runs_on)
         self.hierarchy = Hierarchy(target, self.cache, self.tape, settings, budget=budget, own=own, common=common,
@@ -319,11 +319,6 @@ class DecodeBatch:
     def texts(self, start: int = 0) -> list[list[int]]:
         """The tokens of each row from `start` on, the pending one among them."""
         return [text[start:] for text in self._texts]
-
-    @property
-    def known(self) -> list[int]:
-        """The number of these tokens, by row."""
-        return [len(text) for text in self._texts]
 
     @torch.inference_mode()
     def close_row(self, row: int) -> None:

@@ -114,12 +114,12 @@ class Hierarchy:
             recent = min(settings.recent * budget / own, 1.0)  # the newest tokens are a row's own
             self.view = RetrievalView(cache, budget=own, recent=recent, batch=len(tape.tokens), shared=shared, **made)
             self.inner = Verifier(drafting or target, cache, self.view, tape, level=RETRIEVAL,
-                                    tree=settings.inner_tree if sources else TokenTree(1), drafters=sources,
-                                    compiler=compiler)
+                                  tree=settings.inner_tree if sources else TokenTree(1), drafters=sources,
+                                  compiler=compiler)
             self.drafters = {"retrieval": self.inner, **sources}
         self.outer = Verifier(target, cache, cache.prefix, tape, level=FULL, tree=settings.tree,
-                                drafters=self.drafters, keep_queries=True, keep_logits=settings.keep_logits,
-                                row_unit=row_unit, compiler=compiler)
+                              drafters=self.drafters, keep_queries=True, keep_logits=settings.keep_logits,
+                              row_unit=row_unit, compiler=compiler)
 
     @property
     def levels(self) -> list[Verifier]:

@@ -23,7 +23,6 @@ from ..cache.prefix import PrefixStore
 from ..config import Placement, Settings
 from ..cpu import packs, row_unit
 from ..decode.batch import DecodeBatch, Models, Sizes
-from ..model import Transformer
 from ..parallel import agreed, together
 from ..runtime.graphs import Compiler
 from . import memory
@@ -45,10 +44,9 @@ class Buffers:
         new_prefix: makes a `Prefix` of tokens and a store of their keys and values.
     """
 
-    def __init__(self, target: Transformer, draft: Transformer | None, drafting: Transformer | None,
-                 settings: Settings, placement: Placement, vocab_size: int, recorder: "torch.cuda.Stream | None",
-                 new_prefix: Callable[[list[int], PrefixStore | None], Prefix]):
-        self.target, self.draft, self.drafting, self.device = target, draft, drafting, target.device
+    def __init__(self, models: Models, settings: Settings, placement: Placement, vocab_size: int,
+                 recorder: "torch.cuda.Stream | None", new_prefix: Callable[[list[int], PrefixStore | None], Prefix]):
+        self.models, self.target, self.device = models, models.target, models.target.device
         self.given, self.placement, self.vocab_size = settings, placement, vocab_size
         self.recorder, self.new_prefix = recorder, new_prefix
         self.settings = self._resolve(settings, placement.max_batch_size)
@@ -57,7 +55,8 @@ class Buffers:
         self.prefix: Prefix | None = None
         self._is_new = False  # what the rows share was computed for the present call
         self._shelf: dict = {}  # see `Pilot`
-        self._row_unit = functools.cache(functools.partial(row_unit, target, compiled=placement.compile is not False))
+        compiled = placement.compile is not False
+        self._row_unit = functools.cache(functools.partial(row_unit, self.target, compiled=compiled))
 
     def settings_for(self, rows: int, shared: bool) -> Settings:
         """The settings of a batch: of `rows` rows over a prefix that they share, or of any number of rows without
@@ -68,7 +67,7 @@ class Buffers:
         return self._resolve(given, max(rows, self.placement.max_batch_size), shared=True)
 
     def _resolve(self, settings: Settings, rows: int, shared: bool = False) -> Settings:
-        has_model = self.draft is not None or self.placement.draft_ranks is not None
+        has_model = self.models.draft is not None or self.models.draft_ranks is not None
         return settings.resolve(self.device, has_model=has_model, offload=self.placement.offload, max_batch_size=rows,
                                 query_group=self.target.config.query_group, shared=shared)
 
@@ -317,8 +316,8 @@ class Buffers:
                             compiles=compiles is True)
         with torch.inference_mode(False):  # buffers that may be written inside and outside of that mode
             self.state = DecodeBatch(
-                Models(self.target, self.draft, self.drafting, self.placement.draft_ranks), settings, sizes, compiler,
-                shared=shared.store if base else None, meter=shared.meter if base else None, shelf=self._shelf,
+                self.models, settings, sizes, compiler, shared=shared.store if base else None,
+                meter=shared.meter if base else None, shelf=self._shelf,
                 pack=self._may_pack(batch, sizes.capacity), row_unit=self._row_unit(batch, settings.block_size))
         return self.state
 
@@ -337,7 +336,7 @@ class Buffers:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _plan(self, settings: Settings, sizes: Sizes) -> MemoryPlan:
-        draft = None if self.draft is None else self.draft.config
+        draft = self.models.draft and self.models.draft.config
         return memory.plan_memory(self.target.config, draft, settings, sizes, self.target.dtype, self.device)
 
     def _plan_document(self, sizes: Sizes) -> MemoryPlan:

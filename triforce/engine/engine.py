@@ -37,7 +37,7 @@ from ..config import (
     takes,
     whole,
 )
-from ..decode.batch import DecodeBatch
+from ..decode.batch import DecodeBatch, Models
 from ..decode.plan import AUTOREGRESSION, ONE_ROW, PADDED, DraftPlan, Padding
 from ..errors import NotFinite, TooLong, UserError
 from ..hf.fingerprint import model_fingerprint, model_name, tokenizer_fingerprint, weights_fingerprint
@@ -90,8 +90,9 @@ class Engine:
                             f"use at most {limit}")
         known = [one.vocab_size for one in (target.config, draft and draft.config, tokenizer) if one is not None]
         vocab_size = agreed(target.group, min(known))  # a rank without the draft does not know its vocabulary
-        self.buffers = Buffers(target, draft, drafting, settings or Settings(), placement, vocab_size,
-                               self.compute_stream.cuda, partial(Prefix, self))
+        models = Models(target, draft, drafting, placement.draft_ranks)
+        self.buffers = Buffers(models, settings or Settings(), placement, vocab_size, self.compute_stream.cuda,
+                               partial(Prefix, self))
         self.threads = Threads(target.device, interval=self.settings.flush_interval, dtype=target.dtype)
         self.warming = None  # the thread that warms up kernels, see warm_up.py
         self._serving: Session | None = None  # whom the state belongs to
