@@ -1,13 +1,14 @@
-"""Rewrites a checkpoint as safetensors of a chosen dtype, in the same Hugging Face layout and under the same names.
-
-Each weight file becomes one of safetensors, and memory holds one at a time.
+"""Rewrites a checkpoint as safetensors of a chosen dtype, in Hugging Face's layout and names: a folder's .bin files, or
+a GGUF file. Memory holds one weight file at a time.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from .files import check_file, read_json
 from .folders import find_weights
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # either makes a folder loadable
+SHARD = 2**32  # bytes of a file of weights that come one by one
 
 
 def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
@@ -41,6 +43,39 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
     if dtype is not None and config.get("quantization_config"):
         raise UserError(f"{source} is quantized, and no dtype can be given to weights in fp8; leave out --dtype")
     files = find_weights(source)
+    with replacing(folder) as work:
+        write_weights(map(open_tensors, files), work, dtype)
+        if folder.resolve() != source.resolve():
+            copy_texts(source, work)
+        if dtype is not None:
+            spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+            write_json(work / "config.json", {**config, **dict.fromkeys(spelled, str(dtype).removeprefix("torch."))})
+    return folder
+
+
+def convert_gguf(path: str | Path, out_dir: str | Path, dtype: str | torch.dtype | None = None) -> Path:
+    """Writes a folder of what a GGUF file holds: config.json, tokenizer, chat template, and wide weights.
+
+    Args:
+        dtype: of the weights. None: bfloat16 where the file has such, else float16.
+    """
+    from .gguf import GGUF
+
+    file, folder = GGUF(path), Path(out_dir)
+    dtype = file.dtype if dtype is None else parse_dtype(dtype)
+    backend, tokenizer_config = file.tokenizer()
+    with replacing(folder) as work:
+        write_weights(shards(file.named_tensors(), dtype), work, dtype)
+        write_json(work / "config.json", {**file.config, "dtype": str(dtype).removeprefix("torch.")})
+        write_json(work / "generation_config.json", {"eos_token_id": file.eos_ids()})
+        write_json(work / "tokenizer_config.json", tokenizer_config)
+        backend.save(str(work / "tokenizer.json"))
+    return folder
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder to write to. What is written there moves to `folder` at the end, the weights' names last."""
     if any(folder.glob("model*.safetensors*")):
         raise UserError(f"{folder} holds safetensors already; choose another --out-dir")
     # On the same disk, so that moving a file out of it is one atomic step.
@@ -48,12 +83,7 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        write_weights(files, work, dtype)
-        if folder.resolve() != source.resolve():
-            copy_texts(source, work)
-        if dtype is not None:
-            spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-            write_json(work / "config.json", {**config, **dict.fromkeys(spelled, str(dtype).removeprefix("torch."))})
+        yield work
         for path in sorted(filter(Path.is_file, work.rglob("*")), key=lambda path: path.name in (SINGLE, INDEX)):
             final = folder / path.relative_to(work)
             final.parent.mkdir(exist_ok=True)
@@ -62,19 +92,33 @@ def convert(checkpoint_dir: str | Path, out_dir: str | Path | None = None,
         raise UserError(f"cannot write to {folder} ({error}); make room, or choose another --out-dir") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return folder
 
 
-def write_weights(files: list[Path], work: Path, dtype: torch.dtype | None) -> None:
-    """Writes each weight file as safetensors, and an index if they are several."""
+def shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Tensors in a dtype, as many together as one file is to hold."""
+    some, size = {}, 0
+    for name, tensor in tensors:
+        some[name] = tensor.to(dtype)
+        size += some[name].nbytes
+        if size >= SHARD:
+            yield some
+            some, size = {}, 0
+    if some:
+        yield some
+
+
+def write_weights(files: Iterable[dict[str, Tensor]], work: Path, dtype: torch.dtype | None) -> None:
+    """Writes the tensors of each file as safetensors, and an index if they are several."""
     weight_map, total = {}, 0
-    for i, path in enumerate(files):
-        name = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        tensors = converted(open_tensors(path), dtype)
+    for i, tensors in enumerate(files, 1):
+        name = f"model-{i:05d}.safetensors"
+        tensors = converted(tensors, dtype)
         save_file(tensors, work / name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, name))
         total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(files) > 1:
+    if i == 1:
+        (work / name).rename(work / SINGLE)
+    else:
         write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
@@ -113,13 +157,20 @@ def write_json(path: Path, content: dict) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """`triforce convert`. Raises UserError, which the command line prints."""
-    parser = argparse.ArgumentParser(prog="triforce convert",
-                                     description="Rewrites a checkpoint as safetensors of a chosen dtype.")
-    parser.add_argument("--checkpoint-dir", "--checkpoint_dir", required=True, help="a Hugging Face folder")
-    parser.add_argument("--out-dir", "--out_dir", help="default: the same folder, beside its .bin files")
-    parser.add_argument("--dtype", help="float32, float16 or bfloat16; default: each tensor's own")
+    parser = argparse.ArgumentParser(prog="triforce convert", description="Rewrites a checkpoint, or a GGUF file, as "
+                                     "safetensors of a chosen dtype.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint-dir", "--checkpoint_dir", help="a Hugging Face folder")
+    source.add_argument("--gguf", metavar="FILE", help="a GGUF file of a Llama, Mistral, Qwen2, Qwen3 or Phi-3 model")
+    parser.add_argument("--out-dir", "--out_dir", "--out", help="default: the same folder, beside its .bin files; with "
+                        "--gguf the file's name without its ending")
+    parser.add_argument("--dtype", help="float32, float16 or bfloat16; default: each tensor's own, of a GGUF file "
+                        "bfloat16 where it has such, else float16")
     args = parser.parse_args(argv)
-    folder = convert(args.checkpoint_dir, args.out_dir, args.dtype)
+    if args.gguf:
+        folder = convert_gguf(args.gguf, args.out_dir or Path(args.gguf).with_suffix(""), args.dtype)
+    else:
+        folder = convert(args.checkpoint_dir, args.out_dir, args.dtype)
     print(f"{folder} holds safetensors. Next:\n\n    triforce --checkpoint {folder}")
     return 0
 

@@ -1,0 +1,215 @@
+"""GGUF files, llama.cpp's format, as Hugging Face folders: config.json, tokenizer and weights widened to a float dtype.
+
+The package `gguf` reads the format and undoes the quantization; this module says what the values mean. Not every file
+of an architecture can be had: one with another tokenizer or layers unlike each other is refused by name.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch import Tensor
+
+from ..errors import UserError
+from .config import config_from_hf
+from .files import FLAG, TEXT, Fields, about, check_file, guarded, number, several, shown, whole
+from .names import FUSED, places
+from .vocabulary import llama_pipeline, merges_of, surround
+
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+            "phi3": "Phi3ForCausalLM"}
+COUNT, POSITIVE, IDS = whole(0, 2**31), number(1e-9, 1e15), several(whole(0, 2**31))
+NORMAL, UNKNOWN, CONTROL, OWN, UNUSED = range(1, 6)  # types of tokens
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>")  # end a text, if special
+# How a byte-level tokenizer cuts words, by its name in the file: digits at a time.
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
+         r"|\s+")
+DIGITS = {"qwen2": "", "llama-bpe": "{1,3}"}
+GPT2 = ("gpt-2", "smollm")  # by the expression of GPT-2, which the package has; smollm takes digits one by one first
+
+
+class GGUF:
+    """A file, opened: everything that its folder needs.
+
+    Raises:
+        UserError: the file is cut off, one of several parts, or of an architecture or tokenizer that is not supported;
+            the package `gguf` is not installed.
+    """
+
+    def __init__(self, path: str | Path):
+        try:
+            import gguf
+        except ImportError:
+            raise UserError("GGUF files are read by the package gguf; install it: pip install gguf") from None
+        self.path, self.package = Path(path), gguf
+        check_file(self.path)
+        with guarded(f"{path} is cut off, damaged, or no GGUF file"):
+            reader = gguf.GGUFReader(self.path)
+            self.fields = Fields({name: field.contents() for name, field in reader.fields.items()})
+            self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        with about(self.path):
+            self.kind = self.fields.get("general.architecture", TEXT)
+            if self.kind not in FAMILIES:
+                raise UserError(f"architecture {shown(self.kind)} is not supported; supported are "
+                                f"{', '.join(FAMILIES)}")
+            if (parts := self.fields.get("split.count", COUNT, 1)) > 1:
+                raise UserError(f"this is one of {parts} parts; join them: llama-gguf-split --merge FIRST OUT.gguf")
+            self.model = config_from_hf(self.config)
+
+    def value(self, name: str, kind: tuple, *default):
+        """A value of this architecture's own, such as `block_count`."""
+        return self.fields.get(f"{self.kind}.{name}", kind, *default)
+
+    # -- config.json ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def config(self) -> dict:
+        """config.json, without a dtype."""
+        dim, heads = self.value("embedding_length", COUNT), self.value("attention.head_count", whole(1, 2**12))
+        head = self.value("attention.key_length", COUNT, dim // heads)
+        values = self.value("attention.value_length", COUNT, head)
+        if values != head:
+            raise UserError(f"keys have {head} dimensions and values {values}; they must have equally many")
+        rows = self._tensor("token_embd.weight").shape[1]
+        rotated = self.value("rope.dimension_count", COUNT, head)
+        config = {
+            "architectures": [FAMILIES[self.kind]], "model_type": self.kind, "vocab_size": int(rows),
+            "hidden_size": dim, "num_hidden_layers": self.value("block_count", COUNT), "num_attention_heads": heads,
+            "num_key_value_heads": self.value("attention.head_count_kv", COUNT, heads), "head_dim": head,
+            "intermediate_size": self.value("feed_forward_length", COUNT), "hidden_act": "silu",
+            "rms_norm_eps": self.value("attention.layer_norm_rms_epsilon", POSITIVE),
+            "rope_theta": self.value("rope.freq_base", POSITIVE, 10000.0),
+            "max_position_embeddings": self.value("context_length", COUNT),
+            "num_local_experts": self.value("expert_count", COUNT, 0) or None,
+            "attention_bias": self.kind == "llama" and "blk.0.attn_q.bias" in self.tensors,
+            "sliding_window": self.value("attention.sliding_window", COUNT, 0) or None,
+            "tie_word_embeddings": "output.weight" not in self.tensors, **self._rope_scaling()}
+        if rotated != head:
+            config["partial_rotary_factor"] = rotated / head
+        return {key: value for key, value in config.items() if value is not None}
+
+    def _rope_scaling(self) -> dict:
+        kind = self.value("rope.scaling.type", TEXT, "none")
+        original = self.value("rope.scaling.original_context_length", COUNT, None)
+        scaling = {"rope_type": kind, "original_max_position_embeddings": original,
+                   "factor": self.value("rope.scaling.factor", POSITIVE, None),
+                   "attention_factor": self.value("rope.scaling.attn_factor", POSITIVE, None)}
+        if (short := self.tensors.get("rope_factors_short.weight")) is not None:
+            long = self._tensor("rope_factors_long.weight")
+            scaling.update(rope_type="longrope", short_factor=short.data.tolist(), long_factor=long.data.tolist())
+            del scaling["factor"]
+        elif (factors := self.tensors.get("rope_freqs.weight")) is not None:
+            # Llama 3's scaling, already a factor for each pair: what longrope calls its factors, for all lengths.
+            factors = factors.data.tolist()
+            scaling.update(rope_type="longrope", short_factor=factors, long_factor=factors, attention_factor=1.0,
+                           original_max_position_embeddings=self.value("context_length", COUNT))
+            del scaling["factor"]
+        elif kind == "none":
+            return {}
+        return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def _tensor(self, name: str):
+        if name not in self.tensors:
+            raise UserError(f"{self.path} has no tensor {name}; download it again")
+        return self.tensors[name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That keeps the most of the file's numbers: bfloat16's range only where the file has it."""
+        kinds = {tensor.tensor_type.name for tensor in self.tensors.values()}
+        return torch.bfloat16 if "BF16" in kinds else torch.float16
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face's name, tensor in float32), one in memory at a time."""
+        names, table = self.package.get_tensor_name_map(self._architecture, self.model.n_layer), places(self.model)
+        if self.kind == "phi3":  # which stores the weights of several layers as one
+            table = [name.replace(part, fused) for fused, parts in FUSED.items() for part in parts for name in table]
+        theirs = {names.get_name(name, (".weight", ".bias")): name for name in table}
+        for name, tensor in self.tensors.items():
+            if name.startswith(("rope_freqs.", "rope_factors_")):
+                continue
+            if name not in theirs:
+                raise UserError(f"{self.path} has a tensor {name}, which has no place in a {FAMILIES[self.kind]}; use "
+                                "the model's own folder")
+            wide = self.package.dequantize(tensor.data, tensor.tensor_type)
+            # Shapes are listed from the fastest dimension on.
+            found = torch.from_numpy(wide.copy()).view(*map(int, reversed(tensor.shape)))
+            if self.kind == "llama" and (".attn_q." in name or ".attn_k." in name):  # the two of a pair lie together
+                found = found.unflatten(0, (-1, self.model.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+            yield theirs[name], found
+
+    @property
+    def _architecture(self):
+        return next(one for one, name in self.package.MODEL_ARCH_NAMES.items() if name == self.kind)
+
+    # -- tokenizer -----------------------------------------------------------------------------------------------------
+
+    def _field(self, name: str, kind: tuple, *default):
+        return self.fields.get(f"tokenizer.ggml.{name}", kind, *default)
+
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        """Ids, without those that only fill up the vocabulary."""
+        names = self._field("tokens", several(TEXT))
+        types = self._field("token_type", IDS, [NORMAL] * len(names))
+        return {name: i for i, (name, kind) in enumerate(zip(names, types, strict=True)) if kind != UNUSED}
+
+    def special(self) -> dict[str, str]:
+        """Named special tokens."""
+        names, ids = self._field("tokens", several(TEXT)), {}
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+            ids[name] = self._field(f"{key}_token_id", whole(0, len(names) - 1), None)
+        return {f"{name}_token": names[i] for name, i in ids.items() if i is not None}
+
+    def eos_ids(self) -> list[int]:
+        """All tokens that end a text: the file names one, chat models have more."""
+        own = (self._field(f"{name}_token_id", COUNT, None) for name in ("eos", "eot"))
+        special = set(self._of_type(CONTROL))
+        return sorted({i for i in own if i is not None} | {self.tokens[one] for one in ENDS if one in special})
+
+    def _of_type(self, kind: int) -> list[str]:
+        names = self._field("tokens", several(TEXT))
+        return [name for name, its in zip(names, self._field("token_type", IDS, ()), strict=False) if its == kind]
+
+    def tokenizer(self) -> tuple[Tokenizer, dict]:
+        """The pipeline for tokenizer.json, and tokenizer_config.json."""
+        with about(self.path):
+            kind, special = self._field("model", TEXT), self.special()
+            if kind not in ("gpt2", "llama"):
+                raise UserError(f"tokenizer {shown(kind)} is not supported; supported are byte-level BPE (gpt2) and "
+                                "sentencepiece BPE (llama)")
+            backend = self._byte_level() if kind == "gpt2" else llama_pipeline(
+                self.tokens, merges_of(self.tokens), {"add_prefix_space": self._field("add_space_prefix", FLAG, True)})
+            added = [AddedToken(name, special=True, normalized=False)
+                     for name in [*self._of_type(UNKNOWN), *self._of_type(CONTROL)]]
+            backend.add_tokens([*added, *(AddedToken(name, normalized=False) for name in self._of_type(OWN))])
+            begins = self._field("add_bos_token", FLAG, kind == "llama" or self._words == "llama-bpe")
+            config = {**special, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": begins,
+                      "add_eos_token": self._field("add_eos_token", FLAG, False),
+                      "chat_template": self.fields.get("tokenizer.chat_template", TEXT, None)}
+            surround(backend, special, config)
+        return backend, {key: value for key, value in config.items() if value is not None}
+
+    @property
+    def _words(self) -> str:
+        return self._field("pre", TEXT, "qwen2" if self.kind.startswith("qwen") else "none")
+
+    def _byte_level(self) -> Tokenizer:
+        words = self._words
+        if words not in (*DIGITS, *GPT2):
+            raise UserError(f"the tokenizer's way to cut words, {shown(words)}, is not supported; supported are "
+                            f"{', '.join([*DIGITS, *GPT2])}")
+        merges = [tuple(merge.split(" ", 1)) for merge in self._field("merges", several(TEXT))]
+        backend = Tokenizer(models.BPE(vocab=self.tokens, merges=merges, ignore_merges=words == "llama-bpe"))
+        backend.normalizer = normalizers.NFC() if words == "qwen2" else None
+        first = {"smollm": pre_tokenizers.Digits(individual_digits=True)}.get(words)
+        if words in DIGITS:
+            first = pre_tokenizers.Split(Regex(WORDS % DIGITS[words]), behavior="isolated")
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words in GPT2)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*([first] if first else []), bytes_])
+        backend.decoder = decoders.ByteLevel()
+        return backend
