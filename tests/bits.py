@@ -52,6 +52,7 @@ SETTINGS = {
     "rebuild 8": {"rebuild_interval": 8},
     "retrieval": {"draft": False}, "retrieval, gamma 3": {"draft": False, "gamma": 3},
     "snapkv": {"draft": False, "draft_cache": "snapkv"}, "streaming": {"draft": False, "draft_cache": "streaming"},
+    "following": {"draft": False, "draft_cache": "query"}, "hierarchy, following": {"draft_cache": "query"},
     "hierarchy over streaming": {"draft_cache": "streaming"}, "hierarchy over snapkv": {"draft_cache": "snapkv"},
     "draft": {"retrieval": False}, "draft, full": {"retrieval": False, "draft_cache": "full"},
     "draft, snapkv": {"retrieval": False, "draft_cache": "snapkv"},

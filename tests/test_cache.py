@@ -21,6 +21,7 @@ from triforce import attention
 from triforce.attention import dense, rotate
 from triforce.cache import prefix as prefix_module
 from triforce.cache.streaming import StreamingBlock, StreamingCache
+from triforce.cache.views import RetrievalView
 from triforce.decode.pilot import RebuildPolicy
 from triforce.decode.plan import AUTOREGRESSION, DraftPlan
 
@@ -137,6 +138,45 @@ def test_snapkv_is_sink_window_and_best_tokens(pair):
     assert view.num_rebuilds == 0 and state.num_flushes >= 2
     assert all(chosen[2 * layer + head] <= set(held) for layer in range(2)
                for head, held in enumerate(positions_in_view(state, layer)))
+
+
+@pytest.mark.parametrize("base, own", [(0, (400,)), (0, (400, 30)), (192, (90, 110))],
+                         ids=["one row", "one is short", "a shared prefix"])
+def test_a_view_that_follows_holds_what_a_steps_queries_attend_to(pair, base, own, monkeypatch):
+    """In each step and layer the best chunks of the pending token by mean key, softmax and sum over heads, and over the
+    rows that share the view; sink and window too. A row whose prefix fits keeps it whole."""
+    seen, follow = [], RetrievalView.follow
+
+    def recorded(view, i, q):
+        follow(view, i, q)
+        seen.append((view, i, q.clone(), view.k[i].clone(), view.v[i].clone(), list(view.source.own_lens)))
+
+    monkeypatch.setattr(RetrievalView, "follow", recorded)
+    prompts = [random_prompt(base + n, seed=0)[:base] + random_prompt(n, seed=n) for n in own]
+    state = make_state(*pair, prompts, base=base, draft_cache="query", gamma=4, rebuild_interval=10**6)
+    run_rounds(state, 30)
+    assert state.num_flushes and len({tuple(one[2].flatten().tolist()) for one in seen}) > 20
+    differ, size = 0, 4
+    for (view, i, q, k, v, lens), before in zip(seen[4:], seen, strict=False):
+        source = view.source
+        for row, head in itertools.product(range(len(k)), range(k.shape[1])):
+            pending = q.unflatten(2, (pair[0].config.query_group, -1))[:, :, :, 0]  # [B, K, G, D]
+            queries = pending[:, head].flatten(0, 1) if view.of_shared else pending[row, head]
+            keys, values = source.k[i][row, head], source.v[i][row, head]
+            if lens[row] <= view.budget:
+                assert torch.equal(k[row, head, : lens[row]], keys[: lens[row]])
+                continue
+            first, last = 1, (lens[row] - view.window_size) // size
+            means = torch.stack([keys[c * size : (c + 1) * size].mean(0) for c in range(first, last)])
+            mass = sum((query @ means.T * 8**-0.5).softmax(-1) for query in queries)
+            best = sorted(int(c) + first for c in mass.topk(view.num_selected).indices)
+            held = [size * c + j for c in best for j in range(size)]
+            rest = [*range(size), *range(lens[row] - view.window_size, lens[row])]
+            for mine, theirs in ((k, keys), (v, values)):
+                mine = {tuple(x) for x in mine[row, head, : view.held].tolist()}
+                assert mine == {tuple(theirs[p].tolist()) for p in held + rest}
+            differ += before[0] is view and not torch.equal(before[3][row], k[row])
+    assert differ > 20
 
 
 @pytest.mark.parametrize("kind", ["retrieval", *slow("snapkv", "streaming")])

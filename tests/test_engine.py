@@ -306,7 +306,7 @@ def test_mistakes_in_a_call(tiny_engine, call, text):
     ({"device": "meta"}, "device 'meta' is unknown"),
     ({"dtype": "int7"}, "dtype 'int7' is unknown"),
     ({"recent": 1.0}, "recent (1.0) must be a share"),
-    ({"draft_cache": "full"}, "draft_cache ('full') with a retrieval level must be one of retrieval, snapkv"),
+    ({"draft_cache": "full"}, "draft_cache ('full') with a retrieval level must be one of retrieval, query"),
     ({"draft_cache": "retrieval", "retrieval": False}, "without a retrieval level must be one of streaming, snapkv"),
     ({"sampling": "gumbel"}, "sampling ('gumbel') must be 'rejection' or 'coupled'"),
     ({"leaves": 1}, "need sampling 'coupled', and it is 'rejection'"),

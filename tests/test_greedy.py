@@ -16,7 +16,7 @@ CONTEXT, NEW = 2010, 112  # the first flush is after 39 tokens, the second after
 FLUSHED = 70  # tokens that cross the first flush
 
 
-LEVELS = ("triforce", "retrieval", "snapkv", "streaming", "draft", "draft, full", "draft, snapkv", "ngram",
+LEVELS = ("triforce", "retrieval", "query", "snapkv", "streaming", "draft", "draft, full", "draft, snapkv", "ngram",
           "ngram only")
 VARIANTS = [(levels, 256, 6) for levels in LEVELS] + [("triforce", 512, 3), ("triforce", 256, 1)]
 VARIANTS += slow(*((levels, 512, 3) for levels in LEVELS[1:]), ("draft", 256, 1))
@@ -46,7 +46,7 @@ def test_bits_do_not_depend_on_drafting(models, plain, levels, budget, gamma):
     levels, _, kind = levels.partition(", ")
     state = make_state(target, draft if levels in ("triforce", "draft") else None, [random_prompt(CONTEXT)],
                        capacity=4096, retrieval=levels not in ("draft", "ngram only"), ngram="ngram" in levels,
-                       draft_cache=levels if levels in ("snapkv", "streaming") else kind or None,
+                       draft_cache=levels if levels in ("query", "snapkv", "streaming") else kind or None,
                        budget=budget, gamma=gamma, chunk_size=8, flush_interval=64,
                        rebuild_interval=32, keep_logits=True)
     tokens, hashes, rejected, offsets = bits(state, NEW)

@@ -94,6 +94,7 @@ CASES = [
           {"levels": "retrieval", "gamma": 3}),
     {"levels": "draft", "gamma": 2},
     {"levels": "retrieval", "gamma": 2, "draft_cache": "snapkv", "sampling": {"top_k": 2}},
+    {"gamma": 3, "gamma_inner": 1, "draft_cache": "query", "sampling": {"top_k": 2}},
     {"gamma": 2, "gamma_inner": 1, "draft_cache": "streaming", "sampling": {"top_k": 2}},
     *slow({"levels": "draft", "gamma": 2, "draft_cache": "full", "sampling": {"top_k": 2}},
           {"levels": "draft", "gamma": 2, "draft_cache": "snapkv", "sampling": {"top_k": 2}}),
@@ -107,6 +108,7 @@ SHARED = [PROMPTS[0][:8] + PROMPTS[1][:7], PROMPTS[0][:8] + PROMPTS[1][3:14]]  #
 @pytest.mark.parametrize("case", [
     *slow({"gamma": 3, "gamma_inner": 1, "sampling": {"top_k": 2}}), {"levels": "draft", "gamma": 3},
     {"levels": "retrieval", "gamma": 2, "sampling": {"top_k": 2}},
+    {"gamma": 2, "gamma_inner": 1, "draft_cache": "query", "sampling": {"top_k": 2}},
     {"gamma": 2, "gamma_inner": 1, "sampling": {"top_k": 2}, "num_resident_layers": 1, "piece_tokens": 4},
 ], ids=name_of)
 def test_joint_law_of_rows_that_share_a_prefix(models, case, monkeypatch):

@@ -35,11 +35,12 @@ class ViewKind(NamedTuple):
 
     unit: str | None  # what is selected beside the sink and the newest tokens: a "chunk", by its mean key; a "token"
     renews: bool  # again and again; or once, by the prompt's last queries
+    follows: bool = False  # in each step and layer, by the query that is about to read it
 
 
 # Of the retrieval level's view; more of them in cache/views.py.
-VIEWS = {"retrieval": ViewKind("chunk", renews=True), "snapkv": ViewKind("token", renews=False),
-         "streaming": ViewKind(None, renews=False)}
+VIEWS = {"retrieval": ViewKind("chunk", renews=True), "query": ViewKind("chunk", renews=True, follows=True),
+         "snapkv": ViewKind("token", renews=False), "streaming": ViewKind(None, renews=False)}
 
 
 def option(default, help: str, check: Check | None = None, *, flag: str | None = "", more: dict | None = None,
@@ -154,7 +155,8 @@ class Settings(Options):
         "(default 0: chains, with leaves)", whole(0, 512), type=int)
     draft_cache: str | None = option(
         None, "which tokens of its cache the target drafts with: retrieval (default), those that the newest tokens "
-        "attend to, chosen again and again; snapkv, those that the prompt's end attends to; streaming, the first and "
+        "attend to, chosen again and again; query, those that the pending token attends to, chosen in each step and "
+        "layer; snapkv, those that the prompt's end attends to; streaming, the first and "
         "the newest. Without a retrieval level, which tokens the draft model keeps: streaming (default); snapkv, "
         "`budget` of them; full. snapkv and full need a draft that was trained on texts of this length")
     chunk_size: int = option(8, "tokens that are retrieved together (default 8)", whole(1, 8), type=int)
@@ -222,7 +224,7 @@ class Settings(Options):
     @property
     def draft_attends_to(self) -> str:
         """What a draft model keeps. Below a retrieval level it is to cost next to nothing."""
-        return "streaming" if self.retrieval or self.draft_cache == "retrieval" else self.draft_cache
+        return self.draft_cache if not self.retrieval and self.draft_cache in MEMORIES else "streaming"
 
     @property
     def has_view(self) -> bool:

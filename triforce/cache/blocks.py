@@ -103,10 +103,20 @@ class TargetBlock:
         q = attention.fold(q, self.n_kv_head)
         if self.length_on_device:
             q = q.contiguous()  # as the view's kernel wants them; on its own that copy would take longer
-        if self.path is None:
-            return q, [attention.masked(q, *self.written, self.bias, no_empty_rows=True, alone=self.alone)]
         # The path comes first, since every row sees itself on it.
-        return q, [attention.apart(q, *self._path(kv), self.path_bias), attention.masked(q, *self.written, self.bias)]
+        states = [] if self.path is None else [attention.apart(q, *self._path(kv), self.path_bias)]
+        return q, states if self.waits else [*states, self._near(q)]
+
+    @property
+    def waits(self) -> bool:
+        """Whether the tail is attended to in `read`: with a view that lies before it and follows the queries."""
+        return self.view.joined and self.view.follows
+
+    def _near(self, q: Tensor) -> attention.State:
+        """The state over the tail, and over the view where that lies right before it."""
+        if self.path is not None:
+            return attention.masked(q, *self.written, self.bias)
+        return attention.masked(q, *self.written, self.bias, no_empty_rows=True, alone=self.alone)
 
     def _path(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of each row's path, [B, K, M, P, D] each. kv: [B, 2, K, M, D], those of the rows."""
@@ -120,9 +130,12 @@ class TargetBlock:
         """States over the shared part, the view's dense part and its ragged part, where they exist. The ragged part
         comes last: where it weighs nothing, no bits depend on it."""
         view, i, longest = self.view, self.i, self.extent.longest
+        for one in (view.shared, view):
+            if one is not None and one.follows:
+                one.follow(i, q)
         states = [] if view.shared is None else [over_shared(view, i, q, self.passage)]
         if view.joined or longest == 0:
-            return states
+            return [*states, self._near(q)] if self.waits else states
         if i >= len(view.k):
             return [*states, self.passage.attend(i, longest, partial(self._attend, q))]
         k, v, start = view.k[i], view.v[i], 0

@@ -58,6 +58,7 @@ class View(Store):
     `v[layer]`, each [B, K, capacity, D]."""
 
     length_on_device = False  # its kernel reads lengths from `own_len`, and `extent` is an upper bound
+    follows = False  # `follow` chooses what a layer's queries will read, before they do
     joined = False  # it lies right before the tail, in the same tensors: one call attends over both
     shared = None  # another store, which lies before all rows' own positions
     base = 0  # tokens of `shared` that all rows see

@@ -1,9 +1,11 @@
 """The view that drafts: a few thousand tokens of the prefix. Exactness never depends on which ones, only speed does.
 
-Knows nothing of drafting or acceptance: it is told when to rebuild. There are three ways to choose (`config.VIEWS`):
+Knows nothing of drafting or acceptance: it is told when to rebuild. There are four ways to choose (`config.VIEWS`):
 
 - "retrieval": the chunks that the last verified queries attend to most, by the mean key of each, per KV head, chosen
   anew again and again (TriForce, arXiv 2404.11912, section 4.1);
+- "query": the same, and in each step and layer again, by the pending token's query, which is about to read it: what the
+  next token needs is often not what the last ones needed. An offloaded layer keeps what was chosen last;
 - "snapkv": single tokens, chosen once, by the attention that the prompt's last tokens pay to each and to its neighbours
   (SnapKV, arXiv 2404.14469);
 - "streaming": none, only the sink and a window as wide as the budget allows (StreamingLLM, arXiv 2309.17453).
@@ -65,6 +67,7 @@ class RetrievalView(View):
         self.select_size = 1 if self.kind.unit == "token" else chunk_size  # tokens that are selected together
         self.num_selected = chunks * chunk_size // self.select_size
         self.held = chunk_size + self.window_size + chunks * chunk_size  # tokens of a selection, at most the budget
+        self.follows = self.kind.follows and self.num_selected > 0
         self.selected = [False] * batch  # per row: a selection, or still the whole prefix
         self.num_rebuilds = 0
         # Per row: what was selected last, and the length of its own part of the prefix then.
@@ -220,6 +223,35 @@ class RetrievalView(View):
             for tokens, view in ((source.k[i], self.k[i]), (source.v[i], self.v[i])):
                 # Whole tokens, five times faster on a GPU than by `gather`.
                 _in_words(view[:, :, : at.shape[2]])[row] = _in_words(tokens)[row[:, None], heads, at[i]][None]
+
+    def follow(self, i: int, q: Tensor) -> None:
+        """Chooses the chunks of layer i by the pending tokens' queries, which are about to read it, and copies them.
+        Sink and window stay, and a row whose prefix fits the budget keeps it. In static shapes, without a host sync.
+
+        The queries of drafted tokens have no say: a level's distribution after a token must not depend on the tokens
+        that are checked against it, or rejection sampling would be biased.
+
+        Args:
+            q: [B, K, G * M, D], the pending token's first of M. One row's view may be read by several rows.
+        """
+        source, size, window = self.source, self.chunk_size, self.window_size
+        if i >= source.num_resident:
+            return
+        q = q.unflatten(2, (self.cache.group, -1))[:, :, :, 0]  # [B, K, G, D]
+        if self.of_shared:
+            q = q.transpose(0, 1).flatten(1, 2)[None]
+        keys, length = source.chunk_keys[i][:, :, : self.room // size], source.own_len[:, None, None]  # [B, 1, 1]
+        place = torch.arange(keys.shape[2], device=keys.device)
+        mask = torch.where((place > 0) & (place < (length - window) // size), 0.0, float("-inf"))  # [B, 1, C]
+        scores = (q @ keys.transpose(2, 3)).float() * q.shape[-1] ** -0.5 + mask[:, :, None]  # [B, K, R, C]
+        chosen = (scores.softmax(-1).sum(2) + mask).topk(self.num_selected, -1, sorted=False).indices  # [B, K, n]
+        at = (chosen[..., None] * size + torch.arange(size, device=keys.device)).flatten(2)
+        here = torch.arange(size + window, self.held, device=keys.device)
+        at = torch.where(length > self.budget, at, here.clamp(max=source.k[i].shape[2] - 1))
+        rows, heads = (torch.arange(count, device=keys.device) for count in at.shape[:2])
+        where = rows[:, None, None], heads[:, None], at
+        for tokens, view in ((source.k[i], self.k[i]), (source.v[i], self.v[i])):
+            _in_words(view)[:, :, size + window : self.held] = _in_words(tokens)[where]
 
     def _of_row(self, x: Tensor) -> Tensor:
         """The entry of [B, ...] for the row that is chosen for. It is a copy if there are several rows."""

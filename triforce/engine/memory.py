@@ -14,7 +14,7 @@ import torch
 
 from ..cache.prefix import PrefixStore
 from ..cache.views import common_queries
-from ..config import Placement, Settings
+from ..config import VIEWS, Placement, Settings
 from ..decode.batch import DecodeBatch, Models, Sizes
 from ..errors import UserError
 from ..fp8 import LAYERS, linear_shape, work_bytes
@@ -149,8 +149,9 @@ def _choice_bytes(target: ModelConfig, draft: ModelConfig | None, settings: Sett
             return 12 * scores + keys
         return scores * (dtype.itemsize + 8) + keys
 
+    follows = settings.retrieval and VIEWS[settings.draft_cache].follows
     return max(of(base, batch * common_queries(settings.block_size, batch), False),
-               of(own, settings.block_size, batch > 1))
+               of(own, max(settings.block_size, batch if follows else 0), batch > 1))
 
 
 def _path_bytes(config: ModelConfig, settings: Settings, batch: int) -> int:

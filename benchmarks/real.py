@@ -1,0 +1,326 @@
+"""Real weights on real texts: what each way to choose a view is worth, and what a token takes.
+
+    triforce convert --gguf target.gguf --out target; triforce convert --gguf draft.gguf --out draft
+    python benchmarks/real.py acceptance --checkpoint target --text code.txt book.txt --contexts 32768 122880 --yarn 4
+    python benchmarks/real.py speed --checkpoint target --draft draft --text code.txt book.txt --contexts 122880 \
+        --yarn 4 --peers --out rows.jsonl
+
+`acceptance` goes on with the text itself (teacher forcing), --rows tokens at a time. A level with a view sees what lies
+before these rows through the view, the full level sees all of it. For each way to choose, at each budget: the chance
+that a token which the view's level draws is kept (the sum of the smaller of both probabilities), the mean over
+--positions tokens.
+
+`speed` generates: medians over --seeds texts of --max-new-tokens each, autoregression, and with --peers transformers on
+the same weights (by itself, assisted by the same draft, with prompt lookup). A text that loops flatters every draft, so
+the share of its 8-grams that it has said before stands beside its time. --question asks this after the text, in the
+model's chat template. --yarn stretches a window by this factor.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import harness
+import torch
+from on_chip import transformers_times
+from torch import Tensor
+
+import triforce
+from triforce import Engine, attention
+from triforce.cache.blocks import prefill_blocks
+from triforce.cache.kv_cache import KVCache
+
+SINK, RECENT = 8, 0.25  # tokens, and the share of the budget, that every view holds
+QUERIES = 16  # of the latest tokens, that choose a view which stays
+GRAM = 8
+MOST = 8192  # tokens of a distribution that top_p leaves, at most
+
+
+@dataclass
+class Seen:
+    """What one layer's choice can go by. S keys lie before the rows, of which `start - window` are to choose from.
+
+    k: [K, S, D]. q: the rows' queries [K, G * M, D]; latest: those of the tokens before, [K, G * n, D].
+    """
+
+    k: Tensor
+    q: Tensor
+    latest: Tensor
+    rows: int
+    budget: int
+
+    @property
+    def window(self) -> int:
+        return int(RECENT * self.budget)
+
+    @property
+    def candidates(self) -> slice:
+        return slice(SINK, self.k.shape[1] - self.window)
+
+    def means(self, chunk: int) -> Tensor:
+        """Mean keys of the chunks to choose from: [K, C, D]."""
+        k = self.k[:, self.candidates]
+        return k[:, : k.shape[1] // chunk * chunk].unflatten(1, (-1, chunk)).float().mean(2).to(k.dtype)
+
+    def mass(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """What each row's queries pay to each of keys [K, C, D], over the heads that share it: [K, M, C] float32."""
+        scores = (queries @ keys.transpose(1, 2)).float() * queries.shape[-1] ** -0.5
+        return scores.softmax(-1).unflatten(1, (-1, self.rows if queries is self.q else 1)).sum(1)
+
+    def spread(self, chosen: Tensor, chunk: int) -> Tensor:
+        """Chunks [K, M or 1, n] that are chosen -> the tokens of the view, boolean [K, M or 1, S]."""
+        visible = torch.zeros(*chosen.shape[:2], self.k.shape[1], dtype=torch.bool, device=self.k.device)
+        visible[..., :SINK] = True
+        visible[..., self.k.shape[1] - self.window :] = True
+        tokens = SINK + (chosen[..., None] * chunk + torch.arange(chunk, device=chosen.device)).flatten(2)
+        return visible.scatter_(2, tokens, True)
+
+    def count(self, chunk: int) -> int:
+        return (self.budget - SINK - self.window) // chunk
+
+
+def streaming(seen: Seen) -> Tensor:
+    visible = torch.zeros(1, 1, seen.k.shape[1], dtype=torch.bool, device=seen.k.device)
+    visible[..., :SINK] = True
+    visible[..., seen.k.shape[1] - seen.budget + SINK :] = True
+    return visible
+
+
+def stays(seen: Seen) -> Tensor:
+    """By the mean keys of chunks of 8 and the queries of the tokens before the rows: as a view that is chosen anew for
+    every verify."""
+    mass = seen.mass(seen.latest, seen.means(8))
+    return seen.spread(mass.sum(1, keepdim=True).topk(seen.count(8)).indices, 8)
+
+
+def follows(seen: Seen, chunk: int = 8, every: int = 1) -> Tensor:
+    """By the rows' own queries: `every` rows by the first one's, for steps of so many rows. (By all of them would bias
+    rejection sampling: a distribution must not depend on what is checked against it.)"""
+    mass = first_of(seen.mass(seen.q, seen.means(chunk)), every)
+    return seen.spread(mass.topk(seen.count(chunk)).indices, chunk)
+
+
+def first_of(mass: Tensor, every: int) -> Tensor:
+    return mass[:, ::every].repeat_interleave(every, 1)[:, : mass.shape[1]]
+
+
+def classes(seen: Seen, chunk: int = 8, every: int = 1, best: int = 1) -> Tensor:
+    """As `follows`, but the `best` chunks of each residue class: a maximum over rows of a table, where the best of all
+    would have to be sorted out."""
+    mass, number = first_of(seen.mass(seen.q, seen.means(chunk)), every), seen.count(chunk) // best
+    rows = -(-mass.shape[2] // number)
+    table = torch.nn.functional.pad(mass, (0, rows * number - mass.shape[2]), value=-1.0).unflatten(2, (rows, number))
+    chosen = table.topk(min(best, rows), 2).indices * number + torch.arange(number, device=mass.device)
+    return seen.spread(chosen.flatten(2).clamp(max=mass.shape[2] - 1), chunk)
+
+
+def oracle(seen: Seen) -> Tensor:
+    """By what each row's own queries really pay to each token."""
+    return seen.spread(seen.mass(seen.q, seen.k[:, seen.candidates]).topk(seen.count(1)).indices, 1)
+
+
+WAYS: dict[str, Callable[[Seen], Tensor]] = {
+    "streaming": streaming, "stays": stays, "follows": follows,
+    "follows, chunks of 16": lambda seen: follows(seen, 16), "follows, chunks of 4": lambda seen: follows(seen, 4),
+    "follows, every 2": lambda seen: follows(seen, every=2), "follows, every 4": lambda seen: follows(seen, every=4),
+    "classes": classes, "classes, best 4": lambda seen: classes(seen, best=4), "oracle": oracle}
+
+
+class Rows:
+    """`kv` of some rows after `start` exact tokens: see `triforce.cache.store`. Their own keys are those that the view
+    leads to.
+
+    Args:
+        way: chooses what they see. None: all.
+    """
+
+    def __init__(self, cache: KVCache, start: int, rows: int, way, budget: int, latest: list[Tensor]):
+        self.cache, self.start, self.rows, self.way, self.budget, self.latest = cache, start, rows, way, budget, latest
+        self.cos, self.sin = cache.rope(torch.arange(start, start + rows, device=cache.prefix.len.device))
+
+    def layer(self, i: int) -> "Rows":
+        self.i = i
+        return self
+
+    def write(self, heads: Tensor) -> tuple[Tensor, list]:
+        config = self.cache.config
+        q, k, self.v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], 1)
+        self.k = attention.rotate(k, self.cos, self.sin)
+        return attention.fold(attention.rotate(q, self.cos, self.sin), config.n_kv_head), []
+
+    def read(self, q: Tensor) -> list:
+        k, v = (x[self.i][:, :, : self.start] for x in (self.cache.prefix.k, self.cache.prefix.v))
+        group = self.cache.group
+        visible = torch.ones(1, self.rows, self.start, dtype=torch.bool, device=q.device)
+        if self.way is not None:
+            latest = self.latest[self.i] if self.latest else q[0]
+            visible = self.way(Seen(k[0], q[0], latest, self.rows, self.budget)).expand(-1, self.rows, -1)
+        own = torch.ones(self.rows, self.rows, dtype=torch.bool, device=q.device).tril()
+        seen = torch.cat([visible, own.expand(len(visible), -1, -1)], 2)  # [K or 1, M, S + M]
+        bias = torch.where(seen, 0.0, attention.HIDDEN).repeat(1, group, 1)
+        k, v = torch.cat([k, self.k], 2)[0], torch.cat([v, self.v], 2)[0]
+        scores = (q[0] @ k.transpose(1, 2)).float() * q.shape[-1] ** -0.5 + bias
+        self.queries = q[0]
+        return [((scores.softmax(-1).to(v.dtype) @ v)[None], scores.logsumexp(-1)[None])]
+
+
+def forced(engine: Engine, cache: KVCache, ids: Tensor, start: int, positions: int, rows: int, way, budget: int,
+           ) -> Iterator[Tensor]:
+    """Logits [rows, V] after the text's own tokens, for `positions` tokens from `start` on."""
+    target, latest = engine.target, []
+    for begin in range(start, start + positions, rows):
+        block = Rows(cache, begin, rows, way, budget, latest)
+        queries, x = [], target.embedding(ids[:, begin : begin + rows])
+        for i, layer in enumerate(target.layers):
+            x = layer(x, block.layer(i))
+            queries.append(block.queries)
+        latest = queries
+        yield target.output(target.norm(x))[0, :, : engine.vocab_size].float()
+
+
+def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    probs = (logits / temperature).softmax(-1)
+    if top_p == 1:
+        return probs
+    best, order = probs.topk(min(MOST, probs.shape[1]))
+    best = torch.where(best.cumsum(-1) - best < top_p, best, 0.0)
+    return torch.zeros_like(probs).scatter_(1, order, best / best.sum(-1, keepdim=True))
+
+
+@torch.inference_mode()
+def acceptance(engine: Engine, ids: list[int], context: int, args) -> dict[str, dict[str, float]]:
+    """Of one text: by way and budget, the chance that a token is kept, for each temperature."""
+    target, total = engine.target, context + args.positions
+    cache = KVCache(target.config, target.rope, batch=1, capacity=total, block_size=1, flush_interval=1, chunk_size=0,
+                    device=engine.device, dtype=target.dtype)
+    row = torch.tensor([ids[:total]], device=engine.device)
+    blocks = prefill_blocks(cache, range(1), 0, total, engine.settings.prefill_chunk_size)
+    target.prefill(row, blocks, cache_only=True)
+    laws, found = ((0.6, 0.9), (1.0, 1.0)), {}
+    exact = [[distribution(logits, *law) for law in laws]
+             for logits in forced(engine, cache, row, context, args.positions, args.rows, None, 0)]
+    for budget in args.budgets:
+        for name in args.ways:
+            begun, chances = time.perf_counter(), {law: [] for law in laws}
+            drafts = forced(engine, cache, row, context, args.positions, args.rows, WAYS[name], budget)
+            for exactly, logits in zip(exact, drafts, strict=True):
+                for p, (law, seen) in zip(exactly, chances.items(), strict=True):
+                    seen.append(torch.minimum(p, distribution(logits, *law)).sum(-1))
+            found[f"{name}, {budget}"] = {f"T {law[0]}": round(torch.cat(seen).mean().item(), 4)
+                                          for law, seen in chances.items()}
+            print(f"{name:<24}{budget:>7,}  " + "  ".join(f"{key} {value:.3f}" for key, value in
+                  found[f"{name}, {budget}"].items()) + f"  ({time.perf_counter() - begun:.0f} s)", flush=True)
+    return found
+
+
+def repeated(tokens: list[int]) -> float:
+    """The share of a text's 8-grams that it has said before."""
+    grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
+    return 1 - len(set(grams)) / max(len(grams), 1)
+
+
+def speed(engine: Engine, ids: list[int], args) -> dict[str, float]:
+    """Of one prompt: medians over the seeds, for each temperature."""
+    row = {}
+    for temperature in args.temperatures:
+        how = {"temperature": temperature, "top_p": 1.0 if temperature == 1 else args.top_p, "ignore_eos": True}
+        engine.generate(ids, min(64, args.max_new_tokens), seed=0, **how)
+        runs = [engine.generate(ids, args.max_new_tokens, seed=seed, **how) for seed in range(args.seeds)]
+        every = {"ms": [run.stats.tbt * 1e3 for run in runs], "loops": [repeated(run.tokens) for run in runs],
+                 "tokens_a_verify": [run.stats.block_efficiency for run in runs]}
+        for name, values in every.items():
+            row[f"T{temperature:g}_{name}"] = statistics.median(values)
+        row[f"T{temperature:g}_ms_by_seed"] = [round(value, 2) for value in every["ms"]]
+    plain = engine.generate(ids, 48, seed=0, speculate=False, one_row=True, ignore_eos=True)
+    row |= {"autoregression_ms": plain.stats.tbt * 1e3, "prefill_s": runs[0].stats.prefill,
+            "peak_memory_gib": runs[-1].stats.peak_memory / 2**30}
+    if args.peers:
+        args.temperature = args.temperatures[0]
+        row |= transformers_times(engine, ids, args)
+    return row
+
+
+def stretched(folder: str | None, factor: float, place: Path) -> str | None:
+    """The same folder with YaRN by this factor in its config.json."""
+    if folder is None or factor == 1:
+        return folder
+    made = place / Path(folder).resolve().name
+    made.mkdir()
+    for path in Path(folder).resolve().iterdir():
+        (made / path.name).symlink_to(path)
+    config = json.loads((made / "config.json").read_text())
+    window = config["max_position_embeddings"]
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": window}
+    (made / "config.json").unlink()
+    (made / "config.json").write_text(json.dumps(config))
+    return str(made)
+
+
+def run(args) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        checkpoint, draft = (stretched(folder, args.yarn, Path(place)) for folder in (args.checkpoint, args.draft))
+        engine = triforce.load(checkpoint, draft=draft or False, device=args.device, dtype=args.dtype,
+                               compile=args.compile, offload=args.offload, **args.setting)
+        machine = {"device": harness.device_name(args.device), "torch": torch.__version__, "date": str(date.today()),
+                   "what": args.what, "checkpoint": Path(args.checkpoint).name, "dtype": engine.target.dtype_name,
+                   "yarn": args.yarn, "compile": args.compile, "offload": args.offload, **args.setting}
+        for path in args.text:
+            ids = engine.encode_prompt(harness.read_text(path))
+            for context in args.contexts:
+                if len(ids) < context + args.positions:
+                    raise SystemExit(f"{path} has {len(ids):,} tokens, and {context + args.positions:,} are needed")
+                title = f"{Path(path).stem}, {context:,} tokens"
+                about = {"text": Path(path).stem, "context": context}
+                if args.what == "acceptance":
+                    print(f"--- {title}", flush=True)
+                    about |= {"positions": args.positions, "rows": args.rows}
+                    found = acceptance(engine, ids, context, args)
+                    if args.out:
+                        harness.append(args.out, {**machine, **about, "kept": found})
+                    continue
+                prompt = ids[:context]
+                if args.question:
+                    text = engine.tokenizer.decode(prompt) + "\n\n" + args.question
+                    prompt, about["question"] = engine.encode_prompt([{"role": "user", "content": text}]), args.question
+                harness.report(title, about | speed(engine, prompt, args), machine, args.out)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("what", choices=("acceptance", "speed"))
+    p.add_argument("--checkpoint", required=True)
+    p.add_argument("--draft", help="the draft model of `speed`; default: none")
+    p.add_argument("--text", nargs="+", required=True, help="text files")
+    p.add_argument("--contexts", type=int, nargs="+", default=[32768])
+    p.add_argument("--yarn", type=float, default=1.0)
+    p.add_argument("--positions", type=int, default=1024, help="tokens that are looked at, after each context")
+    p.add_argument("--rows", type=int, default=8, help="tokens between two looks at the exact text")
+    p.add_argument("--budgets", type=int, nargs="+", default=[4096])
+    p.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    p.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 1.0, 0.0])
+    p.add_argument("--top-p", type=float, default=0.9)
+    p.add_argument("--question")
+    p.add_argument("--max-new-tokens", type=int, default=256)
+    p.add_argument("--seeds", type=int, default=6)
+    p.add_argument("--setting", type=json.loads, default={}, help='options of `load`, as JSON: {"draft_window": 1024}')
+    p.add_argument("--device")
+    p.add_argument("--dtype", default=None)
+    p.add_argument("--compile", action="store_true", default=None)
+    p.add_argument("--offload", action="store_true")
+    p.add_argument("--peers", action="store_true")
+    p.add_argument("--peer-tokens", type=int, default=64)
+    p.add_argument("--out", help="a file of JSON lines")
+    args = p.parse_args()
+    args.plot = None
+    harness.run_or_plot(run, None, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
