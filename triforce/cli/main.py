@@ -132,6 +132,18 @@ def parser() -> Parser:
     return p
 
 
+def beside_triforce(command: str, about: str, example: str, flags: tuple) -> Parser:
+    """The parser of a command that takes flags of its own beside those of `triforce`. flags: as in FLAGS."""
+    about, epilog = textwrap.fill(about, 78), (
+        "Flags of `triforce` that change what is done are known here, too: --checkpoint,\n--draft, --device, --dtype, "
+        f"--budget, --offload, ...\n\n    {example}")
+    p = Parser(prog=f"triforce {command}", allow_abbrev=False, description=about, epilog=epilog,
+               formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, how, help in flags:
+        p.add_argument(f"--{name}", help=help, **how)
+    return p
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags of a generation. Raises UserError for an unknown one."""
     flags = parser()
@@ -157,14 +169,13 @@ def _spell(argument: str, known) -> str:
 def importing() -> Iterator[None]:
     """Within, PyTorch is imported, and Ctrl-C ends the process at once. PyTorch would swallow a KeyboardInterrupt that
     comes while it imports NumPy, and go on with half of it."""
-    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored, as by nohup
-    if is_usual:
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not ignored, as by nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        if is_usual:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def generate(argv: list[str]) -> int:
