@@ -28,7 +28,7 @@ from ..hf.tokenizer import Tokenizer
 from ..render import say
 from ..runtime.streams import use_one_stream
 from . import plan, request
-from .main import COUNT, FILE, SWITCH, Parser, beside_triforce, parse
+from .main import COUNT, FILE, SWITCH, parse_both
 
 GREEDY = 64  # tokens that are compared
 LAST = 2048  # positions whose logits are compared; tokens that transformers computes at a time
@@ -52,11 +52,6 @@ FLAGS = (
     ("out", {**FILE, "default": "triforce-check.json"}, "the file of JSON (default: triforce-check.json)"))
 
 
-def parser() -> Parser:
-    return beside_triforce(
-        "check", "Is all well with a checkpoint on this machine? Compares its logits with those of transformers, and "
-        "greedy output with and without speculation; times both. Exit status: 0; 1 if a check failed; 2 for a mistake.",
-        "triforce check --checkpoint JackFram/llama-68m --lengths 512 1500", FLAGS)
 
 
 # -- logits beside those of transformers -------------------------------------------------------------------------------
@@ -171,7 +166,7 @@ def lengths_of(own, args, longest: int, device: torch.device) -> list[int]:
     lengths = sorted(own.lengths or [length for length in LENGTHS[device.type] if length <= most] or [most])
     if most < 1 or lengths[-1] > most:
         raise UserError(f"--lengths {lengths[-1]} and {own.new} new tokens exceed the {longest} that fit; use {most}")
-    job, here = plan.job_of(args), plan.machine_of(plan.parser().parse_args([]), str(device))
+    job, here = plan.job_of(args), plan.machine_of(str(device))
     fitting = [length for length in lengths if plan.need(replace(job, prompt_len=length), here)["fits"]]
     lengths = lengths if own.lengths else fitting or lengths[:1]
     return lengths[-1:] if own.quick else lengths
@@ -218,8 +213,10 @@ def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.d
 
 def read(argv: list[str]) -> tuple[Namespace, Namespace]:
     """Flags of this command, and those of `triforce` beside them."""
-    own, rest = parser().parse_known_args(argv)
-    args = parse(rest)
+    own, args = parse_both(
+        argv, FLAGS, "check", "Is all well with a checkpoint on this machine? Compares its logits with those of "
+        "transformers, and greedy output with and without speculation; times both. Exit status: 0; 1 if a check "
+        "failed; 2 for a mistake.", "triforce check --checkpoint JackFram/llama-68m --lengths 512 1500")
     args.max_new_tokens, args.prompt_len, args.batch_size = own.new, None, 1
     if (other := request.first_given(args, *OTHERS)) or os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"triforce check asks its own questions, in one process; drop {other or 'torchrun'}")

@@ -132,16 +132,6 @@ def parser() -> Parser:
     return p
 
 
-def beside_triforce(command: str, about: str, example: str, flags: tuple) -> Parser:
-    """The parser of a command that takes flags of its own beside those of `triforce`. flags: as in FLAGS."""
-    about, epilog = textwrap.fill(about, 78), (
-        "Flags of `triforce` that change what is done are known here, too: --checkpoint,\n--draft, --device, --dtype, "
-        f"--budget, --offload, ...\n\n    {example}")
-    p = Parser(prog=f"triforce {command}", allow_abbrev=False, description=about, epilog=epilog,
-               formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, how, help in flags:
-        p.add_argument(f"--{name}", help=help, **how)
-    return p
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -155,6 +145,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if getattr(args, "draft", None) == "none":
         args.draft = False
     return args
+
+
+def parse_both(argv: list[str], flags: tuple, command: str, about: str,
+               example: str) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """What is given of a command's own flags (as in FLAGS), and of those of `triforce`, which it knows, too."""
+    epilog = textwrap.fill("Flags of `triforce` that change what is done are known here, too: --checkpoint, --draft, "
+                           "--device, --dtype, --budget, --offload, ...", 78)
+    p = Parser(prog=f"triforce {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+               description=textwrap.fill(about, 78), epilog=f"{epilog}\n\n    {example}")
+    for name, how, help in flags:
+        p.add_argument(f"--{name}", help=help, **how)
+    own, rest = p.parse_known_args(argv)
+    return own, parse(rest)
 
 
 def _spell(argument: str, known) -> str:

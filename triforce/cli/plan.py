@@ -23,7 +23,7 @@ from ..hf.folders import find_draft, resolve
 from ..model import ModelConfig
 from ..parallel import Group, shard_config
 from . import request
-from .main import COUNT, SWITCH, Parser, beside_triforce, parse
+from .main import COUNT, SWITCH, parse_both
 
 CUDA_ITSELF = memory.Part("CUDA itself, about", 2**29)  # of a card's memory; a running process finds it taken
 
@@ -112,26 +112,19 @@ FLAGS = (
     ("json", SWITCH, "print one JSON object instead of Markdown"))
 
 
-def parser() -> Parser:
-    return beside_triforce(
-        "plan", "What a checkpoint and a prompt take of a machine's memory, and whether they fit. Reads config.json "
-        "alone. Exit status: 0; 1 if it does not fit; 2 for a mistake.",
-        "triforce plan --checkpoint FOLDER --prompt-len 100000 --memory 24GiB", FLAGS)
-
-
-def machine_of(own, device: str | None) -> Machine:
-    """own: flags of this command. device: the value of --device."""
-    if own.memory and re.fullmatch(r"cpu|cuda(:\d+)?", device or "cuda"):  # which need not be here
-        device, size = torch.device(device or "cuda"), parse_size(own.memory, "--memory")
+def machine_of(device: str | None, of_gpu: str | None = None, of_host: str | None = None, gpus: int = 1) -> Machine:
+    """device: the value of --device. of_gpu, of_host: of --memory and --host-memory."""
+    if of_gpu and re.fullmatch(r"cpu|cuda(:\d+)?", device or "cuda"):  # which need not be here
+        device, size = torch.device(device or "cuda"), parse_size(of_gpu, "--memory")
     else:
         device = find_device(device)
         size, found = memory.available(device), torch.cuda.device_count() if device.type == "cuda" else 1
-        if own.gpus > found:
-            raise UserError(f"--gpus ({own.gpus}) is more than the {found} of this machine; plan others by --memory")
+        if gpus > found:
+            raise UserError(f"--gpus ({gpus}) is more than the {found} of this machine; plan others by --memory")
     if device.type == "cpu":  # ranks have the same memory, and so have layers that are offloaded
-        return Machine(device, size and size // own.gpus, None, own.gpus, is_here=not own.memory)
-    host = parse_size(own.host_memory, "--host-memory") if own.host_memory else memory.available(torch.device("cpu"))
-    return Machine(device, size, host, own.gpus, is_here=not own.memory)
+        return Machine(device, size and size // gpus, None, gpus, is_here=not of_gpu)
+    host = parse_size(of_host, "--host-memory") if of_host else memory.available(torch.device("cpu"))
+    return Machine(device, size, host, gpus, is_here=not of_gpu)
 
 
 def job_of(args, rows: int | None = None) -> Job:
@@ -199,11 +192,15 @@ def gib(size: int | None) -> str:
 
 
 def main(argv: list[str]) -> int:
-    own, rest = parser().parse_known_args(argv)
-    args = parse(rest + ([] if own.batch_size is None else ["--batch-size", str(own.batch_size)]))
+    own, args = parse_both(
+        argv, FLAGS, "plan", "What a checkpoint and a prompt take of a machine's memory, and whether they fit. Reads "
+        "config.json alone. Exit status: 0; 1 if it does not fit; 2 for a mistake.",
+        "triforce plan --checkpoint FOLDER --prompt-len 100000 --memory 24GiB")
+    args.batch_size = own.batch_size or args.batch_size
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
         raise UserError(f"torchrun started {ranks} processes, and a plan needs one; say --gpus {ranks} instead")
-    told = record(job_of(args, own.batch_size), machine_of(own, getattr(args, "device", None)))
+    machine = machine_of(getattr(args, "device", None), own.memory, own.host_memory, own.gpus)
+    told = record(job_of(args, own.batch_size), machine)
     print(json.dumps(told) if own.json else page(told))
     return 0 if told["fits"] else 1

@@ -119,7 +119,7 @@ def answer_all(engine, args, items: list[dict], options: dict, loaded: float) ->
     size = args.batch_size if args.prompts is not None else len(items)
     for first in range(0, len(items), size):
         batch = items[first : first + size]
-        options["seed"] = seeds[first * samples : (first + size) * samples]
+        options["seed"] = seeds[first : first + size]
         with closing(Bar("decode", args.max_new_tokens * len(batch) * samples)) as bar:
             rows = engine.generate([item["prompt"] for item in batch], num_samples=samples, on_decode=bar.count,
                                    **options)
@@ -202,10 +202,9 @@ def fitted(engine, args, request: Request, text: str, question: str | None) -> t
 
 
 def seeds_of(items, first: int | None, group, samples: int = 1) -> list[int]:
-    """The seeds of all samples: an item's count from its own "seed", or from its place after `first` (None: drawn)."""
+    """From which each item's samples count: its own "seed", or its place after `first` (None: drawn)."""
     first = agreed(group, random.getrandbits(31)) if first is None else first
-    begun = [item.get("seed", first + i * samples) for i, item in enumerate(items)]
-    return [seed + sample for seed in begun for sample in range(samples)]
+    return [item.get("seed", first + i * samples) for i, item in enumerate(items)]
 
 
 def document_of(engine, args, request: Request) -> tuple[Prefix | None, int]:

@@ -71,9 +71,9 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
             if model is not None:
                 pack_weights(model, resolved.block_size)
         drafting = share(fp8_copy(target), group) if place.draft_dtype else None
-        engine = Engine(target, tokenizer, draft, drafting=drafting, settings=settings, placement=place,
-                        eos_ids=ckpt.eos_token_ids(folder), folder=folder, compute_stream=stream,
-                        defaults=ckpt.generation_defaults(folder))
+        engine = Engine(target, tokenizer, draft, drafting=drafting, settings=settings, placement=place, folder=folder,
+                        compute_stream=stream)
+    engine.eos_ids, engine.defaults = ckpt.eos_token_ids(folder), ckpt.generation_defaults(folder)
     engine.warming = warming
     return engine
 
