@@ -52,8 +52,6 @@ FLAGS = (
     ("out", {**FILE, "default": "triforce-check.json"}, "the file of JSON (default: triforce-check.json)"))
 
 
-
-
 # -- logits beside those of transformers -------------------------------------------------------------------------------
 
 def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Tensor | str:
@@ -114,9 +112,8 @@ def plans(engine: Engine) -> dict[str, DraftPlan]:
             "draft model": DraftPlan(gamma, "model"),
             f"{settings.draft_cache} view": DraftPlan(gamma, None, True, 0, gamma),
             "n-grams": DraftPlan(gamma, "ngram")}
-    sources, has_view = {None, *hierarchy.sources}, "retrieval" in hierarchy.drafters
-    return {way: one for way, one in ways.items()
-            if gamma and one.source in sources and (has_view or not one.retrieval)}
+    sources, view = {None, *hierarchy.sources}, "retrieval" in hierarchy.drafters
+    return {way: one for way, one in ways.items() if gamma and one.source in sources and (view or not one.retrieval)}
 
 
 def greedy_bits(engine: Engine, ids: list[int]) -> Iterator[dict]:
@@ -179,9 +176,8 @@ def page(told: dict) -> str:
              for one in told["records"]]
     if told["begun_anew"]:
         lines.append(f"- the text begins anew {told['begun_anew']} times, so it is easily drafted; give a longer one")
-    verdict = "All is well" if told["passed"] else "NOT all is well"
-    return "\n".join([f"# triforce check: {told['checkpoint']}", "", *lines, "", f"**{verdict}**, in "
-                      f"{told['seconds']:.0f} s."])
+    verdict = f"**{'All is well' if told['passed'] else 'NOT all is well'}**, in {told['seconds']:.0f} s."
+    return "\n".join([f"# triforce check: {told['checkpoint']}", "", *lines, "", verdict])
 
 
 def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.device) -> Iterator[dict]:

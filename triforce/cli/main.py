@@ -132,8 +132,6 @@ def parser() -> Parser:
     return p
 
 
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags of a generation. Raises UserError for an unknown one."""
     flags = parser()

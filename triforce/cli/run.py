@@ -110,8 +110,6 @@ def answer_one(engine, args, item: dict, options: dict, loaded: float, wants_com
                    for name in ("greedy", "drawn")))
 
 
-
-
 def answer_all(engine, args, items: list[dict], options: dict, loaded: float) -> int:
     """Answers all questions about a document at once, and prompts batch by batch. Prints each batch when it is done."""
     samples, results, begun = args.num_samples or 1, [], time.perf_counter()

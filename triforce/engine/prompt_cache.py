@@ -145,6 +145,7 @@ class Prefix:
                         "them", f"{len(self) - shared:,}", f"{len(self):,}", f"{shared:,}")
         return ids
 
+
 def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
     """The sizes of a file. length: tokens that have keys and values."""
     config = engine.target.config

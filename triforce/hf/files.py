@@ -94,9 +94,8 @@ def number(low: float, high: float) -> tuple:
 
 
 def several(kind: tuple) -> tuple:
-    what, fits, convert = kind
-    return (f"a list, each {what}", lambda x: isinstance(x, list) and all(map(fits, x)),
-            lambda x: tuple(map(convert, x)))
+    what, fits, make = kind
+    return f"a list, each {what}", lambda x: isinstance(x, list) and all(map(fits, x)), lambda x: tuple(map(make, x))
 
 
 FLAG = "true or false", lambda x: x in (True, False), bool

@@ -125,8 +125,6 @@ def added_token(token: str | dict) -> AddedToken:
     return AddedToken(token["content"], **options)
 
 
-
-
 def read_sentencepiece(path: Path) -> tuple[dict[str, int], list[AddedToken]]:
     """Of a sentencepiece BPE model: the ids of its pieces, and the pieces that a text is never merged into: control
     symbols, which are special, and those that a user defined."""
