@@ -123,7 +123,7 @@ def write(path: str | Path, layout: Layout, about: dict, tokens: list[int],
 
 @contextlib.contextmanager
 def beside(path: str | Path, nbytes: int, group: Group | None) -> Iterator[Path]:
-    """`_beside`, by the first rank, for all of them."""
+    """A file with room for `nbytes` bytes, see `_beside`: the first rank makes it for all of them."""
     with contextlib.ExitStack() as stack:
         yield read_first(group, lambda: stack.enter_context(_beside(path, nbytes)))
 
