@@ -253,7 +253,7 @@ def test_a_header_of_odd_values_is_refused(saved):
 
 def test_a_file_of_another_version_is_named(saved):
     saved.write_bytes(saved.read_bytes().replace(b'"version": "3"', b'"version": "2"'))
-    refused(saved, "has version 2 of the format, and this library reads version 3; remove it and compute")
+    refused(saved, "has version 2, and this library reads 3; make it anew")
     save(saved, layers())  # it may be replaced
 
 

@@ -381,7 +381,7 @@ def test_what_ends_an_answer_is_not_what_was_said(tiny, width):
     how = {"stop_token_ids": [free.tokens[9]]} if width is None else {"stop": free.text[middle : middle + width]}
     answer = chat.send("Call me Ishmael.", **law, **how)
     assert answer.finish_reason == "stop" and len(answer.text) < len(free.text)
-    said = tiny.tokenizer.decode(chat._ids("And then?"))
+    said = tiny.tokenizer.decode(chat._ids(("And then?", None)))
     assert said == f"Call me Ishmael.\n{answer.text}\n\nAnd then?\n"
 
 

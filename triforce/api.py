@@ -41,5 +41,4 @@ def unload() -> None:
 
     _kept.clear()
     gc.collect()  # compiled steps make reference cycles
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()

@@ -28,8 +28,7 @@ DRAWING = ("tqdm.", "argparse")  # modules that draw on terminals: they move the
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
+    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
 
 
 class Bar:

@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import time
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from ..hf.tokenizer import Tokenizer
 from ..render import say
 from ..runtime.streams import use_one_stream
 from . import plan, request
-from .main import Parser, count, parse
+from .main import COUNT, FILE, SWITCH, parse_both
 
 GREEDY = 64  # tokens that are compared
 LAST = 2048  # positions whose logits are compared; tokens that transformers computes at a time
@@ -40,38 +40,23 @@ HALF, FULL = (4.0, 1.5), (40.0, 16.0)
 # Flags of `triforce` that have no meaning here.
 OTHERS = ("prompt", "prompts", "question", "questions", "num_samples", "interactive", "system", "prefix", "save_prefix",
           "compare", "show_levels")
-
-
-def parser() -> Parser:
-    p = Parser(
-        prog="triforce check", allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter,
-        description="Is all well with a checkpoint on this machine? Compares its logits with those\nof transformers, "
-                    "and greedy output with and without speculation; times both.\nExit status: 0; 1 if a check failed; "
-                    "2 for a mistake.",
-        epilog="Flags of `triforce` that load a model are known here, too: --checkpoint,\n--draft, --device, --dtype, "
-               "--temperature, --top-p, ...\n\n"
-               "    triforce check --checkpoint JackFram/llama-68m --lengths 512 1500")
-    p.add_argument("--prompt-file", metavar="FILE", help="the text to continue (default: CPython's language "
-                   "reference); it is repeated where it is too short")
-    p.add_argument("--lengths", type=count, nargs="+", metavar="N", help="prompt lengths to time (default: 512 and "
-                   "2,048; on a GPU 4,096, 32,768 and 122,880, as far as they fit)")
-    p.add_argument("--new", type=count, metavar="N", default=96, help="tokens of a timed call (default 96)")
-    p.add_argument("--far", type=int, metavar="N", help=f"compare the last {LAST:,} logits of N tokens; 0: none "
-                   "(default: of the longest prompt)")
-    p.add_argument("--reference", metavar="FOLDER", help="what transformers loads, if it is not the checkpoint: the "
-                   "folder that a checkpoint was converted from")
-    p.add_argument("--quick", action="store_true", help=f"time the longest prompt alone, and compare {LAST:,} tokens")
-    p.add_argument("--out", metavar="FILE", default="triforce-check.json", help="the file of JSON (default: "
-                   "triforce-check.json)")
-    return p
+FLAGS = (
+    ("prompt-file", FILE, "the text to continue, repeated where it is too short (default: CPython's reference)"),
+    ("lengths", {**COUNT, "nargs": "+"}, "prompt lengths to time (default: 512 and 2,048; on a GPU 4,096, 32,768 and "
+     "122,880, as far as they fit)"),
+    ("new", {**COUNT, "default": 96}, "tokens of a timed call (default 96)"),
+    ("far", {"type": int, "metavar": "N"}, f"compare the last {LAST:,} logits of N tokens; 0: none (default: of the "
+     "longest prompt)"),
+    ("reference", {"metavar": "FOLDER"}, "what transformers loads: the folder that a checkpoint was converted from"),
+    ("quick", SWITCH, f"time the longest prompt alone, and compare {LAST:,} tokens"),
+    ("out", {**FILE, "default": "triforce-check.json"}, "the file of JSON (default: triforce-check.json)"))
 
 
 # -- logits beside those of transformers -------------------------------------------------------------------------------
 
 def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Tensor | str:
     """The logits of transformers after the last tokens, [LAST, V] float32 on the CPU; or an error, with what to do."""
-    model = cache = out = None
-    first = (len(tokens) - 1) % LAST + 1  # so that the last stretch is a whole one
+    cache, first = None, (len(tokens) - 1) % LAST + 1  # so that the last stretch is a whole one
     try:
         from transformers import AutoModelForCausalLM
 
@@ -88,8 +73,7 @@ def ask_transformers(folder: Path, tokens: list[int], dtype: torch.dtype, device
     finally:
         model = cache = out = None
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def compare(engine: Engine, tokens: list[int], theirs: Tensor | str) -> dict:
@@ -124,14 +108,12 @@ def compare(engine: Engine, tokens: list[int], theirs: Tensor | str) -> dict:
 def plans(engine: Engine) -> dict[str, DraftPlan]:
     """The plans that this engine's levels allow, by the way to draft. A DecodeBatch must exist."""
     hierarchy, settings, gamma = engine.buffers.state.hierarchy, engine.settings, min(engine.settings.block_size - 1, 7)
-    if not gamma:
-        return {}
     ways = {"draft + view": DraftPlan(gamma, "model", True, min(settings.gamma_inner, 2), -(-gamma // 2)),
             "draft model": DraftPlan(gamma, "model"),
             f"{settings.draft_cache} view": DraftPlan(gamma, None, True, 0, gamma),
             "n-grams": DraftPlan(gamma, "ngram")}
-    sources, has_view = {None, *hierarchy.sources}, "retrieval" in hierarchy.drafters
-    return {way: one for way, one in ways.items() if one.source in sources and (has_view or not one.retrieval)}
+    sources, view = {None, *hierarchy.sources}, "retrieval" in hierarchy.drafters
+    return {way: one for way, one in ways.items() if gamma and one.source in sources and (view or not one.retrieval)}
 
 
 def greedy_bits(engine: Engine, ids: list[int]) -> Iterator[dict]:
@@ -180,11 +162,9 @@ def lengths_of(own, args, longest: int, device: torch.device) -> list[int]:
     most = longest - own.new
     lengths = sorted(own.lengths or [length for length in LENGTHS[device.type] if length <= most] or [most])
     if most < 1 or lengths[-1] > most:
-        raise UserError(f"--lengths {lengths[-1]} and {own.new} new tokens exceed the {longest} that the model can "
-                        f"attend over; use at most {most}, or a smaller --new")
-    here = plan.machine_of(plan.parser().parse_args([]), str(device))
-    jobs = [plan.job_of(Namespace(**{**vars(args), "prompt_len": length, "batch_size": 1})) for length in lengths]
-    fitting = [job.prompt_len for job in jobs if plan.need(job, here)["fits"]]
+        raise UserError(f"--lengths {lengths[-1]} and {own.new} new tokens exceed the {longest} that fit; use {most}")
+    job, here = plan.job_of(args), plan.machine_of(str(device))
+    fitting = [length for length in lengths if plan.need(replace(job, prompt_len=length), here)["fits"]]
     lengths = lengths if own.lengths else fitting or lengths[:1]
     return lengths[-1:] if own.quick else lengths
 
@@ -196,9 +176,8 @@ def page(told: dict) -> str:
              for one in told["records"]]
     if told["begun_anew"]:
         lines.append(f"- the text begins anew {told['begun_anew']} times, so it is easily drafted; give a longer one")
-    verdict = "All is well" if told["passed"] else "NOT all is well"
-    return "\n".join([f"# triforce check: {told['checkpoint']}", "", *lines, "", f"**{verdict}**, in "
-                      f"{told['seconds']:.0f} s."])
+    verdict = f"**{'All is well' if told['passed'] else 'NOT all is well'}**, in {told['seconds']:.0f} s."
+    return "\n".join([f"# triforce check: {told['checkpoint']}", "", *lines, "", verdict])
 
 
 def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.device) -> Iterator[dict]:
@@ -230,9 +209,11 @@ def examine(own, args, far: list[int], prompts: list[list[int]], device: torch.d
 
 def read(argv: list[str]) -> tuple[Namespace, Namespace]:
     """Flags of this command, and those of `triforce` beside them."""
-    own, rest = parser().parse_known_args(argv)
-    args = parse(rest)
-    args.max_new_tokens = own.new
+    own, args = parse_both(
+        argv, FLAGS, "check", "Is all well with a checkpoint on this machine? Compares its logits with those of "
+        "transformers, and greedy output with and without speculation; times both. Exit status: 0; 1 if a check "
+        "failed; 2 for a mistake.", "triforce check --checkpoint JackFram/llama-68m --lengths 512 1500")
+    args.max_new_tokens, args.prompt_len, args.batch_size = own.new, None, 1
     if (other := request.first_given(args, *OTHERS)) or os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"triforce check asks its own questions, in one process; drop {other or 'torchrun'}")
     if not Path(own.out).parent.is_dir():

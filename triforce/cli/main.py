@@ -145,6 +145,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def parse_both(argv: list[str], flags: tuple, command: str, about: str,
+               example: str) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """What is given of a command's own flags (as in FLAGS), and of those of `triforce`, which it knows, too."""
+    epilog = textwrap.fill("Flags of `triforce` that change what is done are known here, too: --checkpoint, --draft, "
+                           "--device, --dtype, --budget, --offload, ...", 78)
+    p = Parser(prog=f"triforce {command}", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+               description=textwrap.fill(about, 78), epilog=f"{epilog}\n\n    {example}")
+    for name, how, help in flags:
+        p.add_argument(f"--{name}", help=help, **how)
+    own, rest = p.parse_known_args(argv)
+    return own, parse(rest)
+
+
 def _spell(argument: str, known) -> str:
     """--prompt_len=3 -> --prompt-len=3, and the names of ALIASES. Another argument stays a text."""
     name, equals, value = argument.partition("=")
@@ -157,14 +170,13 @@ def _spell(argument: str, known) -> str:
 def importing() -> Iterator[None]:
     """Within, PyTorch is imported, and Ctrl-C ends the process at once. PyTorch would swallow a KeyboardInterrupt that
     comes while it imports NumPy, and go on with half of it."""
-    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored, as by nohup
-    if is_usual:
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not ignored, as by nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        if is_usual:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def generate(argv: list[str]) -> int:

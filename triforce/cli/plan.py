@@ -4,7 +4,6 @@ The parts are those of `memory.py`, which `load` and a call check before they al
 machine that need not be this one.
 """
 
-import argparse
 import json
 import os
 import re
@@ -16,18 +15,17 @@ import torch
 from ..config import Placement, Settings, check_max_new_tokens, find_device, parse_size
 from ..decode.batch import Sizes
 from ..engine import memory
-from ..engine.loading import find_dtype
-from ..engine.memory import Part
+from ..engine.loading import check_target, find_dtype
 from ..errors import UserError
-from ..fp8 import check_copy, copy_bytes
+from ..fp8 import copy_bytes
 from ..hf.checkpoint import read_config
 from ..hf.folders import find_draft, resolve
 from ..model import ModelConfig
 from ..parallel import Group, shard_config
 from . import request
-from .main import Parser, count, parse
+from .main import COUNT, SWITCH, parse_both
 
-CUDA_ITSELF = Part("CUDA itself, about", 2**29)  # of a card's memory; a running process finds it taken
+CUDA_ITSELF = memory.Part("CUDA itself, about", 2**29)  # of a card's memory; a running process finds it taken
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ class Machine:
 
     device: torch.device
     memory: int | None  # bytes of one device; None: nobody knows
-    host: int | None  # bytes of the host, for an offloaded cache
-    ranks: int = 1  # how many share the model, a device each
+    host_memory: int | None  # bytes of the host, for an offloaded cache
+    gpus: int = 1  # how many share the model, a device each
     is_here: bool = True  # `memory` is what is free, rather than what a card has
 
 
@@ -66,37 +64,34 @@ def need(job: Job, machine: Machine) -> dict:
         UserError: settings do not fit each other, or this number of ranks cannot share the model.
     """
     device, place, longest = machine.device, job.placement, job.placement.max_seq_len
-    target = shard_config(job.target, Group(0, machine.ranks, "") if machine.ranks > 1 else None)
+    target = shard_config(job.target, Group(0, machine.gpus, "") if machine.gpus > 1 else None)
     settings = job.settings.resolve(device, has_model=job.draft is not None, offload=place.offload,
                                     max_batch_size=place.max_batch_size, query_group=target.query_group)
     dtype = find_dtype(place.dtype, target.dtype, device)
     parts = [] if machine.is_here or device.type != "cuda" else [CUDA_ITSELF]
     parts += memory.weight_parts(target, job.draft, dtype)
     if place.draft_dtype:
-        parts.append(Part("fp8 copy for drafting", copy_bytes(target), ("no --draft-dtype",)))
+        parts.append(memory.Part("fp8 copy for drafting", copy_bytes(target), ("no --draft-dtype",)))
     free = None if machine.memory is None else machine.memory - memory.total(parts)
     needed = memory.needed_tokens(job.prompt_len + job.max_new_tokens, settings, longest)
     capacity = memory.row_capacity(needed, settings, longest, job.rows, 0, target.max_len)
     budget = settings.view_tokens(job.prompt_len, place.offload, capacity, 1)
     sizes = Sizes(job.rows, capacity, budget, min(one.vocab_size for one in (target, job.draft or target)))
 
-    def planned(resident: int | None) -> memory.MemoryPlan:
-        chosen = replace(sizes, resident_layers=resident)
-        return memory.plan_memory(target, job.draft, settings, chosen, dtype, device)
-
-    resident = None
+    resident = target.n_layer
     if place.offload:
+        least = memory.plan_memory(target, job.draft, settings, replace(sizes, resident_layers=0), dtype, device)
         layer = memory.layer_bytes(target, job.rows, capacity, dtype)
-        resident = memory.resident_layers(place, target.n_layer, layer, planned(0).parts, free, device)
-    plan = planned(resident)
+        resident = memory.resident_layers(place, target.n_layer, layer, least.parts, free, device)
+        sizes = replace(sizes, resident_layers=resident)
+    plan = memory.plan_memory(target, job.draft, settings, sizes, dtype, device)
     parts += [*plan.parts, *[plan.host] * (device.type == "cpu" and plan.host.bytes > 0)]  # a CPU's is the same memory
-    size, host = memory.total(parts), plan.host.bytes * machine.ranks  # of a device; of all ranks
-    fits = all(most is None or used <= most for used, most in ((size, machine.memory), (host, machine.host)))
+    size, host = memory.total(parts), plan.host.bytes * machine.gpus  # of a device; of all ranks
+    fits = all(most is None or used <= most for used, most in ((size, machine.memory), (host, machine.host_memory)))
     return {
         "fits": fits, "offload": place.offload, "dtype": str(dtype).removeprefix("torch."), "budget": budget,
-        "resident_layers": target.n_layer if resident is None else resident, "layers": target.n_layer, "bytes": size,
-        "host_bytes": host, "parts": {part.name: part.bytes for part in parts},
-        "remedies": {part.name: part.remedies for part in parts}}
+        "resident_layers": resident, "layers": target.n_layer, "bytes": size, "host_bytes": host,
+        "parts": {part.name: part.bytes for part in parts}, "remedies": {part.name: part.remedies for part in parts}}
 
 
 def longest_prompt(job: Job, machine: Machine) -> int:
@@ -108,37 +103,28 @@ def longest_prompt(job: Job, machine: Machine) -> int:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
-def parser() -> Parser:
-    p = Parser(
-        prog="triforce plan", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="What a checkpoint and a prompt take of a machine's memory, and whether\nthey fit. "
-                    "Reads config.json alone. Exit status: 0; 1 if it does not fit; 2 for\na mistake.",
-        epilog="Every flag of `triforce` that changes what is needed is known here, too:\n--checkpoint, --draft, "
-               "--prompt-len, --dtype, --budget, --offload, ...\n\n"
-               "    triforce plan --checkpoint FOLDER --prompt-len 100000 --memory 24GiB")
-    p.add_argument("--memory", metavar="SIZE", help="memory of one GPU, here or elsewhere, such as 24GiB; with --device"
-                   " cpu, of the machine (default: what this machine's device has free)")
-    p.add_argument("--host-memory", metavar="SIZE", help="memory of the host (default: what is free here)")
-    p.add_argument("--gpus", type=count, default=1, metavar="N", help="GPUs that share the model, as under torchrun")
-    p.add_argument("--batch-size", type=count, metavar="N", help="prompts that run side by side (default 1)")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
-    return p
+FLAGS = (
+    ("memory", {"metavar": "SIZE"}, "memory of one GPU, here or elsewhere, such as 24GiB; with --device cpu, of the "
+     "machine (default: what this machine's device has free)"),
+    ("host-memory", {"metavar": "SIZE"}, "memory of the host (default: what is free here)"),
+    ("gpus", {**COUNT, "default": 1}, "GPUs that share the model, as under torchrun"),
+    ("batch-size", COUNT, "prompts that run side by side (default 1)"),
+    ("json", SWITCH, "print one JSON object instead of Markdown"))
 
 
-def machine_of(own, device: str | None) -> Machine:
-    """own: flags of this command. device: the value of --device."""
-    if own.memory and re.fullmatch(r"cpu|cuda(:\d+)?", device or "cuda"):  # which need not be here
-        device, size = torch.device(device or "cuda"), parse_size(own.memory, "--memory")
+def machine_of(device: str | None, of_gpu: str | None = None, of_host: str | None = None, gpus: int = 1) -> Machine:
+    """device: the value of --device. of_gpu, of_host: of --memory and --host-memory."""
+    if of_gpu and re.fullmatch(r"cpu|cuda(:\d+)?", device or "cuda"):  # which need not be here
+        device, size = torch.device(device or "cuda"), parse_size(of_gpu, "--memory")
     else:
         device = find_device(device)
         size, found = memory.available(device), torch.cuda.device_count() if device.type == "cuda" else 1
-        if own.gpus > found:
-            raise UserError(f"--gpus ({own.gpus}) is more than the {found} that this machine has; say with --memory "
-                            "how much one of them has, to plan for another machine")
+        if gpus > found:
+            raise UserError(f"--gpus ({gpus}) is more than the {found} of this machine; plan others by --memory")
     if device.type == "cpu":  # ranks have the same memory, and so have layers that are offloaded
-        return Machine(device, size and size // own.gpus, None, own.gpus, is_here=not own.memory)
-    host = parse_size(own.host_memory, "--host-memory") if own.host_memory else memory.available(torch.device("cpu"))
-    return Machine(device, size, host, own.gpus, is_here=not own.memory)
+        return Machine(device, size and size // gpus, None, gpus, is_here=not of_gpu)
+    host = parse_size(of_host, "--host-memory") if of_host else memory.available(torch.device("cpu"))
+    return Machine(device, size, host, gpus, is_here=not of_gpu)
 
 
 def job_of(args, rows: int | None = None) -> Job:
@@ -148,11 +134,7 @@ def job_of(args, rows: int | None = None) -> Job:
     placement = replace(placement, device="cpu").resolve()  # a plan's device need not be here
     target = read_config(resolve(args.checkpoint), weights=placement.weights)
     folder = find_draft(args.checkpoint, settings.draft)
-    if placement.draft_dtype:
-        check_copy(target)
-    if (placement.num_resident_layers or 0) > target.n_layer:
-        raise UserError(f"--num-resident-layers ({placement.num_resident_layers}) is more than the model's "
-                        f"{target.n_layer} layers")
+    check_target(placement, target)
     if args.prompts is not None and rows is None:
         rows = min(len(request.read_items("--prompts", args.prompts, "prompt")), args.batch_size)
     job = Job(target, folder and read_config(folder), settings, placement, 0,
@@ -174,10 +156,10 @@ def record(job: Job, machine: Machine) -> dict:
         ways.append(replace(job, placement=replace(job.placement, offload="auto")))
     needs = [need(way, machine) for way in ways]
     return {
-        "name": "plan", **next((one for one in needs if one["fits"]), needs[-1]), "device": str(machine.device),
-        "memory": machine.memory, "host_memory": machine.host, "gpus": machine.ranks, "is_here": machine.is_here,
-        "prompt_len": job.prompt_len, "max_new_tokens": job.max_new_tokens, "rows": job.rows,
-        "on_chip_bytes": needs[0]["bytes"], "longest_prompt": max(longest_prompt(way, machine) for way in ways)}
+        "name": "plan", **next((one for one in needs if one["fits"]), needs[-1]), **vars(machine),
+        "device": str(machine.device), "prompt_len": job.prompt_len, "max_new_tokens": job.max_new_tokens,
+        "rows": job.rows, "on_chip_bytes": needs[0]["bytes"],
+        "longest_prompt": max(longest_prompt(way, machine) for way in ways)}
 
 
 def page(told: dict) -> str:
@@ -210,11 +192,15 @@ def gib(size: int | None) -> str:
 
 
 def main(argv: list[str]) -> int:
-    own, rest = parser().parse_known_args(argv)
-    args = parse(rest + ([] if own.batch_size is None else ["--batch-size", str(own.batch_size)]))
+    own, args = parse_both(
+        argv, FLAGS, "plan", "What a checkpoint and a prompt take of a machine's memory, and whether they fit. Reads "
+        "config.json alone. Exit status: 0; 1 if it does not fit; 2 for a mistake.",
+        "triforce plan --checkpoint FOLDER --prompt-len 100000 --memory 24GiB")
+    args.batch_size = own.batch_size or args.batch_size
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
         raise UserError(f"torchrun started {ranks} processes, and a plan needs one; say --gpus {ranks} instead")
-    told = record(job_of(args, own.batch_size), machine_of(own, getattr(args, "device", None)))
+    machine = machine_of(getattr(args, "device", None), own.memory, own.host_memory, own.gpus)
+    told = record(job_of(args, own.batch_size), machine)
     print(json.dumps(told) if own.json else page(told))
     return 0 if told["fits"] else 1

@@ -110,14 +110,11 @@ def check_together(args, asks_alone: bool) -> None:
             raise UserError(f"{flag} has no effect by itself; add --{others.split()[0].replace('_', '-')}, or drop it")
     reads_text = args.prompt_file == "-" or args.prompt is args.prompt_file is args.prefix is None
     if reads_text and args.questions == "-" or args.prompt_file == "-" and args.interactive:
-        raise UserError("a document and what is asked about it cannot both come from standard input; name the "
-                        "document's file")
+        raise UserError("a document and its questions cannot both come from standard input; name the document's file")
     if args.save_prefix is not None and asks_alone and args.prompt_len is None:
-        raise UserError("--save-prefix saves a document, and --interactive has none; give one with --prompt-file, or "
-                        "save the conversation with /save")
+        raise UserError("--save-prefix needs a document; add --prompt-file, or save the conversation with /save")
     if args.interactive and (sys.stdin is None or int(os.environ.get("WORLD_SIZE", 1)) > 1):
-        raise UserError("--interactive needs standard input, and here it is closed, or several ranks share it; use "
-                        "--questions")
+        raise UserError("--interactive needs standard input: it is closed, or several ranks share it; use --questions")
 
 
 def default_document() -> str:

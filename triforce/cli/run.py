@@ -18,6 +18,7 @@ from ..engine.loading import load
 from ..engine.output import Generation, as_json, totals
 from ..engine.prompt_cache import Prefix, asked, check_room, first_difference
 from ..errors import TooLong, UserError
+from ..hf.files import about
 from ..parallel import agreed
 from ..render import Bar, as_ansi, draw, legend, say
 from .interactive import converse
@@ -72,12 +73,18 @@ def load_engine(args, group):
 
 
 def answer_one(engine, args, item: dict, options: dict, loaded: float, wants_comparison: bool) -> int:
-    """Streams it. loaded: seconds until the model was ready."""
+    """Prints it as it comes, unless --json. loaded: seconds until the model was ready."""
     if "prefix" not in options:
         options["on_prefill"] = Bar("prefill", len(item["prompt"]))
-    stream = engine.stream(item["prompt"], **options)
+    stream, coloured = engine.stream(item["prompt"], **options), args.show_levels and wants_colours(sys.stdout)
+    if args.show_levels and not coloured:
+        say("note: --show-levels colours a text on a terminal; FORCE_COLOR=1 does elsewhere")
     try:
-        show(stream, args)
+        for piece in stream:
+            if coloured:
+                draw(as_ansi(stream.spans), sys.stdout)
+            elif not args.json:
+                print(piece, end="", flush=True)
     except KeyboardInterrupt:
         if stream.result is None or not stream.result.tokens:
             raise
@@ -103,18 +110,6 @@ def answer_one(engine, args, item: dict, options: dict, loaded: float, wants_com
                    for name in ("greedy", "drawn")))
 
 
-def show(stream, args) -> None:
-    """Prints a text as it comes, unless --json."""
-    coloured = args.show_levels and wants_colours(sys.stdout)
-    if args.show_levels and not coloured:
-        say("note: --show-levels colours a text on a terminal; FORCE_COLOR=1 does elsewhere")
-    for piece in stream:
-        if coloured:
-            draw(as_ansi(stream.spans), sys.stdout)
-        elif not args.json:
-            print(piece, end="", flush=True)
-
-
 def answer_all(engine, args, items: list[dict], options: dict, loaded: float) -> int:
     """Answers all questions about a document at once, and prompts batch by batch. Prints each batch when it is done."""
     samples, results, begun = args.num_samples or 1, [], time.perf_counter()
@@ -122,7 +117,7 @@ def answer_all(engine, args, items: list[dict], options: dict, loaded: float) ->
     size = args.batch_size if args.prompts is not None else len(items)
     for first in range(0, len(items), size):
         batch = items[first : first + size]
-        options["seed"] = seeds[first * samples : (first + size) * samples]
+        options["seed"] = seeds[first : first + size]
         with closing(Bar("decode", args.max_new_tokens * len(batch) * samples)) as bar:
             rows = engine.generate([item["prompt"] for item in batch], num_samples=samples, on_decode=bar.count,
                                    **options)
@@ -161,15 +156,13 @@ def as_text(question: str) -> str:
 def encoded(engine, args, request: Request, item: dict) -> dict:
     """Makes an item of `answer` from a text or messages, and perhaps a question."""
     question = item.get("question", args.question) or None
-    try:
+    with about(item.get("name")):
         if "messages" in item:
             messages = asked(item["messages"], question) if question else item["messages"]
             ids, dropped = engine.encode_prompt(messages, **request.chat), 0
             engine.check_len(len(ids), args.max_new_tokens)
         else:
             _, ids, dropped = fitted(engine, args, request, item["prompt"], question)
-    except UserError as error:
-        raise UserError(f"{item['name']}: {error}" if "name" in item else str(error)) from None
     return {**item, "question": question, "prompt": ids, "dropped": dropped}
 
 
@@ -207,10 +200,9 @@ def fitted(engine, args, request: Request, text: str, question: str | None) -> t
 
 
 def seeds_of(items, first: int | None, group, samples: int = 1) -> list[int]:
-    """The seeds of all samples: an item's count from its own "seed", or from its place after `first` (None: drawn)."""
+    """From which each item's samples count: its own "seed", or its place after `first` (None: drawn)."""
     first = agreed(group, random.getrandbits(31)) if first is None else first
-    begun = [item.get("seed", first + i * samples) for i, item in enumerate(items)]
-    return [seed + sample for seed in begun for sample in range(samples)]
+    return [item.get("seed", first + i * samples) for i, item in enumerate(items)]
 
 
 def document_of(engine, args, request: Request) -> tuple[Prefix | None, int]:
@@ -220,8 +212,7 @@ def document_of(engine, args, request: Request) -> tuple[Prefix | None, int]:
     if args.prefix is not None:
         book = engine.open(args.prefix)
         if args.chat and book.messages is None:
-            raise UserError(f"{args.prefix} holds a document that was made of text; drop --chat, or make it anew "
-                            "with --chat")
+            raise UserError(f"{args.prefix} was made of text; drop --chat, or make it anew with --chat")
     elif request.document is None:
         return None, 0
     else:
@@ -240,10 +231,8 @@ def prefilled(engine, args, request: Request) -> tuple[Prefix, int]:
     """Prefills what fits of the document beside the longest question. Returns it, and how many tokens were dropped."""
     longest = max(request.questions or [{"question": "", "name": "the text"}],
                   key=lambda item: len(engine.tokenizer.encode(item["question"])))
-    try:
+    with about(longest["name"]):
         document, ids, dropped = fitted(engine, args, request, request.document, longest["question"])
-    except TooLong as error:
-        raise UserError(f"{longest['name']}: {error}") from None
     options = {"keep": args.save_prefix, "keep_every": args.save_every} if args.save_every else {}
     if args.save_prefix is not None and not options:  # with options the prefill looks
         check_room(args.save_prefix, engine, len(ids))

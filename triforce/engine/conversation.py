@@ -37,15 +37,12 @@ class Chat:
             check_prefix(prefix, engine, chat_template)
         engine.check_options(options)
         if system is not None and (prefix is not None or not isinstance(system, str)):
-            raise UserError(f"system ({system!r}) must be a text, and there may be no prefix: one begins with its own "
-                            "messages, which may have the role \"system\"")
+            raise UserError(f"system ({system!r}) must be a text; with a prefix, leave it out: it has its own")
         self.engine, self.prefix, self.options, self.chat_template = engine, prefix, options, chat_template
         tokenizer = engine.tokenizer_or_raise()
         self._before = [] if system is None else [{"role": "system", "content": system}]
         if prefix is None:
-            kwargs = options.get("chat_template_kwargs")
-            tools = kwargs.get("tools") if isinstance(kwargs, dict) else None  # which may have a template of their own
-            self.uses_template = chat_template is not None or tokenizer.chat_template(tools) is not None
+            self.uses_template = chat_template is not None or tokenizer.chat_template() is not None
             self.rendered_at = agreed(engine.target.group, datetime.now().isoformat(timespec="seconds"))
         else:
             self._before, self.chat_template = prefix.messages or [], prefix.chat_template
@@ -63,7 +60,7 @@ class Chat:
         with self._lock:
             self.end()
             options = {"prefix": self.prefix, **self.options, **options}
-            prompt = asked(self.messages, text) if self.uses_template else self._ids(text)
+            prompt = asked(self.messages, text) if self.uses_template else self._ids((text, None))
             if self.uses_template and self.prefix is None:
                 prompt = self.engine.encode_prompt(prompt, self.chat_template,
                                                    options.pop("chat_template_kwargs", None), self.rendered_at)
@@ -129,16 +126,14 @@ class Chat:
             messages = [*asked(messages, text), {"role": "assistant", "content": answer.text}]
         return messages
 
-    def _ids(self, text: str | None = None) -> list[int]:
-        """Ids of all turns and of the user's next text. They follow the prefix where no template joins them."""
+    def _ids(self, *more: tuple[str, Generation | None]) -> list[int]:
+        """Ids of all turns, and of more. They follow the prefix where no template joins them."""
         encode = self.engine.tokenizer.encode
         ids = [] if self.prefix is not None or not self._before else encode(self._before[0]["content"])
-        for said, answer in [*self.turns, (text, None)]:
-            if said is not None:
-                begins = not ids and self.prefix is None
-                ids = ids + (encode(f"{said}\n") if begins else encode(f"\n\n{said}\n", bos=False))
-            if answer is not None:
-                ids += self._told(answer)
+        for said, answer in [*self.turns, *more]:
+            begins = not ids and self.prefix is None
+            ids = ids + (encode(f"{said}\n") if begins else encode(f"\n\n{said}\n", bos=False))
+            ids += [] if answer is None else self._told(answer)
         return ids
 
     def _told(self, answer: Generation) -> list[int]:

@@ -11,8 +11,7 @@ WAYS = ("start", "end", "both")
 def check_keep(keep) -> None:
     """Raises UserError if it is neither None nor one of the ways."""
     if keep is not None and keep not in WAYS:
-        raise UserError(f"keep ({keep!r}) must be one of {', '.join(WAYS)}, or left out: then a prompt that is too "
-                        "long is an error")
+        raise UserError(f"keep ({keep!r}) must be one of {', '.join(WAYS)}, or left out, and the prompt shorter")
 
 
 def cut(ids: list[int] | str, room: int, keep: str | None, bos_id: int | None = None) -> list[int] | str:

@@ -47,15 +47,12 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
                                 max_batch_size=place.max_batch_size, query_group=config.query_group)
     if place.draft_dtype and not settings.retrieval:
         raise UserError("draft_dtype is for the retrieval level, which retrieval=False leaves out; drop one of them")
-    if (place.num_resident_layers or 0) > config.n_layer:
-        raise UserError(f"num_resident_layers ({place.num_resident_layers}) is more than the model's {config.n_layer} "
-                        "layers; leave offload out to keep all on the device")
+    check_target(place, config, device)
     dtype, local = find_dtype(place.dtype, config.dtype, device), shard_config(config, group)
     if place.draft_ranks is not None:
         draft_config = check_draft_ranks(place.draft_ranks, group, draft_config)
     parts = memory.weight_parts(local, draft_config, dtype)
     if place.draft_dtype:
-        check_copy(config, device)
         parts += (memory.Part("fp8 copy for drafting", copy_bytes(local), ("no --draft-dtype",)),)
     together(group, lambda: memory.check(parts, device))  # one GPU may have less memory free than another
     stream = ComputeStream(device)
@@ -64,8 +61,7 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
         threading.Thread(target=importlib.import_module, args=("torch._inductor.compile_fx",), name="compiler").start()
     tokenizer = Tokenizer(folder)
     if draft_folder is not None and (difference := tokenizer.same_as(Tokenizer(draft_folder))):
-        raise UserError(f"the draft {draft_folder} has another tokenizer than the target: {difference}; "
-                        "choose a draft of the same family, or --draft none")
+        raise UserError(f"{draft_folder} has another tokenizer than the target: {difference}; try --draft none")
     draft_group = subgroup(group, place.draft_ranks) if len(place.draft_ranks or ()) > 1 else None
     with stream.used():
         target, draft = ckpt.load_model(folder, device, dtype, group, longest, place.weights), None
@@ -75,11 +71,19 @@ def load(checkpoint: str | Path = "tiny", *, group: Group | None = None, **optio
             if model is not None:
                 pack_weights(model, resolved.block_size)
         drafting = share(fp8_copy(target), group) if place.draft_dtype else None
-        engine = Engine(target, tokenizer, draft, drafting=drafting, settings=settings, placement=place,
-                        eos_ids=ckpt.eos_token_ids(folder), folder=folder, compute_stream=stream,
-                        defaults=ckpt.generation_defaults(folder))
+        engine = Engine(target, tokenizer, draft, drafting=drafting, settings=settings, placement=place, folder=folder,
+                        compute_stream=stream)
+    engine.eos_ids, engine.defaults = ckpt.eos_token_ids(folder), ckpt.generation_defaults(folder)
     engine.warming = warming
     return engine
+
+
+def check_target(place: Placement, config: ModelConfig, device: torch.device | None = None) -> None:
+    """Raises UserError for a placement that the target does not fit. device: None: a GPU that can do all."""
+    if (count := place.num_resident_layers or 0) > config.n_layer:
+        raise UserError(f"num_resident_layers ({count}) is more than the model's {config.n_layer} layers; use fewer")
+    if place.draft_dtype:
+        check_copy(config, device)
 
 
 def find_dtype(dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.dtype:
@@ -93,7 +97,6 @@ def check_draft_ranks(ranks: list[int], group: Group | None, config: ModelConfig
         raise UserError("draft_ranks says which of several ranks run the draft, and there is one rank, or no draft; "
                         "start with torchrun, and add --draft")
     if not ranks or sorted(set(ranks)) != list(ranks) or ranks[0] != 0 or ranks[-1] >= group.size:
-        raise UserError(f"draft_ranks ({ranks}) must be ranks from 0 to {group.size - 1} in ascending order, rank 0 "
-                        "among them; try 0")
+        raise UserError(f"draft_ranks ({ranks}) must be ranks below {group.size}, ascending, the first one 0; try 0")
     part = shard_config(config, Group(0, len(ranks), "") if len(ranks) > 1 else None)
     return part if group.rank in ranks else None

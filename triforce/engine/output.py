@@ -3,13 +3,11 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
 
 from ..config import as_numbers, is_whole
 from ..errors import UserError
-
-if TYPE_CHECKING:
-    from .logprobs import Logprob
+from ..render import as_html
+from .logprobs import Logprob
 
 
 def stat(name: str, shown: Callable = "{:,}".format, default=0):
@@ -88,12 +86,10 @@ class Generation:
     # For each token, the text that became certain with it; joined they are `text`. If several tokens spell one
     # character, the last of them has it.
     pieces: list[str] = field(default_factory=list)
-    logprobs: "list[Logprob] | None" = None  # one a token, where they were asked for
+    logprobs: list[Logprob] | None = None  # one a token, where they were asked for
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the text, its tokens coloured by level, and the statistics."""
-        from ..render import as_html
-
         return as_html(self)
 
 
@@ -130,7 +126,7 @@ class RowOutput:
         self.text, self.shown = "", 0
         self.finish_reason: str | None = None
 
-    def push(self, tokens: list[int], levels: Sequence[str] = (), logprobs: "Sequence[Logprob]" = ()) -> str:
+    def push(self, tokens: list[int], levels: Sequence[str] = (), logprobs: Sequence[Logprob] = ()) -> str:
         """Takes in a round's tokens, drops those after the end, and returns the text that has become certain. levels:
         the level that proposed each token."""
         before = len(self.tokens)
@@ -185,8 +181,7 @@ def stop_ids(stop_token_ids) -> list[int]:
     """Raises UserError for what is no whole number."""
     ids = listed(as_numbers(stop_token_ids))
     if not all(map(is_whole, ids)):
-        raise UserError(f"stop_token_ids ({stop_token_ids!r}) must be whole numbers, ids of tokens; a text that ends "
-                        "the output is given as stop")
+        raise UserError(f"stop_token_ids ({stop_token_ids!r}) must be whole numbers, ids; a text is given as stop")
     return ids
 
 

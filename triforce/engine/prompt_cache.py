@@ -16,7 +16,6 @@ from ..cache.prefix import PrefixStore
 from ..decode.drafters.ngram import NgramMeter
 from ..errors import UserError
 from ..hf.tokenizer import is_messages
-from ..parallel import together
 from ..runtime.host import not_pickled
 from . import prompt_cache_file
 from .prompt_cache_file import Layout, PrefixReader
@@ -126,8 +125,7 @@ class Prefix:
         """
         if self.messages is None:
             if is_messages(question) or chat_template_kwargs is not None:
-                raise UserError("the prefix was made of text; give the question as text or ids, and no "
-                                "chat_template_kwargs")
+                raise UserError("the prefix was made of text; ask by text or ids, and without chat_template_kwargs")
             if not isinstance(question, str):
                 return self.tokens + self.engine.encode_prompt(question)
             more = self.engine.tokenizer_or_raise().encode(question, bos=False) if question else []
@@ -147,6 +145,7 @@ class Prefix:
                         "them", f"{len(self) - shared:,}", f"{len(self):,}", f"{shared:,}")
         return ids
 
+
 def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
     """The sizes of a file. length: tokens that have keys and values."""
     config = engine.target.config
@@ -156,10 +155,9 @@ def layout_of(engine: "Engine", num_tokens: int, length: int) -> Layout:
 
 def check_room(path: str | Path, engine: "Engine", num_tokens: int) -> None:
     """Raises UserError if a document of `num_tokens` tokens cannot be written there. Every rank calls this."""
-    group = engine.target.group
-    room = prompt_cache_file.beside(path, layout_of(engine, num_tokens, num_tokens).header("")[2])
-    with contextlib.ExitStack() as stack:
-        together(group, lambda: stack.enter_context(room) if group is None or group.rank == 0 else None)
+    nbytes = layout_of(engine, num_tokens, num_tokens).header("")[2]
+    with prompt_cache_file.beside(path, nbytes, engine.target.group):
+        pass
 
 
 @contextlib.contextmanager
@@ -185,13 +183,11 @@ def _is_sound(about: dict, num_tokens: int) -> bool:
     """Whether a document of `num_tokens` tokens may have these values, which may be of any kind."""
     if about.keys() != KINDS.keys() or not all(type(about[name]) in (kind, type(None)) for name, kind in KINDS.items()):
         return False
-    try:
+    with contextlib.suppress(ValueError):
         datetime.fromisoformat(about["rendered_at"] or "2000-01-01")
-    except ValueError:
-        return False
-    if about["part_of"] is not None and about["part_of"] <= num_tokens:
-        return False
-    return about["messages"] is None or is_messages(about["messages"])
+        part_of, messages = about["part_of"], about["messages"]
+        return (part_of is None or part_of > num_tokens) and (messages is None or is_messages(messages))
+    return False
 
 
 def begins_with(messages: Sequence[dict], before: list[dict]) -> bool:
@@ -210,8 +206,7 @@ def storable(**about) -> dict:
         try:
             about[name] = json.loads(json.dumps(value))
         except (TypeError, ValueError) as error:
-            raise UserError(f"a file cannot hold these {name}: {error}; give texts, numbers, lists and dicts of "
-                            "them") from None
+            raise UserError(f"a file cannot hold these {name}: {error}; give texts, numbers, lists, dicts") from None
     return about
 
 
@@ -226,8 +221,7 @@ def asked(messages: list[dict], question: str) -> list[dict]:
     elif isinstance(content, (list, tuple)):
         content = [*content, {"type": "text", "text": f"\n\n{question}"}]
     else:
-        raise UserError(f"a question follows the last message, and its content ({content!r}) is neither a text nor a "
-                        "list of parts")
+        raise UserError(f"a question follows the last message, whose content ({content!r}) is neither a text nor parts")
     return [*before, {**last, "content": content}]
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..hf.files import one_line
-from ..parallel import Group, together
+from ..parallel import Group, read_first, together
 from ..runtime.streams import like_this_thread
 from .prompt_cache_path import MAGIC, as_path, begins_as_one, check_source, check_target
 
@@ -88,12 +88,8 @@ def write(path: str | Path, layout: Layout, about: dict, tokens: list[int],
         source: gives K and V of a layer, [len(heads), S, D] each, which are written before it is called again.
         heads: this rank's, of the whole model's. group: ranks that write together, to one disk; each calls this.
     """
-    first, about, checksums = group is None or group.rank == 0, json.dumps(about), {}
-
-    def begin() -> tuple[Path, bytes, dict[str, int]] | None:
-        """The first rank's header counts."""
-        header, starts, nbytes = layout.header(about)
-        return (stack.enter_context(beside(path, nbytes)), header, starts) if first else None
+    about, checksums = read_first(group, lambda: json.dumps(about)), {}
+    header, starts, nbytes = layout.header(about)
 
     def put(name: str, tensor: Tensor) -> None:
         data = _bytes_of(tensor)
@@ -120,14 +116,20 @@ def write(path: str | Path, layout: Layout, about: dict, tokens: list[int],
             os.fsync(opened.fileno())  # what other ranks wrote, too
         os.replace(file, os.path.realpath(as_path(path)))
 
-    with contextlib.ExitStack() as stack:
-        file, header, starts = together(group, begin)[0]
+    with beside(path, nbytes, group) as file:
         parts = together(group, put_heads)
-        together(group, lambda: finish() if first else None)
+        read_first(group, finish)
 
 
 @contextlib.contextmanager
-def beside(path: str | Path, nbytes: int) -> Iterator[Path]:
+def beside(path: str | Path, nbytes: int, group: Group | None) -> Iterator[Path]:
+    """A file with room for `nbytes` bytes, see `_beside`: the first rank makes it for all of them."""
+    with contextlib.ExitStack() as stack:
+        yield read_first(group, lambda: stack.enter_context(_beside(path, nbytes)))
+
+
+@contextlib.contextmanager
+def _beside(path: str | Path, nbytes: int) -> Iterator[Path]:
     """A file with room for `nbytes` bytes in the same folder, which is removed at the end unless it was renamed. Raises
     UserError for what the system refuses.
 
@@ -142,8 +144,7 @@ def beside(path: str | Path, nbytes: int) -> Iterator[Path]:
                 left.unlink()
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
-        raise UserError(f"{path} needs {nbytes / 1e9:.3f} GB, and {path.parent} has {free / 1e9:.3f} GB free; free "
-                        "some, or write to another disk")
+        raise UserError(f"{path} needs {nbytes / 1e9:.3f} GB, and its disk has {free / 1e9:.3f} GB free; free some")
     name = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(name, "xb") as file:
@@ -181,8 +182,7 @@ class PrefixReader:
         except (SafetensorError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             raise self._altered(f"its header says what none does, {one_line(error)}") from None
         if version != VERSION:
-            raise UserError(f"{self.path} has version {version[:20]} of the format, and this library reads version "
-                            f"{VERSION}; remove it and compute the document anew")
+            raise UserError(f"{self.path} has version {version[:20]}, and this library reads {VERSION}; make it anew")
         ids = torch.empty(self.layout.num_tokens, dtype=torch.int32)
         self._read("tokens", ids)
         self.tokens = ids.tolist()

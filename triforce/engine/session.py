@@ -58,9 +58,9 @@ class Session:
     def __init__(self, call: Call, tokenizer, device: torch.device):
         self.call, self.device, self.state = call, device, None
         self.outputs = [RowOutput(tokenizer, call.eos_ids, call.stops, call.max_new_tokens) for _ in call.ids]
+        self._stats = Stats(0, defaults=call.defaults)  # what all rows have in common
         self._begun = time.perf_counter()
         self._first_round: list[int] = []  # tokens of each row that the first round emitted
-        self._ttft = self._prefill = self._seconds = 0.0  # _seconds: of the rounds after the first
         self._results: list[Generation | None] = [None] * len(call.ids)  # of rows that have ended
 
     @property
@@ -87,11 +87,11 @@ class Session:
         for row in ended:
             state.close_row(row)
         now = time.perf_counter()
-        if not self._first_round:
-            self._first_round, self._ttft = [len(output.tokens) for output in self.outputs], now - self._begun
-            self._prefill = started - self._begun
+        if self._first_round:
+            self._stats.decode += now - started
         else:
-            self._seconds += now - started
+            self._first_round = [len(output.tokens) for output in self.outputs]
+            self._stats.prefill, self._stats.ttft = started - self._begun, now - self._begun
         for row in ended:  # levels go on counting while its neighbours draft
             self._results[row] = self._result(row)
         return pieces
@@ -107,19 +107,17 @@ class Session:
         self._results, self.state = self.results(), None
 
     def _result(self, row: int) -> Generation:
-        call, output, state = self.call, self.outputs[row], self.state
-        count, first = len(output.tokens), self._first_round[row] if self._first_round else 0
-        stats = Stats(prompt_len=len(call.ids[row]), dropped_tokens=call.dropped[row], new_tokens=count,
-                      prefill=self._prefill, ttft=self._ttft, decode=self._seconds,
-                      tbt=self._seconds / max(count - first, 1), peak_memory=memory.peak(self.device),
-                      seed=call.sampling.seed[row], defaults=call.defaults)
+        call, output, state, count = self.call, self.outputs[row], self.state, len(self.outputs[row].tokens)
+        stats = replace(self._stats, prompt_len=len(call.ids[row]), dropped_tokens=call.dropped[row],
+                        seed=call.sampling.seed[row], new_tokens=count, peak_memory=memory.peak(self.device))
         if state is not None and self._first_round:  # before, the state counts the call before
-            view = state.hierarchy.view
-            stats = replace(stats, shared_tokens=state.base, reused_tokens=state.reused[row], compiling=state.waited,
-                            recording=state.recording, flushes=state.num_flushes, target_forwards=state.num_forwards,
-                            retrieval_rebuilds=0 if view is None else view.num_rebuilds,
-                            acceptance_rate=state.hierarchy.acceptance_rates()[row],
-                            block_efficiency=count / max(state.num_forwards, 1))
+            stats.shared_tokens, stats.reused_tokens = state.base, state.reused[row]
+            stats.compiling, stats.recording = state.waited, state.recording
+            stats.target_forwards, stats.flushes = state.num_forwards, state.num_flushes
+            stats.retrieval_rebuilds = getattr(state.hierarchy.view, "num_rebuilds", 0)
+            stats.tbt = stats.decode / max(count - self._first_round[row], 1)
+            stats.block_efficiency = count / max(state.num_forwards, 1)
+            stats.acceptance_rate = state.hierarchy.acceptance_rates()[row]
         return Generation(output.text, [*output.tokens], output.finish_reason or "interrupted", stats,
                           [*output.levels], [*output.pieces], None if call.logprobs is None else [*output.logprobs])
 

@@ -5,7 +5,7 @@ second and more, in which the GPU has next to nothing to do. Reading weights, an
 Python: so a thread can go through a prefill and a few rounds meanwhile.
 """
 
-import logging
+import contextlib
 import threading
 from dataclasses import replace
 
@@ -18,7 +18,6 @@ from ..runtime.graphs import SPARE, Compiler
 from ..runtime.streams import ComputeStream, like_this_thread
 from . import memory
 
-log = logging.getLogger("triforce")
 LENGTH = 5 * 8192  # tokens of the prompt: an attention of few queries and one of many, over several lengths of keys
 ROUNDS = 2  # of each plan: the second follows one that drafted
 
@@ -34,12 +33,10 @@ def begin(target: ModelConfig, draft: ModelConfig | None, settings: Settings, dt
     free = (memory.available(device) or 0) - weight_bytes - SPARE
 
     def quietly() -> None:
-        try:
+        with contextlib.suppress(Exception):  # nothing depends on it; the answer will say what is wrong
             use_this_gpu()
             with stream.used():
                 warm_up(target, draft, settings, dtype, device, free)
-        except Exception as error:  # nothing depends on it; the answer will say what is wrong
-            log.debug("no warm-up: %s: %s", type(error).__name__, error)
 
     # No daemon: Python would end it within a call of PyTorch, and that would end the process.
     thread = threading.Thread(target=quietly, name="warm-up")

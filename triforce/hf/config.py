@@ -89,8 +89,7 @@ def _architecture(fields: Fields) -> str:
     by_kind = ARCHITECTURES.get(kind)
     architecture = named[0] if named else by_kind
     if architecture not in ARCHITECTURES.values():
-        raise UserError(f"architecture {shown(architecture)} is not supported; supported are "
-                        f"{', '.join(ARCHITECTURES.values())}")
+        raise UserError(f"architecture {shown(architecture)} is not supported; use {', '.join(ARCHITECTURES.values())}")
     agreed({"architectures": architecture, f"model_type {kind}": by_kind})
     if (act := fields.get("hidden_act", TEXT, "silu")) not in ("silu", "swish"):
         raise UserError(f"hidden_act {shown(act)} is not supported; supported is 'silu'")
@@ -170,11 +169,9 @@ def _check_shapes(config: ModelConfig, fields: Fields) -> None:
     fields.expect("num_attention_heads", config.n_head % config.n_kv_head == 0,
                   f"a multiple of num_key_value_heads, {config.n_kv_head}")
     if config.rotary_factor != 1.0 and config.architecture not in PARTIAL:
-        raise UserError(f"partial_rotary_factor {config.rotary_factor} is not supported for {config.architecture}, but "
-                        f"for {' and '.join(PARTIAL)}")
+        raise UserError(f"partial_rotary_factor {config.rotary_factor} is not supported for {config.architecture}")
     if config.head_dim % 2 or config.rotary_dim % 2 or not config.rotary_dim:
         raise UserError(f"head_dim {config.head_dim} and its rotated part {config.rotary_dim} must be even, not 0")
     short, long, pairs = len(scaling.short_factor), len(scaling.long_factor), config.rotary_dim // 2
     if scaling.kind == "longrope" and not short == long == pairs:
-        raise UserError(f"short_factor has {short} numbers and long_factor {long}, but {pairs} pairs of a head are "
-                        "rotated; download it again")
+        raise UserError(f"short_factor has {short} and long_factor {long}, but {pairs} pairs of a head are rotated")

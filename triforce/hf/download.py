@@ -51,8 +51,7 @@ def download(repo_id: str, out_dir: str | Path | None = None, revision: str | No
     from huggingface_hub import HfApi
 
     if not REPO_ID.fullmatch(repo_id):
-        raise UserError(f"--repo-id {repo_id!r} is not of the form owner/name, of letters, digits, '_', '-' and '.'; a "
-                        "folder on this machine needs no download: give it to --checkpoint")
+        raise UserError(f"--repo-id {repo_id!r} is not of the form owner/name; give a folder to --checkpoint")
     folder = Path(out_dir) if out_dir else Path("checkpoints") / repo_id
     api = HfApi(endpoint=endpoint, token=(token or "").strip() or None)
     try:
@@ -60,8 +59,7 @@ def download(repo_id: str, out_dir: str | Path | None = None, revision: str | No
         sizes = {file.rfilename: file.size or 0 for file in about.siblings}
         files = needed(sizes)
         if not files:
-            raise UserError(f"{repo_id} has no weights in safetensors or .bin ({len(sizes)} other files); "
-                            "choose a repository in the Hugging Face layout")
+            raise UserError(f"{repo_id} has no weights in safetensors or .bin ({len(sizes)} other files); use another")
         folder.mkdir(parents=True, exist_ok=True)
         for part in (folder / ".cache/huggingface/download").rglob("*.incomplete"):
             part.unlink(missing_ok=True)  # of an interrupted client, which never goes on with it

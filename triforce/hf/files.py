@@ -52,12 +52,12 @@ def read_optional_json(path: Path) -> dict:
 
 
 @contextmanager
-def about(path: Path):
-    """Names the file in a message about what it holds."""
+def about(name: str | Path | None):
+    """Names a file, or a line of one, in a message about what it holds. None: nothing is named."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{name}: {error}" if name else str(error)) from None
 
 
 @contextmanager
@@ -94,9 +94,8 @@ def number(low: float, high: float) -> tuple:
 
 
 def several(kind: tuple) -> tuple:
-    what, fits, convert = kind
-    return (f"a list, each {what}", lambda x: isinstance(x, list) and all(map(fits, x)),
-            lambda x: tuple(map(convert, x)))
+    what, fits, make = kind
+    return f"a list, each {what}", lambda x: isinstance(x, list) and all(map(fits, x)), lambda x: tuple(map(make, x))
 
 
 FLAG = "true or false", lambda x: x in (True, False), bool

@@ -28,15 +28,13 @@ def resolve(checkpoint: str | Path) -> Path:
     if checkpoint == "tiny":
         return TINY / "target"
     if not isinstance(checkpoint, (str, Path)):
-        raise UserError(f"checkpoint ({checkpoint!r}) must be a folder, a repository id or 'tiny'; if it is a "
-                        "number of tokens, write max_new_tokens=")
+        raise UserError(f"checkpoint ({checkpoint!r}) must be a folder or repository id; numbers are max_new_tokens=")
     with guarded(f"{shown(checkpoint)} cannot be opened"):  # a name that is too long, an unknown user
         path = Path(checkpoint).expanduser()
         if path.is_dir() and checkpoint != "":
             return finished(path)
     if isinstance(checkpoint, Path) or not REPO_ID.fullmatch(checkpoint):
-        raise UserError(f"no such folder: {checkpoint}; give a folder with config.json and weights, a repository id "
-                        "(owner/name) or 'tiny'")
+        raise UserError(f"no such folder: {checkpoint}; give a folder, a repository id (owner/name) or 'tiny'")
     local = Path("checkpoints") / checkpoint
     if found := finished(local) if local.is_dir() else find_cached(checkpoint):
         return found

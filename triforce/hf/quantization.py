@@ -43,8 +43,7 @@ def float8_from_hf(given: Fields, n_layer: int, tied: bool) -> Float8:
 
 
 def refuse(key: str, value) -> None:
-    raise UserError(f"quantization_config has {key} {shown(value)}, which is not supported; use this model in bf16, or "
-                    "in fp8 (e4m3) with a scale a tensor, a channel or a block")
+    raise UserError(f"quantization_config has {key} {shown(value)}, which is not supported; use bf16, or e4m3")
 
 
 def expect(given: Fields, allowed: dict[str, tuple]) -> None:

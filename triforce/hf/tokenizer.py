@@ -47,8 +47,7 @@ class Tokenizer:
                 # `backend.encode` would hold Python's lock all the while, a second for a book.
                 return self.backend.encode_batch_fast([text], add_special_tokens=bos)[0].ids
             except (TypeError, UnicodeError):
-                raise UserError("the text is no valid Unicode (it holds half of a surrogate pair); correct it, or read "
-                                "it with errors='replace'") from None
+                raise UserError("the text has half of a surrogate pair; read it with errors='replace'") from None
 
     def decode(self, ids: Iterable[int], continues: bool = False) -> str:
         """The text of ids; special tokens are left out. continues: a leading space belongs to the text, which the ids

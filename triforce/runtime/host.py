@@ -55,7 +55,7 @@ class ProcessLock:
 class _OfTheProcess:
     """Settings that all threads share. The first thread within changes them, and the last one changes them back."""
 
-    USUAL = torch.float32, 0, "ieee", "ieee"  # see `_read`
+    USUAL = torch.float32, 0, "ieee", "ieee"  # see `_set`
 
     def __init__(self):
         self._lock, self._within, self._before = ProcessLock(), 0, self.USUAL
@@ -63,37 +63,29 @@ class _OfTheProcess:
     def __enter__(self) -> None:
         with self._lock:
             if self._within == 0:
-                self._before = self._read()
-                self._write(self._before, self.USUAL)
+                self._before = _set(self.USUAL)
             self._within += 1
 
     def __exit__(self, *error) -> None:
         with self._lock:
             self._within -= 1
             if self._within == 0:
-                self._write(self.USUAL, self._before)
-
-    @staticmethod
-    def _read() -> tuple:
-        precisions = [backend.fp32_precision for backend in _backends()]
-        return (torch.get_default_dtype(), torch.get_deterministic_debug_mode(),
-                *("ieee" if precision == "none" else precision for precision in precisions))
-
-    @staticmethod
-    def _write(before: tuple, after: tuple) -> None:
-        """Touches nothing that stays the same."""
-        if before[0] != after[0]:
-            torch.set_default_dtype(after[0])
-        if before[1] != after[1]:
-            torch.set_deterministic_debug_mode(after[1])
-        for backend, old, new in zip(_backends(), before[2:], after[2:], strict=True):
-            if old != new:
-                backend.fp32_precision = new
+                _set(self._before)
 
 
-def _backends() -> tuple:
-    """Where products of float32 may be made of less."""
-    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+def _set(settings: tuple) -> tuple:
+    """Returns what was set before. Touches nothing that stays the same."""
+    dtype, deterministic, *precisions = settings
+    before = [torch.get_default_dtype(), torch.get_deterministic_debug_mode()]
+    if before[0] != dtype:
+        torch.set_default_dtype(dtype)
+    if before[1] != deterministic:
+        torch.set_deterministic_debug_mode(deterministic)
+    for backend, precision in zip((torch.backends.cuda.matmul, torch.backends.mkldnn.matmul), precisions, strict=True):
+        before.append(backend.fp32_precision.replace("none", "ieee"))
+        if before[-1] != precision:
+            backend.fp32_precision = precision
+    return tuple(before)
 
 
 _of_the_process = _OfTheProcess()
