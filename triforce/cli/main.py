@@ -25,7 +25,8 @@ from ..runtime.free_memory import ALLOCATOR, ALLOCATORS, GROWING
 from .request import read_request
 
 # `triforce download ...`; without one of them, it generates.
-COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "cli.plan", "check": "cli.check"}
+COMMANDS = {"download": "hf.download", "convert": "hf.convert", "plan": "cli.plan", "check": "cli.check",
+            "eval": "evaluation"}
 
 # Names of the reference implementations.
 ALIASES = {"--prefill": "--prompt-len", "--temp": "--temperature", "--gen-len": "--max-new-tokens",

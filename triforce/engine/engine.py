@@ -312,16 +312,19 @@ class Engine:
         sessions: list[Session] = []
         return Stream(self._answer(call, sessions), sessions, call)
 
-    def logits(self, tokens, last: int | None = None) -> Tensor:
+    def logits(self, tokens, last: int | None = None, prefix: Prefix | None = None) -> Tensor:
         """Logits after every token, or after the last ones: [B, S] ids (list or tensor) -> [B, S, V] float32, V as in
         the checkpoint.
 
         Args:
             last: how many tokens at the end get logits, [B, last, V]: the others take no time or memory. They equal
                 those of None but for rounding.
+            prefix: of `prefill`, which is not computed again: rows begin with its tokens and get logits after it, so
+                `last` must be given.
 
         Raises:
-            UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S.
+            UserError: rows of different lengths, ids outside the vocabulary, more than fit the model, last above S,
+                rows that do not begin with the prefix.
         """
         try:
             rows = [_as_ids(row) for row in tokens]
@@ -337,11 +340,16 @@ class Engine:
         if not is_whole(last) or not 1 <= last <= length:
             raise UserError(f"last ({last!r}) must be a whole number, at least 1 and at most {length}, the number of "
                             "ids in a row; leave it out for all of them")
+        shared = None if prefix is None else prefix.store
+        base = 0 if shared is None else shared.lens[0]
+        if base and not (all(row[:base] == prefix.tokens[:base] for row in rows) and last <= length - base):
+            raise UserError(f"each row must begin with the prefix's {base} tokens, and last ({last}) must be at most "
+                            f"the {length - base} tokens after them; leave prefix out")
         with self.working(), torch.inference_mode():
             cache = KVCache(self.target.config, self.target.rope, batch=1, capacity=length, block_size=1,
-                                flush_interval=1, chunk_size=0, device=self.device, dtype=self.target.dtype)
-            blocks = prefill_blocks(cache, range(1), 0, length, self.settings.prefill_chunk_size)
-            hidden = (self.target.prefill(row[None], blocks)[:, length - last :]
+                            flush_interval=1, chunk_size=0, shared=shared, device=self.device, dtype=self.target.dtype)
+            blocks = prefill_blocks(cache, range(1), base, length, self.settings.prefill_chunk_size)
+            hidden = (self.target.prefill(row[None, base:], blocks)[:, length - base - last :]
                       for row in torch.tensor(rows, device=self.device))  # [1, S or last, dim] each
             found = torch.cat([self.target.output(one).float() for one in hidden])
         return self.compute_stream.hand_out(found)
