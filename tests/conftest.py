@@ -249,11 +249,6 @@ def pair():
 
 
 @pytest.fixture(scope="session")
-def embedded_engine():
-    return triforce.load("tiny", device="cpu", max_seq_len=4096, gamma=6)
-
-
-@pytest.fixture(scope="session")
 def tiny_engine():
     """The embedded tokenizer, and random models of its vocabulary, a fifth as slow as the embedded ones."""
     tokenizer = Tokenizer(TINY / "target")

@@ -228,7 +228,7 @@ def test_a_draft_that_was_left_out_catches_up(pair):
     assert torch.equal(laws[2], laws[0])
 
 
-@pytest.mark.parametrize("kind,prompts", [("full", [130, 40, 1]), *slow(("full", [130])), ("snapkv", [130, 70])])
+@pytest.mark.parametrize("kind,prompts", [("full", [130, 40, 1]), *slow(("full", [130]), ("snapkv", [130, 70]))])
 def test_a_draft_with_a_long_memory_equals_the_dense_twin(pair, kind, prompts):
     """Its laws are those of the whole text before, across flushes and rejections, whatever the other rows hold."""
     target, draft = pair
@@ -268,7 +268,7 @@ def test_acceptance_is_of_tokens_that_were_emitted(pair):
     assert kept + state.num_forwards >= sum(len(row.tokens) for row in rows) > drafted
 
 
-@pytest.mark.parametrize("left_out", [0, 3, 40])
+@pytest.mark.parametrize("left_out", [0, *slow(3, 40)])
 def test_the_view_of_a_draft_takes_in_what_is_flushed(pair, left_out):
     """SnapKV below the prompt's length: what was chosen stays, the window moves on with each flush, also with those in
     which the draft was left out."""
@@ -304,14 +304,14 @@ def test_a_packed_prefix_changes_nothing(monkeypatch, pair):
     for pack in (True, False):
         states.append(make_state(*pair, [prompt], keep_logits=True, pack=pack))
         assert (states[-1].cache.prefix.packed is not None) == pack
-    said = [run_rounds(state, 60) for state in states]
+    said = [run_rounds(state, 40) for state in states]
     assert said[0] == said[1] and states[0].num_flushes >= 2
     logits = [state.hierarchy.outer.logits for state in states]
     torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
-    states[0].rewind(512)
-    assert run_rounds(states[0], 60, plan=AUTOREGRESSION) == said[0]
     for state in states:
+        state.rewind(512)
+        assert run_rounds(state, 20, plan=AUTOREGRESSION) == [said[0][0][:20]]
         state.prefill(0, random_prompt(50, seed=3))
         assert state.cache.prefix.packed is None
         state.begin(100)
-    assert run_rounds(states[0], 30) == run_rounds(states[1], 30)
+    assert run_rounds(states[0], 10) == run_rounds(states[1], 10)

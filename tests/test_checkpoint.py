@@ -111,9 +111,8 @@ def test_angles_of_published_shapes(fields):
         assert (x[:, half + pairs :] == still).all()
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("family", ["Llama 3.1", "SmolLM2", "Qwen2.5", "Qwen3", "Phi-4-mini", "GLM-4-9B"])
+@pytest.mark.parametrize("shards, kind", [(3, "safetensors"), (1, "bin"), (3, "bin")])  # one safetensors: above
+@pytest.mark.parametrize("family", ["SmolLM2", "Phi-4-mini", "GLM-4-9B"])
 def test_parity_of_layouts(family, shards, kind, tmp_path):
     theirs = build(family)
     folder = save(theirs, config_json(family), tmp_path, kind, shards)

@@ -26,9 +26,10 @@ def broken(part: str, value: float, index: int = 3, dtype=torch.float32, **optio
     return make_engine(target, draft, **SIZES, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": True}, {"retrieval": False}, {"sampling": "coupled"}], ids=str)
-@pytest.mark.parametrize("part, value", [("layers.0.attention.qkv", NAN), ("layers.1.mlp.down", INF),
-                                         ("layers.1.attention_norm", NAN), ("norm", INF), ("output", NAN)])
+@pytest.mark.parametrize("part, value, options", [
+    ("layers.0.attention.qkv", NAN, {}), ("layers.1.mlp.down", INF, {"offload": True}),
+    ("layers.1.attention_norm", NAN, {"retrieval": False}), ("norm", INF, {"sampling": "coupled"}),
+    ("output", NAN, {"offload": True})])
 def test_a_weight_that_is_no_number_is_named(part, value, options):
     engine = broken(part, value, **options)
     told = re.escape(f"not finite from {part} on, at position 0 of 90 tokens: weights of it")

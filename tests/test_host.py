@@ -18,7 +18,7 @@ from triforce.model import Transformer
 from triforce.runtime import host
 from triforce.runtime.host import ProcessLock, own_settings
 
-TEXT = "It was the best of times, it was the worst of times. " * 6
+TEXT = "It was the best of times, it was the worst of times. " * 3
 BACKENDS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
 
@@ -67,12 +67,12 @@ USUAL = {"dtype": torch.float32, "device": "cpu", "autocast": False, "inference"
 def used(engine, file) -> list:
     """Tokens from every way in. The host's settings are the same between two pieces as before."""
     before, law = settings(), {"temperature": 0.8, "seed": 3, "ignore_eos": True}
-    stream = engine.stream(TEXT, 12, **law)
+    stream = engine.stream(TEXT, 6, **law)
     for _ in stream:
         assert settings() == before
-    found = [stream.result.tokens, engine.generate(TEXT, 8, temperature=0.0).tokens]
+    found = [stream.result.tokens, engine.generate(TEXT, 4, temperature=0.0).tokens]
     book = engine.prefill(TEXT)
-    found += [out.tokens for out in engine.generate(["Why?", "Who?"], 6, prefix=book, **law)]
+    found += [out.tokens for out in engine.generate(["Why?", "Who?"], 4, prefix=book, **law)]
     found.append(engine.chat(book).send("When?", max_new_tokens=4, **law).tokens)
     book.save(file)
     found.append(engine.generate("What?", 4, prefix=engine.open(file), **law).tokens)
@@ -95,7 +95,7 @@ def test_settings_of_the_host_change_no_token(name, usual, tmp_path):
         engine = triforce.load("tiny", device="cpu", gamma=3)
         assert settings() == before
         assert used(engine, tmp_path / "book") == usual
-    assert engine.generate(TEXT, 8, temperature=0.0).tokens == usual[1]
+    assert engine.generate(TEXT, 4, temperature=0.0).tokens == usual[1]
 
 
 @pytest.mark.parametrize("name", HOSTS)

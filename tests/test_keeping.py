@@ -112,13 +112,14 @@ def test_a_file_of_other_intervals(pair, tmp_path):
 
 def test_the_command_line(tmp_path, capsys):
     file, text = tmp_path / "book.prefix", tmp_path / "book.txt"
-    text.write_text("Call me Ishmael. " * 400)
-    flags = ["--prompt-file", str(text), "--save-prefix", str(file), "--save-every", "1024", "--device", "cpu"]
-    engine = triforce.load("tiny", device="cpu")
+    text.write_text("Call me Ishmael. " * 100)
+    flags = ["--prompt-file", str(text), "--save-prefix", str(file), "--save-every", "256", "--device", "cpu",
+             "--prefill-chunk-size", "256"]
+    engine = triforce.load("tiny", device="cpu", prefill_chunk_size=256)
     ids = engine.encode_prompt(text.read_text())
-    engine.prefill(ids[:1100], keep=file)  # as a run that was broken off leaves it
+    engine.prefill(ids[:300], keep=file)  # as a run that was broken off leaves it
     assert cli.main(flags) == 0
-    assert f"has {len(ids):,} tokens, 1,024 of them from" in capsys.readouterr().err
+    assert f"has {len(ids):,} tokens, 256 of them from" in capsys.readouterr().err
     assert len(engine.open(file)) == len(ids)
 
 

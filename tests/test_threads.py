@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import slow
+from conftest import make_engine, random_pair, random_prompt, slow
 
 import triforce
 from triforce.runtime import threads
@@ -67,17 +67,17 @@ def test_what_others_take(monkeypatch, tmp_path):
 
 
 def test_generations_and_prefills_have_threads_for_free_cores(four, world):
-    engine, seen = triforce.load("tiny", device="cpu", gamma=3), []
+    engine, seen = make_engine(*random_pair(), gamma=3), []
 
     def look(*_):
         seen.append(torch.get_num_threads())
         world.pass_by(1.0, 2.0)
 
     world.pass_by(1.0, 2.0)
-    engine.generate("Once upon a time there was", 4, temperature=0.0, on_prefill=look)
+    engine.generate(random_prompt(20), 4, temperature=0.0, on_prefill=look)
     rounds, in_prefill = engine.buffers.state.hierarchy.round, len(seen)
     engine.buffers.state.hierarchy.round = lambda *args: look() or rounds(*args)
-    engine.generate("Once upon a time there was", 4, temperature=0.0)
+    engine.generate(random_prompt(20), 4, temperature=0.0)
     assert 1 < in_prefill < len(seen) and set(seen) == {2} and torch.get_num_threads() == 4
 
 
@@ -86,7 +86,7 @@ def test_the_number_of_threads_changes_no_bits(options):
     """A text during which the number changes again and again is that of one thread, to the last bit of its K/V."""
     engine = triforce.load("tiny", device="cpu", **options)
     engine.threads = Threads(torch.device("cuda"))  # chooses nothing
-    prompt = engine.tokenizer.encode("It was the best of times, it was the worst of times. " * 25)
+    prompt = engine.tokenizer.encode("It was the best of times, it was the worst of times. " * 6)
     before, found = torch.get_num_threads(), []
     try:
         for counts in ((1,), (1, 3, 2)):
@@ -97,10 +97,10 @@ def test_the_number_of_threads_changes_no_bits(options):
                 torch.set_num_threads(next(numbers))
 
             torch.set_num_threads(counts[0])
-            out = engine.generate(prompt, 32, temperature=0.8 if "sampling" in options else 0.0, seed=3,
+            out = engine.generate(prompt, 16, temperature=0.8 if "sampling" in options else 0.0, seed=3,
                                   ignore_eos=True, on_prefill=change, on_decode=change)
             cache = engine.buffers.state.cache
-            kv = [cache.load(i, 0, 0, len(prompt) + 24) for i in range(engine.target.config.n_layer)]
+            kv = [cache.load(i, 0, 0, len(prompt) + 12) for i in range(engine.target.config.n_layer)]
             found.append((out.tokens, torch.stack(kv)))
     finally:
         torch.set_num_threads(before)
