@@ -3,7 +3,6 @@
 No promise of one module. What a GPU's kernels do at that length is not seen here.
 """
 
-import pytest
 import torch
 from conftest import VOCAB
 
@@ -12,27 +11,10 @@ from triforce.cpu import PackedPrefix
 from triforce.decode.drafters.ngram import NgramDrafter
 from triforce.decode.plan import DraftPlan
 from triforce.decode.tape import Tape
-from triforce.model import ModelConfig, RotaryEmbedding
 from triforce.runtime.graphs import Compiler
 from triforce.tree import TokenTree
 
 MILLION = 2**20
-
-
-@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 3_580_165_449.0])  # Llama-2, Llama-3, Llama-3-1048k
-def test_angles(theta):
-    """Those of float32 positions and frequencies, as checkpoints were trained with: the fastest pairs are off by up to
-    2**-24 of a million radians."""
-    config = ModelConfig(VOCAB, 64, 1, 1, 1, 64, 64, rope_theta=theta, max_position_embeddings=MILLION)
-    positions = torch.tensor([[0, 131_071, 131_072, MILLION - 2, MILLION - 1]])
-    cos, sin = RotaryEmbedding(config)(positions)
-    frequency = theta ** (-torch.arange(0, 64, 2).double() / 64)
-    angle = positions[0, :, None].double() * frequency
-    assert (cos[0, :, :32].double() - angle.cos()).abs().max() < 0.1
-    assert (sin[0, :, 32:].double() - angle.sin()).abs().max() < 0.1
-    as_trained = positions[0, :, None].float() * (1.0 / theta ** (torch.arange(0, 64, 2).float() / 64))
-    torch.testing.assert_close(cos[0, :, :32], as_trained.cos(), rtol=0, atol=1e-5)
-    assert not torch.equal(cos[0, 3], cos[0, 4])  # neighbours are told apart
 
 
 def test_attention_over_a_million_keys():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import VOCAB, make_engine, random_prompt, slow
 
-import triforce
 from triforce import UserError
 from triforce.cache.kv_cache import KVCache
 from triforce.decode.drafters.memory import LongMemory
@@ -529,27 +528,3 @@ def test_what_a_conversation_holds_is_saved_with_its_document(pair, monkeypatch,
     elsewhere = DOCUMENT + random_prompt(100, seed=4)
     assert engine.buffers.held(elsewhere, book).num_shared == book.num_shared
     assert engine.buffers.held(random_prompt(100, seed=5), None).store is None
-
-
-def test_a_document_of_another_dtype_is_converted(tmp_path):
-    path, wide = tmp_path / "book.prefix", triforce.load("tiny", device="cpu")
-    book = wide.prefill(DOCUMENT)
-    book.save(path)
-    opened = triforce.load("tiny", device="cpu", dtype="bfloat16").open(path)
-    keys, rounded = (one.store.layer(3, 0)[0][:, : book.num_shared] for one in (book, opened))
-    assert torch.equal(rounded, keys.bfloat16()) and keys.abs().sum() > 0
-
-
-def test_a_document_of_another_model_is_refused(pair, engine, tmp_path):
-    path = tmp_path / "book.prefix"
-    engine.prefill(DOCUMENT).save(path)
-    other = make_engine(Transformer.random(pair[0].config, seed=7, std=0.3), **SETTINGS)
-    with pytest.raises(UserError, match="made with another model"):
-        other.open(path)
-    with pytest.raises(UserError, match="no-such"):
-        engine.open(tmp_path / "no-such")
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(UserError, match="checksum"):
-        engine.open(path)

@@ -1,6 +1,9 @@
-"""On a CPU: threads for the cores that other programs leave, and the same bits whatever their number."""
+"""Threads for the cores that other programs leave, the same bits whatever their number; and streams of a GPU that is
+made up. What a real GPU does: test_cuda.py."""
 
+import contextlib
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -9,7 +12,8 @@ import torch
 from conftest import make_engine, random_pair, random_prompt, slow
 
 import triforce
-from triforce.runtime import threads
+from triforce.runtime import streams, threads
+from triforce.runtime.streams import ComputeStream
 from triforce.runtime.threads import Threads
 
 CPU = torch.device("cpu")
@@ -131,3 +135,63 @@ def test_with_odd_flush_intervals_nothing_is_chosen(four, world, interval, dtype
     world.pass_by(1.0, 3.0)
     with chosen.working():
         assert torch.get_num_threads() == expected
+
+
+GPU = torch.device("cuda", 0)
+
+
+class FakeStream:
+    device = GPU
+
+    def __init__(self, name: str, log: list):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other) -> None:
+        self.log.append((self.name, other.name))
+
+
+class Gpu:
+    """In place of `torch.cuda`: what waits for which stream is noted down."""
+
+    def __init__(self):
+        self.log, self.here = [], threading.local()
+        self.default = FakeStream("default", self.log)
+
+    def Stream(self, device, priority=0):  # noqa: N802
+        return FakeStream("own", self.log)
+
+    def current_device(self):
+        return 0
+
+    def default_stream(self, device):
+        return self.default
+
+    def current_stream(self, device):
+        return getattr(self.here, "stream", self.default)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.here.stream = self.current_stream(GPU), stream
+        try:
+            yield
+        finally:
+            self.here.stream = before
+
+
+def test_the_stream_takes_its_turn_with_the_one_before(monkeypatch):
+    monkeypatch.setattr(streams.torch, "cuda", gpu := Gpu())
+    monkeypatch.setattr(streams, "_unused", type(streams._unused)(list))
+    own, users = ComputeStream(GPU), []
+    gpu.log.clear()
+    with own.alone():
+        assert gpu.current_stream(GPU) is own.cuda
+        with own.used():  # nothing to wait for
+            assert gpu.log == [("own", "default")]
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(own.lock.acquire, blocking=False).result() is False
+    assert gpu.current_stream(GPU) is gpu.default and gpu.log == [("own", "default"), ("default", "own")]
+    with pytest.raises(ZeroDivisionError), own.used():
+        raise ZeroDivisionError
+    assert gpu.log[2:] == gpu.log[:2] and gpu.current_stream(GPU) is gpu.default
+    x = SimpleNamespace(record_stream=users.append)
+    assert own.hand_out(x) is x and users == [gpu.default]
